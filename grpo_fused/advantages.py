@@ -1,0 +1,158 @@
+"""Group-relative advantages from rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from grpo_fused.outputs import AdvantageOutput
+
+ScaleRewards = Literal["group", "batch", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
+_EPS = 1e-4  # TRL's: keeps the quotient finite where all rewards of a group agree
+
+
+def group_advantages(
+    rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]],
+    num_generations: int,
+    *,
+    weights: Tensor | Sequence[float] | None = None,
+    scale_rewards: ScaleRewards | bool = "group",
+    aggregation: Aggregation = "sum_then_normalize",
+) -> AdvantageOutput:
+    """How much better each sample is than its group, in standard deviations.
+
+        A = (r - mean_group(r)) / (std(r) + 1e-4),   r = sum_f weight_f * reward_f
+
+    Args:
+        rewards: `[N]` or `[N, F]` for F reward functions, a tensor or nested lists; groups are contiguous. None or NaN
+            marks a sample that a function did not judge; +-inf raises.
+        num_generations: Samples per group, >= 2; divides N.
+        weights: `[F]`, default all 1.
+        scale_rewards: `"group"` (or True) divides by the group's standard deviation, `"batch"` by that of all summed
+            rewards, `"none"` (or False) not at all (Dr. GRPO).
+        aggregation: `"sum_then_normalize"` sums the functions first; `"normalize_then_sum"` takes z-scores of each
+            function within the group, sums them with the weights, and takes z-scores over the batch (GDPO); it scales
+            in its own way and does not read `scale_rewards`.
+
+    Returns:
+        `AdvantageOutput(advantages, mean, std, unjudged, zero_std_groups)`, fp32. A sample that no function judged has
+        A = 0 and is left out of the baseline. Where fewer than two samples are judged there is no z-score: A = 0.
+
+    Raises:
+        ValueError: Group size below 2, rewards not divisible into groups, wrong shapes, infinite rewards, unknown
+            options.
+        TypeError: Rewards or weights are not numbers.
+
+    Equivalent for one function and all samples judged::
+
+        groups = rewards.view(-1, num_generations)
+        ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+
+    Source: DeepSeekMath (arXiv 2402.03300); missing rewards and the two aggregations follow TRL 1.16.
+    """
+    table = _as_table(rewards)
+    scale = _check_options(table, num_generations, scale_rewards, aggregation)
+    weight = _as_weights(weights, table)
+
+    judged = ~table.isnan()
+    unjudged = ~judged.any(dim=1)
+    if aggregation == "normalize_then_sum":
+        scores = _z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
+        summed = torch.where(scores.isnan().all(dim=1), torch.nan, (scores * weight).nansum(dim=1))
+        advantages = _z_score(summed, dim=0)
+        raw = torch.where(unjudged, torch.nan, (table * weight).nansum(dim=1))
+    else:
+        raw = summed = torch.where(unjudged, torch.nan, (table * weight).nansum(dim=1))
+        groups = summed.view(-1, num_generations)
+        centred = groups - groups.nanmean(dim=1, keepdim=True)
+        if scale == "group":
+            centred = centred / (_nanstd(groups, dim=1) + _EPS)
+        elif scale == "batch":
+            centred = centred / (_nanstd(summed, dim=0) + _EPS)
+        too_few = (~groups.isnan()).sum(dim=1, keepdim=True) < 2
+        advantages = torch.where(too_few, 0.0, centred).flatten()
+
+    groups = raw.view(-1, num_generations)
+    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(dim=1)
+    highest = torch.where(groups.isnan(), -torch.inf, groups).amax(dim=1)
+    several = (~groups.isnan()).sum(dim=1) >= 2
+    return AdvantageOutput(
+        advantages=advantages.nan_to_num(nan=0.0).float(),
+        mean=groups.nanmean(dim=1).float(),
+        std=_nanstd(groups, dim=1).flatten().float(),
+        unjudged=unjudged.sum(),
+        zero_std_groups=(several & (lowest == highest)).sum(),
+    )
+
+
+def _nanstd(x: Tensor, dim: int) -> Tensor:
+    """Bessel-corrected standard deviation over judged samples, NaN below two of them; keeps `dim`."""
+    count = (~x.isnan()).sum(dim=dim, keepdim=True)
+    squares = (x - x.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
+    return torch.where(count > 1, squares / (count - 1), torch.nan).sqrt()
+
+
+def _z_score(x: Tensor, dim: int) -> Tensor:
+    return (x - x.nanmean(dim=dim, keepdim=True)) / (_nanstd(x, dim) + _EPS)
+
+
+def _as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
+    """[N, F] fp64: sums and spreads of rewards as large as 1e6 keep their digits."""
+    if not isinstance(rewards, Tensor):
+        try:
+            rows = [[_number(r) for r in (row if isinstance(row, (list, tuple)) else [row])] for row in rewards]
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"rewards must be a tensor or (nested) lists of numbers and None; {error}") from None
+        widths = {len(row) for row in rows}
+        if len(widths) > 1:
+            raise ValueError(f"every sample must have one reward per function; got rows of {sorted(widths)} rewards")
+        rewards = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), -1)
+    if rewards.dim() not in (1, 2):
+        raise ValueError(f"rewards must be [N] or [N, F]; got shape {tuple(rewards.shape)}")
+    if rewards.is_complex():
+        raise TypeError(f"rewards must be real numbers; got {rewards.dtype}")
+    table = rewards.detach().to(torch.float64)
+    return table.unsqueeze(1) if table.dim() == 1 else table
+
+
+def _number(reward: Any) -> float:
+    if isinstance(reward, str):
+        raise TypeError(f"got the string {reward!r}")
+    return torch.nan if reward is None else float(reward)
+
+
+def _as_weights(weights: Tensor | Sequence[float] | None, table: Tensor) -> Tensor:
+    if weights is None:
+        return table.new_ones(table.shape[1])
+    weight = torch.as_tensor(weights, dtype=torch.float64, device=table.device)
+    if weight.shape != (table.shape[1],):
+        raise ValueError(
+            f"weights must be [{table.shape[1]}], one for each reward function; got shape {tuple(weight.shape)}"
+        )
+    return weight
+
+
+def _check_options(
+    table: Tensor, num_generations: int, scale_rewards: ScaleRewards | bool, aggregation: Aggregation
+) -> str:
+    if isinstance(num_generations, bool) or not isinstance(num_generations, int):
+        raise TypeError(f"num_generations must be an int; got {num_generations!r}")
+    if num_generations < 2:
+        raise ValueError(
+            f"num_generations must be at least 2, a group needs something to compare; got {num_generations}"
+        )
+    if table.shape[0] % num_generations:
+        raise ValueError(f"{table.shape[0]} rewards cannot be divided into groups of num_generations={num_generations}")
+    if table.isinf().any():
+        raise ValueError("rewards must be finite (None or NaN marks a sample that was not judged); got an infinite one")
+    scale = ("group" if scale_rewards else "none") if isinstance(scale_rewards, bool) else scale_rewards
+    if scale not in get_args(ScaleRewards):
+        raise ValueError(f"scale_rewards must be one of {', '.join(get_args(ScaleRewards))}; got {scale_rewards!r}")
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation must be one of {', '.join(get_args(Aggregation))}; got {aggregation!r}")
+    return str(scale)

@@ -1,0 +1,170 @@
+"""What the objective must know of each token beside its log-probability, as flat tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.layout import Layout
+
+LOWEST_LOGP = -1e4
+"""The objective's floor for log-probs, nats. An impossible token (-inf: its logit is masked) counts as this: the loss stays
+finite, and since no gradient could raise its logit, it has none."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The per-token and per-sequence tensors of a loss call as the caller gave them, validated."""
+
+    advantages: Tensor
+    completion_mask: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+    num_items_in_batch: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """R tokens in ascending order of their sequence; those that are masked hold neutral values everywhere."""
+
+    mask: Tensor
+    """[R] bool: active tokens."""
+    sequence: Tensor
+    """[R] int64, ascending: the sequence of each token."""
+    advantages: Tensor
+    """[R]"""
+    weight: Tensor
+    """[R] what a token's loss is multiplied by before all are summed; 0 where masked."""
+    lengths: Tensor
+    """[B] active tokens of each sequence of the whole call."""
+    total: Tensor
+    """0-d: active tokens of the whole call."""
+    advantage_per_token: bool
+    """Whether advantages came as one value for each token."""
+    old: Tensor | None
+    ref: Tensor | None
+    sampling: Tensor | None
+    is_ratio: Tensor | None
+
+    @classmethod
+    def build(cls, inputs: LossInputs, layout: Layout, config: GRPOLossConfig, dtype: torch.dtype) -> TokenBatch:
+        """Flatten the inputs of a call; everything a masked position holds is replaced by a neutral value."""
+        device = inputs.advantages.device
+        sequence = layout.sequence_ids(device)
+        if inputs.completion_mask is None:
+            mask = torch.ones(layout.num_tokens, dtype=torch.bool, device=device)
+        else:
+            mask = inputs.completion_mask.reshape(-1) != 0
+
+        def active(x: Tensor | None, neutral: float = 0.0) -> Tensor | None:
+            if x is None:
+                return None
+            return torch.where(mask, x.detach().to(device, dtype).reshape(-1), neutral)
+
+        def logps(x: Tensor | None) -> Tensor | None:
+            x = active(x)
+            return None if x is None else x.clamp(min=LOWEST_LOGP)
+
+        advantages = active(layout.spread(inputs.advantages, sequence))
+        assert advantages is not None
+        is_ratio = inputs.importance_sampling_ratio
+        if is_ratio is not None and is_ratio.shape != layout.shape:
+            is_ratio = is_ratio.reshape(-1).index_select(0, sequence)
+
+        counts = mask.to(torch.float64)
+        lengths = _segment_sum(counts, _offsets(sequence, layout.num_sequences))
+        weight = _aggregation_weight(mask, sequence, lengths, counts.sum(), inputs.num_items_in_batch, config)
+        return cls(
+            mask=mask,
+            sequence=sequence,
+            advantages=advantages,
+            weight=weight.to(dtype),
+            lengths=lengths.to(dtype),
+            total=counts.sum().to(dtype),
+            advantage_per_token=layout.is_per_token(inputs.advantages),
+            old=logps(inputs.old_per_token_logps),
+            ref=logps(inputs.ref_per_token_logps),
+            sampling=logps(inputs.sampling_per_token_logps),
+            is_ratio=active(is_ratio, 1.0),
+        )
+
+    def select(self, rows: Tensor) -> TokenBatch:
+        """The tokens at `rows` ([K] int64, ascending); lengths and weights stay those of the whole call."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("mask", "sequence", "advantages", "weight", "old", "ref", "sampling", "is_ratio"):
+            if values[name] is not None:
+                values[name] = values[name].index_select(0, rows)
+        return TokenBatch(**values)
+
+    @property
+    def num_sequences(self) -> int:
+        """B"""
+        return self.lengths.shape[0]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[B + 1] int64: sequence s owns the tokens `offsets[s] : offsets[s + 1]` of this batch."""
+        return _offsets(self.sequence, self.num_sequences)
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """[B]: sum of per-token `x` ([R], 0 where it shall not count) over each sequence.
+
+        Summed in fp64 in a fixed order: the same on every run (`index_add` is not, on CUDA) and exact to fp32.
+        """
+        return _segment_sum(x.to(torch.float64), self.offsets).to(x.dtype)
+
+    def of_sequence(self, x: Tensor) -> Tensor:
+        """[R]: the value of per-sequence `x` ([B]) at each token."""
+        return x.index_select(0, self.sequence)
+
+    def may_have_gradient(self, config: GRPOLossConfig) -> Tensor:
+        """[R] bool: False where the inputs alone show that a token's coefficients are exactly 0."""
+        if config.beta != 0.0 or config.entropy_coef != 0.0:
+            return self.mask
+        matters = self.mask & (self.advantages != 0)
+        if self.is_ratio is not None and config.loss_type != "vespo":
+            matters = matters & (self.is_ratio != 0)
+        if config.needs_sequence:  # its other tokens shape a sequence's ratio, so it goes as a whole
+            matters = self.mask & (self.of_sequence(self.sequence_sum(matters.to(torch.float32))) > 0)
+        return matters
+
+
+def _offsets(sequence: Tensor, num_sequences: int) -> Tensor:
+    return torch.searchsorted(sequence, torch.arange(num_sequences + 1, device=sequence.device))
+
+
+def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    # unsafe: skips a check that would synchronise; `offsets` comes from searchsorted and is right by construction
+    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+
+
+def _aggregation_weight(
+    mask: Tensor,
+    sequence: Tensor,
+    lengths: Tensor,
+    total: Tensor,
+    num_items_in_batch: Tensor | None,
+    config: GRPOLossConfig,
+) -> Tensor:
+    """[R] fp64: w such that the policy loss is the sum of w * l over tokens: how each loss type averages."""
+    num_sequences = max(lengths.shape[0], 1)
+    if config.loss_type in ("grpo", "sapo", "gmpo"):
+        weight = (1.0 / (lengths.clamp(min=1.0) * num_sequences)).index_select(0, sequence)
+    elif config.loss_type == "bnpo":
+        weight = 1.0 / total.clamp(min=1.0)
+    elif config.loss_type == "dr_grpo":
+        assert config.max_completion_length is not None
+        weight = torch.full_like(total, 1.0 / (num_sequences * config.max_completion_length))
+    elif config.loss_type == "luspo":
+        weight = torch.full_like(total, 1.0 / num_sequences)
+    else:
+        assert config.loss_type in TOKEN_NORMALIZED
+        items = total.clamp(min=1.0) if num_items_in_batch is None else num_items_in_batch.to(total)
+        weight = 1.0 / items
+    return torch.where(mask, weight, 0.0)

@@ -1,0 +1,208 @@
+"""The options of a GRPO loss, as one frozen value that crosses all layers whole."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Literal, get_args
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
+ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+PPO_FAMILY = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
+"""Loss types with PPO's clipped objective; they differ only in how tokens are averaged."""
+
+TOKEN_NORMALIZED = frozenset({"dapo", "cispo", "vespo"})
+"""Loss types divided by `num_items_in_batch` (by default the number of active tokens)."""
+
+# A float of its own identity, so that "not set" and "set to 0.2" differ: gmpo has another default.
+_DEFAULT_EPSILON = float("0.2")
+_DEFAULT_EPSILON_GMPO = 0.4
+
+# Which loss types read an option; an option that is missing here is read by all of them.
+_USED_BY: dict[str, frozenset[str]] = {
+    "epsilon": PPO_FAMILY | {"gmpo"},
+    "epsilon_high": PPO_FAMILY | {"gmpo", "cispo"},
+    "delta": PPO_FAMILY,
+    "dual_clip": PPO_FAMILY,
+    "importance_sampling_level": PPO_FAMILY | {"cispo", "sapo", "vespo"},
+    "max_completion_length": frozenset({"dr_grpo"}),
+    "sapo_temperature_pos": frozenset({"sapo"}),
+    "sapo_temperature_neg": frozenset({"sapo"}),
+    "vespo_k_pos": frozenset({"vespo"}),
+    "vespo_lambda_pos": frozenset({"vespo"}),
+    "vespo_k_neg": frozenset({"vespo"}),
+    "vespo_lambda_neg": frozenset({"vespo"}),
+    "off_policy_mask_threshold": frozenset(get_args(LossType)) - {"gmpo"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLossConfig:
+    """Options of the GRPO loss; names and defaults follow TRL 1.16's `GRPOConfig`.
+
+    An option that the chosen loss type does not read must keep its default: setting it raises, nothing is ignored.
+
+    Args:
+        loss_type: Objective and aggregation: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `luspo` (PPO's clipped objective under
+            five ways to average), `cispo`, `sapo`, `vespo` or `gmpo`.
+        beta: Weight of the KL penalty towards the reference policy, >= 0. 0 needs no reference.
+        epsilon: Lower clip distance: ratios are clipped at `1 - epsilon`. Default 0.2; `gmpo` clips the log-ratio and
+            defaults to 0.4.
+        epsilon_high: Upper clip distance, default `epsilon`. `cispo` requires it and reads it as the bound on the
+            ratio itself.
+        delta: Upper bound on the ratio before clipping (INTELLECT-2's two-sided clip), > 0.
+        dual_clip: Bound > 1 on the loss of bad tokens, `-dual_clip * A` (verl's `clip_ratio_c`). Excludes `delta`.
+        importance_sampling_level: `token` (one ratio a token), `sequence` (GSPO: one a sequence, the geometric mean)
+            or `sequence_token` (its value, with each token's own gradient).
+        kl_estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence").
+        use_bias_correction_kl: Multiply the KL estimate by the importance ratio (DeepSeek-V3.2); on, as TRL since 1.10.
+            `gmpo` has no corrected form and never applies it.
+        max_completion_length: Tokens; the length that `dr_grpo` divides by, and required by it.
+        sapo_temperature_pos: SAPO's gate temperature for tokens with A > 0.
+        sapo_temperature_neg: SAPO's gate temperature for the other tokens.
+        vespo_k_pos: VESPO's gamma shape k where A >= 0.
+        vespo_lambda_pos: VESPO's gamma rate where A >= 0; below 1e-4 it counts as 1e-4.
+        vespo_k_neg: VESPO's gamma shape k where A < 0.
+        vespo_lambda_neg: VESPO's gamma rate where A < 0; below 1e-4 it counts as 1e-4.
+        off_policy_mask_threshold: Drop the policy term of a bad sequence whose mean `sampling - current` log-prob
+            exceeds this (DeepSeek-V3.2's off-policy sequence mask), in nats.
+        top_entropy_quantile: Keep the policy term of this share of the tokens, those of highest entropy; 1 is off.
+        entropy_coef: Weight of the entropy bonus subtracted from the loss, in 1/nats.
+
+    Raises:
+        ValueError: An option is unknown, out of range, missing, or not read by the loss type.
+        TypeError: An option has the wrong type.
+    """
+
+    loss_type: LossType = "dapo"
+    beta: float = 0.0
+    epsilon: float = _DEFAULT_EPSILON
+    epsilon_high: float | None = None
+    delta: float | None = None
+    dual_clip: float | None = None
+    importance_sampling_level: ImportanceSamplingLevel = "token"
+    kl_estimator: KLEstimator = "k3"
+    use_bias_correction_kl: bool = True
+    max_completion_length: int | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    encoded: str = field(init=False, repr=False, compare=False, default="")
+    """The options as a Python literal: how they cross the boundary of a `torch.library` operator."""
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        if self.loss_type == "gmpo" and self.epsilon is _DEFAULT_EPSILON:
+            object.__setattr__(self, "epsilon", _DEFAULT_EPSILON_GMPO)
+        self._check_types()
+        self._check_ranges()
+        self._check_loss_type_uses_options()
+        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.init]
+        object.__setattr__(self, "encoded", repr(values))
+
+    @classmethod
+    def decode(cls, encoded: str) -> GRPOLossConfig:
+        """The configuration whose `encoded` this is."""
+        return _decode(encoded)
+
+    @property
+    def epsilon_upper(self) -> float:
+        """`epsilon_high`, or `epsilon` where it is not set."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def is_ppo(self) -> bool:
+        """Whether the policy term is PPO's clipped objective."""
+        return self.loss_type in PPO_FAMILY
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether a token's gradient needs log-probs or entropies of the whole batch."""
+        return self.top_entropy_quantile < 1.0
+
+    @property
+    def needs_sequence(self) -> bool:
+        """Whether a token's gradient needs the log-probs of its whole sequence."""
+        return (
+            self.importance_sampling_level != "token"
+            or self.loss_type in ("vespo", "gmpo")
+            or self.off_policy_mask_threshold is not None
+        )
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss itself (not only its metrics) reads entropies."""
+        return self.entropy_coef != 0.0 or self.top_entropy_quantile < 1.0
+
+    def _check_choices(self) -> None:
+        for name, choices in (
+            ("loss_type", LossType),
+            ("importance_sampling_level", ImportanceSamplingLevel),
+            ("kl_estimator", KLEstimator),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
+
+    def _check_types(self) -> None:
+        for f in fields(self):
+            if not f.init or f.name in ("loss_type", "importance_sampling_level", "kl_estimator"):
+                continue
+            value = getattr(self, f.name)
+            if f.name == "use_bias_correction_kl":
+                if not isinstance(value, bool):
+                    raise TypeError(f"{f.name} must be a bool; got {value!r}")
+            elif f.name == "max_completion_length":
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                    raise TypeError(f"{f.name} must be an int or None; got {value!r}")
+            elif value is None and f.default is None:
+                continue
+            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{f.name} must be a number; got {value!r} of type {type(value).__name__}")
+            elif not math.isfinite(value):
+                raise ValueError(f"{f.name} must be finite; got {value}")
+
+    def _check_ranges(self) -> None:
+        if self.beta < 0:
+            raise ValueError(f"beta must be >= 0; got {self.beta}")
+        positive = ("epsilon", "epsilon_high", "delta", "max_completion_length")
+        for name in (*positive, "sapo_temperature_pos", "sapo_temperature_neg"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be > 0; got {value}")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
+        if self.dual_clip is not None and self.delta is not None:
+            raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
+        if not 0.0 <= self.top_entropy_quantile <= 1.0:
+            raise ValueError(f"top_entropy_quantile must lie in [0, 1]; got {self.top_entropy_quantile}")
+
+    def _check_loss_type_uses_options(self) -> None:
+        for f in fields(self):
+            users = _USED_BY.get(f.name)
+            if users is not None and self.loss_type not in users and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"{f.name}={getattr(self, f.name)!r} is not used by loss_type={self.loss_type!r} "
+                    f"(only by {', '.join(sorted(users))}); leave it at {f.default!r}"
+                )
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise ValueError(
+                "loss_type='dr_grpo' requires max_completion_length (tokens), which it divides by; got None"
+            )
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError("loss_type='cispo' requires epsilon_high, its bound on the ratio itself; got None")
+
+
+@lru_cache(maxsize=256)
+def _decode(encoded: str) -> GRPOLossConfig:
+    return GRPOLossConfig(**dict(ast.literal_eval(encoded)))

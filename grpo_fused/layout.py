@@ -1,0 +1,52 @@
+"""Padded `[B, T]` and packed `[N]` inputs as one flat list of tokens that know their sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """How tokens make up sequences."""
+
+    shape: torch.Size
+    """`(B, T)` padded or `(N,)` packed: the shape of every per-token tensor."""
+    num_sequences: int
+    """B, or S where packed."""
+    cu_seqlens: Tensor | None
+    """`[S + 1]` int where packed: sequence s owns the tokens `cu_seqlens[s] : cu_seqlens[s + 1]`."""
+
+    @classmethod
+    def of(cls, token_ids: Tensor, cu_seqlens: Tensor | None) -> Layout:
+        """The layout of validated `token_ids`."""
+        num_sequences = token_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return cls(token_ids.shape, num_sequences, cu_seqlens)
+
+    @property
+    def num_tokens(self) -> int:
+        """All positions, masked ones included."""
+        return self.shape.numel()
+
+    def sequence_ids(self, device: torch.device) -> Tensor:
+        """`[N]` int64, ascending: the sequence of each token."""
+        tokens = torch.arange(self.num_tokens, device=device)
+        if self.cu_seqlens is None:
+            return tokens // max(self.shape[1], 1)
+        return torch.searchsorted(self.cu_seqlens.to(device, torch.int64), tokens, right=True) - 1
+
+    def is_per_token(self, x: Tensor) -> bool:
+        """Whether `x` has one value for each token rather than one for each sequence.
+
+        A packed 1-d tensor could be either where N = S; one value a sequence is meant, as in the padded layout.
+        """
+        if self.cu_seqlens is None:
+            return x.dim() == 2 and x.shape[1] == self.shape[1]
+        return x.dim() == 1 and x.shape[0] != self.num_sequences
+
+    def spread(self, x: Tensor, sequence_ids: Tensor) -> Tensor:
+        """`[N]`: `x` flattened if it is per token, else its value for each sequence (`[B]`, `[B, 1]`) repeated."""
+        if self.is_per_token(x):
+            return x.reshape(-1)
+        return x.reshape(-1).index_select(0, sequence_ids)

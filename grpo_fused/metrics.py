@@ -1,0 +1,105 @@
+"""The metrics of a loss call, by TRL 1.16's names and definitions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_fused.batch import TokenBatch
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.objective import Objective
+
+_CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
+
+
+def metric_names(
+    config: GRPOLossConfig, *, with_kl: bool, with_entropy: bool, complete: bool = True
+) -> tuple[str, ...]:
+    """Names of the metrics that `compute_metrics` returns, in its order."""
+    names: tuple[str, ...] = ("policy_loss", "active_tokens")
+    if not complete:
+        return names
+    if with_kl:
+        names += ("kl",)
+    if with_entropy:
+        names += ("entropy",)
+    if config.loss_type == "cispo":
+        return (*names, "cispo_clip_ratio")
+    if config.loss_type == "vespo":
+        return (*names, "vespo/phi_seq_mean")
+    if config.loss_type == "sapo":
+        return names
+    return names + _CLIP_RATIOS
+
+
+def loss_metric_names(config: GRPOLossConfig, *, with_kl: bool, complete: bool) -> tuple[str, ...]:
+    """Names of the metrics of the fused loss, which also knows how many rows did gradient work."""
+    return ("gradient_tokens", *metric_names(config, with_kl=with_kl, with_entropy=True, complete=complete))
+
+
+def compute_metrics(
+    objective: Objective, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig, *, complete: bool = True
+) -> dict[str, Tensor]:
+    """Metrics of all tokens of a call, 0-d each: `objective` and `entropy` ([R]) cover the whole `batch`.
+
+    Means run over active tokens. What has one value a sequence (clip decisions at level `sequence`, VESPO's phi) is
+    averaged over all sequences, unless advantages differ within one. `low_min` and `high_max` run over the means of
+    the sequences that have tokens, and are NaN where none has. Those that need every token scored are left out
+    unless `complete`.
+    """
+    metrics = {"policy_loss": objective.policy_loss, "active_tokens": batch.total}
+    if not complete:
+        return metrics
+    per_sequence = not batch.advantage_per_token and (
+        config.importance_sampling_level == "sequence" or config.loss_type == "vespo"
+    )
+    if objective.kl is not None:
+        metrics["kl"] = _token_mean(objective.kl, batch)
+    if entropy is not None:
+        metrics["entropy"] = _token_mean(entropy, batch)
+
+    def mean(x: Tensor, empty: float = 0.0) -> Tensor:
+        return _sequence_mean(x, batch, empty) if per_sequence else _token_mean(x, batch)
+
+    good, bad = batch.advantages > 0, batch.advantages < 0
+    if config.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = mean(((objective.ratio > config.epsilon_upper) & good).float())
+    elif config.loss_type == "vespo":
+        assert objective.phi is not None
+        metrics["vespo/phi_seq_mean"] = mean(objective.phi, empty=1.0)
+    elif config.loss_type != "sapo":
+        if config.loss_type == "gmpo":
+            value, low, high = objective.log_ratio, -config.epsilon, config.epsilon_upper
+        else:
+            value, low, high = objective.ratio, 1.0 - config.epsilon, 1.0 + config.epsilon_upper
+        is_low, is_high = ((value < low) & bad).float(), ((value > high) & good).float()
+        metrics["clip_ratio/low_mean"] = mean(is_low)
+        metrics["clip_ratio/high_mean"] = mean(is_high)
+        metrics["clip_ratio/region_mean"] = mean(is_low + is_high)
+        metrics["clip_ratio/low_min"] = _sequence_means(is_low, batch, missing=math.inf).amin()
+        metrics["clip_ratio/high_max"] = _sequence_means(is_high, batch, missing=-math.inf).amax()
+    return metrics
+
+
+def _token_mean(x: Tensor, batch: TokenBatch) -> Tensor:
+    return torch.where(batch.mask, x, 0.0).to(torch.float64).sum() / batch.total.clamp(min=1.0)
+
+
+def _sequence_mean(x: Tensor, batch: TokenBatch, empty: float) -> Tensor:
+    """Mean over all sequences of a value that the tokens of a sequence share.
+
+    A sequence without tokens counts as `empty`: its ratio is exp(0) = 1, so it is not clipped and its phi is 1.
+    """
+    total = batch.sequence_sum(torch.where(batch.mask, x, 0.0)) / batch.lengths.clamp(min=1.0)
+    return torch.where(batch.lengths == 0, empty, total).sum() / max(batch.num_sequences, 1)
+
+
+def _sequence_means(x: Tensor, batch: TokenBatch, missing: float) -> Tensor:
+    """Means of the sequences that have tokens, `missing` for the others; NaN if none has tokens."""
+    means = batch.sequence_sum(torch.where(batch.mask, x, 0.0)) / batch.lengths
+    has_tokens = batch.lengths > 0
+    if means.numel() == 0:
+        return x.new_full((1,), math.nan)
+    return torch.where(has_tokens, means, torch.where(has_tokens.any(), missing, math.nan))

@@ -1,0 +1,261 @@
+"""The GRPO objective on log-probabilities and its analytic derivative, in plain torch.
+
+Each formula is written once here, for every engine: the per-token loss l, its aggregation, and the coefficients
+g = dL/dlogp and dL/dH that an engine multiplies into the gradient of the log-softmax. The derivative is analytic, so a
+value that a mask or a clip discards cannot poison a gradient. `reference.py` derives the same by autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fused.batch import LOWEST_LOGP, TokenBatch
+from grpo_fused.config import GRPOLossConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped at +-20 before they are exponentiated: TRL overflows beyond, we stay finite."""
+
+LOG_TINY_RATIO = math.log(1e-8)
+"""VESPO's lower bound on log-ratios."""
+
+
+class Ratio(NamedTuple):
+    """The importance ratio of each token."""
+
+    log_ratio: Tensor
+    """[R] logp - old; 0 on-policy."""
+    value: Tensor
+    """[R] c, at the level that the configuration asks for."""
+    chain: Tensor
+    """[R] dc/dlogp of the token itself (token, sequence_token) or dc_s/ds (sequence)."""
+
+
+class Policy(NamedTuple):
+    """The policy term of each token before masks and weights: its loss, and its derivative in one of two ways."""
+
+    loss: Tensor
+    """[R]"""
+    dratio: Tensor | None
+    """[R] dl/dc, where the loss depends on the log-prob through the ratio."""
+    dlogp: Tensor | None
+    """[R] dl/dlogp, where it depends on the log-prob itself (cispo, vespo, gmpo)."""
+
+
+class Objective(NamedTuple):
+    """Loss and coefficients of R tokens, and what the metrics are made of."""
+
+    loss: Tensor
+    """0-d."""
+    policy_loss: Tensor
+    """0-d: the loss before the entropy bonus."""
+    dlogp: Tensor
+    """[R] g = dL/dlogp; exactly 0 where masked or impossible."""
+    dentropy: Tensor | None
+    """[R] dL/dH; None without an entropy bonus."""
+    log_ratio: Tensor
+    """[R]"""
+    ratio: Tensor
+    """[R] c after delta."""
+    phi: Tensor | None
+    """[R] VESPO's weight."""
+    kl: Tensor | None
+    """[R] KL estimate with its bias correction; None without reference log-probs."""
+
+
+def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Objective:
+    """Loss and coefficients of `batch`, whose tokens have log-probs `logp` and entropies `entropy` ([R] each)."""
+    zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
+    possible = batch.mask & (logp >= LOWEST_LOGP)
+    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
+    high_entropy = _high_entropy_mask(entropy, batch, config)
+
+    ratio = _importance_ratio(logp, batch, config)
+    policy, phi = _policy(logp, ratio, high_entropy, batch, config)
+    kept = _policy_factor(logp, high_entropy, batch, config) * batch.weight
+
+    loss = (kept * policy.loss).to(torch.float64).sum()
+    dratio = zero if policy.dratio is None else kept * policy.dratio
+    dlogp = zero if policy.dlogp is None else kept * policy.dlogp
+
+    kl, kl_dlogp, kl_dratio = _kl(logp, ratio, batch, config)
+    if kl is not None and config.beta != 0.0:
+        weight = config.beta * batch.weight
+        loss = loss + (weight * kl).to(torch.float64).sum()
+        dlogp = dlogp + weight * kl_dlogp
+        dratio = dratio + weight * kl_dratio
+
+    if config.importance_sampling_level == "sequence":
+        dsequence = batch.sequence_sum(torch.where(batch.mask, dratio, zero)) / batch.lengths.clamp(min=1.0)
+        dratio = batch.of_sequence(dsequence)
+    dlogp = torch.where(possible, dlogp + ratio.chain * dratio, zero)
+
+    bonus, dentropy = _entropy_bonus(entropy, high_entropy, batch, config)
+    return Objective(
+        loss=(loss - bonus).to(logp.dtype),
+        policy_loss=loss.to(logp.dtype),
+        dlogp=dlogp,
+        dentropy=dentropy,
+        log_ratio=ratio.log_ratio,
+        ratio=ratio.value if config.delta is None else ratio.value.clamp(max=config.delta),
+        phi=phi,
+        kl=kl,
+    )
+
+
+def _importance_ratio(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Ratio:
+    log_ratio = torch.zeros_like(logp) if batch.old is None else logp - batch.old
+    level = config.importance_sampling_level
+    if level == "token":
+        exponent = log_ratio
+    else:
+        mean = batch.sequence_sum(torch.where(batch.mask, log_ratio, 0.0)) / batch.lengths.clamp(min=1.0)
+        exponent = batch.of_sequence(mean)
+    value = exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if level == "sequence_token":
+        return Ratio(log_ratio, value, value)
+    return Ratio(log_ratio, value, torch.where(exponent.abs() <= MAX_LOG_RATIO, value, 0.0))
+
+
+def _policy(
+    logp: Tensor, ratio: Ratio, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig
+) -> tuple[Policy, Tensor | None]:
+    c, advantages = ratio.value, batch.advantages
+    if config.loss_type == "cispo":
+        return _weighted_logp(c.clamp(max=config.epsilon_upper) * advantages, logp), None
+    if config.loss_type == "vespo":
+        phi = _vespo_phi(ratio.log_ratio, batch, config)
+        return _weighted_logp(phi * advantages, logp), phi
+    if config.loss_type == "sapo":
+        tau = _choose(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, c.dtype)
+        gate = torch.sigmoid(tau * (c - 1.0))
+        return Policy(-4.0 / tau * gate * advantages, -4.0 * gate * (1.0 - gate) * advantages, None), None
+    if config.loss_type == "gmpo":
+        return _gmpo(ratio.log_ratio, high_entropy, batch, config), None
+    return _clipped(c, advantages, config), None
+
+
+def _clipped(c: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Policy:
+    """PPO's clipped objective, with INTELLECT-2's delta or verl's dual clip."""
+    low, high = 1.0 - config.epsilon, 1.0 + config.epsilon_upper
+    capped = c if config.delta is None else c.clamp(max=config.delta)
+    loss = -torch.minimum(capped * advantages, c.clamp(low, high) * advantages)
+    cap_good = high if config.delta is None else min(config.delta, high)
+    cap_bad = math.inf if config.delta is None else max(config.delta, high)
+    if config.dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
+        cap_bad = config.dual_clip
+    live = torch.where(advantages > 0, c <= cap_good, (c >= low) & (c <= cap_bad))
+    return Policy(loss, torch.where(live, -advantages, 0.0), None)
+
+
+def _weighted_logp(weight: Tensor, logp: Tensor) -> Policy:
+    """-stopgrad(weight) * logp"""
+    return Policy(-weight * logp, None, -weight)
+
+
+def _vespo_phi(log_ratio: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
+    log_w = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if batch.is_ratio is not None:
+        log_w = log_w + batch.is_ratio.log().clamp(LOG_TINY_RATIO, MAX_LOG_RATIO)
+    log_w = batch.of_sequence(batch.sequence_sum(torch.where(batch.mask, log_w, 0.0)))
+    log_w = log_w.clamp(LOG_TINY_RATIO, MAX_LOG_RATIO)
+    good = batch.advantages >= 0
+    k = _choose(good, config.vespo_k_pos, config.vespo_k_neg, log_w.dtype)
+    rate = _choose(good, max(config.vespo_lambda_pos, 1e-4), max(config.vespo_lambda_neg, 1e-4), log_w.dtype)
+    phi = (rate + k * log_w - rate * log_w.exp()).exp()
+    return torch.where(phi.isfinite(), phi, 0.0)
+
+
+def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
+    """`torch.where` on two numbers, in `dtype` (torch would take the default dtype)."""
+    return torch.full_like(condition, no, dtype=dtype).masked_fill_(condition, yes)
+
+
+def _gmpo(log_ratio: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Policy:
+    """Geometric mean of one-sidedly clipped ratios. A token's share of it is the sequence's loss over its length."""
+    good = batch.advantages > 0
+    clipped = torch.where(good, log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon))
+    live = torch.where(good, log_ratio <= config.epsilon_upper, log_ratio >= -config.epsilon)
+    counted = batch.mask if high_entropy is None else batch.mask & high_entropy
+    count = batch.sequence_sum(counted.to(log_ratio.dtype)).clamp(min=1.0)
+    mean = batch.sequence_sum(torch.where(counted, clipped, 0.0)) / count
+    value = batch.of_sequence(mean.clamp(max=MAX_LOG_RATIO).exp())
+    live = live & counted & (batch.of_sequence(mean) <= MAX_LOG_RATIO)
+    # batch.weight is 1 / (n_b * B) as for KL: n_b equal shares sum to the sequence's loss, and its gradient is rescaled
+    share = batch.of_sequence(batch.lengths.clamp(min=1.0) / count)
+    return Policy(-value * batch.advantages, None, torch.where(live, -share * value * batch.advantages, 0.0))
+
+
+def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
+    """[R]: off-policy mask x entropy mask x importance-sampling ratio, as far as the loss type applies them."""
+    factor = torch.ones_like(logp)
+    if config.off_policy_mask_threshold is not None:
+        behaviour = batch.sampling if batch.sampling is not None else batch.old
+        if behaviour is not None:
+            drift = torch.where(batch.mask & ~behaviour.isnan(), behaviour - logp, 0.0)
+            drift = batch.of_sequence(batch.sequence_sum(drift) / batch.lengths.clamp(min=1.0))
+        else:
+            drift = torch.zeros_like(logp)
+        factor = torch.where((batch.advantages >= 0) | (drift <= config.off_policy_mask_threshold), factor, 0.0)
+    if config.loss_type == "gmpo":  # its entropy mask acts inside the mean
+        return factor
+    if high_entropy is not None:
+        factor = torch.where(high_entropy, factor, 0.0)
+    if batch.is_ratio is not None and config.loss_type != "vespo":
+        factor = factor * batch.is_ratio
+    return factor
+
+
+def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+    """KL estimate, and its derivatives in the token's log-prob and in the ratio ([R] each)."""
+    zero = torch.zeros_like(logp)
+    if batch.ref is None:
+        return None, zero, zero
+    q = torch.where(batch.mask, batch.ref - logp, zero)
+    if config.kl_estimator == "k3":
+        bounded = q.clamp(max=MAX_LOG_RATIO)
+        # beyond 20 the tangent of exp goes on: clamping alone would flip the sign of the force
+        kl = torch.where(q > bounded, bounded.expm1() * (q - bounded), zero) + bounded.expm1() - bounded
+        dkl = -bounded.expm1()
+    elif config.kl_estimator == "k1":
+        kl, dkl = -q, torch.ones_like(q)
+    else:
+        kl, dkl = 0.5 * q * q, -q
+    if not config.use_bias_correction_kl or config.loss_type == "gmpo":
+        return kl, dkl, zero
+    return ratio.value * kl, ratio.value * dkl, kl
+
+
+def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor | None:
+    """[R] bool: tokens at or above the (1 - top_entropy_quantile) quantile of the active tokens' entropies."""
+    if config.top_entropy_quantile >= 1.0:
+        return None
+    assert entropy is not None
+    if entropy.numel() == 0:
+        return batch.mask
+    # torch.quantile refuses more than 2**24 elements; sorting does not
+    ordered = torch.where(batch.mask, entropy, math.inf).sort().values.to(torch.float64)
+    last = (batch.mask.sum() - 1).clamp(min=0)
+    position = (1.0 - config.top_entropy_quantile) * last.to(torch.float64)
+    below = position.floor().to(torch.int64)
+    low = ordered.gather(0, below.reshape(1))
+    high = ordered.gather(0, torch.minimum(below + 1, last).reshape(1))
+    threshold = torch.lerp(low, high, (position - below).reshape(1))
+    return batch.mask & (entropy >= threshold.to(entropy.dtype))
+
+
+def _entropy_bonus(
+    entropy: Tensor | None, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig
+) -> tuple[Tensor | float, Tensor | None]:
+    if config.entropy_coef == 0.0:
+        return 0.0, None
+    assert entropy is not None
+    counted = batch.mask if high_entropy is None else high_entropy
+    count = batch.total if high_entropy is None else high_entropy.sum()
+    weight = config.entropy_coef / count.to(entropy.dtype).clamp(min=1.0)
+    bonus = weight.to(torch.float64) * torch.where(counted, entropy, 0.0).to(torch.float64).sum()
+    return bonus, torch.where(counted, -weight, 0.0)

@@ -1,0 +1,44 @@
+"""The results of the public functions: always these tuples, whatever the options."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class GRPOLossOutput(NamedTuple):
+    """Result of `fused_linear_grpo_loss` and `grpo_loss`."""
+
+    loss: Tensor
+    """0-d fp32, differentiable."""
+    per_token_logps: Tensor
+    """fp32, nats, shaped like the token ids; detached, 0 where masked."""
+    entropies: Tensor | None
+    """fp32, nats, shaped like the token ids; detached, 0 where masked. None only where the caller gave no entropies."""
+    metrics: dict[str, Tensor]
+    """0-d fp32 tensors on the device, by TRL's names; detached."""
+
+
+class LogprobOutput(NamedTuple):
+    """Result of `fused_linear_logprobs` and `selective_logprobs`."""
+
+    logps: Tensor
+    """fp32, nats, shaped like the token ids; differentiable, 0 where masked."""
+    entropies: Tensor | None
+    """fp32, nats, shaped like the token ids; differentiable, 0 where masked. None unless asked for."""
+
+
+class AdvantageOutput(NamedTuple):
+    """Result of `group_advantages` for N samples in N / num_generations groups."""
+
+    advantages: Tensor
+    """[N] fp32; 0 for samples that no reward function judged."""
+    mean: Tensor
+    """[N / num_generations] fp32: mean weighted reward of each group over its judged samples (NaN if none)."""
+    std: Tensor
+    """[N / num_generations] fp32: Bessel-corrected standard deviation of the same (NaN below two judged samples)."""
+    unjudged: Tensor
+    """0-d int64: samples that no reward function judged."""
+    zero_std_groups: Tensor
+    """0-d int64: groups whose judged samples (two or more) all have the same reward, so that nothing can be learnt."""
