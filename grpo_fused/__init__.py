@@ -1,0 +1,28 @@
+"""GRPO losses straight from hidden states and the lm-head weight, without ever holding the logits of the batch."""
+
+from __future__ import annotations
+
+import os as _os
+
+from grpo_fused.advantages import group_advantages
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, LogprobOutput
+
+# In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
+if not _os.path.isdir(_os.path.join(__path__[0], "kernels")):
+    __path__.append(_os.path.dirname(__path__[0]))
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdvantageOutput",
+    "GRPOLossConfig",
+    "GRPOLossOutput",
+    "LogprobOutput",
+    "fused_linear_grpo_loss",
+    "fused_linear_logprobs",
+    "group_advantages",
+    "grpo_loss",
+    "selective_logprobs",
+]

@@ -1,0 +1,118 @@
+"""What every engine does: score tokens, and make gradients from per-token coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_fused.engines.head import Head
+
+
+class Tokens(NamedTuple):
+    """All N positions of a call, of which an engine is asked for some rows."""
+
+    hidden_states: Tensor
+    """[N, H], or [B, T, H] where that cannot be viewed flat"""
+    ids: Tensor
+    """[N] int64; those of masked positions may be anything"""
+    mask: Tensor
+    """[N] bool"""
+    temperature: Tensor | float
+    """a number or [N]"""
+
+    def hidden_rows(self, rows: Tensor) -> Tensor:
+        """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked whatever they hold."""
+        if self.hidden_states.dim() == 2:
+            hidden = self.hidden_states.index_select(0, rows)
+        else:
+            length = self.hidden_states.shape[1]
+            hidden = self.hidden_states[rows // length, rows % length]
+        return torch.where(self.mask[rows].unsqueeze(1), hidden, 0.0)
+
+    def target_rows(self, rows: Tensor) -> Tensor:
+        """[K] int64: target ids at `rows`, 0 where masked."""
+        return torch.where(self.mask[rows], self.ids[rows], 0)
+
+    def temperature_rows(self, rows: Tensor) -> Tensor | float:
+        """The temperature at `rows`, 1 where masked."""
+        if isinstance(self.temperature, Tensor):
+            return torch.where(self.mask[rows], self.temperature[rows], 1.0)
+        return self.temperature
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted; a frozen head saves one of the three products."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    def any(self) -> bool:
+        """Whether any is."""
+        return self.hidden or self.weight or self.bias
+
+
+class Scores(NamedTuple):
+    """Log-probs and entropies of K rows, statistics dtype."""
+
+    logp: Tensor
+    """[K]"""
+    entropy: Tensor | None
+    """[K], if asked for"""
+
+
+class Gradients(NamedTuple):
+    """Gradients of a call, None where not needed."""
+
+    hidden: Tensor | None
+    """[N, H] in the dtype of the hidden states; 0 at rows that did no gradient work"""
+    weight: Tensor | None
+    """[V, H] in `Engine.weight_gradient_dtype`"""
+    bias: Tensor | None
+    """[V], statistics dtype"""
+    tokens: int
+    """rows that did gradient work"""
+
+
+Coefficients = Callable[[slice, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
+"""`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for a slice k of the rows of the call."""
+
+
+class Engine(Protocol):
+    """An implementation of the head. Its scores of a token do not depend on the other tokens of the call."""
+
+    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+        """Rows that fit the scratch budget: a chunk of `fused` holds at most so many."""
+        ...
+
+    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+        """Dtype of dW for a call of N = `num_tokens` positions: the weight's own where nothing is accumulated."""
+        ...
+
+    def score(
+        self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
+    ) -> Scores:
+        """Log-probs (and entropies) of the tokens at `rows` ([K] int64, ascending): one head product."""
+        ...
+
+    def fused(
+        self,
+        head: Head,
+        tokens: Tokens,
+        rows: Tensor,
+        chunks: list[slice],
+        coefficients: Coefficients,
+        needs: Needs,
+        *,
+        with_entropy: bool,
+        skip_zeros: bool,
+        max_scratch_bytes: int | None,
+    ) -> tuple[Scores, Gradients]:
+        """Scores of `rows` and the gradients of their coefficients, chunk by chunk: three head products.
+
+        `skip_zeros` lets the engine look at the coefficients of a chunk and leave out rows where they are 0.
+        """
+        ...

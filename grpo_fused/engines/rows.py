@@ -1,0 +1,163 @@
+"""The row work of a logits chunk in torch operations: statistics, and the gradient in place. Any device; the oracle.
+
+A row holds the logits of one token. `statistics_` turns raw products into z (scale, softcap, temperature) where they
+stand and returns what the objective needs; `gradient_` turns z into dL/d(product), again where it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOWEST_LOG_P = -1e4
+"""Stands for log 0 where it meets a factor of 0: finite, and its exponential is 0 in fp64 too."""
+
+
+class Statistics(NamedTuple):
+    """Statistics of R rows, fp32 (fp64 for fp64 inputs)."""
+
+    max: Tensor
+    """[R] m = max_j z_j"""
+    log_sum: Tensor
+    """[R] log sum_j exp(z_j - m); kept apart from m, whose common offset would cost it its digits"""
+    logp: Tensor
+    """[R]"""
+    entropy: Tensor | None
+    """[R], if asked for"""
+
+    def select(self, rows: slice | Tensor) -> Statistics:
+        """Statistics of some of the rows."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return Statistics(self.max[rows], self.log_sum[rows], self.logp[rows], entropy)
+
+
+class Transform(NamedTuple):
+    """How raw products become z."""
+
+    logit_scale: float
+    softcap: float | None
+    temperature: Tensor | float
+    """A number, or one for each row ([R])."""
+
+    def select(self, rows: slice | Tensor) -> Transform:
+        """The transform of some of the rows."""
+        if isinstance(self.temperature, Tensor):
+            return self._replace(temperature=self.temperature[rows])
+        return self
+
+    def column(self, like: Tensor) -> Tensor | float:
+        """The temperature so that it broadcasts over rows of `like`."""
+        if isinstance(self.temperature, Tensor):
+            return self.temperature.to(like.dtype).unsqueeze(1)
+        return self.temperature
+
+    def apply_(self, raw: Tensor) -> Tensor:
+        """z from raw products [R, V], in place."""
+        if self.logit_scale != 1.0:
+            raw.mul_(self.logit_scale)
+        if self.softcap is not None:
+            raw.div_(self.softcap).tanh_().mul_(self.softcap)
+        if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
+            raw.div_(self.column(raw))
+        return raw
+
+    def chain_(self, dz: Tensor, z: Tensor) -> Tensor:
+        """dz/d(product) multiplied into `dz` [R, V], in place."""
+        if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
+            dz.div_(self.column(dz))
+        if self.softcap is not None:
+            capped = (z * self.column(z)).div_(self.softcap)
+            dz.mul_(capped.square_().neg_().add_(1.0))
+        if self.logit_scale != 1.0:
+            dz.mul_(self.logit_scale)
+        return dz
+
+
+def statistics_(
+    raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int
+) -> Statistics:
+    """Turn raw products [R, V] into z in place and return the statistics of the rows for their targets [R].
+
+    Works on `block_rows` rows at a time, with temporaries of up to two of such blocks.
+    """
+    parts = []
+    for rows in _row_blocks(raw.shape[0], block_rows):
+        z = transform.select(rows).apply_(raw[rows])
+        parts.append(_statistics(z, targets[rows], with_entropy))
+    return Statistics(
+        max=torch.cat([part.max for part in parts]),
+        log_sum=torch.cat([part.log_sum for part in parts]),
+        logp=torch.cat([part.logp for part in parts]),
+        entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]) if with_entropy else None,
+    )
+
+
+def _statistics(z: Tensor, targets: Tensor, with_entropy: bool) -> Statistics:
+    maximum = z.amax(dim=1)
+    shifted = z - maximum.unsqueeze(1)
+    target = shifted.gather(1, targets.unsqueeze(1)).squeeze(1)
+    if not with_entropy:
+        log_sum = shifted.exp_().sum(dim=1).log_()
+        return Statistics(maximum, log_sum, (target - log_sum).clamp_(max=0.0), None)
+    weighted = shifted.exp()
+    total = weighted.sum(dim=1)
+    weighted.mul_(shifted.clamp_(min=LOWEST_LOG_P))
+    log_sum = total.log()
+    entropy = (log_sum - weighted.sum(dim=1) / total).clamp_(min=0.0)
+    return Statistics(maximum, log_sum, (target - log_sum).clamp_(max=0.0), entropy)
+
+
+def gradient_(
+    z: Tensor,
+    rows: Tensor | None,
+    targets: Tensor,
+    statistics: Statistics,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    transform: Transform,
+    out: Tensor,
+    *,
+    block_rows: int,
+) -> None:
+    """Write dL/d(product) of K rows to `out` [K, V]; `out` may be the memory of `z`, row upon row.
+
+    Args:
+        z: [R, V] as `statistics_` left it.
+        rows: [K] int64 ascending, the rows of `z` to use; None for all. The other arguments are of these rows alone.
+        targets: [K] int64.
+        statistics: of the K rows.
+        dlogp: [K] coefficient on the log-prob.
+        dentropy: [K] coefficient on the entropy, or None.
+        transform: of the K rows.
+        out: [K, V], possibly of a narrower dtype with longer rows: row k must not reach beyond row k of `z`.
+        block_rows: rows worked at a time, with temporaries of up to three such blocks.
+    """
+    for block in _row_blocks(out.shape[0], block_rows):
+        # a block is computed before it is stored, and row k of `out` comes from a row >= k of `z`: all is read in time
+        source = z[block] if rows is None else z.index_select(0, rows[block])
+        coefficient = None if dentropy is None else dentropy[block]
+        dz = _gradient(source, targets[block], statistics.select(block), dlogp[block], coefficient)
+        out[block].copy_(transform.select(block).chain_(dz, source))
+
+
+def _gradient(z: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    dz = (z - statistics.max.unsqueeze(1)).sub_(statistics.log_sum.unsqueeze(1)).clamp_(min=LOWEST_LOG_P)
+    # 1 - p of the target from expm1: a confident token's gradient keeps its digits
+    at_target = -torch.expm1(statistics.logp) * dlogp
+    if dentropy is None:
+        dz.exp_().mul_(-dlogp.unsqueeze(1))
+    else:
+        assert statistics.entropy is not None
+        slope = (dz + statistics.entropy.unsqueeze(1)).mul_(-dentropy.unsqueeze(1)).sub_(dlogp.unsqueeze(1))
+        dz.exp_()
+        at_target += dz.gather(1, targets.unsqueeze(1)).squeeze(1) * (
+            slope.gather(1, targets.unsqueeze(1)).squeeze(1) + dlogp
+        )
+        dz.mul_(slope)
+    return dz.scatter_(1, targets.unsqueeze(1), at_target.unsqueeze(1))
+
+
+def _row_blocks(count: int, block_rows: int) -> list[slice]:
+    return [slice(start, min(start + block_rows, count)) for start in range(0, count, block_rows)]

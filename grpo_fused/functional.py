@@ -1,0 +1,417 @@
+"""The public functions: they document, validate and dispatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fused import engines, reference
+from grpo_fused import validation as check
+from grpo_fused.autograd import GRPOObjective, HeadCall, LinearGRPOLoss, LinearLogprobs, LossCall, SelectiveLogprobs
+from grpo_fused.batch import LossInputs
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines import Impl
+from grpo_fused.engines.head import ieee_products
+from grpo_fused.engines.reference import loss_from_logprobs
+from grpo_fused.layout import Layout
+from grpo_fused.metrics import loss_metric_names, metric_names
+from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
+
+_DEFAULT_CONFIG = GRPOLossConfig()
+
+
+def fused_linear_grpo_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    *,
+    lm_head_bias: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    config: GRPOLossConfig = _DEFAULT_CONFIG,
+    impl: Impl = "auto",
+    max_scratch_bytes: int | None = None,
+    compact: bool = True,
+    with_metrics: bool = True,
+) -> GRPOLossOutput:
+    """GRPO loss from hidden states and the lm-head weight; the logits of the batch are never held at once.
+
+        logits = softcap_c(logit_scale * (h W^T + b)) / temperature
+        r_t = exp(logp_t - old_t),   l_t = -min(r_t A_t, clip(r_t, 1 - epsilon, 1 + epsilon_high) A_t) + beta KL_t
+        loss = sum_t l_t / number of active tokens          (loss_type "dapo"; the others are in GRPOLossConfig)
+
+    Args:
+        hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each completion token. fp32, bf16,
+            fp16 or fp64.
+        lm_head_weight: `[V, H]`; its dtype may differ, products are taken in the promoted one.
+        completion_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
+        advantages: `[B]` (`[S]` packed) or one for each token.
+        completion_mask: like `completion_ids`, bool or 0/1, default all active. A masked position is never computed,
+            whatever it holds.
+        lm_head_bias: `[V]`.
+        old_per_token_logps: like `completion_ids`, nats; None means on-policy (ratio 1, gradient kept).
+        ref_per_token_logps: like `completion_ids`, nats; needed where `config.beta` is not 0, otherwise only for the
+            metric `kl`.
+        sampling_per_token_logps: like `completion_ids`, nats, by the rollout engine; only with
+            `off_policy_mask_threshold`. NaN where it has none.
+        importance_sampling_ratio: like `completion_ids`, or `[B, 1]`: correction for the rollout engine, >= 0.
+        cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences.
+        num_items_in_batch: what dapo, cispo and vespo divide by, > 0; default the active tokens of this call.
+        temperature: > 0: a number, one for each sequence, or one for each token.
+        logit_scale: factor on the logits, before the cap.
+        softcap: c in `c * tanh(logits / c)`, > 0.
+        config: the objective; see `GRPOLossConfig`.
+        impl: `"auto"`, or an engine by name, which then runs or raises.
+        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
+            device (`engines.chunked.DEFAULT_SCRATCH_BYTES`).
+        compact: gather the active rows first, at the price of one device synchronisation; False has none, computes
+            masked rows too (and ignores them), and gives the same results.
+        with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
+            `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
+
+    Returns:
+        `GRPOLossOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `per_token_logps`,
+        `entropies` and `metrics`, detached fp32. fp64 inputs give fp64 results.
+
+    Raises:
+        ValueError: a shape, range, option or combination that is not supported; ids outside the vocabulary or NaN on
+            active tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1` in the environment, since looking synchronises).
+        TypeError: a wrong type or dtype, a quantised weight, a module in place of its weight.
+        RuntimeError: the named `impl` cannot run here.
+
+    Equivalent in plain PyTorch (dapo, beta 0)::
+
+        logps = (hidden_states.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)
+        logps = logps.gather(-1, completion_ids.unsqueeze(-1)).squeeze(-1)
+        ratio = (logps - old_per_token_logps).exp()
+        clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+        A = advantages.unsqueeze(1)
+        loss = (-torch.min(ratio * A, clipped * A) * completion_mask).sum() / completion_mask.sum()
+
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
+    """
+    check.check_ids(completion_ids, cu_seqlens)
+    layout = Layout.of(completion_ids, cu_seqlens)
+    check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
+    check.check_mask(completion_mask, completion_ids)
+    check.check_head_numbers(temperature, logit_scale, softcap, layout)
+    device = hidden_states.device
+    inputs = LossInputs(
+        advantages=advantages,
+        completion_mask=completion_mask,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=check.as_num_items(num_items_in_batch, device),
+    )
+    check.check_loss_inputs(inputs, layout, config)
+    check.check_devices(
+        hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias,
+        completion_ids=completion_ids, completion_mask=completion_mask, advantages=advantages,
+        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
+        cu_seqlens=cu_seqlens, temperature=temperature if isinstance(temperature, Tensor) else None,
+    )  # fmt: skip
+    check.check_scratch(max_scratch_bytes)
+    name = engines.choose(impl, device)
+    number, temperatures = _temperature(temperature, layout)
+
+    if name == "reference":
+        scores = _reference_logprobs(
+            hidden_states, lm_head_weight, lm_head_bias, completion_ids, completion_mask,
+            number if temperatures is None else temperatures, logit_scale, softcap,
+        )  # fmt: skip
+        check.check_loss_values(inputs, layout)
+        out = loss_from_logprobs(scores.logps, scores.entropies, inputs, layout, config)
+        # autograd goes through every position, and makes no gradient where none is asked for
+        worked = completion_ids.numel() if out.loss.requires_grad else 0
+        return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
+
+    tracks = torch.is_grad_enabled()
+    arguments = dict(
+        vars(inputs),
+        completion_ids=completion_ids,
+        cu_seqlens=cu_seqlens,
+        temperatures=temperatures,
+        temperature=number,
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        config=config.encoded,
+        impl=name,
+        compute_dtype=_compute_dtype(hidden_states, lm_head_weight),
+        max_scratch_bytes=max_scratch_bytes,
+        compact=compact,
+        with_metrics=with_metrics,
+        need_hidden=tracks and hidden_states.requires_grad,
+        need_weight=tracks and lm_head_weight.requires_grad,
+        need_bias=tracks and lm_head_bias is not None and lm_head_bias.requires_grad,
+    )
+    loss, logps, entropies, metrics = LinearGRPOLoss.apply(
+        hidden_states, lm_head_weight, lm_head_bias, LossCall(arguments)
+    )
+    names = loss_metric_names(config, with_kl=ref_per_token_logps is not None, complete=with_metrics)
+    has_entropies = with_metrics or config.needs_entropy
+    return GRPOLossOutput(
+        loss, logps, entropies if has_entropies else None, dict(zip(names, metrics.unbind(), strict=True))
+    )
+
+
+def fused_linear_logprobs(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    lm_head_bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    with_entropy: bool = False,
+    impl: Impl = "auto",
+    max_scratch_bytes: int | None = None,
+    compact: bool = True,
+) -> LogprobOutput:
+    """Log-probabilities (and entropies) of given tokens, from hidden states and the lm-head weight.
+
+        logp_t = z_{t,y_t} - log sum_j exp z_tj,   z = softcap_c(logit_scale * (h W^T + b)) / temperature
+
+    Differentiable in both results, so that any objective can stand on it: DPO, KTO, RLOO, or one of your own.
+
+    Args:
+        hidden_states: `[B, T, H]` or packed `[N, H]`: the state that *predicts* each token.
+        lm_head_weight: `[V, H]`.
+        token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
+        mask: like `token_ids`, bool or 0/1, default all active. Masked positions give 0 and get no gradient.
+        lm_head_bias: `[V]`.
+        temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token.
+        logit_scale: factor on the logits, before the cap.
+        softcap: c in `c * tanh(logits / c)`, > 0.
+        with_entropy: also return the Shannon entropy of each token's distribution, in nats.
+        impl, max_scratch_bytes, compact: as in `fused_linear_grpo_loss`.
+
+    Returns:
+        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 inputs); entropies are None unless asked for.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`.
+
+    Equivalent in plain PyTorch::
+
+        log_p = (hidden_states.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)
+        logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+        entropies = -(log_p.exp() * log_p).sum(-1)
+    """
+    layout = _token_layout(token_ids, "token_ids")
+    check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
+    check.check_mask(mask, token_ids, "mask")
+    check.check_head_numbers(temperature, logit_scale, softcap, layout)
+    check.check_devices(
+        hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias, token_ids=token_ids,
+        mask=mask, temperature=temperature if isinstance(temperature, Tensor) else None,
+    )  # fmt: skip
+    check.check_scratch(max_scratch_bytes)
+    name = engines.choose(impl, hidden_states.device)
+    number, temperatures = _temperature(temperature, layout)
+    if name == "reference":
+        scores = _reference_logprobs(
+            hidden_states, lm_head_weight, lm_head_bias, token_ids, mask,
+            number if temperatures is None else temperatures, logit_scale, softcap,
+        )  # fmt: skip
+        return scores if with_entropy else scores._replace(entropies=None)
+    call = HeadCall(
+        temperatures=temperatures,
+        temperature=number,
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        impl=name,
+        compute_dtype=_compute_dtype(hidden_states, lm_head_weight),
+        max_scratch_bytes=max_scratch_bytes,
+        compact=compact,
+    )
+    logps, entropies = LinearLogprobs.apply(
+        hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, call, with_entropy
+    )
+    return LogprobOutput(logps, entropies if with_entropy else None)
+
+
+def grpo_loss(
+    per_token_logps: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    *,
+    entropies: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    config: GRPOLossConfig = _DEFAULT_CONFIG,
+    impl: Impl = "auto",
+) -> GRPOLossOutput:
+    """The GRPO loss from log-probabilities that you already have; every option of `fused_linear_grpo_loss`.
+
+    Args:
+        per_token_logps: `[B, T]` or packed `[N]`, nats; the loss is differentiable in them.
+        advantages: `[B]` (`[S]` packed) or one for each token.
+        completion_mask: like the log-probs, bool or 0/1, default all active.
+        entropies: like the log-probs, nats; needed for `entropy_coef` (and then differentiable) and
+            `top_entropy_quantile`, otherwise only for the metric `entropy`.
+        old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio, cu_seqlens,
+            num_items_in_batch, config: as in `fused_linear_grpo_loss`.
+        impl: `"auto"` (the analytic derivative) or `"reference"` (autograd).
+
+    Returns:
+        `GRPOLossOutput`; its `entropies` are None where none were given.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where entropies are needed.
+    """
+    check.check_logps(per_token_logps, cu_seqlens)
+    layout = Layout.of(per_token_logps, cu_seqlens)
+    device = per_token_logps.device
+    check.check_mask(completion_mask, per_token_logps)
+    inputs = LossInputs(
+        advantages=advantages,
+        completion_mask=completion_mask,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=check.as_num_items(num_items_in_batch, device),
+    )
+    check.check_loss_inputs(inputs, layout, config)
+    check.check_entropies(entropies, layout, config)
+    check.check_devices(
+        per_token_logps=per_token_logps, entropies=entropies, advantages=advantages, completion_mask=completion_mask,
+        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if engines.choose(impl, device) == "reference":
+        check.check_loss_values(inputs, layout)
+        dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
+        wide = None if entropies is None else entropies.to(dtype)
+        return loss_from_logprobs(per_token_logps.to(dtype), wide, inputs, layout, config)
+    arguments = dict(vars(inputs), cu_seqlens=cu_seqlens, config=config.encoded)
+    loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, LossCall(arguments))
+    names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
+    return GRPOLossOutput(
+        loss, logps, None if entropies is None else entropies_out, dict(zip(names, metrics.unbind(), strict=True))
+    )
+
+
+def selective_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    impl: Impl = "auto",
+) -> LogprobOutput:
+    """Log-probabilities (and entropies) of given tokens from logits that you already have, in fp32 row by row.
+
+    Args:
+        logits: `[B, T, V]` or `[N, V]`, any float dtype; not copied, not changed.
+        token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
+        mask: like `token_ids`, bool or 0/1, default all active. Masked positions give 0 and get no gradient.
+        temperature: > 0: a number, one for each sequence, or one for each token.
+        with_entropy: also return entropies, in nats.
+        impl: `"auto"` or `"reference"`.
+
+    Returns:
+        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 logits), differentiable in the logits.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`.
+
+    Equivalent in plain PyTorch::
+
+        (logits.float() / temperature).log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    """
+    layout = _token_layout(token_ids, "token_ids")
+    check.check_logits(logits, token_ids)
+    check.check_mask(mask, token_ids, "mask")
+    check.check_head_numbers(temperature, 1.0, None, layout)
+    check.check_devices(
+        logits=logits, token_ids=token_ids, mask=mask,
+        temperature=temperature if isinstance(temperature, Tensor) else None,
+    )  # fmt: skip
+    number, temperatures = _temperature(temperature, layout)
+    if engines.choose(impl, logits.device) == "reference":
+        check.check_token_values(token_ids, mask, logits.shape[-1], temperatures)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        scale = number if temperatures is None else temperatures
+        scores = reference.logprobs(logits.to(dtype), token_ids, mask, temperature=scale)
+        return scores if with_entropy else scores._replace(entropies=None)
+    logps, entropies = SelectiveLogprobs.apply(logits, token_ids, mask, temperatures, number, with_entropy)
+    return LogprobOutput(logps, entropies if with_entropy else None)
+
+
+def _token_layout(token_ids: Tensor, name: str) -> Layout:
+    """The layout of ids whose sequences do not matter: [B, T], or [N] each token on its own."""
+    check.check_token_ids(token_ids, name)
+    return Layout(token_ids.shape, token_ids.shape[0], None)
+
+
+def _temperature(temperature: float | Tensor, layout: Layout) -> tuple[float, Tensor | None]:
+    """(number, None), or (1, one for each token) shaped like the ids."""
+    if not isinstance(temperature, Tensor):
+        return float(temperature), None
+    temperature = temperature.detach()
+    if temperature.dim() == 0:
+        return 1.0, temperature.expand(layout.shape)
+    if len(layout.shape) == 2:
+        return 1.0, temperature.reshape(layout.shape[0], -1).expand(layout.shape)
+    if layout.cu_seqlens is None:
+        return 1.0, temperature
+    return 1.0, layout.spread(temperature, layout.sequence_ids(temperature.device))
+
+
+def _compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
+    """The dtype that inputs are rounded to: autocast's where it applies, else the promoted one."""
+    device = hidden_states.device.type
+    dtype = torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+def _reference_logprobs(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    lm_head_bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | float,
+    logit_scale: float,
+    softcap: float | None,
+) -> LogprobOutput:
+    """The reference's scores: fp32 of what the dtypes (and autocast) say the inputs are."""
+    temperatures = temperature if isinstance(temperature, Tensor) else None
+    check.check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
+    compute = _compute_dtype(hidden_states, lm_head_weight)
+    dtype = torch.promote_types(compute, torch.float32)
+    with torch.autocast(hidden_states.device.type, enabled=False), ieee_products():
+        return reference.linear_logprobs(
+            hidden_states.to(compute),
+            lm_head_weight.to(compute),
+            None if lm_head_bias is None else lm_head_bias.to(compute),
+            token_ids,
+            mask,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            dtype=dtype,
+        )
