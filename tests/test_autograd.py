@@ -1,0 +1,284 @@
+"""How the loss behaves inside a training program: autograd, autocast, checkpointing, compilation, operators."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch._dynamo.testing
+from helpers import Case, frobenius_error, make_case, make_config
+from torch.utils.checkpoint import checkpoint
+
+from grpo_fused import (
+    GRPOLossConfig,
+    _ops,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    grpo_loss,
+    selective_logprobs,
+)
+
+CONFIG = GRPOLossConfig(entropy_coef=0.02)
+
+
+def call(case: Case, hidden, weight, config=CONFIG, **options):
+    return fused_linear_grpo_loss(
+        hidden, weight, case.completion_ids, case.advantages, case.completion_mask,
+        old_per_token_logps=case.options["old_per_token_logps"], config=config, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("upstream", [0.0, -2.5, 1e-3, 1024.0])
+@pytest.mark.parametrize("scratch", [None, 9000], ids=["one-chunk", "chunks"])
+def test_upstream_gradient(upstream, scratch):
+    case = make_case(0)
+    one = case.run(CONFIG, max_scratch_bytes=scratch)
+    scaled = case.run(CONFIG, max_scratch_bytes=scratch, upstream=upstream)
+    for name, gradient in one.gradients().items():
+        torch.testing.assert_close(scaled.gradients()[name], gradient * upstream, msg=name)
+
+
+def test_backward_twice_through_a_kept_graph():
+    case = make_case(1)
+    hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    loss = call(case, hidden, weight).loss
+    (3 * loss).backward(retain_graph=True)
+    once = weight.grad.clone(), hidden.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(weight.grad, once[0] * 4 / 3)
+    torch.testing.assert_close(hidden.grad, once[1] * 4 / 3)
+
+
+def test_second_use_of_the_same_inputs():
+    case = make_case(2)
+    hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    other = GRPOLossConfig(loss_type="grpo")
+    (call(case, hidden, weight).loss + call(case, hidden, weight, other).loss).backward()
+    both = weight.grad
+    weight.grad = None
+    call(case, hidden, weight).loss.backward()
+    call(case, hidden, weight, other).loss.backward()
+    torch.testing.assert_close(weight.grad, both)
+
+
+def test_double_backward_is_refused():
+    case = make_case(3)
+    hidden, factor = case.hidden_states.requires_grad_(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = factor * call(case, hidden, case.lm_head_weight).loss
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_frozen_parts(needs):
+    case = make_case(4, lm_head_bias=torch.randn(29, dtype=torch.float64))
+    want = case.run(CONFIG, impl="reference").gradients()
+    tensors = {
+        "dhidden": case.hidden_states.detach(),
+        "dweight": case.lm_head_weight.detach(),
+        "dbias": case.options["lm_head_bias"].detach(),
+    }
+    for need, x in zip(needs, tensors.values(), strict=True):
+        x.requires_grad_(need)
+    out = call(case, tensors["dhidden"], tensors["dweight"], lm_head_bias=tensors["dbias"])
+    assert out.loss.requires_grad == any(needs)
+    if any(needs):
+        out.loss.backward()
+    for need, (name, x) in zip(needs, tensors.items(), strict=True):
+        assert (x.grad is not None) == need
+        if need:
+            torch.testing.assert_close(x.grad, want[name])
+
+
+def test_no_grad_makes_no_gradients():
+    case = make_case(5)
+    with torch.no_grad():
+        out = call(case, case.hidden_states.requires_grad_(), case.lm_head_weight)
+    assert not out.loss.requires_grad
+    assert out.metrics["gradient_tokens"] == 0
+
+
+def test_results_beside_the_loss_are_detached():
+    case = make_case(6)
+    out = call(case, case.hidden_states.requires_grad_(), case.lm_head_weight)
+    assert out.loss.requires_grad
+    assert not out.per_token_logps.requires_grad
+    assert not out.entropies.requires_grad
+    assert not any(value.requires_grad for value in out.metrics.values())
+
+
+def test_tied_embeddings():
+    """One parameter is both the embedding and the head: its gradients add up."""
+    case = make_case(7, V=29, H=12)
+    grads = []
+    for impl in ("reference", "chunked"):
+        embedding = torch.nn.Embedding(29, 12, dtype=torch.float64)
+        with torch.no_grad():
+            embedding.weight.copy_(case.lm_head_weight)
+        hidden = torch.tanh(embedding(case.completion_ids.roll(1, dims=1)))
+        call(case, hidden, embedding.weight, impl=impl).loss.backward()
+        grads.append(embedding.weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    lambda x: torch.stack([x, x], dim=-1)[..., 0],
+], ids=["transposed", "sliced", "strided"])  # fmt: skip
+def test_inputs_that_are_not_contiguous(make):
+    case = make_case(8)
+    config = make_config("dapo", beta=0.1)
+    want = case.run(config)
+    odd = Case(
+        make(case.hidden_states), case.lm_head_weight.T.contiguous().T, make(case.completion_ids), case.advantages,
+        make(case.completion_mask), {k: make(v) for k, v in case.options.items()},
+    )  # fmt: skip
+    assert not odd.hidden_states.is_contiguous()
+    got = odd.run(config)
+    torch.testing.assert_close(got.out.loss, want.out.loss)
+    torch.testing.assert_close(got.dhidden, want.dhidden)
+    torch.testing.assert_close(got.dweight, want.dweight)
+
+
+def test_inputs_are_left_as_they_are():
+    case = make_case(9)
+    before = [case.hidden_states.clone(), case.lm_head_weight.clone()]
+    case.run(CONFIG, softcap=2.0, temperature=0.5)
+    assert torch.equal(case.hidden_states, before[0])
+    assert torch.equal(case.lm_head_weight, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scratch", [None, 60_000], ids=["one-chunk", "chunks"])
+def test_autocast_with_fp32_master_weights(dtype, scratch):
+    """The computation is that of the cast inputs, with fp32-exact log-probs; gradients come back in fp32."""
+    case = make_case(10, B=3, T=8, H=32, V=97, dtype=torch.float32, extras=False)
+    exact = case.to(dtype).to(torch.float64)
+    want = exact.run(CONFIG, impl="reference")
+    with torch.autocast("cpu", dtype=dtype):
+        got = case.run(CONFIG, max_scratch_bytes=scratch)
+        scores = fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids)
+    mask = case.completion_mask
+    assert (got.out.per_token_logps.double() - want.out.per_token_logps).abs().max() < 1e-5
+    assert (scores.logps - got.out.per_token_logps)[mask].abs().max() < 1e-5
+    for name, gradient in got.gradients().items():
+        assert gradient.dtype == torch.float32
+        assert frobenius_error(gradient, want.gradients()[name]) < torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    case = make_case(11)
+    grads = []
+    for wrap in (False, True):
+        hidden, weight = case.hidden_states.detach().requires_grad_(), case.lm_head_weight.detach().requires_grad_()
+
+        def step(h, hidden_weight=weight):
+            return call(case, torch.tanh(h), hidden_weight).loss
+
+        loss = checkpoint(step, hidden, use_reentrant=reentrant) if wrap else step(hidden)
+        loss.backward()
+        grads.append((loss.detach(), hidden.grad, weight.grad))
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(recomputed, plain)
+
+
+def _programs(case: Case, weight):
+    mask, old = case.completion_mask, case.options["old_per_token_logps"]
+
+    def fused(h):
+        out = call(case, torch.tanh(h), weight, temperature=0.9)
+        return out.loss * 2 + 0 * out.metrics["entropy"]
+
+    def logprobs(h):
+        out = fused_linear_logprobs(torch.tanh(h), weight, case.completion_ids, mask, with_entropy=True)
+        return (out.logps * old).sum() + out.entropies.sum()
+
+    def from_logps(h):
+        out = fused_linear_logprobs(torch.tanh(h), weight, case.completion_ids, mask)
+        return grpo_loss(out.logps, case.advantages, mask, old_per_token_logps=old, config=GRPOLossConfig()).loss
+
+    def from_logits(h):
+        return selective_logprobs(torch.tanh(h) @ weight.T, case.completion_ids, mask).logps.sum()
+
+    return {f.__name__: f for f in (fused, logprobs, from_logps, from_logits)}
+
+
+@pytest.mark.parametrize("name", ["fused", "logprobs", "from_logps", "from_logits"])
+def test_torch_compile_of_a_caller(name):
+    """One graph, no break, the same numbers."""
+    case = make_case(12, dtype=torch.float32)
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        weight = case.lm_head_weight.detach().requires_grad_()
+        hidden = case.hidden_states.detach().requires_grad_()
+        program = _programs(case, weight)[name]
+        if compiled:
+            program = torch.compile(program, fullgraph=True, backend="aot_eager")
+        loss = program(hidden)
+        loss.backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager)
+
+
+def test_compiled_caller_takes_other_lengths_without_a_graph_each():
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    weight = torch.randn(29, 12, requires_grad=True)
+
+    @torch.compile(backend=frames, fullgraph=True, dynamic=True)
+    def program(hidden, ids, advantages, mask):
+        return fused_linear_grpo_loss(hidden, weight, ids, advantages, mask).loss
+
+    for length in (5, 6, 9, 17):
+        case = make_case(13, T=length, dtype=torch.float32)
+        hidden = case.hidden_states.requires_grad_()
+        got = program(hidden, case.completion_ids, case.advantages, case.completion_mask)
+        want = fused_linear_grpo_loss(hidden, weight, case.completion_ids, case.advantages, case.completion_mask).loss
+        torch.testing.assert_close(got, want)
+    assert frames.frame_count <= 2
+
+
+def _operator_calls():
+    case = make_case(14, dtype=torch.float32)
+    h, w, ids, mask = case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask
+    old, ref = case.options["old_per_token_logps"].float(), case.options["ref_per_token_logps"].float()
+    config = GRPOLossConfig(beta=0.1, entropy_coef=0.1).encoded
+    head = (None, 0.9, 1.0, None)
+    yield _ops.linear_grpo_loss, (
+        h, w, None, ids, case.advantages.float(), mask, old, ref, None, None, None, None, *head, config, "chunked",
+        torch.float32, None, True, True, True, True, False,
+    )  # fmt: skip
+    yield _ops.linear_logprobs, (h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True)
+    yield _ops.linear_logprobs_backward, (
+        old, None, h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True, True, False,
+    )  # fmt: skip
+    yield _ops.grpo_objective, (
+        old * 1.01, old.abs(), case.advantages.float(), mask, old, ref, None, None, None, None, config,
+    )  # fmt: skip
+    yield _ops.selective_logprobs, (h @ w.T, ids, mask, None, 0.9, True)
+    yield _ops.selective_logprobs_backward, (old, None, h @ w.T, ids, mask, None, 0.9)
+
+
+@pytest.mark.parametrize("operator", list(_operator_calls()), ids=lambda pair: pair[0]._name.split("::")[-1])
+def test_opcheck(operator):
+    op, arguments = operator
+    torch.library.opcheck(op, arguments)
+
+
+def test_fp16_gradient_operands_are_lifted_from_underflow(monkeypatch):
+    """On CUDA fp16 dlogits feed the tensor cores; here the same code runs on CPU products."""
+    from grpo_fused.engines.head import Head
+
+    case = make_case(15, B=2, T=16, H=32, V=97, dtype=torch.float16)
+    tiny = {"num_items_in_batch": 3e8}  # dlogits around 1e-9: all 0 in fp16 as they are
+    exact = case.to(torch.float64).run(GRPOLossConfig(), impl="reference", **tiny, upstream=1e6)
+    monkeypatch.setattr(Head, "gradient_dtype", property(lambda self: torch.float16))
+    for scratch in (None, 60_000):
+        got = case.run(GRPOLossConfig(), max_scratch_bytes=scratch, **tiny, upstream=1e6)
+        assert frobenius_error(got.dweight, exact.dweight) < 2e-3

@@ -1,0 +1,95 @@
+"""`GRPOLossConfig`: defaults as TRL's, and every option that cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from grpo_fused import GRPOLossConfig
+
+
+def test_defaults_follow_trl():
+    trl = pytest.importorskip("trl")
+    theirs = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
+    ours_alone = {"dual_clip", "kl_estimator", "max_completion_length", "encoded"}
+    for f in dataclasses.fields(GRPOLossConfig):
+        if f.name not in ours_alone:
+            assert f.default == theirs[f.name], f.name
+
+
+def test_gmpo_has_its_own_epsilon():
+    assert GRPOLossConfig(loss_type="gmpo").epsilon == 0.4
+    assert GRPOLossConfig(loss_type="gmpo", epsilon=0.2).epsilon == 0.2
+    assert GRPOLossConfig().epsilon == 0.2
+    assert dataclasses.replace(GRPOLossConfig(), loss_type="gmpo").epsilon == 0.4
+
+
+def test_survives_encoding():
+    config = GRPOLossConfig(loss_type="cispo", epsilon_high=5.0, beta=0.04, entropy_coef=1e-3)
+    assert GRPOLossConfig.decode(config.encoded) == config
+
+
+def test_is_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GRPOLossConfig().beta = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        GRPOLossConfig("grpo")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "ppo"}, "loss_type must be one of grpo, .*; got 'ppo'"),
+        ({"importance_sampling_level": "group"}, "importance_sampling_level must be one of token, .*; got 'group'"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3; got 'k4'"),
+        ({"beta": -0.1}, "beta must be >= 0; got -0.1"),
+        ({"epsilon": 0.0}, "epsilon must be > 0; got 0.0"),
+        ({"epsilon_high": -1.0}, "epsilon_high must be > 0; got -1.0"),
+        ({"delta": 0.0}, "delta must be > 0; got 0.0"),
+        ({"dual_clip": 1.0}, "dual_clip must be > 1; got 1.0"),
+        ({"dual_clip": 3.0, "delta": 2.0}, r"dual_clip \(3.0\) and delta \(2.0\) exclude each other"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos must be > 0; got 0.0"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": -1.0}, "sapo_temperature_neg must be > 0; got -1.0"),
+        ({"top_entropy_quantile": 1.5}, r"top_entropy_quantile must lie in \[0, 1\]; got 1.5"),
+        ({"entropy_coef": float("nan")}, "entropy_coef must be finite; got nan"),
+        ({"loss_type": "dr_grpo"}, "loss_type='dr_grpo' requires max_completion_length"),
+        ({"loss_type": "dr_grpo", "max_completion_length": 0}, "max_completion_length must be > 0; got 0"),
+        ({"loss_type": "cispo"}, "loss_type='cispo' requires epsilon_high"),
+        ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 is not used by loss_type='sapo'"),
+        ({"loss_type": "cispo", "epsilon_high": 2.0, "delta": 3.0}, "delta=3.0 is not used by loss_type='cispo'"),
+        ({"loss_type": "vespo", "dual_clip": 3.0}, "dual_clip=3.0 is not used by loss_type='vespo'"),
+        ({"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 is not used by loss_type='dapo'"),
+        ({"max_completion_length": 8}, "max_completion_length=8 is not used by loss_type='dapo'"),
+        (
+            {"loss_type": "gmpo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level='sequence' is not used by loss_type='gmpo'",
+        ),
+        (
+            {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1},
+            "off_policy_mask_threshold=0.1 is not used by loss_type='gmpo'",
+        ),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOLossConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": "0.1"}, "beta must be a number; got '0.1' of type str"),
+        ({"beta": None}, "beta must be a number; got None"),
+        ({"use_bias_correction_kl": 1}, "use_bias_correction_kl must be a bool; got 1"),
+        (
+            {"loss_type": "dr_grpo", "max_completion_length": 2.5},
+            "max_completion_length must be an int or None; got 2.5",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refuses_types(options, message):
+    with pytest.raises(TypeError, match=message):
+        GRPOLossConfig(**options)

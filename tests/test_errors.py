@@ -1,0 +1,197 @@
+"""A wrong call raises before any work and says what was expected and what came."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import make_config
+
+from grpo_fused import (
+    GRPOLossConfig,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    grpo_loss,
+    selective_logprobs,
+)
+
+B, T, H, V = 2, 3, 4, 5
+
+
+def loss(**changes):
+    arguments = {
+        "hidden_states": torch.randn(B, T, H),
+        "lm_head_weight": torch.randn(V, H),
+        "completion_ids": torch.zeros(B, T, dtype=torch.int64),
+        "advantages": torch.ones(B),
+        "completion_mask": torch.ones(B, T),
+    }
+    return fused_linear_grpo_loss(**{**arguments, **changes})
+
+
+def packed(**changes):
+    arguments = {
+        "hidden_states": torch.randn(5, H),
+        "completion_ids": torch.zeros(5, dtype=torch.int64),
+        "completion_mask": None,
+        "cu_seqlens": torch.tensor([0, 2, 5]),
+    }
+    return loss(**{**arguments, **changes})
+
+
+def nan_at(*shape):
+    x = torch.zeros(shape)
+    x.view(-1)[1] = torch.nan
+    return x
+
+
+class _Adapter(torch.nn.Linear):
+    lora_A = None
+
+
+def _quantised_weight():
+    return torch.quantize_per_tensor(torch.randn(V, H), 0.1, 0, torch.qint8)
+
+
+VALUE_ERRORS = {
+    "hidden-rank": (r"hidden_states must be \[2, 3, H\].*got \(2, 4\)", lambda: loss(hidden_states=torch.randn(B, H))),
+    "hidden-length": (r"hidden_states must be \[2, 3, H\].*got \(2, 2, 4\)", lambda: loss(hidden_states=torch.randn(2, 2, 4))),
+    "weight-width": (r"lm_head_weight must be \[V, 4\].*got \(5, 6\)", lambda: loss(lm_head_weight=torch.randn(V, 6))),
+    "weight-rank": (r"lm_head_weight must be \[V, 4\].*got \(4,\)", lambda: loss(lm_head_weight=torch.randn(H))),
+    "weight-empty": ("at least one row", lambda: loss(lm_head_weight=torch.randn(0, H))),
+    "bias-shape": (r"lm_head_bias must be \[5\]; got shape \(4,\)", lambda: loss(lm_head_bias=torch.zeros(4))),
+    "ids-rank": (r"completion_ids must be \[B, T\]", lambda: loss(completion_ids=torch.zeros(2, 3, 1, dtype=torch.int64))),
+    "ids-packed-without-offsets": ("packed .* together with cu_seqlens", lambda: packed(cu_seqlens=None)),
+    "ids-range": (r"token ids on active positions must lie in \[0, 5\); got 0 to 5",
+                  lambda: loss(completion_ids=torch.tensor([[0, 1, 5], [0, 0, 0]]))),
+    "ids-negative": (r"must lie in \[0, 5\); got -100 to 0", lambda: loss(completion_ids=torch.tensor([[0, 0, -100]] * 2))),
+    "mask-shape": (r"completion_mask must have shape \(2, 3\); got \(2, 4\)", lambda: loss(completion_mask=torch.ones(2, 4))),
+    "mask-values": ("completion_mask must hold only 0 and 1", lambda: loss(completion_mask=torch.full((B, T), 0.5))),
+    "advantages-shape": (r"advantages must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(3,\)",
+                         lambda: loss(advantages=torch.ones(3))),
+    "advantages-nan": ("advantages must not be NaN on active tokens; got 3", lambda: loss(advantages=nan_at(B))),
+    "old-shape": (r"old_per_token_logps must have shape \(2, 3\); got \(2,\)",
+                  lambda: loss(old_per_token_logps=torch.zeros(2))),
+    "old-nan": ("old_per_token_logps must not be NaN on active tokens; got 1",
+                lambda: loss(old_per_token_logps=nan_at(B, T))),
+    "ref-missing": (r"beta=0.1 needs ref_per_token_logps \(2, 3\); got None",
+                    lambda: loss(config=GRPOLossConfig(beta=0.1))),
+    "ref-nan": ("ref_per_token_logps must not be NaN",
+                lambda: loss(config=GRPOLossConfig(beta=0.1), ref_per_token_logps=nan_at(B, T))),
+    "sampling-unused": ("sampling_per_token_logps is only used with off_policy_mask_threshold",
+                        lambda: loss(sampling_per_token_logps=torch.zeros(B, T))),
+    "ratio-shape": (r"importance_sampling_ratio must have shape \(2, 3\) or \(2, 1\); got \(2,\)",
+                    lambda: loss(importance_sampling_ratio=torch.ones(B))),
+    "ratio-negative": ("importance_sampling_ratio must be >= 0", lambda: loss(importance_sampling_ratio=-torch.ones(B, T))),
+    "ratio-vespo": (r"importance_sampling_ratio must have shape \(2, 3\); got \(2, 1\)",
+                    lambda: loss(importance_sampling_ratio=torch.ones(B, 1), config=make_config("vespo"))),
+    "ratio-gmpo": ("importance_sampling_ratio is not used by loss_type='gmpo'",
+                   lambda: loss(importance_sampling_ratio=torch.ones(B, T), config=make_config("gmpo"))),
+    "gmpo-token-advantages": (r"loss_type='gmpo' needs one advantage a sequence, \[2\]; got shape \(2, 3\)",
+                              lambda: loss(advantages=torch.ones(B, T), config=make_config("gmpo"))),
+    "items-zero": ("num_items_in_batch must be > 0; got 0", lambda: loss(num_items_in_batch=0)),
+    "items-tensor-negative": ("num_items_in_batch must be > 0; got -1.0", lambda: loss(num_items_in_batch=torch.tensor(-1.0))),
+    "items-shape": (r"num_items_in_batch must be a number or a 0-d tensor; got shape \(1,\)",
+                    lambda: loss(num_items_in_batch=torch.ones(1))),
+    "items-unused": ("num_items_in_batch is not used by loss_type='grpo'",
+                     lambda: loss(num_items_in_batch=4.0, config=make_config("grpo"))),
+    "temperature-zero": ("temperature must be > 0; got 0", lambda: loss(temperature=0)),
+    "temperature-tensor": ("temperature must be > 0 on active positions", lambda: loss(temperature=torch.tensor([1.0, 0.0]))),
+    "temperature-nan": ("temperature must be finite; got nan", lambda: loss(temperature=float("nan"))),
+    "temperature-shape": (r"temperature must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(5,\)",
+                          lambda: loss(temperature=torch.ones(5))),
+    "softcap": ("softcap must be > 0; got -1.0", lambda: loss(softcap=-1.0)),
+    "scale": ("logit_scale must be finite; got inf", lambda: loss(logit_scale=float("inf"))),
+    "impl": ("impl must be one of auto, reference, .*; got 'cuda'", lambda: loss(impl="cuda")),
+    "scratch": ("max_scratch_bytes=1 is too small: one token of a vocabulary of 5", lambda: loss(max_scratch_bytes=1)),
+    "scratch-zero": ("max_scratch_bytes must be > 0; got 0", lambda: loss(max_scratch_bytes=0)),
+    "offsets-end": (r"cu_seqlens must rise from 0 to the number of tokens, 5; got \[0, 2, 4\]",
+                    lambda: packed(cu_seqlens=torch.tensor([0, 2, 4]))),
+    "offsets-order": (r"cu_seqlens must rise .*got \[0, 4, 2, 5\]",
+                      lambda: packed(cu_seqlens=torch.tensor([0, 4, 2, 5]), advantages=torch.ones(3))),
+    "offsets-padded": (r"completion_ids must be packed \[N\]", lambda: loss(cu_seqlens=torch.tensor([0, 3, 6]))),
+    "offsets-rank": (r"cu_seqlens must be \[S \+ 1\]", lambda: packed(cu_seqlens=torch.tensor(5))),
+    "entropies-missing": (r"entropy_coef=0.1 needs entropies \(2, 3\); got None",
+                          lambda: grpo_loss(torch.zeros(B, T), torch.ones(B), config=GRPOLossConfig(entropy_coef=0.1))),
+    "logits-shape": (r"logits must be \[2, 3, V\].*got \(2, 2, 5\)",
+                     lambda: selective_logprobs(torch.randn(2, 2, 5), torch.zeros(2, 3, dtype=torch.int64))),
+    "logprobs-ids-range": (r"must lie in \[0, 5\)", lambda: fused_linear_logprobs(
+        torch.randn(B, T, H), torch.randn(V, H), torch.full((B, T), 7))),
+    "selective-ids-range": (r"must lie in \[0, 5\)", lambda: selective_logprobs(
+        torch.randn(B, T, V), torch.full((B, T), 7))),
+}  # fmt: skip
+
+TYPE_ERRORS = {
+    "hidden-int": ("hidden_states must be fp16, bf16, fp32 or fp64; got torch.int64",
+                   lambda: loss(hidden_states=torch.zeros(B, T, H, dtype=torch.int64))),
+    "hidden-list": ("hidden_states must be a torch.Tensor; got list", lambda: loss(hidden_states=[1.0])),
+    "ids-float": ("completion_ids must have an integer dtype; got torch.float32",
+                  lambda: loss(completion_ids=torch.zeros(B, T))),
+    "weight-packed": ("lm_head_weight must be a plain floating-point tensor.*quantised or packed.*torch.uint8",
+                      lambda: loss(lm_head_weight=torch.zeros(V, H, dtype=torch.uint8))),
+    "weight-quantised": ("quantised or packed one", lambda: loss(lm_head_weight=_quantised_weight())),
+    "weight-module": ("got a module Linear: pass its .weight", lambda: loss(lm_head_weight=torch.nn.Linear(H, V))),
+    "weight-adapter": ("got a module _Adapter: an adapter on the head must be merged or folded",
+                       lambda: loss(lm_head_weight=_Adapter(H, V))),
+    "advantages-list": ("advantages must be a torch.Tensor; got list", lambda: loss(advantages=[1.0, 2.0])),
+    "advantages-int": ("advantages must be fp16, bf16, fp32 or fp64; got torch.int64",
+                       lambda: loss(advantages=torch.ones(B, dtype=torch.int64))),
+    "config": ("config must be a GRPOLossConfig; got dict", lambda: loss(config={"beta": 0.1})),
+    "temperature": ("temperature must be a number; got '1'", lambda: loss(temperature="1")),
+    "items": ("num_items_in_batch must be a number; got 'all'", lambda: loss(num_items_in_batch="all")),
+    "offsets": ("cu_seqlens must be int32 or int64; got torch.float32",
+                lambda: packed(cu_seqlens=torch.tensor([0.0, 2.0, 5.0]))),
+    "scratch": ("max_scratch_bytes must be an int or None; got 1.5", lambda: loss(max_scratch_bytes=1.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUE_ERRORS)
+def test_value_errors(name):
+    message, call = VALUE_ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", TYPE_ERRORS)
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*:UserWarning", "ignore::DeprecationWarning")
+def test_type_errors(name):
+    message, call = TYPE_ERRORS[name]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("impl", ["triton", "native"])
+def test_named_engine_that_cannot_run(impl):
+    with pytest.raises(RuntimeError, match=f"impl='{impl}' cannot run on cpu: .* not part of this version"):
+        loss(impl=impl)
+
+
+def test_devices_that_differ():
+    with pytest.raises(ValueError, match="all tensors must be on one device; got .*lm_head_weight on meta"):
+        loss(lm_head_weight=torch.empty(V, H, device="meta"))
+
+
+def test_same_errors_from_the_reference():
+    for name in ("ids-range", "advantages-nan", "mask-values", "offsets-end", "ref-missing"):
+        message, _ = VALUE_ERRORS[name]
+        changes = {
+            "ids-range": {"completion_ids": torch.tensor([[0, 1, 5], [0, 0, 0]])},
+            "advantages-nan": {"advantages": nan_at(B)},
+            "mask-values": {"completion_mask": torch.full((B, T), 0.5)},
+            "ref-missing": {"config": GRPOLossConfig(beta=0.1)},
+            "offsets-end": {"cu_seqlens": torch.tensor([0, 2, 4])},
+        }[name]
+        with pytest.raises(ValueError, match=message):
+            (packed if name == "offsets-end" else loss)(impl="reference", **changes)
+
+
+def test_nan_sampling_logprobs_are_no_error():
+    config = GRPOLossConfig(off_policy_mask_threshold=0.1)
+    out = loss(sampling_per_token_logps=nan_at(B, T), old_per_token_logps=torch.zeros(B, T), config=config)
+    assert out.loss.isfinite()
+
+
+def test_wrong_values_raise_before_any_gradient():
+    weight = torch.randn(V, H, requires_grad=True)
+    with pytest.raises(ValueError, match="advantages must not be NaN"):
+        loss(lm_head_weight=weight, advantages=nan_at(B))
+    assert weight.grad is None

@@ -1,0 +1,260 @@
+"""Failures seen in other GRPO losses, each ruled out by design: every test here names one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, config_id, make_case, make_config, pack
+
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss
+
+IMPLS = ["reference", "chunked"]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
+
+
+def assert_finite(result) -> None:
+    assert result.out.loss.isfinite()
+    for name, gradient in result.gradients().items():
+        assert gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sign", [-1.0, 0.0, 1.0], ids=["bad", "neutral", "good"])
+@pytest.mark.parametrize("shift", [-1e4, 1e4], ids=["overflow", "underflow"])
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_overflowing_ratio_of_an_active_token(loss_type, level, shift, sign, impl):
+    """A clipped active token whose ratio overflows gives a NaN gradient elsewhere, A = 0 a NaN loss."""
+    if loss_type == "gmpo" and level != "token":
+        pytest.skip("gmpo has no levels")
+    case = make_case(0)
+    case.advantages = torch.full_like(case.advantages, sign)
+    case.options["old_per_token_logps"][2, 1:3] += shift
+    config = make_config(loss_type, importance_sampling_level=level, beta=0.1)
+    result = case.run(config, impl=impl)
+    assert_finite(result)
+    if sign == 0.0:  # only the KL pulls, and a policy term of 0 is exactly 0
+        without = make_config(loss_type, importance_sampling_level=level)
+        zero = case.run(without, impl=impl)
+        assert zero.out.loss == 0
+        assert all(gradient.eq(0).all() for gradient in zero.gradients().values())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_reference_far_above_the_policy(estimator, impl):
+    """Clamping the exponent of k3 alone would turn the force around beyond q = 20."""
+    case = make_case(1)
+    case.options["ref_per_token_logps"] = case.options["ref_per_token_logps"] + 500.0
+    config = make_config("dapo", beta=0.1, kl_estimator=estimator, use_bias_correction_kl=False)
+    result = case.run(config, impl=impl)
+    assert_finite(result)
+    logps = torch.tensor([[-600.0]], requires_grad=True)
+    out = grpo_loss(logps, torch.zeros(1), ref_per_token_logps=torch.tensor([[-1.0]]), config=config, impl=impl)
+    out.loss.backward()
+    if estimator != "k1":
+        assert logps.grad.item() < 0, "descent must raise the log-prob towards the reference"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_masked_positions_may_hold_anything(loss_type, layout, compact, impl):
+    """NaN and inf in states, log-probs, advantages and ratios, ids of -100 and beyond V: exactly no effect."""
+    per_token = loss_type != "gmpo"
+    config = make_config(loss_type, beta=0.1, entropy_coef=0.01)
+    clean = make_case(2, per_token_advantages=per_token)
+    poisoned = poison(clean)
+    if layout == "packed":
+        clean, poisoned = pack(clean), pack(poisoned)
+    want = clean.run(config, impl=impl, compact=compact)
+    got = poisoned.run(config, impl=impl, compact=compact)
+    mask = clean.completion_mask
+    assert torch.equal(got.out.loss, want.out.loss)
+    assert torch.equal(got.dweight, want.dweight)
+    assert torch.equal(got.dhidden, want.dhidden)
+    assert got.dhidden[~mask].eq(0).all()
+    assert got.out.per_token_logps[~mask].eq(0).all()
+    assert got.out.entropies[~mask].eq(0).all()
+    assert got.dhidden[mask].ne(0).any()
+    for name, value in want.out.metrics.items():
+        assert torch.equal(got.out.metrics[name], value), name
+
+
+def poison(case: Case) -> Case:
+    """The same case with the worst in every masked position."""
+    hole = ~case.completion_mask
+    poisoned = Case(
+        case.hidden_states.clone(),
+        case.lm_head_weight,
+        case.completion_ids.clone(),
+        case.advantages.clone(),
+        case.completion_mask,
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in case.options.items()},
+    )
+    poisoned.hidden_states[hole] = torch.nan
+    poisoned.hidden_states[0][hole[0]] = torch.inf
+    poisoned.completion_ids[hole] = -100
+    poisoned.completion_ids[0][hole[0]] = 10**9
+    if poisoned.advantages.dim() == 2:
+        poisoned.advantages[hole] = torch.nan
+    for value in poisoned.options.values():
+        if isinstance(value, torch.Tensor) and value.shape == hole.shape:
+            value[hole] = torch.nan
+            value[2][hole[2]] = -torch.inf
+    return poisoned
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("config", [make_config(t, beta=0.1, entropy_coef=0.1) for t in LOSS_TYPES], ids=config_id)
+def test_batch_without_an_active_token(config, compact, impl):
+    """The loss is 0 and still differentiable."""
+    case = make_case(3)
+    case.completion_mask[:] = False
+    result = case.run(config, impl=impl, compact=compact)
+    assert result.out.loss == 0
+    assert result.dhidden.eq(0).all()
+    assert result.dweight.eq(0).all()
+    if "clip_ratio/low_min" in result.out.metrics:
+        assert result.out.metrics["clip_ratio/low_min"].isnan()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
+def test_batch_of_nothing(shape, impl):
+    hidden = torch.zeros(*shape, 4, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=True)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    for config in (
+        make_config("dapo", entropy_coef=0.1, top_entropy_quantile=0.5),
+        make_config("grpo"),
+        make_config("vespo"),
+    ):
+        out = fused_linear_grpo_loss(hidden, weight, ids, torch.zeros(shape[0]), config=config, impl=impl)
+        out.loss.backward()
+        assert out.loss == 0
+        assert weight.grad.eq(0).all()
+
+
+def test_all_advantages_zero_costs_no_gradient_work():
+    case = make_case(4)
+    case.advantages = torch.zeros_like(case.advantages)
+    for level in ("token", "sequence"):
+        result = case.run(make_config("dapo", importance_sampling_level=level))
+        assert result.out.loss == 0
+        assert result.out.metrics["gradient_tokens"] == 0
+        assert result.dweight.eq(0).all()
+        assert result.out.per_token_logps[case.completion_mask].ne(0).all(), "their metrics are still wanted"
+        assert result.out.metrics["entropy"] > 0
+
+
+def test_rows_without_gradient_are_skipped_exactly():
+    """Advantage 0, importance-sampling ratio 0, and clipped tokens do no gradient work."""
+    case = make_case(5, B=4, T=20, drift=0.5, masked=0.2)
+    case.advantages[2] = 0.0
+    ratio = torch.ones(4, 20, dtype=torch.float64)
+    ratio[3, ::2] = 0.0
+    case.options["importance_sampling_ratio"] = ratio
+    config = make_config("dapo")
+    result = case.run(config)
+    want = case.run(config, impl="reference")
+    r = (want.out.per_token_logps - case.options["old_per_token_logps"]).exp()
+    A = case.advantages.unsqueeze(1)
+    live = torch.where(A > 0, r <= 1.2, r >= 0.8) & (A != 0) & (ratio != 0) & case.completion_mask
+    assert 0 < live.sum() < case.completion_mask.sum()
+    assert result.out.metrics["gradient_tokens"] == live.sum()
+    assert torch.allclose(result.dweight, want.dweight, atol=1e-13)
+
+
+def test_skipping_rows_without_metrics():
+    case = make_case(6)
+    case.advantages[2] = 0.0
+    full, lean = case.run(make_config("dapo")), case.run(make_config("dapo"), with_metrics=False)
+    assert torch.equal(full.out.loss, lean.out.loss)
+    assert torch.equal(full.dweight, lean.dweight)
+    assert lean.out.entropies is None
+    assert lean.out.metrics.keys() == {"policy_loss", "active_tokens", "gradient_tokens"}
+    assert lean.out.per_token_logps[2].eq(0).all()
+
+
+def test_token_level_luspo_gradient():
+    """Off by 63-84 % elsewhere: each token's loss must be summed over its sequence, not multiplied by its length."""
+    case = make_case(7, extras=False)
+    config = make_config("luspo")
+    logps = case.options["old_per_token_logps"].clone().requires_grad_()
+    grpo_loss(
+        logps, case.advantages, case.completion_mask, old_per_token_logps=logps.detach(), config=config
+    ).loss.backward()
+    expected = -case.advantages.unsqueeze(1) * case.completion_mask / case.advantages.shape[0]
+    torch.testing.assert_close(logps.grad, expected)
+
+
+def test_per_token_advantages_where_sequences_share_a_chunk():
+    """Silently wrong elsewhere: [B, T] advantages must stay with their tokens."""
+    case = make_case(8, per_token_advantages=True)
+    result = case.run(make_config("dapo"))
+    parts = []
+    total = case.completion_mask.sum()
+    for b in range(4):
+        one = Case(
+            case.hidden_states[b : b + 1], case.lm_head_weight, case.completion_ids[b : b + 1],
+            case.advantages[b : b + 1], case.completion_mask[b : b + 1],
+            {"old_per_token_logps": case.options["old_per_token_logps"][b : b + 1], "num_items_in_batch": total},
+        )  # fmt: skip
+        parts.append(one.run(make_config("dapo")))
+    torch.testing.assert_close(sum(part.out.loss for part in parts), result.out.loss)
+    torch.testing.assert_close(sum(part.dweight for part in parts), result.dweight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_never_above_zero(dtype):
+    """A certain token's log-prob is 0, not 1e-7: its exponential is a probability."""
+    hidden = torch.eye(8, dtype=dtype).unsqueeze(0) * 60
+    weight = torch.eye(8, dtype=dtype)
+    logps = fused_linear_logprobs(hidden, weight, torch.arange(8).unsqueeze(0)).logps
+    assert (logps <= 0).all()
+    assert (logps == 0).all()
+
+
+def test_65536_tokens_and_more():
+    """The limit of a CUDA grid's second dimension crashes elsewhere."""
+    n = 65536 + 3
+    case = make_case(9, B=3, T=n // 3, H=2, V=3, dtype=torch.float32, masked=0.0)
+    result = case.run(GRPOLossConfig())
+    assert result.out.metrics["active_tokens"] == (n // 3) * 2
+    assert_finite(result)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_impossible_tokens(impl):
+    """-inf logits (a masked vocabulary entry): 0 * -inf counts 0 in entropy and gradient."""
+    case = make_case(10, V=11)
+    bias = torch.zeros(11, dtype=torch.float64)
+    bias[3] = -torch.inf
+    case.completion_ids[case.completion_ids == 3] = 4
+    result = case.run(make_config("dapo", entropy_coef=0.3), impl=impl, lm_head_bias=bias)
+    assert_finite(result)
+    assert result.out.entropies.isfinite().all()
+    assert result.dweight[3].eq(0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_active_token_of_probability_zero(level, estimator, impl):
+    """Its log-prob is -inf, for the policy or the reference: no gradient of its own, and nothing becomes NaN."""
+    case = make_case(11, V=11)
+    bias = torch.zeros(11, dtype=torch.float64)
+    bias[3] = -torch.inf
+    case.completion_ids[2, :] = 3
+    case.completion_mask[2, :] = True
+    case.options["ref_per_token_logps"][3, 0] = -torch.inf
+    for loss_type in LOSS_TYPES:
+        if loss_type == "gmpo" and level != "token":
+            continue
+        config = make_config(loss_type, beta=0.1, importance_sampling_level=level, kl_estimator=estimator)
+        result = case.run(config, lm_head_bias=bias, impl=impl)
+        assert_finite(result)
+        assert result.out.per_token_logps[2].eq(-torch.inf).all()

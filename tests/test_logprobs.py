@@ -1,0 +1,146 @@
+"""`fused_linear_logprobs` and `selective_logprobs`: values, and gradients through both results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import frobenius_error, make_case
+
+from grpo_fused import fused_linear_logprobs, selective_logprobs
+
+ENGINES = ["chunked"]
+
+
+def objective(out, weights):
+    """Something that uses both results unevenly, as a custom loss would."""
+    loss = (out.logps * weights[0]).sum()
+    return loss if out.entropies is None else loss + (out.entropies * weights[1]).sum()
+
+
+def head_gradients(case, impl, mask, **options):
+    hidden = case.hidden_states.detach().requires_grad_()
+    weight = case.lm_head_weight.detach().requires_grad_()
+    bias = options.pop("lm_head_bias", None)
+    bias = None if bias is None else bias.detach().requires_grad_()
+    out = fused_linear_logprobs(hidden, weight, case.completion_ids, mask, lm_head_bias=bias, impl=impl, **options)
+    weights = torch.randn(2, *out.logps.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    objective(out, weights).backward()
+    return out, hidden.grad, weight.grad, None if bias is None else bias.grad
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": torch.linspace(0.5, 2, 4)},
+        {"temperature": torch.linspace(0.5, 2, 28).view(4, 7)},
+        {"softcap": 2.0, "logit_scale": 0.7},
+        {"lm_head_bias": torch.linspace(-1, 1, 29, dtype=torch.float64)},
+        {"max_scratch_bytes": 9000},
+        {"compact": False},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_linear_matches_reference(options, with_entropy, impl):
+    case = make_case(0)
+    mask = case.completion_mask
+    got = head_gradients(case, impl, mask, with_entropy=with_entropy, **options)
+    reference_options = {k: v for k, v in options.items() if k not in ("max_scratch_bytes", "compact")}
+    want = head_gradients(case, "reference", mask, with_entropy=with_entropy, **reference_options)
+    torch.testing.assert_close(got[0].logps, want[0].logps, rtol=1e-11, atol=1e-11)
+    assert (got[0].entropies is None) == (not with_entropy)
+    if with_entropy:
+        torch.testing.assert_close(got[0].entropies, want[0].entropies, rtol=1e-11, atol=1e-11)
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
+    assert got[1][~mask].eq(0).all()
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_packed(impl):
+    case = make_case(1)
+    flat = fused_linear_logprobs(
+        case.hidden_states.reshape(28, -1), case.lm_head_weight, case.completion_ids.reshape(28),
+        case.completion_mask.reshape(28), temperature=torch.linspace(0.5, 2, 28), impl=impl,
+    )  # fmt: skip
+    padded = fused_linear_logprobs(
+        case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask,
+        temperature=torch.linspace(0.5, 2, 28).view(4, 7), impl=impl,
+    )  # fmt: skip
+    assert torch.equal(flat.logps, padded.logps.reshape(28))
+
+
+def test_gradcheck():
+    case = make_case(2, B=2, T=3, H=4, V=7)
+
+    def scores(hidden, weight):
+        out = fused_linear_logprobs(hidden, weight, case.completion_ids, with_entropy=True, softcap=3.0)
+        return out.logps, out.entropies
+
+    hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    assert torch.autograd.gradcheck(scores, (hidden, weight))
+
+
+def test_only_one_result_is_used():
+    case = make_case(3)
+    for use in ("logps", "entropies"):
+        grads = []
+        for impl in ("chunked", "reference"):
+            hidden = case.hidden_states.detach().requires_grad_()
+            out = fused_linear_logprobs(hidden, case.lm_head_weight, case.completion_ids, with_entropy=True, impl=impl)
+            getattr(out, use).sum().backward()
+            grads.append(hidden.grad)
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+def test_selective(dtype, strided):
+    logits = (torch.randn(3, 9, 131, dtype=torch.float64) * 3).to(dtype)
+    ids = torch.randint(0, 131, (3, 8 if strided else 9))
+    mask = torch.rand(ids.shape) > 0.3
+    logits = logits[:, :-1] if strided else logits
+    results = []
+    for impl in ("auto", "reference"):
+        x = logits.detach().requires_grad_()
+        before = x.detach().clone()
+        out = selective_logprobs(x, ids, mask, temperature=0.8, with_entropy=True, impl=impl)
+        objective(out, torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(2))).backward()
+        assert torch.equal(x.detach(), before)
+        assert x.grad.dtype == dtype
+        results.append((out, x.grad))
+    (got, grad), (want, want_grad) = results
+    tol = 1e-10 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(got.logps, want.logps, rtol=tol, atol=tol * 10)
+    torch.testing.assert_close(got.entropies, want.entropies, rtol=tol, atol=tol * 10)
+    assert frobenius_error(grad, want_grad) <= max(tol, torch.finfo(dtype).eps)
+    assert grad[~mask].eq(0).all()
+
+
+def test_selective_masked_positions_may_hold_anything():
+    logits = torch.randn(2, 4, 11, requires_grad=True)
+    ids = torch.randint(0, 11, (2, 4))
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]])
+    want = selective_logprobs(logits, ids, mask).logps
+    poisoned = torch.where((mask == 0).unsqueeze(-1), torch.nan, logits.detach()).requires_grad_()
+    got = selective_logprobs(poisoned, ids.masked_fill(mask == 0, -100), mask).logps
+    assert torch.equal(got, want)
+    got.sum().backward()
+    assert poisoned.grad.isfinite().all()
+
+
+def test_no_token_at_all():
+    hidden = torch.zeros(2, 3, 4, requires_grad=True)
+    weight = torch.randn(5, 4, requires_grad=True)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    out = fused_linear_logprobs(hidden, weight, torch.zeros(2, 3, dtype=torch.int64), mask, with_entropy=True)
+    (out.logps.sum() + out.entropies.sum()).backward()
+    assert out.logps.eq(0).all()
+    assert weight.grad.eq(0).all()
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    selective_logprobs(logits, torch.zeros(2, 3, dtype=torch.int64), mask).logps.sum().backward()
+    assert logits.grad.eq(0).all()

@@ -1,0 +1,289 @@
+"""`fused_linear_grpo_loss`: every engine against the reference over objective x option x layout x dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    all_configs,
+    assert_same,
+    config_id,
+    covering_configs,
+    frobenius_error,
+    make_case,
+    make_config,
+    pack,
+    rounding_error_of_gradients,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fused import GRPOLossConfig
+
+ENGINES = ["chunked"]
+SEVERAL_CHUNKS = 9000  # bytes of scratch for a few tokens of the small vocabulary
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtype_id = str
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("layout", ["padded", "packed", "per-token"])
+@pytest.mark.parametrize("config", covering_configs(), ids=config_id)
+def test_matches_reference(config, layout, impl):
+    if layout == "per-token" and config.loss_type == "gmpo":
+        pytest.skip("gmpo takes one advantage a sequence")
+    case = make_case(1, per_token_advantages=layout == "per-token")
+    case = pack(case) if layout == "packed" else case
+    want = case.run(config, impl="reference")
+    assert want.dhidden.norm() > 0
+    assert_same(case.run(config, impl=impl), want, tol=1e-10)
+    assert_same(case.run(config, impl=impl, max_scratch_bytes=SEVERAL_CHUNKS), want, tol=1e-10)
+    assert_same(case.run(config, impl=impl, compact=False), want, tol=1e-10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("config", list(all_configs()), ids=config_id)
+def test_matches_reference_on_the_whole_grid(config, impl):
+    for seed, layout in enumerate(("padded", "packed")):
+        per_token = bool(seed) and config.loss_type != "gmpo"
+        case = make_case(seed, per_token_advantages=per_token)
+        case = pack(case) if layout == "packed" else case
+        want = case.run(config, impl="reference")
+        assert_same(case.run(config, impl=impl, max_scratch_bytes=SEVERAL_CHUNKS), want, tol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"temperature": torch.tensor([0.5, 0.9, 1.3, 2.0])},
+        {"temperature": torch.tensor([[0.5], [0.9], [1.3], [2.0]])},
+        {"temperature": torch.linspace(0.4, 1.9, 28).view(4, 7)},
+        {"temperature": torch.tensor(0.8)},
+        {"logit_scale": 0.3},
+        {"softcap": 1.5},
+        {"lm_head_bias": torch.linspace(-2, 2, 29, dtype=torch.float64)},
+        {
+            "temperature": torch.linspace(0.4, 1.9, 28).view(4, 7),
+            "logit_scale": 1.7,
+            "softcap": 2.0,
+            "lm_head_bias": torch.linspace(-2, 2, 29, dtype=torch.float64),
+        },
+        {"num_items_in_batch": 3.5},
+        {"num_items_in_batch": torch.tensor(0.25)},
+        {"importance_sampling_ratio": torch.linspace(0, 2, 28).view(4, 7)},
+        {"importance_sampling_ratio": torch.linspace(0, 2, 4).view(4, 1)},
+        {"old_per_token_logps": None},
+    ],
+    ids=lambda options: "+".join(f"{k}{tuple(v.shape) if hasattr(v, 'shape') else ''}" for k, v in options.items()),
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_config("dapo", beta=0.1, entropy_coef=0.05),
+        make_config("dapo", importance_sampling_level="sequence", beta=0.1),
+        make_config("cispo", top_entropy_quantile=0.5, entropy_coef=0.1),
+    ],
+    ids=config_id,
+)
+def test_head_and_call_options(config, options, impl):
+    case = make_case(2, **options)
+    want = case.run(config, impl="reference")
+    assert_same(case.run(config, impl=impl), want, tol=1e-10)
+    assert_same(case.run(config, impl=impl, max_scratch_bytes=SEVERAL_CHUNKS), want, tol=1e-10)
+    if "importance_sampling_ratio" not in options and not isinstance(options.get("temperature"), torch.Tensor):
+        packed = pack(case)
+        assert_same(packed.run(config, impl=impl), packed.run(config, impl="reference"), tol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_packed_options_for_each_sequence(level, impl):
+    packed = pack(make_case(3))
+    count, tokens = packed.options["cu_seqlens"].numel() - 1, packed.completion_ids.numel()
+    config = make_config("dapo", importance_sampling_level=level)
+    for options in (
+        {"temperature": torch.linspace(0.5, 2.0, count)},
+        {"temperature": torch.linspace(0.5, 2.0, tokens)},
+        {"importance_sampling_ratio": torch.linspace(0, 2, count).view(-1, 1)},
+        {"importance_sampling_ratio": torch.linspace(0, 2, tokens)},
+        {"cu_seqlens": packed.options["cu_seqlens"].int()},
+    ):
+        want = packed.run(config, impl="reference", **options)
+        assert_same(packed.run(config, impl=impl, **options), want, tol=1e-10)
+
+
+def test_packed_equals_padded():
+    for config in covering_configs():
+        case = make_case(4)
+        padded, packed = case.run(config), pack(case).run(config)
+        torch.testing.assert_close(packed.out.loss, padded.out.loss, msg=config_id(config))
+        assert frobenius_error(packed.dweight, padded.dweight) < 1e-12, config_id(config)
+        for name, value in padded.out.metrics.items():
+            torch.testing.assert_close(
+                packed.out.metrics[name], value, equal_nan=True, msg=f"{config_id(config)} {name}"
+            )
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (1, 1, 3, 2), (3, 1, 5, 7), (2, 33, 8, 1), (5, 4, 1, 11), (1, 64, 16, 131)]
+)
+@pytest.mark.parametrize(
+    "config", [make_config("dapo", beta=0.1), make_config("grpo", importance_sampling_level="sequence")], ids=config_id
+)
+def test_odd_shapes(config, shape, impl):
+    B, T, H, V = shape
+    case = make_case(5, B=B, T=T, H=H, V=V)
+    assert_same(case.run(config, impl=impl), case.run(config, impl="reference"), tol=1e-10)
+
+
+@given(
+    B=st.integers(1, 5),
+    T=st.integers(1, 9),
+    H=st.integers(1, 20),
+    V=st.integers(1, 70),
+    seed=st.integers(0, 10**6),
+    drift=st.floats(0, 3),
+    logit_std=st.floats(0, 12),
+    config=st.sampled_from(covering_configs()),
+    scratch=st.integers(1, 60),
+    packed=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_shapes_and_values(B, T, H, V, seed, drift, logit_std, config, scratch, packed):
+    case = make_case(seed, B=B, T=T, H=H, V=V, drift=drift, logit_std=logit_std)
+    case = pack(case) if packed else case
+    want = case.run(config, impl="reference")
+    least = 8 * (4 * V + 3 * V * H)
+    got = case.run(config, max_scratch_bytes=least + scratch * 8 * V)
+    assert_same(got, want, tol=1e-9)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_config("dapo", beta=0.1),
+        make_config("dapo", importance_sampling_level="sequence"),
+        make_config("cispo", entropy_coef=0.05),
+        make_config("grpo", top_entropy_quantile=0.5),
+        make_config("vespo"),
+    ],
+    ids=config_id,
+)
+@pytest.mark.parametrize("scratch", [None, 400_000], ids=["one-chunk", "chunks"])
+def test_accuracy_of_gradients(config, dtype, impl, scratch):
+    """No worse than twice a float64 computation that rounds dlogits once and its result once; fp32 to 2e-5."""
+    case = make_case(6, B=4, T=24, H=64, V=301, dtype=dtype, logit_std=3.0, drift=0.1)
+    exact = case.to(torch.float64)
+    want = exact.run(config, impl="reference")
+    got = case.run(config, impl=impl, max_scratch_bytes=scratch)
+    assert (got.out.per_token_logps.double() - want.out.per_token_logps).abs().max() <= 1e-4
+    torch.testing.assert_close(got.out.loss.double(), want.out.loss, rtol=1e-4, atol=1e-5)
+    allowed = rounding_error_of_gradients(exact, config, dtype)
+    for name, gradient in got.gradients().items():
+        assert gradient.dtype == dtype
+        bound = 2e-5 if dtype == torch.float32 else 2 * allowed[name]
+        assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_accuracy_of_logprobs_at_vocabulary_size(dtype, impl):
+    """max |dlogp| <= 1e-4 at V = 32000, logits up to about 25: a bf16 head is off by 8e-2 there."""
+    case = make_case(7, B=2, T=16, H=128, V=32000, dtype=dtype, logit_std=4.8)
+    got = case.run(GRPOLossConfig(), impl=impl)
+    logits = case.hidden_states.double() @ case.lm_head_weight.double().T
+    assert 20 < logits.abs().max() < 32
+    want = logits.log_softmax(-1).gather(-1, case.completion_ids.unsqueeze(-1)).squeeze(-1)
+    mask = case.completion_mask
+    assert (got.out.per_token_logps.double() - want)[mask].abs().max() <= 1e-4
+    rounded = (case.hidden_states @ case.lm_head_weight.T).double().log_softmax(-1)
+    rounded = rounded.gather(-1, case.completion_ids.unsqueeze(-1)).squeeze(-1)
+    if dtype == torch.bfloat16:
+        assert (rounded - want)[mask].abs().max() > 1e-2, "the case must be one where rounding the logits shows"
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_common_offset_in_all_logits(impl):
+    """1e4 in every logit: log-sum-exp as one number would be off by 5e-4, entropies by several nats."""
+    case = make_case(8, B=2, T=9, H=16, V=211, dtype=torch.float32, logit_std=2.0)
+    config = make_config("dapo", entropy_coef=0.1)
+    plain = case.run(config, impl=impl)
+    offset = case.run(config, impl=impl, lm_head_bias=torch.full((211,), 8192.0))
+    # the offset costs the fp32 logits themselves ulp(8192) / 2 = 5e-4; nothing is added to that
+    logits = (case.hidden_states @ case.lm_head_weight.T + 8192.0).double()
+    want = logits.log_softmax(-1).gather(-1, case.completion_ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(
+        offset.out.per_token_logps[case.completion_mask].double(), want[case.completion_mask], rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(offset.out.entropies, plain.out.entropies, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("hidden_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
+def test_mixed_dtypes_promote(hidden_dtype, weight_dtype, impl):
+    case = make_case(9, B=2, T=8, H=24, V=97, dtype=torch.float32)
+    case.hidden_states = case.hidden_states.to(hidden_dtype)
+    case.lm_head_weight = case.lm_head_weight.to(weight_dtype)
+    got = case.run(GRPOLossConfig(), impl=impl, max_scratch_bytes=60_000)
+    want = case.to(torch.float64).run(GRPOLossConfig(), impl="reference")
+    assert (got.out.per_token_logps.double() - want.out.per_token_logps).abs().max() < 1e-4
+    assert got.dhidden.dtype == hidden_dtype
+    assert got.dweight.dtype == weight_dtype
+    for name, gradient in got.gradients().items():
+        eps = torch.finfo(gradient.dtype).eps + (torch.finfo(hidden_dtype).eps if hidden_dtype == weight_dtype else 0)
+        assert frobenius_error(gradient, want.gradients()[name]) < max(eps, 2e-6), name
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_fp32_products_are_ieee_whatever_the_global_setting(precision):
+    case = make_case(10, B=2, T=32, H=256, V=512, dtype=torch.float32, logit_std=4.0)
+    plain = case.run(GRPOLossConfig())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        lowered = case.run(GRPOLossConfig())
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(lowered.out.per_token_logps, plain.out.per_token_logps)
+    assert torch.equal(lowered.dweight, plain.dweight)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_score_does_not_depend_on_the_company(impl):
+    """At most 1e-5 with the other tokens of the call, old scores against training scores included."""
+    from grpo_fused import fused_linear_logprobs
+
+    case = make_case(11, B=3, T=40, H=64, V=1009, dtype=torch.bfloat16, logit_std=4.0, masked=0.0)
+    case.completion_mask[:] = True
+    trained = case.run(GRPOLossConfig(), impl=impl).out.per_token_logps
+    together = fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids, impl=impl).logps
+    alone = torch.cat(
+        [
+            fused_linear_logprobs(case.hidden_states[:, t : t + 1], case.lm_head_weight, case.completion_ids[:, t : t + 1],
+                                  impl=impl).logps
+            for t in range(40)
+        ],
+        dim=1,
+    )  # fmt: skip
+    assert (together - trained).abs().max() <= 1e-5
+    assert (together - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("config", [make_config("dapo", beta=0.1), make_config("vespo")], ids=config_id)
+def test_twice_is_bitwise_the_same(config, impl):
+    case = make_case(12, B=4, T=16, H=32, V=257, dtype=torch.bfloat16)
+    first = case.run(config, impl=impl, max_scratch_bytes=150_000)
+    again = case.run(config, impl=impl, max_scratch_bytes=150_000)
+    assert torch.equal(first.out.loss, again.out.loss)
+    assert torch.equal(first.out.per_token_logps, again.out.per_token_logps)
+    for name, gradient in first.gradients().items():
+        assert torch.equal(gradient, again.gradients()[name]), name

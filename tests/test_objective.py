@@ -1,0 +1,175 @@
+"""The analytic objective against the autograd reference, hand-computed values, and gradcheck."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import all_configs, config_id, covering_configs, make_case, make_config, pack
+
+from grpo_fused import GRPOLossConfig, grpo_loss
+
+
+def scores(seed: int, per_token: bool = False, packed: bool = False):
+    """Log-probs, entropies and options of a case."""
+    case = make_case(seed, per_token_advantages=per_token)
+    case = pack(case) if packed else case
+    g = torch.Generator().manual_seed(seed + 100)
+    old = case.options["old_per_token_logps"]
+    logps = old + 0.25 * torch.randn(old.shape, generator=g, dtype=torch.float64)
+    entropies = torch.rand(old.shape, generator=g, dtype=torch.float64) * 3
+    return case, logps, entropies
+
+
+def run(config: GRPOLossConfig, case, logps, entropies, impl):
+    logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
+    options = dict(case.options)
+    if config.off_policy_mask_threshold is None:
+        options.pop("sampling_per_token_logps")
+    out = grpo_loss(
+        logps, case.advantages, case.completion_mask, entropies=entropies, config=config, impl=impl, **options
+    )
+    (3.0 * out.loss).backward()
+    entropy_gradient = torch.zeros_like(entropies) if entropies.grad is None else entropies.grad
+    return out, logps.grad, entropy_gradient
+
+
+def assert_matches_reference(config, case, logps, entropies):
+    out, dlogps, dentropies = run(config, case, logps, entropies, "auto")
+    want, want_dlogps, want_dentropies = run(config, case, logps, entropies, "reference")
+    assert want_dlogps.abs().max() > 0
+    torch.testing.assert_close(out.loss, want.loss, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(dlogps, want_dlogps, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(dentropies, want_dentropies, rtol=1e-10, atol=1e-13)
+    assert out.metrics.keys() == want.metrics.keys()
+    for name, value in want.metrics.items():
+        torch.testing.assert_close(out.metrics[name], value, msg=name, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "per-token"])
+@pytest.mark.parametrize("config", covering_configs(), ids=config_id)
+def test_objective_matches_reference(config, layout):
+    if layout == "per-token" and config.loss_type == "gmpo":
+        pytest.skip("gmpo takes one advantage a sequence")
+    for seed in range(3):
+        case, logps, entropies = scores(seed, layout == "per-token", layout == "packed")
+        assert_matches_reference(config, case, logps, entropies)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", list(all_configs()), ids=config_id)
+def test_objective_matches_reference_on_the_whole_grid(config):
+    for seed in range(2):
+        per_token = bool(seed) and config.loss_type != "gmpo"
+        assert_matches_reference(config, *scores(seed, per_token, packed=bool(seed)))
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "grpo"])
+def test_importance_sampling_ratio_and_normaliser(loss_type):
+    for level in ("token", "sequence"):
+        config = make_config(loss_type, importance_sampling_level=level, beta=0.1)
+        for shape in ((4, 7), (4, 1)):
+            case, logps, entropies = scores(5)
+            ratio = torch.rand(shape, dtype=torch.float64) * 2
+            ratio[0] = 0.0
+            case.options["importance_sampling_ratio"] = ratio
+            if loss_type in ("dapo", "cispo"):
+                case.options["num_items_in_batch"] = 0.37
+            assert_matches_reference(config, case, logps, entropies)
+
+
+def test_vespo_takes_its_ratio_inside_phi():
+    case, logps, entropies = scores(6)
+    case.options["importance_sampling_ratio"] = torch.rand(4, 7, dtype=torch.float64) * 2
+    assert_matches_reference(make_config("vespo"), case, logps, entropies)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_hand_computed_tokens(impl):
+    """Two good tokens (ratio 1.1 live, 1.5 clipped at 1.2), two bad ones (0.9 live, 0.5 clipped at 0.8)."""
+    ratio = torch.tensor([[1.1, 1.5], [0.9, 0.5]], dtype=torch.float64)
+    logps = ratio.log().requires_grad_()
+    out = grpo_loss(
+        logps, torch.tensor([2.0, -1.0]).double(), old_per_token_logps=torch.zeros(2, 2).double(), impl=impl
+    )
+    torch.testing.assert_close(out.loss, torch.tensor((-2.2 - 2.4 + 0.9 + 0.8) / 4).double())
+    out.loss.backward()
+    torch.testing.assert_close(logps.grad, torch.tensor([[-2.2, 0.0], [0.9, 0.0]]).double() / 4)
+    assert float(out.metrics["clip_ratio/low_mean"]) == 0.25
+    assert float(out.metrics["clip_ratio/high_mean"]) == 0.25
+    assert float(out.metrics["clip_ratio/low_min"]) == 0.0
+    assert float(out.metrics["clip_ratio/high_max"]) == 0.5
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_hand_computed_kl(impl):
+    """k3 at q = ln 2: 2 - ln 2 - 1, derivative 1 - 2; on-policy, so that the bias correction adds its own derivative."""
+    logps = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    ref = torch.full((1, 1), math.log(2.0), dtype=torch.float64)
+    for corrected, slope in ((False, -1.0), (True, -1.0 + 1 - math.log(2))):
+        config = GRPOLossConfig(beta=0.5, use_bias_correction_kl=corrected)
+        logps.grad = None
+        out = grpo_loss(logps, torch.zeros(1).double(), ref_per_token_logps=ref, config=config, impl=impl)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss, torch.tensor(0.5 * (1 - math.log(2.0))).double())
+        torch.testing.assert_close(logps.grad, torch.full((1, 1), 0.5 * slope).double())
+        torch.testing.assert_close(out.metrics["kl"], torch.tensor(1 - math.log(2.0)))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_worked_example_of_eight_answers(impl):
+    """One group of 8 answers with 4 correct, one token each, all ratios 1.4: the good half is clipped at 1.2."""
+    from grpo_fused import group_advantages
+
+    advantages = group_advantages([1, 0, 0, 1, 1, 0, 1, 0], 8).advantages
+    logps = torch.full((8, 1), math.log(0.7), requires_grad=True)
+    old = torch.full((8, 1), math.log(0.5))
+    out = grpo_loss(logps, advantages, old_per_token_logps=old, impl=impl)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, torch.tensor(0.9352 * (1.4 - 1.2) / 2), atol=2e-5, rtol=0)
+    good = advantages > 0
+    assert logps.grad[good].eq(0).all()
+    torch.testing.assert_close(logps.grad[~good].flatten(), torch.full((4,), 1.4 * 0.9352 / 8), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [c for c in covering_configs() if c.off_policy_mask_threshold is None and c.top_entropy_quantile == 1.0],
+    ids=config_id,
+)
+def test_gradcheck(config):
+    """Finite differences in fp64. What a stop-gradient or a mask hides cannot be seen by them, so those are left out."""
+    if config.loss_type in ("cispo", "vespo") or config.importance_sampling_level == "sequence_token":
+        pytest.skip("stop-gradients: the coefficient is not the derivative of the value")
+    case, logps, entropies = scores(1)
+    options = {k: v for k, v in case.options.items() if k != "sampling_per_token_logps"}
+
+    def loss(x, h):
+        return grpo_loss(x, case.advantages, case.completion_mask, entropies=h, config=config, **options).loss
+
+    assert torch.autograd.gradcheck(loss, (logps.requires_grad_(), entropies.requires_grad_()), eps=1e-7, atol=1e-6)
+
+
+def test_quantile_matches_torch():
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        entropies = torch.rand(3, 11, generator=g).round(decimals=1)  # with ties
+        mask = torch.rand(3, 11, generator=g) > 0.3
+        share = float(torch.rand((), generator=g))
+        config = GRPOLossConfig(top_entropy_quantile=share)
+        logps = torch.zeros(3, 11, requires_grad=True)
+        grpo_loss(logps, torch.ones(3), mask, entropies=entropies, config=config).loss.backward()
+        threshold = torch.quantile(entropies[mask].double(), 1 - share).float()
+        assert torch.equal(logps.grad != 0, mask & (entropies >= threshold))
+
+
+def test_quantile_beyond_the_limit_of_torch_quantile():
+    n = 2**24 + 1000
+    entropies = torch.arange(n, dtype=torch.float32).flip(0).view(1, n) / n
+    logps = torch.zeros(1, n, requires_grad=True)
+    config = GRPOLossConfig(top_entropy_quantile=0.25)
+    grpo_loss(logps, torch.ones(1), entropies=entropies, config=config).loss.backward()
+    kept = logps.grad.count_nonzero().item()
+    assert abs(kept - n / 4) <= 2
+    assert logps.grad[0, : n // 4 - 2].ne(0).all()
