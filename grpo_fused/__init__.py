@@ -10,8 +10,9 @@ from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs,
 from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, LogprobOutput
 
 # In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
-if not _os.path.isdir(_os.path.join(__path__[0], "kernels")):
-    __path__.append(_os.path.dirname(__path__[0]))
+_root = _os.path.dirname(__path__[0])
+if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
+    __path__.append(_root)
 
 __version__ = "0.1.0"
 

@@ -12,8 +12,8 @@ from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout
 
 LOWEST_LOGP = -1e4
-"""The objective's floor for log-probs, nats. An impossible token (-inf: its logit is masked) counts as this: the loss stays
-finite, and since no gradient could raise its logit, it has none."""
+"""The objective's floor for log-probs, nats. An impossible token (-inf: its logit is masked) counts as this, so that
+the loss stays finite; since no gradient could raise its logit, it has none."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class TokenBatch:
             is_ratio=active(is_ratio, 1.0),
         )
 
-    def select(self, rows: Tensor) -> TokenBatch:
+    def select(self, rows: Tensor | slice) -> TokenBatch:
         """The tokens at `rows` ([K] int64, ascending); lengths and weights stay those of the whole call."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("mask", "sequence", "advantages", "weight", "old", "ref", "sampling", "is_ratio"):
             if values[name] is not None:
-                values[name] = values[name].index_select(0, rows)
+                values[name] = values[name][rows]
         return TokenBatch(**values)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_fused.batch import LossInputs, TokenBatch
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Coefficients, Engine, Gradients, Needs, Scores, Tokens
+from grpo_fused.engines.base import Coefficients, Engine, Gradients, Needs, Scores, TokenObjective, Tokens
 from grpo_fused.engines.head import Head
 from grpo_fused.engines.logits import logits_gradient, score_logits
 from grpo_fused.layout import Layout
@@ -119,11 +119,7 @@ class _LossCall:
 
     def one_pass(self, rows: Tensor, chunks: list[slice]) -> Gradients:
         """Scores and gradients of `rows` together: three products."""
-
-        def coefficients(part: slice, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            known = evaluate(logp, entropy, self.batch.select(rows[part]), self.config)
-            return known.dlogp, known.dentropy
-
+        coefficients = TokenObjective(self.batch.select(rows), self.config)
         scores, gradients = self._fused(rows, chunks, coefficients, self.with_entropy)
         self._place(rows, scores)
         return gradients

@@ -98,7 +98,7 @@ def trl_loss(config, case, logps, entropies):
         "completion_mask": mask,
         "advantages": case.advantages,
         "num_items_in_batch": mask.sum(),
-        **{k: v for k, v in case.options.items()},
+        **case.options,
     }
     loss = trainer._compute_loss(this, None, inputs)
     return loss, {name: values[0] for name, values in this._metrics["train"].items()}

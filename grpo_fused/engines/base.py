@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from grpo_fused.batch import TokenBatch
+from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.head import Head
+from grpo_fused.objective import evaluate
 
 
 class Tokens(NamedTuple):
@@ -79,6 +83,20 @@ class Gradients(NamedTuple):
 
 Coefficients = Callable[[slice, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 """`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for a slice k of the rows of the call."""
+
+
+@dataclass(frozen=True)
+class TokenObjective:
+    """Coefficients from the objective itself: an engine may evaluate it in its own kernel instead of calling this."""
+
+    batch: TokenBatch
+    """the rows of the call, in their order"""
+    config: GRPOLossConfig
+
+    def __call__(self, part: slice, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `Coefficients`; a slice must hold whole sequences where the objective needs them."""
+        known = evaluate(logp, entropy, self.batch.select(part), self.config)
+        return known.dlogp, known.dentropy
 
 
 class Engine(Protocol):

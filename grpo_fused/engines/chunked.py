@@ -6,14 +6,18 @@ dlogits of a narrower dtype in the memory of the fp32 logits that they come from
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Coefficients, Gradients, Needs, Scores, Tokens
+from grpo_fused.batch import TokenBatch
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines.base import Coefficients, Gradients, Needs, Scores, TokenObjective, Tokens
 from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, Head
-from grpo_fused.engines.rows import Statistics, Transform, gradient_, statistics_
+from grpo_fused.engines.rows import RowWork, Statistics, TorchRows, Transform
 
 DEFAULT_SCRATCH_BYTES = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
 """Scratch of a call where `max_scratch_bytes` is None, by device type (256 MiB on others).
@@ -31,6 +35,24 @@ _WORTH_SKIPPING = 7 / 8
 def row_block_bytes(device: str) -> int:
     """Size of the blocks that row work takes at a time: what stays in a CPU's cache, or fills a launch elsewhere."""
     return 4 * 2**20 if device == "cpu" else 64 * 2**20
+
+
+ROW_PAD = 16
+"""Rows of the slab are padded to this many elements off the CPU, so that row kernels access 16 bytes at a time."""
+
+
+def gradient_fits_in_place(device: torch.device) -> bool:
+    """Whether narrower dlogits may lie over their logits; AMD's loads may still be in flight at a barrier."""
+    return torch.version.hip is None or device.type == "cpu"
+
+
+def row_work(device: torch.device, dtype: torch.dtype) -> RowWork:
+    """Who does the row work: Triton on CUDA for fp32 rows, torch operations everywhere else."""
+    if device.type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
+        from grpo_fused.engines.triton_rows import TritonRows
+
+        return TritonRows()
+    return TorchRows()
 
 
 class _Plan(NamedTuple):
@@ -59,7 +81,13 @@ class _Plan(NamedTuple):
 
 
 class ChunkedEngine:
-    """See the module."""
+    """See the module; `rows` chooses the row work of a call by device and dtype of its logits."""
+
+    def __init__(self, rows: Callable[[torch.device, torch.dtype], RowWork] = row_work) -> None:
+        self._rows = rows
+
+    def _workspace(self, head: Head, rows: int, plan: _Plan) -> _Workspace:
+        return _Workspace(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
@@ -79,7 +107,7 @@ class ChunkedEngine:
     ) -> Scores:
         """See `Engine.score`."""
         plan = _Plan.of(head, max_scratch_bytes)
-        work = _Workspace(head, min(plan.chunk_rows, rows.shape[0]), plan.block_rows)
+        work = self._workspace(head, min(plan.chunk_rows, rows.shape[0]), plan)
         parts = [
             work.score(tokens, rows[start : start + plan.chunk_rows], with_entropy)
             for start in range(0, rows.shape[0], plan.chunk_rows)
@@ -101,16 +129,23 @@ class ChunkedEngine:
     ) -> tuple[Scores, Gradients]:
         """See `Engine.fused`."""
         longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        work = _Workspace(head, longest, _Plan.of(head, max_scratch_bytes).block_rows)
+        work = self._workspace(head, longest, _Plan.of(head, max_scratch_bytes))
         dtype = self.weight_gradient_dtype(head, tokens.ids.shape[0], max_scratch_bytes)
         sums = _GradientSums(head, tokens, needs, dtype)
         parts = []
         for part in chunks:
             taken = rows[part]
+            if isinstance(coefficients, TokenObjective) and head.gradient_dtype != torch.float16:
+                batch = coefficients.batch.select(part)
+                one = work.loss(tokens, taken, batch, coefficients.config, with_entropy)
+                if one is not None:
+                    parts.append(one[0])
+                    sums.add(taken, one[1], None)
+                    continue
             stats = work.score(tokens, taken, with_entropy)
             parts.append(stats)
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
-            kept = _nonzero_rows(dlogp, dentropy) if skip_zeros else None
+            kept = _nonzero_rows(dlogp, dentropy) if skip_zeros and work.row_work.picks_rows else None
             if kept is not None:
                 taken, stats, dlogp = taken[kept], stats.select(kept), dlogp[kept]
                 dentropy = None if dentropy is None else dentropy[kept]
@@ -128,18 +163,19 @@ class ChunkedEngine:
 class _Workspace:
     """The scratch of a call: one slab for logits, used for all chunks."""
 
-    def __init__(self, head: Head, rows: int, block_rows: int) -> None:
-        self.head = head
-        self.block_rows = block_rows
-        device = head.weight.device
-        self.slab = torch.empty((rows, head.vocab_size), dtype=head.statistics_dtype, device=device)
+    def __init__(self, head: Head, rows: int, block_rows: int, row_work: RowWork) -> None:
+        self.head, self.block_rows, self.row_work = head, block_rows, row_work
+        device, dtype = head.weight.device, head.statistics_dtype
+        width = head.vocab_size if device.type == "cpu" else -(-head.vocab_size // ROW_PAD) * ROW_PAD
+        self.slab = torch.empty((rows, width), dtype=dtype, device=device)
+        narrow = head.gradient_dtype
+        separate = narrow != dtype and not gradient_fits_in_place(device)
+        self.gradients = torch.empty((rows, width), dtype=narrow, device=device) if separate else self.slab.view(narrow)
 
     def score(self, tokens: Tokens, rows: Tensor, with_entropy: bool) -> Statistics:
-        """Fill the slab with z of `rows` and return their statistics."""
-        logits = self.slab[: rows.shape[0]]
-        self.head.logits_into(logits, self.head.operand(tokens.hidden_rows(rows)))
-        return statistics_(
-            logits,
+        """Fill the slab with the logits of `rows` and return their statistics."""
+        return self.row_work.statistics(
+            self._logits(tokens, rows),
             tokens.target_rows(rows),
             self._transform(tokens, rows),
             with_entropy=with_entropy,
@@ -156,23 +192,41 @@ class _Workspace:
         dentropy: Tensor | None,
     ) -> Tensor:
         """dlogits [K, V] of `rows`, which are those at `kept` of the rows last scored, in place of their logits."""
-        dtype = self.head.gradient_dtype
-        out = self.slab.view(dtype)[: rows.shape[0], : self.head.vocab_size]
-        gradient_(
-            self.slab,
-            kept,
-            tokens.target_rows(rows),
-            statistics,
-            dlogp,
-            dentropy,
-            self._transform(tokens, rows),
-            out,
-            block_rows=self.block_rows,
+        out = self.gradients[: rows.shape[0], : self.head.vocab_size]
+        raw = self.slab[: rows.shape[0] if kept is None else None, : self.head.vocab_size]
+        transform = self._transform(tokens, rows)
+        targets = tokens.target_rows(rows)
+        self.row_work.gradient(
+            raw, kept, targets, statistics, dlogp, dentropy, transform, out, block_rows=self.block_rows
         )
         return out
 
+    def loss(
+        self, tokens: Tokens, rows: Tensor, batch: TokenBatch, config: GRPOLossConfig, with_entropy: bool
+    ) -> tuple[Statistics, Tensor] | None:
+        """Statistics and dlogits [R, V] of `rows` in one pass over their logits, or None where that cannot be."""
+        if not self.row_work.has_one_pass(config):
+            return None
+        out = self.gradients[: rows.shape[0], : self.head.vocab_size]
+        stats = self.row_work.loss(
+            self._logits(tokens, rows),
+            tokens.target_rows(rows),
+            batch,
+            config,
+            self._transform(tokens, rows),
+            out,
+            with_entropy=with_entropy,
+        )
+        return stats, out
+
+    def _logits(self, tokens: Tokens, rows: Tensor) -> Tensor:
+        logits = self.slab[: rows.shape[0], : self.head.vocab_size]
+        self.head.logits_into(logits, self.head.operand(tokens.hidden_rows(rows)))
+        return logits
+
     def _transform(self, tokens: Tokens, rows: Tensor) -> Transform:
-        return Transform(self.head.logit_scale, self.head.softcap, tokens.temperature_rows(rows))
+        bias = None if self.head.bias is None else self.head.operand(self.head.bias).to(self.head.statistics_dtype)
+        return Transform(bias, self.head.logit_scale, self.head.softcap, tokens.temperature_rows(rows))
 
 
 class _GradientSums:

@@ -80,15 +80,13 @@ class Head:
         return x.to(self.compute_dtype)
 
     def logits_into(self, out: Tensor, hidden: Tensor) -> None:
-        """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T + bias."""
+        """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; the bias is row work."""
         if self._has_fp32_output:
             torch.mm(hidden, self.operand(self.weight).T, out_dtype=torch.float32, out=out)
         else:
             wide = hidden.to(self.statistics_dtype)
             for block in self._blocks(self.statistics_dtype):
                 torch.mm(wide, self._block(block, self.statistics_dtype).T, out=out[:, block])
-        if self.bias is not None:
-            out.add_(self.operand(self.bias).to(out.dtype))
 
     def hidden_gradient(self, dlogits: Tensor) -> Tensor:
         """[C, H] = dlogits [C, V] (gradient dtype) @ weight."""

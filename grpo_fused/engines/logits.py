@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from grpo_fused.engines.base import Scores, Tokens
-from grpo_fused.engines.chunked import row_block_bytes
-from grpo_fused.engines.rows import Statistics, Transform, gradient_, statistics_
+from grpo_fused.engines.chunked import row_block_bytes, row_work
+from grpo_fused.engines.rows import RowWork, Statistics, Transform
 
 
 def score_logits(tokens: Tokens, rows: Tensor, *, with_entropy: bool) -> Scores:
@@ -28,7 +28,7 @@ def logits_gradient(tokens: Tokens, rows: Tensor, dlogp: Tensor, dentropy: Tenso
         part = slice(start, start + block.shape[0])
         start = part.stop
         z, statistics = _score_block(tokens, block, dentropy is not None)
-        gradient_(
+        _rows(z).gradient(
             z,
             None,
             tokens.target_rows(block),
@@ -47,11 +47,16 @@ def _score_block(tokens: Tokens, block: Tensor, with_entropy: bool) -> tuple[Ten
     logits = tokens.hidden_rows(block)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     targets, transform = tokens.target_rows(block), _transform(tokens, block)
-    return z, statistics_(z, targets, transform, with_entropy=with_entropy, block_rows=z.shape[0])
+    statistics = _rows(z).statistics(z, targets, transform, with_entropy=with_entropy, block_rows=z.shape[0])
+    return z, statistics
+
+
+def _rows(z: Tensor) -> RowWork:
+    return row_work(z.device, z.dtype)
 
 
 def _transform(tokens: Tokens, rows: Tensor) -> Transform:
-    return Transform(1.0, None, tokens.temperature_rows(rows))
+    return Transform(None, 1.0, None, tokens.temperature_rows(rows))
 
 
 def _blocks(tokens: Tokens, rows: Tensor) -> tuple[Tensor, ...]:

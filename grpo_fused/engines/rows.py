@@ -1,15 +1,18 @@
 """The row work of a logits chunk in torch operations: statistics, and the gradient in place. Any device; the oracle.
 
-A row holds the logits of one token. `statistics_` turns raw products into z (scale, softcap, temperature) where they
-stand and returns what the objective needs; `gradient_` turns z into dL/d(product), again where it stands.
+A row holds the logits of one token. `statistics` turns raw products into z (bias, scale, softcap, temperature) where
+they stand and returns what the objective needs; `gradient` turns z into dL/d(product), again where it stands.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from grpo_fused.batch import TokenBatch
+from grpo_fused.config import GRPOLossConfig
 
 LOWEST_LOG_P = -1e4
 """Stands for log 0 where it meets a factor of 0: finite, and its exponential is 0 in fp64 too."""
@@ -34,8 +37,10 @@ class Statistics(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """How raw products become z."""
+    """How raw products become z: softcap(logit_scale * (raw + bias)) / temperature."""
 
+    bias: Tensor | None
+    """[V]"""
     logit_scale: float
     softcap: float | None
     temperature: Tensor | float
@@ -55,6 +60,8 @@ class Transform(NamedTuple):
 
     def apply_(self, raw: Tensor) -> Tensor:
         """z from raw products [R, V], in place."""
+        if self.bias is not None:
+            raw.add_(self.bias)
         if self.logit_scale != 1.0:
             raw.mul_(self.logit_scale)
         if self.softcap is not None:
@@ -75,23 +82,123 @@ class Transform(NamedTuple):
         return dz
 
 
-def statistics_(
-    raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int
-) -> Statistics:
-    """Turn raw products [R, V] into z in place and return the statistics of the rows for their targets [R].
+class RowWork(Protocol):
+    """What an engine does to a chunk of logits [R, V] between its products."""
 
-    Works on `block_rows` rows at a time, with temporaries of up to two of such blocks.
-    """
-    parts = []
-    for rows in _row_blocks(raw.shape[0], block_rows):
-        z = transform.select(rows).apply_(raw[rows])
-        parts.append(_statistics(z, targets[rows], with_entropy))
-    return Statistics(
-        max=torch.cat([part.max for part in parts]),
-        log_sum=torch.cat([part.log_sum for part in parts]),
-        logp=torch.cat([part.logp for part in parts]),
-        entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]) if with_entropy else None,
-    )
+    picks_rows: bool
+    """Whether `gradient` can take some of the rows that `statistics` was given."""
+
+    def statistics(
+        self, raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int
+    ) -> Statistics:
+        """Statistics of the rows for their targets [R]; `raw` may be changed to what `gradient` wants."""
+        ...
+
+    def gradient(
+        self,
+        raw: Tensor,
+        rows: Tensor | None,
+        targets: Tensor,
+        statistics: Statistics,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+        transform: Transform,
+        out: Tensor,
+        *,
+        block_rows: int,
+    ) -> None:
+        """Write dL/d(product) of K rows to `out` [K, V], which may be the memory of `raw`, row upon row.
+
+        Args:
+            raw: [R, V] as `statistics` left it.
+            rows: [K] int64 ascending, the rows of `raw` to use; None for all. The other arguments are of these alone.
+            targets: [K] int64.
+            statistics: of the K rows.
+            dlogp: [K] coefficient on the log-prob.
+            dentropy: [K] coefficient on the entropy, or None.
+            transform: of the K rows.
+            out: [K, V], possibly of a narrower dtype with longer rows: row k begins at or before row k of `raw`.
+            block_rows: rows worked at a time.
+        """
+        ...
+
+    def has_one_pass(self, config: GRPOLossConfig) -> bool:
+        """Whether `loss` can be called for this objective."""
+        ...
+
+    def loss(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        batch: TokenBatch,
+        config: GRPOLossConfig,
+        transform: Transform,
+        out: Tensor,
+        *,
+        with_entropy: bool,
+    ) -> Statistics:
+        """Statistics, objective and gradient of [R, V] in one go; `out` as in `gradient`."""
+        ...
+
+
+class TorchRows:
+    """Row work in torch operations, in blocks of `block_rows` rows with up to three temporaries of that size."""
+
+    picks_rows = True
+
+    def statistics(
+        self, raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int
+    ) -> Statistics:
+        """See `RowWork.statistics`; turns `raw` into z."""
+        parts = []
+        for rows in _row_blocks(raw.shape[0], block_rows):
+            z = transform.select(rows).apply_(raw[rows])
+            parts.append(_statistics(z, targets[rows], with_entropy))
+        return Statistics(
+            max=torch.cat([part.max for part in parts]),
+            log_sum=torch.cat([part.log_sum for part in parts]),
+            logp=torch.cat([part.logp for part in parts]),
+            entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]) if with_entropy else None,
+        )
+
+    def gradient(
+        self,
+        raw: Tensor,
+        rows: Tensor | None,
+        targets: Tensor,
+        statistics: Statistics,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+        transform: Transform,
+        out: Tensor,
+        *,
+        block_rows: int,
+    ) -> None:
+        """See `RowWork.gradient`."""
+        for block in _row_blocks(out.shape[0], block_rows):
+            # a block is computed before it is stored, and comes from the same or later rows: all is read in time
+            source = raw[block] if rows is None else raw.index_select(0, rows[block])
+            coefficient = None if dentropy is None else dentropy[block]
+            dz = _gradient(source, targets[block], statistics.select(block), dlogp[block], coefficient)
+            out[block].copy_(transform.select(block).chain_(dz, source))
+
+    def has_one_pass(self, config: GRPOLossConfig) -> bool:
+        """Torch has none."""
+        return False
+
+    def loss(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        batch: TokenBatch,
+        config: GRPOLossConfig,
+        transform: Transform,
+        out: Tensor,
+        *,
+        with_entropy: bool,
+    ) -> Statistics:
+        """Not to be had."""
+        raise NotImplementedError("torch row work has no one-pass loss; use statistics and gradient")
 
 
 def _statistics(z: Tensor, targets: Tensor, with_entropy: bool) -> Statistics:
@@ -107,39 +214,6 @@ def _statistics(z: Tensor, targets: Tensor, with_entropy: bool) -> Statistics:
     log_sum = total.log()
     entropy = (log_sum - weighted.sum(dim=1) / total).clamp_(min=0.0)
     return Statistics(maximum, log_sum, (target - log_sum).clamp_(max=0.0), entropy)
-
-
-def gradient_(
-    z: Tensor,
-    rows: Tensor | None,
-    targets: Tensor,
-    statistics: Statistics,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    transform: Transform,
-    out: Tensor,
-    *,
-    block_rows: int,
-) -> None:
-    """Write dL/d(product) of K rows to `out` [K, V]; `out` may be the memory of `z`, row upon row.
-
-    Args:
-        z: [R, V] as `statistics_` left it.
-        rows: [K] int64 ascending, the rows of `z` to use; None for all. The other arguments are of these rows alone.
-        targets: [K] int64.
-        statistics: of the K rows.
-        dlogp: [K] coefficient on the log-prob.
-        dentropy: [K] coefficient on the entropy, or None.
-        transform: of the K rows.
-        out: [K, V], possibly of a narrower dtype with longer rows: row k must not reach beyond row k of `z`.
-        block_rows: rows worked at a time, with temporaries of up to three such blocks.
-    """
-    for block in _row_blocks(out.shape[0], block_rows):
-        # a block is computed before it is stored, and row k of `out` comes from a row >= k of `z`: all is read in time
-        source = z[block] if rows is None else z.index_select(0, rows[block])
-        coefficient = None if dentropy is None else dentropy[block]
-        dz = _gradient(source, targets[block], statistics.select(block), dlogp[block], coefficient)
-        out[block].copy_(transform.select(block).chain_(dz, source))
 
 
 def _gradient(z: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

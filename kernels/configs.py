@@ -1,0 +1,54 @@
+"""Launch configurations as data, by architecture, with reasons. Nothing is tuned at a user's first call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class RowConfig(NamedTuple):
+    """How a row kernel is launched: one program a row, BLOCK logits at a time."""
+
+    block: int
+    num_warps: int
+    in_place: bool
+    """Whether a narrower gradient may be written over the logits that it comes from."""
+
+
+# 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores, and registers for 4 programs an SM. The compile
+# test prints the counts (`python -m benchmarks.aot`). Unmeasured on a chip so far.
+ROW_CONFIGS = {
+    "sm_80": RowConfig(4096, 8, True),
+    "sm_86": RowConfig(4096, 8, True),
+    "sm_89": RowConfig(4096, 8, True),
+    "sm_90": RowConfig(4096, 8, True),
+    "sm_100": RowConfig(4096, 8, True),
+    # a wave is 64 lanes: 8 logits each. Loads may still be in flight at a barrier, so the gradient gets its own buffer.
+    "gfx942": RowConfig(4096, 8, False),
+    "interpreter": RowConfig(256, 1, True),
+}
+
+PAD = 16
+"""Rows of logits are padded to a multiple of this, so that every access stays 16 bytes wide at any vocabulary size."""
+
+
+def architecture(device: torch.device) -> str:
+    """The key of `device` in the tables: its own, or that of the nearest older architecture."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    known = sorted((key for key in ROW_CONFIGS if key.startswith("sm_")), key=lambda key: int(key[3:]))
+    at_most = [key for key in known if int(key[3:]) <= 10 * major + minor]
+    return at_most[-1] if at_most else known[0]
+
+
+def row_config(device: torch.device, vocab_size: int) -> RowConfig:
+    """The configuration for rows of `vocab_size` logits; it depends on device and vocabulary alone, never on N."""
+    config = ROW_CONFIGS[architecture(device)]
+    block = 16
+    while block < min(config.block, vocab_size):
+        block *= 2
+    return config._replace(block=block, num_warps=max(1, min(config.num_warps, block // 128)))

@@ -1,0 +1,285 @@
+"""Row kernels: log-softmax statistics, objective and gradient of a chunk of logits [R, V], one program a row.
+
+The gradient may be written over the logits that it comes from, in a narrower dtype: `dlogits` row r then begins where
+logits row r begins. A block's stores land in blocks that were loaded before or in its own, so a barrier between the
+load and the store of every block is enough (warps drift; the interpreter cannot show that race, the compile test looks
+for the barrier in the PTX).
+
+Bytes per logit, fp32 logits and bf16 gradient in place: statistics 4; gradient 4 + 2 = 6; statistics, objective and
+gradient in one launch 4 + 4 + 2 = 10. Rows are padded to 16 elements and masked by their stride, since rows whose
+length is no multiple of 16 would turn every access scalar.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .objective import LOWEST_LOGP, expm1, sigmoid, token_objective
+
+
+@triton.jit
+def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """z = softcap(logit_scale * (raw + bias)) / temperature, and the slope dz/d(raw)."""
+    u = raw
+    if HAS_BIAS:
+        u += tl.load(bias_ptr + cols, mask=valid, other=0.0).to(tl.float32)
+    u *= logit_scale
+    slope = logit_scale * inv_t
+    if HAS_SOFTCAP:
+        capped = 2.0 * sigmoid(2.0 * u / softcap) - 1.0  # tanh
+        u = softcap * capped
+        slope = slope * (1.0 - capped * capped)
+    return u * inv_t, slope
+
+
+@triton.jit
+def row_statistics(
+    row_ptr,
+    bias_ptr,
+    target,
+    V,
+    padded,
+    logit_scale,
+    softcap,
+    inv_t,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(max, log_sum, logp, entropy) of a row, online over blocks; max + log_sum would lose the digits of log_sum."""
+    m = -float("inf")
+    total = 0.0
+    moment = 0.0  # sum of exp(z - m) * (z - m)
+    for start in tl.range(0, padded, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        raw = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)
+        z, _ = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        z = tl.where(cols < V, z, -float("inf"))
+        new_m = tl.maximum(m, tl.max(z, axis=0))
+        safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
+        rescale = tl.exp(m - safe_m)
+        shifted = z - safe_m
+        e = tl.exp(shifted)
+        if WITH_ENTROPY:
+            drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
+            moment = (moment + total * drop) * rescale + tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=0)
+        total = total * rescale + tl.sum(e, axis=0)
+        m = new_m
+    log_sum = tl.log(total)
+    raw_target = tl.load(row_ptr + target).to(tl.float32)
+    z_target, _ = to_z(raw_target, bias_ptr, target, target < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    logp = tl.minimum((z_target - m) - log_sum, 0.0)
+    entropy = tl.maximum(log_sum - moment / total, 0.0)
+    return m, log_sum, logp, entropy
+
+
+@triton.jit
+def write_row_gradient(
+    row_ptr,
+    out_ptr,
+    bias_ptr,
+    target,
+    V,
+    padded,
+    m,
+    log_sum,
+    logp,
+    entropy,
+    dlogp,
+    dentropy,
+    logit_scale,
+    softcap,
+    inv_t,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dL/d(raw) of a row from the coefficients on its log-prob and entropy."""
+    at_target = -dlogp * expm1(logp)  # g * (1 - p), with all digits of a confident token
+    for start in tl.range(0, padded, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        raw = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)
+        z, slope = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        log_p = tl.maximum((z - m) - log_sum, LOWEST_LOGP)
+        p = tl.exp(log_p)
+        dz = tl.where(cols == target, at_target, -dlogp * p)
+        if HAS_DENTROPY:
+            dz -= dentropy * p * (log_p + entropy)
+        dz *= slope
+        if IN_PLACE:
+            tl.debug_barrier()
+        tl.store(out_ptr + cols, tl.where(cols < V, dz, 0.0).to(out_ptr.dtype.element_ty), mask=cols < padded)
+
+
+@triton.jit
+def row_statistics_fwd_kernel(
+    logits_ptr,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    entropy_ptr,
+    stride_r,
+    V,
+    padded,
+    temperature,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of each row of [R, V] logits."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if HAS_TEMPERATURES:
+        temperature = tl.load(temperature_ptr + row)
+    m, log_sum, logp, entropy = row_statistics(
+        logits_ptr + row * stride_r, bias_ptr, target, V, padded, logit_scale, softcap, 1.0 / temperature,
+        HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK,
+    )  # fmt: skip
+    tl.store(max_ptr + row, m)
+    tl.store(log_sum_ptr + row, log_sum)
+    tl.store(logp_ptr + row, logp)
+    if WITH_ENTROPY:
+        tl.store(entropy_ptr + row, entropy)
+
+
+@triton.jit
+def row_gradient_bwd_kernel(
+    logits_ptr,
+    dlogits_ptr,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    entropy_ptr,
+    dlogp_ptr,
+    dentropy_ptr,
+    stride_r,
+    stride_dr,
+    V,
+    padded,
+    temperature,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradient of each row of [R, V] logits from given coefficients ([R])."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if HAS_TEMPERATURES:
+        temperature = tl.load(temperature_ptr + row)
+    entropy = 0.0
+    dentropy = 0.0
+    if HAS_DENTROPY:
+        entropy = tl.load(entropy_ptr + row)
+        dentropy = tl.load(dentropy_ptr + row)
+    write_row_gradient(
+        logits_ptr + row * stride_r, dlogits_ptr + row * stride_dr, bias_ptr, target, V, padded,
+        tl.load(max_ptr + row), tl.load(log_sum_ptr + row), tl.load(logp_ptr + row), entropy,
+        tl.load(dlogp_ptr + row), dentropy, logit_scale, softcap, 1.0 / temperature,
+        HAS_BIAS, HAS_SOFTCAP, HAS_DENTROPY, IN_PLACE, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def row_loss_fwd_bwd_kernel(
+    logits_ptr,
+    dlogits_ptr,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    advantages_ptr,
+    weight_ptr,
+    old_ptr,
+    ref_ptr,
+    is_ratio_ptr,
+    entropy_weight_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    entropy_ptr,
+    loss_ptr,
+    dlogp_ptr,
+    stride_r,
+    stride_dr,
+    V,
+    padded,
+    temperature,
+    logit_scale,
+    softcap,
+    epsilon,
+    epsilon_high,
+    delta,
+    dual_clip,
+    tau_pos,
+    tau_neg,
+    beta,
+    POLICY: tl.constexpr,
+    KL: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    HAS_KL: tl.constexpr,
+    BIAS_CORRECTION: tl.constexpr,
+    HAS_IS_RATIO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics, token-level objective and gradient of each row of [R, V] logits, in one launch."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if HAS_TEMPERATURES:
+        temperature = tl.load(temperature_ptr + row)
+    inv_t = 1.0 / temperature
+    row_ptr = logits_ptr + row * stride_r
+    m, log_sum, logp, entropy = row_statistics(
+        row_ptr, bias_ptr, target, V, padded, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK
+    )
+    weight = tl.load(weight_ptr + row)
+    old = 0.0
+    if HAS_OLD:
+        old = tl.load(old_ptr + row)
+    ref = 0.0
+    if HAS_KL:
+        ref = tl.load(ref_ptr + row)
+    is_ratio = 1.0
+    if HAS_IS_RATIO:
+        is_ratio = tl.load(is_ratio_ptr + row)
+    loss, dlogp = token_objective(
+        logp, old, ref, tl.load(advantages_ptr + row), is_ratio, weight, epsilon, epsilon_high, delta, dual_clip,
+        tau_pos, tau_neg, beta, POLICY, KL, HAS_OLD, HAS_KL, BIAS_CORRECTION,
+    )  # fmt: skip
+    dentropy = 0.0
+    if HAS_DENTROPY:  # every active token has the same share of the bonus
+        dentropy = tl.where(weight != 0.0, -tl.load(entropy_weight_ptr), 0.0)
+    tl.store(max_ptr + row, m)
+    tl.store(log_sum_ptr + row, log_sum)
+    tl.store(logp_ptr + row, logp)
+    if WITH_ENTROPY:
+        tl.store(entropy_ptr + row, entropy)
+    tl.store(loss_ptr + row, loss)
+    tl.store(dlogp_ptr + row, dlogp)
+    write_row_gradient(
+        row_ptr, dlogits_ptr + row * stride_dr, bias_ptr, target, V, padded, m, log_sum, logp, entropy, dlogp, dentropy,
+        logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP, HAS_DENTROPY, IN_PLACE, BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The objective's jit helpers, interpreted, against `objective.py` over the whole grid of token-level options."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from helpers import config_id, make_config
+
+pytest.importorskip("triton")
+
+from grpo_fused.kernels.launch import RowTransform, row_loss
+
+from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.engines.triton_rows import objective_numbers, token_inputs
+from grpo_fused.layout import Layout
+from grpo_fused.objective import evaluate
+
+GRID = [
+    make_config(loss_type, beta=beta, kl_estimator=kl, use_bias_correction_kl=corrected, entropy_coef=bonus, **clip)
+    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
+    for beta, kl, corrected in [(0.0, "k3", True), *itertools.product((0.1,), ("k1", "k2", "k3"), (True, False))]
+    for clip in ({}, {"delta": 1.4}, {"delta": 0.9}, {"dual_clip": 1.3}, {"epsilon": 0.1, "epsilon_high": 0.3})
+    for bonus in (0.0, 0.05)
+    if not clip or loss_type not in ("cispo", "sapo")
+]
+
+
+def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
+    """24 tokens in 4 sequences over 19 tokens of vocabulary: extreme ratios, masked tokens full of NaN, A = 0."""
+    g = torch.Generator().manual_seed(seed)
+    rows, vocab_size = 24, 19
+    logits = torch.randn(rows, vocab_size, generator=g) * 2
+    targets = torch.randint(0, vocab_size, (rows,), generator=g)
+    logp = logits.double().log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    mask = torch.rand(rows, generator=g) > 0.2
+    mask[[3, 4, 9, 10]] = True
+    spread = torch.randn(rows, generator=g) * 0.4
+    spread[3], spread[4] = 30.0, -30.0
+    old, ref = (logp + spread).float(), (logp + torch.randn(rows, generator=g)).float()
+    ref[9] += 40.0
+    ref[10] = -math.inf
+    for x in (old, ref):
+        x[~mask] = torch.nan
+    advantages = torch.randn(4, generator=g)
+    advantages[1] = 0.0
+    layout = Layout(torch.Size((4, 6)), 4, None)
+    inputs = LossInputs(
+        advantages=advantages,
+        completion_mask=mask.view(4, 6),
+        old_per_token_logps=None if on_policy else old.view(4, 6),
+        ref_per_token_logps=ref.view(4, 6) if config.beta else None,
+        importance_sampling_ratio=torch.rand(4, 6, generator=g) * 2 if with_ratio else None,
+    )
+    return TokenBatch.build(inputs, layout, config, torch.float32), logits, targets
+
+
+# what is off is inf, and inf * 0 is taken and thrown away by a where
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
+@pytest.mark.parametrize("config", random.Random(0).sample(GRID, 60), ids=config_id)
+def test_matches_the_torch_objective(config):
+    assert_matches_torch(config)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
+@pytest.mark.parametrize("config", GRID, ids=config_id)
+def test_matches_the_torch_objective_on_the_whole_grid(config):
+    assert_matches_torch(config)
+
+
+def assert_matches_torch(config):
+    for seed, on_policy, with_ratio in ((0, False, False), (1, True, False), (2, False, True)):
+        batch, logits, targets = batch_and_logits(config, seed, on_policy, with_ratio)
+        out = torch.empty_like(logits)
+        stats, loss, dlogp = row_loss(
+            logits, out, targets, token_inputs(batch, config), objective_numbers(config),
+            RowTransform(None, 1.0, None, 1.0), with_entropy=True,
+        )  # fmt: skip
+        want = evaluate(stats.logp, stats.entropy, batch, config)
+        assert want.dlogp.abs().max() > 0
+        torch.testing.assert_close(dlogp, want.dlogp, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(loss.sum(), want.policy_loss, rtol=1e-5, atol=1e-6)
+        assert dlogp[~batch.mask].eq(0).all()
+        assert loss[~batch.mask].eq(0).all()
+
+        raw = logits.double().requires_grad_()
+        log_p = raw.log_softmax(1)
+        picked = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+        total = (picked * want.dlogp.double()).sum()
+        if want.dentropy is not None:
+            total = total - ((log_p.exp() * log_p).sum(1) * want.dentropy.double()).sum()
+        total.backward()
+        scale = raw.grad.abs().max()
+        assert (out.double() - raw.grad).abs().max() <= 2e-6 * scale
+
+
+def test_options_are_not_compiled_in():
+    """Constexprs are blocks, booleans and enumerations: no length, temperature, beta or epsilon among them."""
+    from grpo_fused.kernels import rows
+
+    allowed = {
+        "BLOCK", "POLICY", "KL", "HAS_OLD", "HAS_KL", "BIAS_CORRECTION", "HAS_IS_RATIO", "HAS_BIAS", "HAS_SOFTCAP",
+        "HAS_TEMPERATURES", "WITH_ENTROPY", "HAS_DENTROPY", "IN_PLACE",
+    }  # fmt: skip
+    import inspect
+
+    for name in ("row_statistics_fwd_kernel", "row_gradient_bwd_kernel", "row_loss_fwd_bwd_kernel"):
+        signature = inspect.signature(getattr(rows, name).fn)
+        constexprs = {p.name for p in signature.parameters.values() if "constexpr" in str(p.annotation)}
+        assert constexprs <= allowed, name

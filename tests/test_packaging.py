@@ -1,0 +1,140 @@
+"""Wheel, editable install and checkout all import, and Hugging Face's `kernels` stays importable beside them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# imports the package, and a module of `kernels/` through it
+IMPORTS = "import grpo_fused, grpo_fused.kernels as k; print(grpo_fused.__file__); print(list(k.__path__)[0])"
+
+
+def run(*command: str, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env={**_environment(), **env}, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GRPO_FUSED"))}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what git tracks (or would), so that a build leaves nothing behind in the checkout."""
+    target = tmp_path_factory.mktemp("source") / "project"
+    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "grpo_fused", "kernels", "csrc"]
+    target.mkdir()
+    run("cp", "-r", *[str(ROOT / name) for name in names], str(target), cwd=ROOT)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    run(
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), ".", cwd=source
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def python(tmp_path) -> Path:
+    """A fresh interpreter that sees this one's packages, without this project."""
+    venv.create(tmp_path / "venv", system_site_packages=False, with_pip=False)
+    site = next((tmp_path / "venv" / "lib").iterdir()) / "site-packages"
+    here = [p for p in sys.path if p.endswith("site-packages")]
+    (site / "parent.pth").write_text("\n".join(here))
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def install(python: Path, *what: str, cwd: Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-build-isolation",
+        *what, cwd=cwd)  # fmt: skip
+
+
+def test_wheel_has_one_top_level_package(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"grpo_fused"}
+    for expected in ("py.typed", "functional.py", "engines/chunked.py", "trainer/loop.py", "rewards/format.py"):
+        assert f"grpo_fused/{expected}" in names
+    assert any(name.startswith("grpo_fused/kernels/") and name.endswith(".py") for name in names)
+    assert not any(name.startswith("grpo_fused/kernels/__init__") for name in names)
+
+
+def test_import_from_a_wheel(wheel, python, tmp_path):
+    install(python, str(wheel), cwd=tmp_path)
+    package, kernels = run(str(python), "-c", IMPORTS, cwd=tmp_path).split()
+    assert "site-packages" in package
+    assert Path(kernels) == Path(package).parent / "kernels"
+
+
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_import_from_an_editable_install(source, python, tmp_path, mode):
+    install(python, "-e", ".", "--config-settings", f"editable_mode={mode}", cwd=source)
+    _package, kernels = run(str(python), "-c", IMPORTS, cwd=tmp_path).split()
+    assert Path(kernels).resolve().name == "kernels"
+
+
+def test_import_from_a_checkout(source):
+    package, kernels = run(sys.executable, "-c", IMPORTS, cwd=source).split()
+    assert Path(package).resolve() == source / "grpo_fused" / "__init__.py"
+    assert Path(kernels).resolve() == source / "kernels"
+
+
+def test_hugging_face_kernels_is_not_shadowed(source, tmp_path):
+    """A regular package of that name elsewhere on the path wins over our folder, also from the checkout's root."""
+    site = tmp_path / "site"
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text("whose = 'hugging face'")
+    code = "import grpo_fused.kernels, kernels; print(kernels.whose)"
+    assert run(sys.executable, "-c", code, cwd=source, PYTHONPATH=str(site)).strip() == "hugging face"
+
+
+def test_import_is_quick_and_quiet(source):
+    """Under a second beyond torch, without a warning."""
+    code = "import time, torch; t = time.perf_counter(); import grpo_fused; print(time.perf_counter() - t)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=source, capture_output=True, text=True, env=_environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert float(done.stdout) < 1.0
+
+
+def test_core_needs_no_optional_package(source):
+    """Without triton, transformers, trl and the rest the loss works, and names what is missing only when asked."""
+    code = """
+import sys
+for name in ("triton", "transformers", "trl", "liger_kernel", "peft", "datasets", "matplotlib", "tqdm", "tokenizers"):
+    sys.modules[name] = None
+import torch, grpo_fused
+hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4)
+ids = torch.zeros(2, 3, dtype=torch.int64)
+grpo_fused.fused_linear_grpo_loss(hidden, weight, ids, torch.ones(2)).loss.backward()
+print(hidden.grad.shape)
+"""
+    assert "torch.Size([2, 3, 4])" in run(sys.executable, "-c", code, cwd=source)
+
+
+def test_build_modes(source):
+    for mode, message in (
+        ("cpu", "no native sources"),
+        ("gpu", "GRPO_FUSED_BUILD must be one of auto, none, cpu, cuda"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "setup.py", "--version"], cwd=source, capture_output=True, text=True,
+            env={**_environment(), "GRPO_FUSED_BUILD": mode},
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert message in done.stderr
