@@ -1,0 +1,107 @@
+"""Recorded rollouts, replayed: engines, micro-batches and the on-policy shortcut must not change an update."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from trainer.small_model import build_small_model
+from transformers import PreTrainedTokenizerFast
+
+from grpo_fused import GRPOLossConfig, group_advantages
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Rollout
+
+OPTIONS = {
+    "steps": 5,
+    "prompts_per_step": 3,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 8,
+    "temperature": 0.9,
+    "learning_rate": 1e-3,
+}
+
+
+class Recording(NamedTuple):
+    rollout: Rollout
+    advantages: Tensor
+
+
+def make_trainer(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], **options: Any) -> GRPOTrainer:
+    """A trainer of a model that is the same every time."""
+
+    def count_ones(completions: list[str], **columns: object) -> list[float]:
+        return [float(text.count("1")) - 0.1 * len(text) for text in completions]
+
+    config = GRPOTrainerConfig(**(OPTIONS | options))
+    return GRPOTrainer(build_small_model(len(tokenizer)), tokenizer, [count_ones], rows, config)
+
+
+def record(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> list[Recording]:
+    """The rollouts of five steps of a policy that learns while they are taken."""
+    trainer = make_trainer(tokenizer, rows)
+    torch.manual_seed(0)
+    recordings = []
+    for _ in range(trainer.config.steps):
+        rollout, rewards = trainer.collect()
+        advantages = group_advantages(rewards, trainer.config.num_generations).advantages
+        trainer.update(rollout, advantages)
+        recordings.append(Recording(rollout, advantages))
+    return recordings
+
+
+def replay(trainer: GRPOTrainer, recordings: list[Recording], name: str = "loss") -> list[float]:
+    """That metric of every optimizer step."""
+    return [metrics[name] for recording in recordings for metrics in trainer.update(*recording)]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(GRPOLossConfig(), id="dapo"),
+        pytest.param(GRPOLossConfig(beta=0.05), id="dapo-kl"),
+        pytest.param(GRPOLossConfig(loss_type="grpo", beta=0.05), id="grpo-kl"),
+        pytest.param(GRPOLossConfig(loss_type="bnpo", importance_sampling_level="sequence"), id="bnpo-gspo"),
+    ],
+)
+def test_the_first_ten_losses_agree_with_the_reference(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss: GRPOLossConfig
+) -> None:
+    """Two trainings on the same rollouts; 1e-4 is the promise of the trainer for ten steps, errors accumulating."""
+    recordings = record(tokenizer, rows)
+    fused = replay(make_trainer(tokenizer, rows, loss=loss), recordings)
+    reference = replay(make_trainer(tokenizer, rows, loss=loss, impl="reference"), recordings)
+    assert len(fused) == 10
+    assert max(abs(value) for value in fused) > 1e-3  # the losses are not zero, agreement means something
+    torch.testing.assert_close(torch.tensor(fused), torch.tensor(reference), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "luspo", "dr_grpo"])
+def test_micro_batches_do_not_change_the_update(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss_type: str
+) -> None:
+    """12 sequences at once or in batches of 5, 5 and 2: the same losses and gradient norms up to fp32 rounding."""
+    length = {"max_completion_length": 8} if loss_type == "dr_grpo" else {}
+    loss = GRPOLossConfig(loss_type=loss_type, beta=0.05, **length)  # type: ignore[arg-type]
+    recordings = record(tokenizer, rows)[:2]
+    for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio/region_mean"):
+        whole = replay(make_trainer(tokenizer, rows, loss=loss, micro_batch_size=12), recordings, name)
+        split = replay(make_trainer(tokenizer, rows, loss=loss, micro_batch_size=5), recordings, name)
+        torch.testing.assert_close(torch.tensor(split), torch.tensor(whole), rtol=1e-3, atol=1e-5)
+
+
+def test_one_iteration_needs_no_old_log_probs(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    """The first of two iterations, with scored old log-probabilities, is the on-policy step without them."""
+    recordings = record(tokenizer, rows)[:1]
+    once = replay(make_trainer(tokenizer, rows, num_iterations=1), recordings, "grad_norm")
+    twice = replay(make_trainer(tokenizer, rows, num_iterations=2), recordings, "grad_norm")
+    torch.testing.assert_close(torch.tensor(once), torch.tensor(twice[:1]), rtol=1e-4, atol=0)
+
+
+def test_an_unchanged_policy_is_not_clipped(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    recordings = record(tokenizer, rows)[:1]
+    ratios = replay(make_trainer(tokenizer, rows, learning_rate=1e-2), recordings, "clip_ratio/region_mean")
+    assert ratios[0] == 0
+    assert ratios[1] > 0
