@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint bench clean
+.PHONY: help demo test test-full lint bench gpu aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,6 +33,17 @@ lint: $(VENV)/.dev  ## style and types
 
 bench: $(VENV)/.dev  ## speed of the loss and its peers on this machine
 	$(BIN)/python -m pytest -q benchmarks --benchmark-only
+
+# Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often bring their own torch.
+GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
+
+gpu:  ## on a GPU: its tests, then the sweep with the peers (results in benchmarks/results/)
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
+	mkdir -p benchmarks/results
+	$(GPU_PYTHON) -m benchmarks.sweep --device cuda --out benchmarks/results/gpu-$$(date +%Y-%m-%d).json
+
+aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
+	$(BIN)/python -m benchmarks.aot
 
 clean:  ## remove what make made
 	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

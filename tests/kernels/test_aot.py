@@ -67,3 +67,42 @@ variant = Variant("row_gradient_bwd_kernel", "sm_90", "fp32", "plain")
 print(barriers_hold(compile_variant(variant, IN_PLACE=False).asm["ptx"]))
 """)
     assert unsafe.strip() == "False"
+
+
+COUNT = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import MockTensor
+
+class Driver:
+    "Stands for a GPU that is not here: warmup compiles for it and launches nothing."
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+
+triton.runtime.driver.set_active(Driver())
+from grpo_fused.kernels import rows
+f, ids = MockTensor(torch.float32), MockTensor(torch.int64)
+stats = (f, f, f, f)
+flags = dict(HAS_BIAS=False, HAS_SOFTCAP=False, HAS_TEMPERATURES=False, BLOCK=1024, num_warps=8)
+
+for tokens, temperature, epsilon, beta in ((1, 1.0, 0.2, 0.04), (4096, 0.7, 0.1, 0.1), (70000, 0.31, 1.0, 1.0), (17, 2.0, 0.28, 0.0)):
+    head = (151936, 151936, temperature, 1.0, 1.0)
+    rows.row_statistics_fwd_kernel.warmup(f, None, ids, None, *stats, 151936, *head, **flags, WITH_ENTROPY=True, grid=(tokens,))
+    rows.row_gradient_bwd_kernel.warmup(f, f, None, ids, None, *stats, f, None, 151936, 303872, *head, **flags,
+        HAS_DENTROPY=False, IN_PLACE=True, grid=(tokens,))
+    rows.row_loss_fwd_bwd_kernel.warmup(f, f, None, ids, None, f, f, f, f, None, None, *stats, f, f, 151936, 303872, *head,
+        epsilon, epsilon, float("inf"), float("inf"), 1.0, 1.05, beta, POLICY=0, KL=3, HAS_OLD=True, HAS_KL=True,
+        BIAS_CORRECTION=True, HAS_IS_RATIO=False, **flags, WITH_ENTROPY=True, HAS_DENTROPY=False, IN_PLACE=True, grid=(tokens,))
+
+for kernel in (rows.row_statistics_fwd_kernel, rows.row_gradient_bwd_kernel, rows.row_loss_fwd_bwd_kernel):
+    print(len(kernel.device_caches[0][0]))
+"""
+
+
+def test_one_compilation_for_all_lengths_temperatures_and_options():
+    """Four calls with other N, temperature, epsilon and beta: each kernel is compiled once."""
+    assert compiled(COUNT).split() == ["1", "1", "1"]
+    compiled_in = COUNT.replace("    head = ", "    flags['BLOCK'] = 512 * (1 + tokens % 2)\n    head = ")
+    assert compiled(compiled_in).split() == ["2", "2", "2"], "the count must see what is compiled in"
