@@ -18,6 +18,26 @@ import triton.language as tl
 from .objective import LOWEST_LOGP, expm1, sigmoid, token_objective
 
 
+# Slices of per-token tensors start anywhere: without this an odd start would compile a kernel of its own.
+PER_ROW_POINTERS = [
+    "targets_ptr",
+    "temperature_ptr",
+    "advantages_ptr",
+    "weight_ptr",
+    "old_ptr",
+    "ref_ptr",
+    "is_ratio_ptr",
+    "entropy_weight_ptr",
+    "max_ptr",
+    "log_sum_ptr",
+    "logp_ptr",
+    "entropy_ptr",
+    "loss_ptr",
+    "dlogp_ptr",
+    "dentropy_ptr",
+]
+
+
 @triton.jit
 def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """z = softcap(logit_scale * (raw + bias)) / temperature, and the slope dz/d(raw)."""
@@ -115,7 +135,7 @@ def write_row_gradient(
         tl.store(out_ptr + cols, tl.where(cols < V, dz, 0.0).to(out_ptr.dtype.element_ty), mask=cols < padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW_POINTERS)
 def row_statistics_fwd_kernel(
     logits_ptr,
     bias_ptr,
@@ -153,7 +173,7 @@ def row_statistics_fwd_kernel(
         tl.store(entropy_ptr + row, entropy)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW_POINTERS)
 def row_gradient_bwd_kernel(
     logits_ptr,
     dlogits_ptr,
@@ -198,7 +218,7 @@ def row_gradient_bwd_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW_POINTERS)
 def row_loss_fwd_bwd_kernel(
     logits_ptr,
     dlogits_ptr,

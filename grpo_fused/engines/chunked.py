@@ -22,11 +22,16 @@ from grpo_fused.engines.rows import RowWork, Statistics, TorchRows, Transform
 DEFAULT_SCRATCH_BYTES = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
 """Scratch of a call where `max_scratch_bytes` is None, by device type (256 MiB on others).
 
-A chunk of C tokens takes 4·C·V bytes of it; 128 MiB at V = 151936 are C = 156.
+A chunk of C tokens takes 4·C·V bytes of it; 128 MiB at V = 151936 are C = 144. Larger chunks pass over the weight and
+the fp32 dW accumulator less often. Measured on the CPU (AVX512-BF16, 2 cores, bf16, N = 1024, H = 896, V = 151936,
+forward + backward, bare GEMMs 2.3 s): 5.2 s at 64 MiB, 3.9 at 128, 3.9 at 256, 4.4 at 512, 3.8 at 1024. CUDA: not
+measured yet.
 """
 
 _ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds beside the slab
 _WIDENED_BLOCKS = 3  # a weight block on its way to fp32, and a block of dW, on the CPU
+
+_ROW_MULTIPLE = 16  # chunks of a multiple fill the tiles of a product, and start 64 bytes aligned in per-token tensors
 
 _WORTH_SKIPPING = 7 / 8
 """Rows without gradient are left out of a chunk when fewer than this share is left: gathering logits is not free."""
@@ -72,6 +77,8 @@ class _Plan(NamedTuple):
         widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
         block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
         chunk_rows = (budget - widened) // row_bytes - _ROW_TEMPORARIES * block_rows
+        if chunk_rows > _ROW_MULTIPLE:
+            chunk_rows -= chunk_rows % _ROW_MULTIPLE
         if chunk_rows < 1 and max_scratch_bytes is not None:
             raise ValueError(
                 f"max_scratch_bytes={max_scratch_bytes} is too small: one token of a vocabulary of {head.vocab_size} "

@@ -88,6 +88,9 @@ class RowWork(Protocol):
     picks_rows: bool
     """Whether `gradient` can take some of the rows that `statistics` was given."""
 
+    only_reads: bool
+    """Whether logits of any float dtype can be given, and are left as they are."""
+
     def statistics(
         self, raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int
     ) -> Statistics:
@@ -145,6 +148,7 @@ class TorchRows:
     """Row work in torch operations, in blocks of `block_rows` rows with up to three temporaries of that size."""
 
     picks_rows = True
+    only_reads = False
 
     def statistics(
         self, raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int

@@ -47,6 +47,7 @@ class TritonRows:
     """See `rows.RowWork`; logits stay raw until the gradient is written."""
 
     picks_rows = False
+    only_reads = True
 
     def statistics(
         self, raw: Tensor, targets: Tensor, transform: Transform, *, with_entropy: bool, block_rows: int

@@ -83,16 +83,21 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 from grpo_fused.kernels import rows
+class Odd(MockTensor):
+    "A slice that starts anywhere."
+    @staticmethod
+    def data_ptr(): return 4
 f, ids = MockTensor(torch.float32), MockTensor(torch.int64)
-stats = (f, f, f, f)
 flags = dict(HAS_BIAS=False, HAS_SOFTCAP=False, HAS_TEMPERATURES=False, BLOCK=1024, num_warps=8)
 
 for tokens, temperature, epsilon, beta in ((1, 1.0, 0.2, 0.04), (4096, 0.7, 0.1, 0.1), (70000, 0.31, 1.0, 1.0), (17, 2.0, 0.28, 0.0)):
+    row = Odd(torch.float32) if tokens % 2 else f
+    stats = (row, row, row, row)
     head = (151936, 151936, temperature, 1.0, 1.0)
     rows.row_statistics_fwd_kernel.warmup(f, None, ids, None, *stats, 151936, *head, **flags, WITH_ENTROPY=True, grid=(tokens,))
-    rows.row_gradient_bwd_kernel.warmup(f, f, None, ids, None, *stats, f, None, 151936, 303872, *head, **flags,
+    rows.row_gradient_bwd_kernel.warmup(f, f, None, ids, None, *stats, row, None, 151936, 303872, *head, **flags,
         HAS_DENTROPY=False, IN_PLACE=True, grid=(tokens,))
-    rows.row_loss_fwd_bwd_kernel.warmup(f, f, None, ids, None, f, f, f, f, None, None, *stats, f, f, 151936, 303872, *head,
+    rows.row_loss_fwd_bwd_kernel.warmup(f, f, None, ids, None, row, row, row, row, None, None, *stats, row, row, 151936, 303872, *head,
         epsilon, epsilon, float("inf"), float("inf"), 1.0, 1.05, beta, POLICY=0, KL=3, HAS_OLD=True, HAS_KL=True,
         BIAS_CORRECTION=True, HAS_IS_RATIO=False, **flags, WITH_ENTROPY=True, HAS_DENTROPY=False, IN_PLACE=True, grid=(tokens,))
 
@@ -102,7 +107,7 @@ for kernel in (rows.row_statistics_fwd_kernel, rows.row_gradient_bwd_kernel, row
 
 
 def test_one_compilation_for_all_lengths_temperatures_and_options():
-    """Four calls with other N, temperature, epsilon and beta: each kernel is compiled once."""
+    """Calls with other N, temperature, epsilon, beta and alignment of slices: each kernel is compiled once."""
     assert compiled(COUNT).split() == ["1", "1", "1"]
     compiled_in = COUNT.replace("    head = ", "    flags['BLOCK'] = 512 * (1 + tokens % 2)\n    head = ")
     assert compiled(compiled_in).split() == ["2", "2", "2"], "the count must see what is compiled in"

@@ -49,3 +49,27 @@ def test_head_options_in_low_precision(dtype):
     got = case.run(config)
     assert (got.out.per_token_logps.double() - want.out.per_token_logps).abs().max() <= 1e-4
     assert_same(got, want, tol=1e-4, scale=200)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask_some", [False, True], ids=["all", "masked"])
+def test_selective_from_logits_as_they_lie(monkeypatch, dtype, mask_some):
+    """bf16 and fp16 logits are read without a copy in fp32, and not changed."""
+    from grpo_fused import selective_logprobs
+    from grpo_fused.engines import logits as engine
+
+    monkeypatch.setattr(engine, "row_work", lambda device, dtype: TritonRows())
+    values = (torch.randn(3, 5, 77) * 3).to(dtype)
+    ids = torch.randint(0, 77, (3, 5))
+    mask = torch.rand(3, 5) > 0.4 if mask_some else None
+    grads = []
+    for impl in ("auto", "reference"):
+        x = values.clone().requires_grad_()
+        out = selective_logprobs(x, ids, mask, temperature=0.7, with_entropy=True, impl=impl)
+        (out.logps.sum() + 0.3 * out.entropies.sum()).backward()
+        grads.append((out.logps.detach(), out.entropies.detach(), x.grad.float()))
+        assert torch.equal(x.detach(), values)
+    eps = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps  # the interpreter truncates
+    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[0][1], grads[1][1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[0][2], grads[1][2], rtol=eps, atol=2e-6 if dtype == torch.float32 else 1e-3)

@@ -135,6 +135,19 @@ def test_common_offset(offset):
     assert (stats.entropy.double() - entropy).abs().max() <= 1e-4
 
 
+def test_all_negative_logits():
+    """A running maximum that starts at 0 would be wrong here."""
+    values, targets = case((3, 300))
+    logits = padded_logits(-values.abs() - 50.0)
+    transform = RowTransform(None, 1.0, None, 1.0)
+    stats = row_statistics(logits, targets, transform, with_entropy=True)
+    logp, entropy = exact(logits.double(), targets, transform)
+    assert (stats.max < -49).all()
+    torch.testing.assert_close(stats.logp.double(), logp, rtol=0, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # -inf - -inf, unused
 def test_impossible_tokens():
     """-inf logits, at the row's beginning (an empty first block) and elsewhere: no NaN in value or gradient."""
     values, _ = case((3, 600))
