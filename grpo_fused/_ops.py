@@ -47,6 +47,20 @@ def _tokens(hidden: Tensor, ids: Tensor, mask: Tensor | None, temperature: Tenso
     )
 
 
+def _head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    compute_dtype: torch.dtype,
+) -> Head:
+    by_autocast = compute_dtype != torch.promote_types(hidden.dtype, weight.dtype)
+    if bias is not None and by_autocast:  # a bias is added in fp32, so that nothing else rounds it
+        bias = bias.to(compute_dtype)
+    return Head(weight, bias, logit_scale, softcap, compute_dtype)
+
+
 def _flat(hidden: Tensor) -> Tensor:
     """[N, H] if that is a view; a copy of rows that are masked would be waste, so it stays [B, T, H] otherwise."""
     try:
@@ -101,7 +115,7 @@ def linear_grpo_loss(
     with _plain(hidden_states.device):
         check_token_values(completion_ids, completion_mask, lm_head_weight.shape[0], temperatures)
         check_loss_values(inputs, layout)
-        head = Head(lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
+        head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
         scale = temperature if temperatures is None else temperatures
         result = run_loss(
             engines.engine(impl),
@@ -154,7 +168,7 @@ def _(  # type: ignore[no-untyped-def]
     need_weight,
     need_bias,
 ):
-    head = Head(lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
+    head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
     statistics = hidden_states.new_empty(completion_ids.shape, dtype=head.statistics_dtype)
     loss = statistics.new_empty(())
     with_entropy = with_metrics or GRPOLossConfig.decode(config).needs_entropy
@@ -190,7 +204,7 @@ def linear_logprobs(
         check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
         scores = run_logprobs(
             engines.engine(impl),
-            Head(lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
+            _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
             _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures),
             with_entropy=with_entropy,
             how=Execution(max_scratch_bytes, compact, with_metrics=False),
@@ -215,7 +229,7 @@ def _(  # type: ignore[no-untyped-def]
     compact,
     with_entropy,
 ):
-    head = Head(lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
+    head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
     return _fake_scores(hidden_states, token_ids, head.statistics_dtype, with_entropy)
 
 
@@ -244,7 +258,7 @@ def linear_logprobs_backward(
     with _plain(hidden_states.device):
         dhidden, dweight, dbias, _ = run_logprobs_gradient(
             engines.engine(impl),
-            Head(lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
+            _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
             _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures),
             None if dlogps is None else dlogps.reshape(-1),
             None if dentropies is None else dentropies.reshape(-1),
@@ -279,7 +293,7 @@ def _(  # type: ignore[no-untyped-def]
     need_weight,
     need_bias,
 ):
-    head = Head(lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
+    head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
     return _fake_gradients(
         head, hidden_states, token_ids, impl, max_scratch_bytes, Needs(need_hidden, need_weight, need_bias)
     )
@@ -312,7 +326,7 @@ def grpo_objective(
         num_items_in_batch=num_items_in_batch,
     )
     with _plain(per_token_logps.device):
-        check_loss_values(inputs, layout)
+        check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         batch = TokenBatch.build(inputs, layout, options, dtype)
         logp = torch.where(batch.mask, per_token_logps.reshape(-1).to(dtype), 0.0)
@@ -329,10 +343,8 @@ def grpo_objective(
                     for name in _objective_metric_names(config, ref_per_token_logps, entropies)
                 ]
             ),
-            result.dlogp.view(layout.shape).to(per_token_logps.dtype),
-            _unneeded(logp)
-            if result.dentropy is None or entropies is None
-            else result.dentropy.view(layout.shape).to(entropies.dtype),
+            result.dlogp.view(layout.shape),
+            _unneeded(logp) if result.dentropy is None or entropies is None else result.dentropy.view(layout.shape),
         )
 
 
@@ -359,8 +371,8 @@ def _(  # type: ignore[no-untyped-def]
         logp,
         _unneeded(logp) if entropies is None else logp.new_empty(shape),
         logp.new_empty(len(names), dtype=torch.float32),
-        per_token_logps.new_empty(shape),
-        entropies.new_empty(shape) if bonus else _unneeded(logp),
+        logp.new_empty(shape),
+        logp.new_empty(shape) if bonus else _unneeded(logp),
     )
 
 
@@ -424,7 +436,7 @@ def _fake_gradients(
     weight = head.weight
     dtype = engines.engine(impl).weight_gradient_dtype(head, token_ids.numel(), max_scratch_bytes)
     return (
-        hidden.new_empty(hidden.shape) if needs.hidden else _unneeded(hidden),
+        hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.hidden else _unneeded(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.weight else _unneeded(weight),
         weight.new_empty(weight.shape[:1], dtype=head.statistics_dtype) if needs.bias else _unneeded(weight),
     )

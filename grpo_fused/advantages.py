@@ -103,6 +103,8 @@ def _z_score(x: Tensor, dim: int) -> Tensor:
 
 def _as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
     """[N, F] fp64: sums and spreads of rewards as large as 1e6 keep their digits."""
+    if not isinstance(rewards, Tensor) and hasattr(rewards, "__array__"):
+        rewards = torch.as_tensor(rewards)
     if not isinstance(rewards, Tensor):
         try:
             rows = [[_number(r) for r in (row if isinstance(row, (list, tuple)) else [row])] for row in rewards]
@@ -111,7 +113,7 @@ def _as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float
         widths = {len(row) for row in rows}
         if len(widths) > 1:
             raise ValueError(f"every sample must have one reward per function; got rows of {sorted(widths)} rewards")
-        rewards = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), -1)
+        rewards = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), max(widths, default=1))
     if rewards.dim() not in (1, 2):
         raise ValueError(f"rewards must be [N] or [N, F]; got shape {tuple(rewards.shape)}")
     if rewards.is_complex():
@@ -134,6 +136,8 @@ def _as_weights(weights: Tensor | Sequence[float] | None, table: Tensor) -> Tens
         raise ValueError(
             f"weights must be [{table.shape[1]}], one for each reward function; got shape {tuple(weight.shape)}"
         )
+    if not weight.isfinite().all():
+        raise ValueError(f"weights must be finite; got {weight.tolist()}")
     return weight
 
 

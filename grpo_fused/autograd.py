@@ -55,8 +55,13 @@ class LinearGRPOLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None, None
-        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(None if dtype is None else _scaled(x, dloss, dtype) for x, dtype in gradients), None)
+        (dhidden, dweight, dbias), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        return (
+            None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
+            None if weight_dtype is None else _scaled(dweight, dloss, weight_dtype),
+            None if bias_dtype is None else (dbias * dloss).to(bias_dtype),
+            None,
+        )
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -97,7 +102,7 @@ class LinearLogprobs(torch.autograd.Function):
         )
         dhidden, dweight, dbias = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return (
-            dhidden,
+            None if dhidden is None else dhidden.to(hidden.dtype),
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             *(None,) * 4,
@@ -114,6 +119,7 @@ class GRPOObjective(torch.autograd.Function):
         )
         ctx.save_for_backward(dlogps, dentropies)
         ctx.has_bonus = dentropies.shape == logps.shape and entropies is not None
+        ctx.dtypes = per_token_logps.dtype, None if entropies is None else entropies.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(logps, entropies_out, metrics)
         return loss, logps, entropies_out, metrics
@@ -124,7 +130,9 @@ class GRPOObjective(torch.autograd.Function):
         if dloss is None:
             return None, None, None
         dlogps, dentropies = ctx.saved_tensors
-        return dlogps * dloss, dentropies * dloss if ctx.has_bonus else None, None
+        logps_dtype, entropies_dtype = ctx.dtypes
+        bonus = (dentropies * dloss).to(entropies_dtype) if ctx.has_bonus else None
+        return (dlogps * dloss).to(logps_dtype), bonus, None
 
 
 class SelectiveLogprobs(torch.autograd.Function):
@@ -168,7 +176,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
     A vocab-sized gradient is scaled where it stands when the graph is about to be freed: a copy would double it.
     """
-    if _graph_is_freed():
+    if _graph_is_freed() and not torch._C._functorch.is_batchedtensor(factor):
         return gradient.mul_(factor).to(dtype)
     return (gradient * factor).to(dtype)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass, field, fields
+import numbers
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
@@ -97,8 +98,7 @@ class GRPOLossConfig:
     off_policy_mask_threshold: float | None = None
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
-    encoded: str = field(init=False, repr=False, compare=False, default="")
-    """The options as a Python literal: how they cross the boundary of a `torch.library` operator."""
+    _encoded: ClassVar[str]  # made once: torch.compile cannot trace the repr of a float
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -107,8 +107,13 @@ class GRPOLossConfig:
         self._check_types()
         self._check_ranges()
         self._check_loss_type_uses_options()
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.init]
-        object.__setattr__(self, "encoded", repr(values))
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        object.__setattr__(self, "_encoded", repr(values))
+
+    @property
+    def encoded(self) -> str:
+        """The options as a Python literal: how they cross the boundary of a `torch.library` operator."""
+        return self._encoded
 
     @classmethod
     def decode(cls, encoded: str) -> GRPOLossConfig:
@@ -153,10 +158,11 @@ class GRPOLossConfig:
             value = getattr(self, name)
             if value not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
+            object.__setattr__(self, name, next(choice for choice in get_args(choices) if choice == value))
 
     def _check_types(self) -> None:
         for f in fields(self):
-            if not f.init or f.name in ("loss_type", "importance_sampling_level", "kl_estimator"):
+            if f.name in ("loss_type", "importance_sampling_level", "kl_estimator"):
                 continue
             value = getattr(self, f.name)
             if f.name == "use_bias_correction_kl":
@@ -167,10 +173,12 @@ class GRPOLossConfig:
                     raise TypeError(f"{f.name} must be an int or None; got {value!r}")
             elif value is None and f.default is None:
                 continue
-            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            elif isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise TypeError(f"{f.name} must be a number; got {value!r} of type {type(value).__name__}")
-            elif not math.isfinite(value):
+            elif not abs(float(value)) < math.inf:
                 raise ValueError(f"{f.name} must be finite; got {value}")
+            elif not isinstance(value, int):
+                object.__setattr__(self, f.name, float(value))  # NumPy's numbers do not survive `encoded`
 
     def _check_ranges(self) -> None:
         if self.beta < 0:

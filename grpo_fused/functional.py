@@ -54,7 +54,8 @@ def fused_linear_grpo_loss(
             fp16 or fp64.
         lm_head_weight: `[V, H]`; its dtype may differ, products are taken in the promoted one.
         completion_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
-        advantages: `[B]` (`[S]` packed) or one for each token.
+        advantages: `[B]` or `[B, 1]` (packed `[S]` or `[S, 1]`), or one for each token. A packed 1-d tensor where N = S
+            counts as one for each sequence, and raises unless that is the same.
         completion_mask: like `completion_ids`, bool or 0/1, default all active. A masked position is never computed,
             whatever it holds.
         lm_head_bias: `[V]`.
@@ -121,6 +122,7 @@ def fused_linear_grpo_loss(
         old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
         sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens, temperature=temperature if isinstance(temperature, Tensor) else None,
+        num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
     )  # fmt: skip
     check.check_scratch(max_scratch_bytes)
     name = engines.choose(impl, device)
@@ -297,9 +299,10 @@ def grpo_loss(
         old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
         sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens,
+        num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
     )  # fmt: skip
     if engines.choose(impl, device) == "reference":
-        check.check_loss_values(inputs, layout)
+        check.check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
         return loss_from_logprobs(per_token_logps.to(dtype), wide, inputs, layout, config)
@@ -373,7 +376,7 @@ def _temperature(temperature: float | Tensor, layout: Layout) -> tuple[float, Te
     if temperature.dim() == 0:
         return 1.0, temperature.expand(layout.shape)
     if len(layout.shape) == 2:
-        return 1.0, temperature.reshape(layout.shape[0], -1).expand(layout.shape)
+        return 1.0, (temperature if temperature.dim() == 2 else temperature.unsqueeze(1)).expand(layout.shape)
     if layout.cu_seqlens is None:
         return 1.0, temperature
     return 1.0, layout.spread(temperature, layout.sequence_ids(temperature.device))
@@ -403,11 +406,12 @@ def _reference_logprobs(
     check.check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
     compute = _compute_dtype(hidden_states, lm_head_weight)
     dtype = torch.promote_types(compute, torch.float32)
+    by_autocast = compute != torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
     with torch.autocast(hidden_states.device.type, enabled=False), ieee_products():
         return reference.linear_logprobs(
             hidden_states.to(compute),
             lm_head_weight.to(compute),
-            None if lm_head_bias is None else lm_head_bias.to(compute),
+            None if lm_head_bias is None else lm_head_bias.to(compute if by_autocast else dtype),
             token_ids,
             mask,
             temperature=temperature,

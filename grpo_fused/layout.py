@@ -34,15 +34,17 @@ class Layout(NamedTuple):
         tokens = torch.arange(self.num_tokens, device=device)
         if self.cu_seqlens is None:
             return tokens // max(self.shape[1], 1)
-        return torch.searchsorted(self.cu_seqlens.to(device, torch.int64), tokens, right=True) - 1
+        owner = torch.searchsorted(self.cu_seqlens.to(device, torch.int64), tokens, right=True) - 1
+        return owner.clamp(0, max(self.num_sequences - 1, 0))  # wrong offsets shall reach the check that names them
 
     def is_per_token(self, x: Tensor) -> bool:
         """Whether `x` has one value for each token rather than one for each sequence.
 
-        A packed 1-d tensor could be either where N = S; one value a sequence is meant, as in the padded layout.
+        `[B, 1]` is one for each sequence, which at T = 1 is the same. A packed 1-d tensor could be either where N = S;
+        one for each sequence is meant (and values are checked: it raises unless that is the same, too).
         """
-        if self.cu_seqlens is None:
-            return x.dim() == 2 and x.shape[1] == self.shape[1]
+        if self.cu_seqlens is None and len(self.shape) == 2:
+            return x.dim() == 2 and x.shape[1] != 1
         return x.dim() == 1 and x.shape[0] != self.num_sequences
 
     def spread(self, x: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Objective(NamedTuple):
 def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Objective:
     """Loss and coefficients of `batch`, whose tokens have log-probs `logp` and entropies `entropy` ([R] each)."""
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
-    possible = batch.mask & (logp >= LOWEST_LOGP)
+    possible = batch.mask & ~(logp < LOWEST_LOGP)  # NaN is possible, and shall be seen
     logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
     high_entropy = _high_entropy_mask(entropy, batch, config)
 
@@ -107,7 +107,7 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
 
 
 def _importance_ratio(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Ratio:
-    log_ratio = torch.zeros_like(logp) if batch.old is None else logp - batch.old
+    log_ratio = logp - (logp if batch.old is None else batch.old)
     level = config.importance_sampling_level
     if level == "token":
         exponent = log_ratio
@@ -117,7 +117,7 @@ def _importance_ratio(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -
     value = exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if level == "sequence_token":
         return Ratio(log_ratio, value, value)
-    return Ratio(log_ratio, value, torch.where(exponent.abs() <= MAX_LOG_RATIO, value, 0.0))
+    return Ratio(log_ratio, value, torch.where(exponent.abs() > MAX_LOG_RATIO, 0.0, value))
 
 
 def _policy(
@@ -237,6 +237,7 @@ def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLo
     assert entropy is not None
     if entropy.numel() == 0:
         return batch.mask
+    entropy = entropy.to(torch.float32)
     # torch.quantile refuses more than 2**24 elements; sorting does not
     ordered = torch.where(batch.mask, entropy, math.inf).sort().values.to(torch.float64)
     last = (batch.mask.sum() - 1).clamp(min=0)

@@ -264,9 +264,11 @@ def _choose_rows(batch: TokenBatch, layout: Layout, config: GRPOLossConfig, need
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)
 
-    gradient = batch.may_have_gradient(config) if needs.any() else torch.zeros_like(batch.mask)
+    matters = batch.may_have_gradient(config)  # to the loss, too: the others add exactly 0 to it
     # the entropy quantile is taken over all active tokens, so all of them are scored
-    scored_only = batch.mask & ~gradient if how.with_metrics or config.needs_batch else torch.zeros_like(gradient)
+    scored = batch.mask if how.with_metrics or config.needs_batch else matters
+    gradient = matters if needs.any() else torch.zeros_like(matters)
+    scored_only = scored & ~gradient
     order = torch.where(gradient, 0, torch.where(scored_only, 1, 2)).sort(stable=True).indices
     counts = torch.stack([gradient.sum(), scored_only.sum()])
     if config.needs_sequence:

@@ -122,6 +122,7 @@ def grpo_loss(logps: Tensor, entropies: Tensor | None, inputs: PaddedInputs, con
 
 def high_entropy_tokens(entropies: Tensor, mask: Tensor, share: float) -> Tensor:
     """Active tokens at or above the (1 - share) quantile of the active entropies."""
+    entropies = entropies.float()
     active = entropies[mask]
     if active.numel() == 0:
         return torch.zeros_like(mask)

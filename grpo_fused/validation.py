@@ -7,6 +7,7 @@ looking would synchronise, so it is checked only where `GRPO_FUSED_DEBUG=1` is s
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Sequence
 
@@ -140,6 +141,8 @@ def check_mask(mask: Tensor | None, token_ids: Tensor, name: str = "completion_m
     """`mask` is shaped like the ids; its values are checked by `check_token_values`."""
     if mask is not None:
         _check_tensor(mask, name)
+        if mask.is_complex():
+            raise TypeError(f"{name} must be bool, integer or floating point 0/1; got {mask.dtype}")
         _check_shape(mask, name, [tuple(token_ids.shape)])
 
 
@@ -210,7 +213,7 @@ def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor |
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"num_items_in_batch must be a number or a 0-d tensor; got shape {_shape(value)}")
-        return value.detach().to(device, torch.float64)
+        return value.detach().to(torch.float64)
     if _check_number(value, "num_items_in_batch") <= 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {value}")
     return torch.full((), float(value), dtype=torch.float64, device=device)
@@ -234,9 +237,9 @@ def check_token_values(token_ids: Tensor, mask: Tensor | None, vocab_size: int, 
     if not values_are_checked(token_ids.device):
         return
     if mask is not None and mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError("completion_mask must hold only 0 and 1 (or be bool); got other values")
+        raise ValueError("a mask must hold only 0 and 1 (or be bool); got other values")
     active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
-    ids = token_ids[active]
+    ids = token_ids[active].to(torch.int64)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         raise ValueError(
             f"token ids on active positions must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}"
@@ -245,44 +248,56 @@ def check_token_values(token_ids: Tensor, mask: Tensor | None, vocab_size: int, 
         raise ValueError("temperature must be > 0 on active positions; got one that is not")
 
 
-def check_loss_values(inputs: LossInputs, layout: Layout) -> None:
-    """No NaN where a token is active, a positive normaliser, and offsets that cover the packed tokens."""
+def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:
+    """Finite numbers where a token is active, a positive normaliser, and offsets that cover the packed tokens."""
     device = inputs.advantages.device
     if not values_are_checked(device):
         return
-    if layout.cu_seqlens is not None:
-        offsets = layout.cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != layout.num_tokens or offsets != sorted(offsets):
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to the number of tokens, {layout.num_tokens}; got {_abridged(offsets)}"
-            )
+    _check_offsets(inputs.advantages, layout)
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     mask = inputs.completion_mask
-    active = torch.ones(layout.num_tokens, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
+    active = torch.ones(layout.num_tokens, dtype=torch.bool, device=device) if mask is None else mask.reshape(-1) != 0
     sequence = layout.sequence_ids(device)
-    spread = {"advantages": layout.spread(inputs.advantages, sequence)}
+
+    def refuse(name: str, bad: Tensor, must: str) -> None:
+        count = int((bad.reshape(-1) & active).sum())
+        if count:
+            raise ValueError(f"{name} must {must} on active tokens; got {count} otherwise")
+
+    refuse("advantages", ~layout.spread(inputs.advantages, sequence).isfinite(), "be finite, not NaN,")
     for name in ("old_per_token_logps", "ref_per_token_logps"):
         value = getattr(inputs, name)
-        if value is not None:
-            spread[name] = value.reshape(-1)
+        if value is not None:  # -inf is an impossible token
+            refuse(name, value.isnan() | (value == math.inf), "not be NaN or +inf")
+    if entropies is not None:
+        refuse("entropies", ~entropies.isfinite(), "be finite, not NaN,")
     ratio = inputs.importance_sampling_ratio
     if ratio is not None:
-        spread["importance_sampling_ratio"] = (
-            ratio.reshape(-1) if ratio.shape == layout.shape else ratio.reshape(-1).index_select(0, sequence)
+        ratio = ratio.reshape(-1) if ratio.shape == layout.shape else ratio.reshape(-1).index_select(0, sequence)
+        refuse("importance_sampling_ratio", ~(ratio.isfinite() & (ratio >= 0)), "be finite and >= 0")
+
+
+def _check_offsets(advantages: Tensor, layout: Layout) -> None:
+    if layout.cu_seqlens is None:
+        return
+    offsets = layout.cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != layout.num_tokens or offsets != sorted(offsets):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {layout.num_tokens}; got {_abridged(offsets)}"
         )
-    for name, value in spread.items():
-        bad = int((value.isnan() & active).sum())
-        if bad:
-            raise ValueError(f"{name} must not be NaN on active tokens; got {bad} of them")
-    if ratio is not None and bool(((spread["importance_sampling_ratio"] < 0) & active).any()):
-        raise ValueError("importance_sampling_ratio must be >= 0 on active tokens; got a negative one")
+    one_each = offsets == list(range(len(offsets)))
+    if advantages.dim() == 1 and advantages.shape[0] == layout.num_tokens == layout.num_sequences and not one_each:
+        raise ValueError(
+            f"advantages of shape {_shape(advantages)} could be one for each of {layout.num_tokens} tokens or for each "
+            "of as many sequences; pass [S, 1] for one a sequence"
+        )
 
 
 def _spreadable(layout: Layout) -> list[tuple[int, ...]]:
     """Shapes of what may be given for each sequence or for each token."""
     if len(layout.shape) == 1:
-        return [(layout.num_sequences,), tuple(layout.shape)]
+        return [(layout.num_sequences,), (layout.num_sequences, 1), tuple(layout.shape)]
     return [(layout.num_sequences,), (layout.num_sequences, 1), tuple(layout.shape)]
 
 
@@ -303,7 +318,9 @@ def _check_floating(x: Tensor, name: str) -> None:
 
 def _check_number(x: object, name: str) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{name} must be a number; got {x!r} of type {type(x).__name__}")
+        if not isinstance(x, numbers.Real) or isinstance(x, bool):  # NumPy's are Real
+            raise TypeError(f"{name} must be a number; got {x!r} of type {type(x).__name__}")
+        x = float(x)
     if not abs(x) < math.inf:  # NaN neither; torch.compile can trace this, but not math.isfinite
         raise ValueError(f"{name} must be finite; got {x}")
     return float(x)

@@ -94,13 +94,14 @@ def token_objective(
     BIAS_CORRECTION: tl.constexpr,
 ):
     """Weighted loss of a token and its coefficient g; `weight` is 0 where masked, `is_ratio` 1 where not given."""
-    possible = logp >= LOWEST_LOGP
-    logp = tl.maximum(logp, LOWEST_LOGP)
-    log_ratio = 0.0 * logp
+    possible = (logp >= LOWEST_LOGP) | (logp != logp)  # NaN shall be seen
+    logp = tl.maximum(logp, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
+    log_ratio = logp - logp
     if HAS_OLD:
         log_ratio = logp - tl.maximum(old, LOWEST_LOGP)
-    c = tl.exp(tl.minimum(tl.maximum(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO))
-    chain = tl.where(tl.abs(log_ratio) <= MAX_LOG_RATIO, c, 0.0)
+    beyond = tl.abs(log_ratio) > MAX_LOG_RATIO
+    c = tl.exp(tl.where(beyond, tl.where(log_ratio > 0.0, MAX_LOG_RATIO, -MAX_LOG_RATIO), log_ratio))
+    chain = tl.where(beyond, 0.0, c)
 
     if POLICY == 1:  # cispo: the clipped ratio is a constant weight on the log-prob
         scale = tl.minimum(c, epsilon_high) * advantage

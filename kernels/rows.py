@@ -17,7 +17,6 @@ import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1, sigmoid, token_objective
 
-
 # Slices of per-token tensors start anywhere: without this an odd start would compile a kernel of its own.
 PER_ROW_POINTERS = [
     "targets_ptr",
@@ -90,8 +89,8 @@ def row_statistics(
     log_sum = tl.log(total)
     raw_target = tl.load(row_ptr + target).to(tl.float32)
     z_target, _ = to_z(raw_target, bias_ptr, target, target < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
-    logp = tl.minimum((z_target - m) - log_sum, 0.0)
-    entropy = tl.maximum(log_sum - moment / total, 0.0)
+    logp = tl.minimum((z_target - m) - log_sum, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    entropy = tl.maximum(log_sum - moment / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return m, log_sum, logp, entropy
 
 

@@ -12,7 +12,7 @@ from grpo_fused import GRPOLossConfig
 def test_defaults_follow_trl():
     trl = pytest.importorskip("trl")
     theirs = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
-    ours_alone = {"dual_clip", "kl_estimator", "max_completion_length", "encoded"}
+    ours_alone = {"dual_clip", "kl_estimator", "max_completion_length"}
     for f in dataclasses.fields(GRPOLossConfig):
         if f.name not in ours_alone:
             assert f.default == theirs[f.name], f.name
@@ -28,6 +28,21 @@ def test_gmpo_has_its_own_epsilon():
 def test_survives_encoding():
     config = GRPOLossConfig(loss_type="cispo", epsilon_high=5.0, beta=0.04, entropy_coef=1e-3)
     assert GRPOLossConfig.decode(config.encoded) == config
+
+
+def test_takes_what_equals_a_number_or_a_name():
+    """NumPy numbers, string enumerations, and the dictionary of another configuration."""
+    import enum
+
+    import numpy as np
+
+    class Loss(str, enum.Enum):
+        CISPO = "cispo"
+
+    config = GRPOLossConfig(loss_type=Loss.CISPO, epsilon_high=np.float64(2.0), beta=np.float32(0.5))
+    assert GRPOLossConfig.decode(config.encoded) == config
+    assert GRPOLossConfig(**dataclasses.asdict(config)) == config
+    assert type(config.loss_type) is str
 
 
 def test_is_frozen_and_keyword_only():

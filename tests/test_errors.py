@@ -65,13 +65,22 @@ VALUE_ERRORS = {
                   lambda: loss(completion_ids=torch.tensor([[0, 1, 5], [0, 0, 0]]))),
     "ids-negative": (r"must lie in \[0, 5\); got -100 to 0", lambda: loss(completion_ids=torch.tensor([[0, 0, -100]] * 2))),
     "mask-shape": (r"completion_mask must have shape \(2, 3\); got \(2, 4\)", lambda: loss(completion_mask=torch.ones(2, 4))),
-    "mask-values": ("completion_mask must hold only 0 and 1", lambda: loss(completion_mask=torch.full((B, T), 0.5))),
+    "mask-values": ("a mask must hold only 0 and 1", lambda: loss(completion_mask=torch.full((B, T), 0.5))),
     "advantages-shape": (r"advantages must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(3,\)",
                          lambda: loss(advantages=torch.ones(3))),
-    "advantages-nan": ("advantages must not be NaN on active tokens; got 3", lambda: loss(advantages=nan_at(B))),
+    "advantages-nan": ("advantages must be finite, not NaN, on active tokens; got 3 otherwise", lambda: loss(advantages=nan_at(B))),
+    "advantages-inf": ("advantages must be finite, not NaN, on active tokens; got 3", lambda: loss(advantages=torch.tensor([torch.inf, 0.0]))),
+    "advantages-packed-ambiguous": (r"advantages of shape \(3,\) could be one for each of 3 tokens", lambda: packed(
+        hidden_states=torch.randn(3, H), completion_ids=torch.zeros(3, dtype=torch.int64), advantages=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 2, 2, 3]))),
+    "ratio-inf": ("importance_sampling_ratio must be finite", lambda: loss(importance_sampling_ratio=torch.full((B, T), torch.inf))),
+    "entropies-nan": ("entropies must be finite, not NaN, on active tokens; got 1", lambda: grpo_loss(
+        torch.zeros(B, T), torch.ones(B), entropies=nan_at(B, T))),
+    "offsets-with-temperatures": ("cu_seqlens must rise", lambda: packed(
+        cu_seqlens=torch.tensor([0, 2, 4]), temperature=torch.ones(2))),
     "old-shape": (r"old_per_token_logps must have shape \(2, 3\); got \(2,\)",
                   lambda: loss(old_per_token_logps=torch.zeros(2))),
-    "old-nan": ("old_per_token_logps must not be NaN on active tokens; got 1",
+    "old-nan": ("old_per_token_logps must not be NaN or .inf on active tokens; got 1",
                 lambda: loss(old_per_token_logps=nan_at(B, T))),
     "ref-missing": (r"beta=0.1 needs ref_per_token_logps \(2, 3\); got None",
                     lambda: loss(config=GRPOLossConfig(beta=0.1))),
@@ -81,7 +90,7 @@ VALUE_ERRORS = {
                         lambda: loss(sampling_per_token_logps=torch.zeros(B, T))),
     "ratio-shape": (r"importance_sampling_ratio must have shape \(2, 3\) or \(2, 1\); got \(2,\)",
                     lambda: loss(importance_sampling_ratio=torch.ones(B))),
-    "ratio-negative": ("importance_sampling_ratio must be >= 0", lambda: loss(importance_sampling_ratio=-torch.ones(B, T))),
+    "ratio-negative": ("importance_sampling_ratio must be finite and >= 0 on active tokens; got 6", lambda: loss(importance_sampling_ratio=-torch.ones(B, T))),
     "ratio-vespo": (r"importance_sampling_ratio must have shape \(2, 3\); got \(2, 1\)",
                     lambda: loss(importance_sampling_ratio=torch.ones(B, 1), config=make_config("vespo"))),
     "ratio-gmpo": ("importance_sampling_ratio is not used by loss_type='gmpo'",
@@ -135,6 +144,8 @@ TYPE_ERRORS = {
     "advantages-list": ("advantages must be a torch.Tensor; got list", lambda: loss(advantages=[1.0, 2.0])),
     "advantages-int": ("advantages must be fp16, bf16, fp32 or fp64; got torch.int64",
                        lambda: loss(advantages=torch.ones(B, dtype=torch.int64))),
+    "mask-complex": ("completion_mask must be bool, integer or floating point 0/1; got torch.complex64",
+                     lambda: loss(completion_mask=torch.ones(B, T, dtype=torch.complex64))),
     "config": ("config must be a GRPOLossConfig; got dict", lambda: loss(config={"beta": 0.1})),
     "temperature": ("temperature must be a number; got '1'", lambda: loss(temperature="1")),
     "items": ("num_items_in_batch must be a number; got 'all'", lambda: loss(num_items_in_batch="all")),
@@ -192,6 +203,6 @@ def test_nan_sampling_logprobs_are_no_error():
 
 def test_wrong_values_raise_before_any_gradient():
     weight = torch.randn(V, H, requires_grad=True)
-    with pytest.raises(ValueError, match="advantages must not be NaN"):
+    with pytest.raises(ValueError, match="advantages must be finite"):
         loss(lm_head_weight=weight, advantages=nan_at(B))
     assert weight.grad is None

@@ -258,3 +258,100 @@ def test_active_token_of_probability_zero(level, estimator, impl):
         result = case.run(config, lm_head_bias=bias, impl=impl)
         assert_finite(result)
         assert result.out.per_token_logps[2].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_nan_in_an_active_state_is_seen(loss_type, on_policy, impl):
+    """A broken model must not train on quietly: loss and gradient are NaN together."""
+    case = make_case(12)
+    case.hidden_states[2][case.completion_mask[2]] = torch.nan
+    if on_policy:
+        case.options["old_per_token_logps"] = None
+    result = case.run(make_config(loss_type), impl=impl)
+    assert result.out.loss.isnan()
+    assert result.dweight.isnan().any()
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["no_grad", "reentrant", "non-reentrant"])
+def test_loss_without_metrics_needs_no_gradient_to_be_right(reentrant):
+    case = make_case(13)
+    case.advantages[2] = 0.0
+    want = case.run(make_config("dapo")).out.loss
+
+    def loss(hidden):
+        return fused_linear_grpo_loss(
+            hidden, case.lm_head_weight, case.completion_ids, case.advantages, case.completion_mask,
+            old_per_token_logps=case.options["old_per_token_logps"], with_metrics=False,
+        ).loss  # fmt: skip
+
+    if reentrant is None:
+        with torch.no_grad():
+            assert torch.equal(loss(case.hidden_states), want)
+    else:
+        from torch.utils.checkpoint import checkpoint
+
+        got = checkpoint(loss, case.hidden_states.requires_grad_(), use_reentrant=reentrant)
+        assert torch.equal(got.detach(), want.detach())
+
+
+def test_fp16_gradients_below_its_smallest_number_wait_for_the_scaler():
+    """Mean over 2e5 tokens: fp16 gradients underflow unless the loss scale is multiplied in before they are rounded."""
+    case = make_case(14, B=4, T=16, H=32, V=64, dtype=torch.float16)
+    tiny = {"num_items_in_batch": 2e5}
+    want = case.to(torch.float64).run(make_config("dapo"), impl="reference", upstream=65536.0, **tiny)
+    got = case.run(make_config("dapo"), upstream=65536.0, **tiny)
+    for name, gradient in got.gradients().items():
+        assert (gradient.double() - want.gradients()[name]).norm() <= 2e-3 * want.gradients()[name].norm(), name
+    old = case.options["old_per_token_logps"].half()
+    logps = (old + 0.05).requires_grad_()
+    out = grpo_loss(logps, case.advantages, case.completion_mask, old_per_token_logps=old, num_items_in_batch=1e9)
+    (out.loss * 2.0**30).backward()
+    assert logps.grad[case.completion_mask].ne(0).any()
+
+
+def test_fp32_bias_on_a_bf16_head_is_not_rounded():
+    case = make_case(15, dtype=torch.bfloat16)
+    bias = torch.randn(29) * 8
+    got = case.run(make_config("dapo"), lm_head_bias=bias)
+    want = case.to(torch.float64).run(make_config("dapo"), impl="reference", lm_head_bias=bias.double())
+    assert (got.out.per_token_logps - want.out.per_token_logps).abs().max() <= 1e-4
+
+
+def test_vespo_bounds_a_tiny_correction():
+    """log IS is floored at log 1e-8, not at -20."""
+    case = make_case(16)
+    case.options["importance_sampling_ratio"] = torch.full((4, 7), 1e-12, dtype=torch.float64)
+    case.options["old_per_token_logps"] = case.options["old_per_token_logps"] - 18.0
+    config = make_config("vespo")
+    want, got = case.run(config, impl="reference"), case.run(config)
+    assert want.dweight.norm() > 0
+    torch.testing.assert_close(got.dweight, want.dweight)
+    torch.testing.assert_close(got.out.metrics["vespo/phi_seq_mean"], want.out.metrics["vespo/phi_seq_mean"])
+
+
+def test_gmpo_beyond_its_bound_has_no_gradient():
+    """A < 0 and a mean log-ratio above 20: the value is exp(20), the derivative 0."""
+    logps = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
+    old = torch.full((1, 3), -25.0, dtype=torch.float64)
+    for impl in IMPLS:
+        logps.grad = None
+        impl = "auto" if impl == "chunked" else impl
+        out = grpo_loss(logps, -torch.ones(1).double(), old_per_token_logps=old, config=make_config("gmpo"), impl=impl)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss, torch.tensor(20.0).double().exp())
+        assert logps.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_unscorable_sampling_tokens_are_no_evidence(impl):
+    """NaN sampling log-probs count as a difference of 0, so that they cannot drop a sequence, nor keep it."""
+    logps = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    sampling = torch.tensor([[torch.nan, 0.3, 0.3, torch.nan]], dtype=torch.float64)  # mean 0.15
+    for threshold, dropped in ((0.1, True), (0.2, False)):
+        logps.grad = None
+        config = make_config("dapo", off_policy_mask_threshold=threshold)
+        out = grpo_loss(logps, -torch.ones(1).double(), sampling_per_token_logps=sampling, config=config, impl=impl)
+        out.loss.backward()
+        assert logps.grad.eq(0).all() == dropped

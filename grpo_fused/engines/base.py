@@ -72,7 +72,7 @@ class Gradients(NamedTuple):
     """Gradients of a call, None where not needed."""
 
     hidden: Tensor | None
-    """[N, H] in the dtype of the hidden states; 0 at rows that did no gradient work"""
+    """[N, H] in `Head.product_dtype`; 0 at rows that did no gradient work"""
     weight: Tensor | None
     """[V, H] in `Engine.weight_gradient_dtype`"""
     bias: Tensor | None

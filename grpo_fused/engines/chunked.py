@@ -232,7 +232,7 @@ class _Workspace:
         return logits
 
     def _transform(self, tokens: Tokens, rows: Tensor) -> Transform:
-        bias = None if self.head.bias is None else self.head.operand(self.head.bias).to(self.head.statistics_dtype)
+        bias = None if self.head.bias is None else self.head.bias.to(self.head.statistics_dtype)
         return Transform(bias, self.head.logit_scale, self.head.softcap, tokens.temperature_rows(rows))
 
 
@@ -245,7 +245,7 @@ class _GradientSums:
         self.rows = 0
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], weight.shape[1])
-        self.hidden = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device) if needs.hidden else None
+        self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.hidden else None
         self.weight: Tensor | None = None
         self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
 
@@ -255,7 +255,7 @@ class _GradientSums:
         if self.hidden is not None:
             dhidden = self.head.hidden_gradient(dlogits)
             if scale is not None:
-                dhidden = dhidden.to(self.head.statistics_dtype) / scale
+                dhidden = dhidden / scale
             self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.weight:
             self._add_weight(dlogits, self.head.operand(self.tokens.hidden_rows(rows)), scale)

@@ -12,9 +12,11 @@ What is fast and exact differs by device:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,17 +29,36 @@ at 4 MiB, 0.52 s at 8 and 16, 0.70 s at 64."""
 _FP32_PRECISION_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
 
+_precision_lock = threading.Lock()
+_precision_users = 0
+_precision_before: list[tuple[Any, str]] = []
+
+
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """fp32 products in IEEE precision whatever the global TF32 or matmul-precision setting says."""
-    before = [backend.fp32_precision for backend in _FP32_PRECISION_BACKENDS]
+    """fp32 products in IEEE precision whatever the global TF32 or matmul-precision setting says.
+
+    The setting is the process's: the first of several threads changes it, the last one puts it back.
+    """
+    global _precision_users
+    with _precision_lock:
+        _precision_users += 1
+        if _precision_users == 1:
+            for backend in _FP32_PRECISION_BACKENDS:
+                if backend.fp32_precision not in ("ieee", "none"):
+                    _precision_before.append((backend, backend.fp32_precision))
+                    backend.fp32_precision = "ieee"
     try:
-        for backend in _FP32_PRECISION_BACKENDS:
-            backend.fp32_precision = "ieee"
         yield
     finally:
-        for backend, precision in zip(_FP32_PRECISION_BACKENDS, before, strict=True):
-            backend.fp32_precision = precision
+        with _precision_lock:
+            _precision_users -= 1
+            if _precision_users == 0:
+                for backend, precision in _precision_before:
+                    # what equals the global setting is taken to follow it, and goes on following it
+                    follows = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
+                    backend.fp32_precision = "none" if follows else precision
+                _precision_before.clear()
 
 
 @dataclass(frozen=True)
@@ -72,8 +93,18 @@ class Head:
         return self.compute_dtype
 
     @property
+    def product_dtype(self) -> torch.dtype:
+        """Dtype in which the gradient products come out, to be rounded after the upstream gradient is multiplied in."""
+        return torch.float32 if self._has_fp32_output else self.gradient_dtype
+
+    @property
     def _has_fp32_output(self) -> bool:
         return self.weight.device.type == "cuda" and self.compute_dtype in (torch.bfloat16, torch.float16)
+
+    @cached_property
+    def _rounded_weight(self) -> Tensor:
+        """[V, H]: the weight in the compute dtype; autocast's copy of an fp32 master, made once for a call."""
+        return self.operand(self.weight)
 
     def operand(self, x: Tensor) -> Tensor:
         """Hidden states or a weight block in the dtype of the computation."""
@@ -82,7 +113,7 @@ class Head:
     def logits_into(self, out: Tensor, hidden: Tensor) -> None:
         """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; the bias is row work."""
         if self._has_fp32_output:
-            torch.mm(hidden, self.operand(self.weight).T, out_dtype=torch.float32, out=out)
+            torch.mm(hidden, self._rounded_weight.T, out_dtype=torch.float32, out=out)
         else:
             wide = hidden.to(self.statistics_dtype)
             for block in self._blocks(self.statistics_dtype):
@@ -129,7 +160,7 @@ class Head:
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[slice]:
         """Slices of the vocabulary: one if the weight can be used as it is in `dtype`, else blocks to convert."""
-        if self.weight.dtype == dtype == self.compute_dtype:
+        if self._has_fp32_output or self.weight.dtype == dtype == self.compute_dtype:
             yield slice(0, self.vocab_size)
             return
         rows = _rows_of(VOCAB_BLOCK_BYTES, self.weight.shape[1])
@@ -137,6 +168,8 @@ class Head:
             yield slice(start, min(start + rows, self.vocab_size))
 
     def _block(self, block: slice, dtype: torch.dtype) -> Tensor:
+        if self._has_fp32_output:
+            return self._rounded_weight[block].to(dtype)
         return self.operand(self.weight[block]).to(dtype)
 
 

@@ -98,6 +98,27 @@ def assert_matches_torch(config):
         assert (out.double() - raw.grad).abs().max() <= 2e-6 * scale
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN is what is tested
+def test_an_impossible_token_has_no_gradient_and_nan_is_seen():
+    config = make_config("dapo", beta=0.1)
+    batch, logits, targets = batch_and_logits(config)
+    active = batch.mask.nonzero().squeeze(1)
+    logits[active[0], targets[active[0]]] = -math.inf
+    logits[active[1]] = math.nan
+    out = torch.empty_like(logits)
+    stats, loss, dlogp = row_loss(
+        logits, out, targets, token_inputs(batch, config), objective_numbers(config),
+        RowTransform(None, 1.0, None, 1.0), with_entropy=True,
+    )  # fmt: skip
+    assert stats.logp[active[0]] == -math.inf
+    assert dlogp[active[0]] == 0
+    assert out[active[0]].eq(0).all()
+    assert loss[active[0]].isfinite()
+    assert stats.logp[active[1]].isnan()
+    assert loss[active[1]].isnan()
+    assert dlogp[active[1]].isnan()
+
+
 def test_options_are_not_compiled_in():
     """Constexprs are blocks, booleans and enumerations: no length, temperature, beta or epsilon among them."""
     from grpo_fused.kernels import rows
