@@ -355,3 +355,15 @@ def test_unscorable_sampling_tokens_are_no_evidence(impl):
         out = grpo_loss(logps, -torch.ones(1).double(), sampling_per_token_logps=sampling, config=config, impl=impl)
         out.loss.backward()
         assert logps.grad.eq(0).all() == dropped
+
+
+def test_more_than_two_to_the_31_logits():
+    """32-bit offsets overflow here elsewhere: the last token of 2.15e9 logits is as exact as the first."""
+    hidden, weight = torch.randn(1, 16400, 2), torch.randn(131072, 2)
+    ids = torch.randint(0, 131072, (1, 16400))
+    assert ids.numel() * weight.shape[0] > 2**31
+    logps = fused_linear_logprobs(hidden, weight, ids).logps[0]
+    for rows in (slice(0, 4), slice(-4, None)):
+        log_p = (hidden[0, rows].double() @ weight.double().T).log_softmax(-1)
+        want = log_p.gather(1, ids[0, rows].unsqueeze(1)).squeeze(1)
+        assert (logps[rows] - want).abs().max() <= 1e-4
