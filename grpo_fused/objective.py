@@ -219,15 +219,18 @@ def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -
     if config.kl_estimator == "k3":
         bounded = q.clamp(max=MAX_LOG_RATIO)
         # beyond 20 the tangent of exp goes on: clamping alone would flip the sign of the force
-        kl = torch.where(q > bounded, bounded.expm1() * (q - bounded), zero) + bounded.expm1() - bounded
-        dkl = -bounded.expm1()
+        tangent = torch.where(q > bounded, bounded.expm1() * (q - bounded), zero)
+        kl, dkl, both = tangent + bounded.expm1() - bounded, -bounded.expm1(), tangent - bounded
     elif config.kl_estimator == "k1":
-        kl, dkl = -q, torch.ones_like(q)
+        kl, dkl, both = -q, torch.ones_like(q), 1.0 - q
     else:
-        kl, dkl = 0.5 * q * q, -q
+        kl, dkl, both = 0.5 * q * q, -q, 0.5 * q * q - q
     if not config.use_bias_correction_kl or config.loss_type == "gmpo":
         return kl, dkl, zero
-    return ratio.value * kl, ratio.value * dkl, kl
+    if config.importance_sampling_level == "sequence":
+        return ratio.value * kl, ratio.value * dkl, kl
+    # d(c kl) = c (kl + dkl), whose exponentials cancel: summed by hand, since e^20 leaves no digits of q in fp32
+    return ratio.value * kl, torch.where(ratio.chain == 0, ratio.value * dkl, ratio.chain * both), zero
 
 
 def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor | None:

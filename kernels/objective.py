@@ -61,15 +61,19 @@ def clipped_policy(c, advantage, epsilon, epsilon_high, delta, dual_clip):
 
 @triton.jit
 def kl_estimate(q, KL: tl.constexpr):
-    """KL estimate of q = ref - logp and its derivative in logp; k3 goes on as its tangent beyond 20."""
+    """KL estimate of q = ref - logp, its derivative in logp, and their sum without what cancels in it.
+
+    k3 goes on as its tangent beyond 20.
+    """
     if KL == 1:
-        return -q, 1.0 + 0.0 * q
+        return -q, 1.0 + 0.0 * q, 1.0 - q
     elif KL == 2:
-        return 0.5 * q * q, -q
+        return 0.5 * q * q, -q, 0.5 * q * q - q
     else:
         bounded = tl.minimum(q, MAX_LOG_RATIO)
         slope = expm1(bounded)
-        return slope * (q - bounded) + exp_minus_1_minus(bounded), -slope
+        tangent = slope * (q - bounded)
+        return tangent + exp_minus_1_minus(bounded), -slope, tangent - bounded
 
 
 @triton.jit
@@ -118,9 +122,9 @@ def token_objective(
     loss = is_ratio * policy
     g = is_ratio * g
     if HAS_KL:
-        kl, dkl = kl_estimate(tl.maximum(ref, LOWEST_LOGP) - logp, KL)
+        kl, dkl, both = kl_estimate(tl.maximum(ref, LOWEST_LOGP) - logp, KL)
         if BIAS_CORRECTION:
-            g += beta * (c * dkl + chain * kl)
+            g += beta * tl.where(chain == 0.0, c * dkl, chain * both)
             kl = c * kl
         else:
             g += beta * dkl

@@ -151,6 +151,17 @@ def test_gradcheck(config):
     assert torch.autograd.gradcheck(loss, (logps.requires_grad_(), entropies.requires_grad_()), eps=1e-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("q", [0.01, 5.0, 14.0, 19.9])
+@pytest.mark.parametrize("level", ["token", "sequence_token"])
+def test_bias_corrected_kl_keeps_its_digits_in_fp32(level, q):
+    """c (k3 + k3') is -c q: taken as a difference of exponentials, fp32 has no digit of it left at q = 17."""
+    config = GRPOLossConfig(beta=1.0, importance_sampling_level=level)
+    logps = torch.zeros(1, 1, requires_grad=True)
+    ref, old = torch.full((1, 1), q), torch.full((1, 1), 0.1)
+    grpo_loss(logps, torch.zeros(1), old_per_token_logps=old, ref_per_token_logps=ref, config=config).loss.backward()
+    torch.testing.assert_close(logps.grad, torch.full((1, 1), -q * math.exp(-0.1)), rtol=1e-5, atol=0)
+
+
 def test_quantile_matches_torch():
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)
