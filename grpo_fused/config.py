@@ -126,11 +126,6 @@ class GRPOLossConfig:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
-    def is_ppo(self) -> bool:
-        """Whether the policy term is PPO's clipped objective."""
-        return self.loss_type in PPO_FAMILY
-
-    @property
     def needs_batch(self) -> bool:
         """Whether a token's gradient needs log-probs or entropies of the whole batch."""
         return self.top_entropy_quantile < 1.0

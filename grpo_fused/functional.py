@@ -71,7 +71,8 @@ def fused_linear_grpo_loss(
         logit_scale: factor on the logits, before the cap.
         softcap: c in `c * tanh(logits / c)`, > 0.
         config: the objective; see `GRPOLossConfig`.
-        impl: `"auto"`, or an engine by name, which then runs or raises.
+        impl: `"auto"`, or an engine by name, which then runs or raises. `"reference"` holds all logits and always gives
+            all metrics: the next three arguments are about engines that do not.
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
             device (`engines.chunked.DEFAULT_SCRATCH_BYTES`).
         compact: gather the active rows first, at the price of one device synchronisation; False has none, computes

@@ -16,8 +16,8 @@ class RowConfig(NamedTuple):
     """Whether a narrower gradient may be written over the logits that it comes from."""
 
 
-# 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores, and registers for 4 programs an SM. The compile
-# test prints the counts (`python -m benchmarks.aot`). Unmeasured on a chip so far.
+# 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores. `python -m benchmarks.aot` prints the registers,
+# 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM. Unmeasured on a chip so far.
 ROW_CONFIGS = {
     "sm_80": RowConfig(4096, 8, True),
     "sm_86": RowConfig(4096, 8, True),

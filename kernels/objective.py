@@ -23,7 +23,7 @@ LOWEST_LOGP = tl.constexpr(-1.0e4)
 
 @triton.jit
 def exp_minus_1_minus(x):
-    """exp(x) - 1 - x without cancellation: a series of 8 terms where |x| < 1/4 (next term 2e-12 of the sum)."""
+    """exp(x) - 1 - x without cancellation: a series of 8 terms where |x| < 1/4 (the next is below 1e-11 of the sum)."""
     series = 1.0 + x / 9.0
     series = 1.0 + x / 8.0 * series
     series = 1.0 + x / 7.0 * series
