@@ -16,7 +16,7 @@ class RowConfig(NamedTuple):
     """Whether a narrower gradient may be written over the logits that it comes from."""
 
 
-# 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores. `python -m benchmarks.aot` prints the registers,
+# 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores. `python -m benchmarks.aot` prints registers:
 # 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM. Unmeasured on a chip so far.
 ROW_CONFIGS = {
     "sm_80": RowConfig(4096, 8, True),
