@@ -15,8 +15,9 @@ from torch import Tensor
 from grpo_fused import engines
 from grpo_fused.batch import LossInputs, TokenBatch
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Needs, Scores, Tokens
+from grpo_fused.engines.base import Needs, Tokens
 from grpo_fused.engines.head import Head, ieee_products
+from grpo_fused.engines.rows import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
@@ -198,8 +199,8 @@ def linear_logprobs(
     max_scratch_bytes: int | None,
     compact: bool,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """(logps, entropies or empty)"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logps, entropies or empty, maxima, log sums); the backward takes them all."""
     with _plain(hidden_states.device):
         check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
         scores = run_logprobs(
@@ -209,7 +210,7 @@ def linear_logprobs(
             with_entropy=with_entropy,
             how=Execution(max_scratch_bytes, compact, with_metrics=False),
         )
-        return _scores_like(token_ids, scores)
+        return *_scores_like(token_ids, scores), scores.max, scores.log_sum
 
 
 @linear_logprobs.register_fake
@@ -230,13 +231,19 @@ def _(  # type: ignore[no-untyped-def]
     with_entropy,
 ):
     head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
-    return _fake_scores(hidden_states, token_ids, head.statistics_dtype, with_entropy)
+    logps, entropies = _fake_scores(hidden_states, token_ids, head.statistics_dtype, with_entropy)
+    row = logps.new_empty(token_ids.numel())
+    return logps, entropies, row, torch.empty_like(row)
 
 
 @torch.library.custom_op("grpo_fused::linear_logprobs_backward", mutates_args=())
 def linear_logprobs_backward(
     dlogps: Tensor | None,
     dentropies: Tensor | None,
+    logps: Tensor,
+    entropies: Tensor | None,
+    maxima: Tensor,
+    log_sums: Tensor,
     hidden_states: Tensor,
     lm_head_weight: Tensor,
     lm_head_bias: Tensor | None,
@@ -260,6 +267,7 @@ def linear_logprobs_backward(
             engines.engine(impl),
             _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
             _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures),
+            Statistics(maxima, log_sums, logps.reshape(-1), None if entropies is None else entropies.reshape(-1)),
             None if dlogps is None else dlogps.reshape(-1),
             None if dentropies is None else dentropies.reshape(-1),
             Needs(need_hidden, need_weight, need_bias),
@@ -276,6 +284,10 @@ def linear_logprobs_backward(
 def _(  # type: ignore[no-untyped-def]
     dlogps,
     dentropies,
+    logps,
+    entropies,
+    maxima,
+    log_sums,
     hidden_states,
     lm_head_weight,
     lm_head_bias,
@@ -420,7 +432,7 @@ def _(dlogps, dentropies, logits, token_ids, mask, temperatures, temperature):  
     return logits.new_empty(logits.shape)
 
 
-def _scores_like(token_ids: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _scores_like(token_ids: Tensor, scores: Statistics) -> tuple[Tensor, Tensor]:
     shape = token_ids.shape
     return scores.logp.view(shape), _unneeded(scores.logp) if scores.entropy is None else scores.entropy.view(shape)
 

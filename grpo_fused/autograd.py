@@ -78,8 +78,12 @@ class LinearLogprobs(torch.autograd.Function):
         call: HeadCall,
         with_entropy: bool,
     ) -> Any:
-        logps, entropies = _ops.linear_logprobs(hidden_states, weight, bias, token_ids, mask, *call, with_entropy)
-        ctx.save_for_backward(hidden_states, weight, bias, token_ids, mask, call.temperatures)
+        logps, entropies, maxima, log_sums = _ops.linear_logprobs(
+            hidden_states, weight, bias, token_ids, mask, *call, with_entropy
+        )
+        ctx.save_for_backward(
+            hidden_states, weight, bias, token_ids, mask, call.temperatures, logps, entropies, maxima, log_sums
+        )
         ctx.call = call._replace(temperatures=None)
         ctx.set_materialize_grads(False)
         ctx.with_entropy = with_entropy
@@ -94,11 +98,23 @@ class LinearLogprobs(torch.autograd.Function):
             dentropies = None
         if dlogps is None and dentropies is None:
             return (None,) * 7
-        hidden, weight, bias, token_ids, mask, temperatures = ctx.saved_tensors
+        hidden, weight, bias, token_ids, mask, temperatures, logps, entropies, maxima, log_sums = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         call = ctx.call._replace(temperatures=temperatures)
         gradients = _ops.linear_logprobs_backward(
-            dlogps, dentropies, hidden, weight, bias, token_ids, mask, *call, *needs
+            dlogps,
+            dentropies,
+            logps,
+            entropies if ctx.with_entropy else None,
+            maxima,
+            log_sums,
+            hidden,
+            weight,
+            bias,
+            token_ids,
+            mask,
+            *call,
+            *needs,
         )
         dhidden, dweight, dbias = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return (

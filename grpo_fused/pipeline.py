@@ -18,9 +18,10 @@ from torch import Tensor
 
 from grpo_fused.batch import LossInputs, TokenBatch
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Coefficients, Engine, Gradients, Needs, Scores, TokenObjective, Tokens
+from grpo_fused.engines.base import Coefficients, Engine, Gradients, Needs, TokenObjective, Tokens
 from grpo_fused.engines.head import Head
 from grpo_fused.engines.logits import logits_gradient, score_logits
+from grpo_fused.engines.rows import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics
 from grpo_fused.objective import evaluate
@@ -81,14 +82,15 @@ def run_loss(
         call.score(rows.gradient)
         gradients = call.gradient_of_scored(rows.gradient, chunk_rows)
 
-    result = evaluate(call.logp, call.entropy, batch, config)
+    logp, entropy = call.scores.logp, call.scores.entropy
+    result = evaluate(logp, entropy, batch, config)
     metrics = {"gradient_tokens": torch.full_like(batch.total, gradients.tokens)}
-    metrics |= compute_metrics(result, call.entropy, batch, config, complete=how.with_metrics)
-    return LossResult(result.loss, call.logp, call.entropy, metrics, gradients)
+    metrics |= compute_metrics(result, entropy, batch, config, complete=how.with_metrics)
+    return LossResult(result.loss, logp, entropy, metrics, gradients)
 
 
 class _LossCall:
-    """The state of a call: log-probs and entropies of all N positions as they become known."""
+    """The state of a call: scores of all N positions as they become known."""
 
     def __init__(
         self,
@@ -103,8 +105,7 @@ class _LossCall:
         self.engine, self.head, self.tokens = engine, head, tokens
         self.batch, self.config, self.needs, self.how = batch, config, needs, how
         self.with_entropy = how.with_metrics or config.needs_entropy
-        self.logp = torch.zeros(tokens.ids.shape[0], dtype=head.statistics_dtype, device=tokens.ids.device)
-        self.entropy = torch.zeros_like(self.logp) if self.with_entropy else None
+        self.scores = _no_scores(tokens, head.statistics_dtype, self.with_entropy)
         # looking at a chunk's coefficients costs a synchronisation, except on the CPU
         self.skip_zeros = how.compact and tokens.ids.device.type == "cpu"
 
@@ -120,26 +121,31 @@ class _LossCall:
     def one_pass(self, rows: Tensor, chunks: list[slice]) -> Gradients:
         """Scores and gradients of `rows` together: three products."""
         coefficients = TokenObjective(self.batch.select(rows), self.config)
-        scores, gradients = self._fused(rows, chunks, coefficients, self.with_entropy)
+        scores, gradients = self._fused(rows, chunks, coefficients, None, self.with_entropy)
         self._place(rows, scores)
         return gradients
 
     def gradient_of_scored(self, rows: Tensor, chunk_rows: int) -> Gradients:
         """Gradients once all is scored: three more products, for the rows that turned out to have one."""
-        known = evaluate(self.logp, self.entropy, self.batch, self.config)
+        result = evaluate(self.scores.logp, self.scores.entropy, self.batch, self.config)
         if self.how.compact:
-            rows = rows[(_has_coefficient(known.dlogp, known.dentropy)[rows]).nonzero().squeeze(1)]
+            rows = rows[(_has_coefficient(result.dlogp, result.dentropy)[rows]).nonzero().squeeze(1)]
 
         def coefficients(part: slice, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             where = rows[part]
-            return known.dlogp[where], None if known.dentropy is None else known.dentropy[where]
+            return result.dlogp[where], None if result.dentropy is None else result.dentropy[where]
 
         chunks = even_chunks(rows.shape[0], chunk_rows)
-        return self._fused(rows, chunks, coefficients, known.dentropy is not None)[1]
+        return self._fused(rows, chunks, coefficients, self.scores.select(rows), result.dentropy is not None)[1]
 
     def _fused(
-        self, rows: Tensor, chunks: list[slice], coefficients: Coefficients, with_entropy: bool
-    ) -> tuple[Scores, Gradients]:
+        self,
+        rows: Tensor,
+        chunks: list[slice],
+        coefficients: Coefficients,
+        known: Statistics | None,
+        with_entropy: bool,
+    ) -> tuple[Statistics, Gradients]:
         return self.engine.fused(
             self.head,
             self.tokens,
@@ -147,38 +153,44 @@ class _LossCall:
             chunks,
             coefficients,
             self.needs,
+            known=known,
             with_entropy=with_entropy,
             skip_zeros=self.skip_zeros,
             max_scratch_bytes=self.how.max_scratch_bytes,
         )
 
-    def _place(self, rows: Tensor, scores: Scores) -> None:
-        _place(scores, rows, self.tokens.mask, Scores(self.logp, self.entropy))
+    def _place(self, rows: Tensor, scores: Statistics) -> None:
+        _place(scores, rows, self.tokens.mask, self.scores)
 
 
-def run_logprobs(engine: Engine, head: Head, tokens: Tokens, *, with_entropy: bool, how: Execution) -> Scores:
+def run_logprobs(engine: Engine, head: Head, tokens: Tokens, *, with_entropy: bool, how: Execution) -> Statistics:
     """Scores of all N positions, 0 where masked."""
-    dtype, device = head.statistics_dtype, tokens.ids.device
-    logp = torch.zeros(tokens.ids.shape[0], dtype=dtype, device=device)
-    entropy = torch.zeros_like(logp) if with_entropy else None
-    rows = tokens.mask.nonzero().squeeze(1) if how.compact else torch.arange(logp.shape[0], device=device)
+    out = _no_scores(tokens, head.statistics_dtype, with_entropy)
+    if how.compact:
+        rows = tokens.mask.nonzero().squeeze(1)
+    else:
+        rows = torch.arange(out.logp.shape[0], device=out.logp.device)
     if rows.shape[0]:
         scratch = how.max_scratch_bytes
         scores = engine.score(head, tokens, rows, with_entropy=with_entropy, max_scratch_bytes=scratch)
-        _place(scores, rows, tokens.mask, Scores(logp, entropy))
-    return Scores(logp, entropy)
+        _place(scores, rows, tokens.mask, out)
+    return out
 
 
 def run_logprobs_gradient(
     engine: Engine,
     head: Head,
     tokens: Tokens,
+    scores: Statistics,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
     needs: Needs,
     how: Execution,
 ) -> Gradients:
-    """Gradients of all N positions from the coefficients ([N]) on their log-probs and entropies: three products."""
+    """Gradients of all N positions from the coefficients ([N]) on their log-probs and entropies: three products.
+
+    `scores` ([N]) are what `run_logprobs` returned.
+    """
     dlogp, dentropy = _clean_coefficients(tokens, dlogp, dentropy, head.statistics_dtype)
     if how.compact:
         rows = _has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
@@ -195,22 +207,20 @@ def run_logprobs_gradient(
         even_chunks(rows.shape[0], engine.chunk_rows(head, how.max_scratch_bytes)),
         coefficients,
         needs,
+        known=scores.select(rows),
         with_entropy=dentropy is not None,
         skip_zeros=False,
         max_scratch_bytes=how.max_scratch_bytes,
     )[1]
 
 
-def run_scores_of_logits(tokens: Tokens, *, with_entropy: bool) -> Scores:
+def run_scores_of_logits(tokens: Tokens, *, with_entropy: bool) -> Statistics:
     """Scores of all N positions from logits, 0 where masked."""
-    logits = tokens.hidden_states
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    out = torch.zeros(tokens.ids.shape[0], dtype=dtype, device=logits.device)
-    scores = Scores(out, torch.zeros_like(out) if with_entropy else None)
+    out = _no_scores(tokens, torch.promote_types(tokens.hidden_states.dtype, torch.float32), with_entropy)
     rows = tokens.mask.nonzero().squeeze(1)
     if rows.shape[0]:
-        _place(score_logits(tokens, rows, with_entropy=with_entropy), rows, tokens.mask, scores)
-    return scores
+        _place(score_logits(tokens, rows, with_entropy=with_entropy), rows, tokens.mask, out)
+    return out
 
 
 def run_logits_gradient(tokens: Tokens, dlogp: Tensor | None, dentropy: Tensor | None) -> Tensor:
@@ -277,12 +287,19 @@ def _choose_rows(batch: TokenBatch, layout: Layout, config: GRPOLossConfig, need
     return _Rows(order[:first], order[first : first + second], lengths_of if config.needs_sequence else None)
 
 
-def _place(scores: Scores, rows: Tensor, mask: Tensor, out: Scores) -> None:
+def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statistics:
+    """Scores of all N positions before any is known: 0."""
+    # a tensor each: an operator's results must not share memory
+    zeros = [torch.zeros(tokens.ids.shape[0], dtype=dtype, device=tokens.ids.device) for _ in range(4)]
+    return Statistics(zeros[0], zeros[1], zeros[2], zeros[3] if with_entropy else None)
+
+
+def _place(scores: Statistics, rows: Tensor, mask: Tensor, out: Statistics) -> None:
     """Write the scores of `rows` into those of all N positions, 0 where masked."""
     active = mask[rows]
-    out.logp.index_copy_(0, rows, torch.where(active, scores.logp, 0.0))
-    if out.entropy is not None and scores.entropy is not None:
-        out.entropy.index_copy_(0, rows, torch.where(active, scores.entropy, 0.0))
+    for to, value in zip(out, scores, strict=True):
+        if to is not None and value is not None:
+            to.index_copy_(0, rows, torch.where(active, value, 0.0))
 
 
 def _has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

@@ -64,10 +64,10 @@ class ObjectiveNumbers(NamedTuple):
 
 def row_statistics(logits: Tensor, targets: Tensor, transform: RowTransform, *, with_entropy: bool) -> RowStatistics:
     """Statistics of [R, V] logits (fp32, bf16 or fp16; unit column stride, rows as `padded_width` says)."""
-    stats = _empty_statistics(logits, with_entropy)
+    stats = empty_statistics(logits, with_entropy)
     if logits.shape[0]:
         common, config = _common(logits, transform)
-        with _device_of(logits):
+        with device_of(logits):
             row_statistics_fwd_kernel[(logits.shape[0],)](
                 logits, common["bias_ptr"], targets, common["temperature_ptr"], stats.max, stats.log_sum, stats.logp,
                 stats.entropy, logits.stride(0), *common["sizes"], *common["numbers"], *common["flags"],
@@ -90,7 +90,7 @@ def row_gradient(
         return
     common, config = _common(logits, transform, out)
     in_place = _shares_memory(logits, out, config.in_place)
-    with _device_of(logits):
+    with device_of(logits):
         row_gradient_bwd_kernel[(logits.shape[0],)](
             logits, out, common["bias_ptr"], targets, common["temperature_ptr"], statistics.max, statistics.log_sum,
             statistics.logp, statistics.entropy, dlogp, dentropy, logits.stride(0), out.stride(0), *common["sizes"],
@@ -111,13 +111,13 @@ def row_loss(
 ) -> tuple[RowStatistics, Tensor, Tensor]:
     """One launch: statistics, per-token loss and coefficient g ([R]), and dL/dlogits written to `out` [R, V]."""
     has_bonus = inputs.entropy_weight is not None
-    stats = _empty_statistics(logits, with_entropy or has_bonus)
+    stats = empty_statistics(logits, with_entropy or has_bonus)
     loss, dlogp = torch.empty_like(stats.logp), torch.empty_like(stats.logp)
     if logits.shape[0] == 0:
         return stats, loss, dlogp
     common, config = _common(logits, transform, out)
     in_place = _shares_memory(logits, out, config.in_place)
-    with _device_of(logits):
+    with device_of(logits):
         row_loss_fwd_bwd_kernel[(logits.shape[0],)](
             logits, out, common["bias_ptr"], targets, common["temperature_ptr"], inputs.advantages, inputs.weight,
             inputs.old, inputs.ref, inputs.is_ratio, inputs.entropy_weight, stats.max, stats.log_sum, stats.logp,
@@ -161,7 +161,8 @@ def _common(logits: Tensor, transform: RowTransform, out: Tensor | None = None) 
     return common, row_config(logits.device, logits.shape[1])
 
 
-def _empty_statistics(logits: Tensor, with_entropy: bool) -> RowStatistics:
+def empty_statistics(logits: Tensor, with_entropy: bool) -> RowStatistics:
+    """Room for the statistics of as many rows as `logits` has."""
     new = [torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(4)]
     return RowStatistics(new[0], new[1], new[2], new[3] if with_entropy else None)
 
@@ -180,7 +181,7 @@ def _shares_memory(logits: Tensor, out: Tensor, allowed: bool) -> bool:
 
 
 @contextmanager
-def _device_of(x: Tensor) -> Iterator[None]:
-    # triton launches on the current device, which need not be the tensor's
+def device_of(x: Tensor) -> Iterator[None]:
+    """The device of `x` as the current one: Triton launches there, and it need not be the tensor's."""
     with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
         yield

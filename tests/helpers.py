@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,6 +191,31 @@ def make_case(
         given["sampling_per_token_logps"] = logp + drift * randn(B, T)
     advantages = randn(B, T) if per_token_advantages else randn(B)
     return Case(hidden, weight, ids, advantages, mask, {**given, **options})
+
+
+class Precision(NamedTuple):
+    """How exactly an engine is held against the float64 reference."""
+
+    dtype: torch.dtype
+    """the widest that it takes"""
+    tol: float
+
+
+PRECISION = {
+    "reference": Precision(torch.float64, 1e-10),
+    "chunked": Precision(torch.float64, 1e-10),
+    "triton": Precision(torch.float32, 2e-5),
+}
+
+
+def assert_engine_matches(impl: str, case: Case, config: GRPOLossConfig, *, variants: list[dict[str, Any]]) -> Result:
+    """The engine, in its widest dtype and with each of the options, gives what the float64 reference gives for it."""
+    dtype, tol = PRECISION[impl]
+    case = case.to(dtype)
+    want = case.to(torch.float64).run(config, impl="reference")
+    for options in variants:
+        assert_same(case.run(config, impl=impl, **options), want, tol=tol)
+    return want
 
 
 def pack(case: Case) -> Case:

@@ -256,7 +256,7 @@ def _operator_calls():
     )  # fmt: skip
     yield _ops.linear_logprobs, (h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True)
     yield _ops.linear_logprobs_backward, (
-        old, None, h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True, True, False,
+        old, None, old, None, old.flatten(), old.flatten(), h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True, True, False,
     )  # fmt: skip
     yield _ops.grpo_objective, (
         old * 1.01, old.abs(), case.advantages.float(), mask, old, ref, None, None, None, None, config,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Case, config_id, make_case, make_config, pack
+from helpers import PRECISION, Case, config_id, make_case, make_config, pack
 
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss
 
-IMPLS = ["reference", "chunked"]
+IMPLS = ["reference", "chunked", "triton"]
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
 
 
@@ -27,7 +27,7 @@ def test_overflowing_ratio_of_an_active_token(loss_type, level, shift, sign, imp
     """A clipped active token whose ratio overflows gives a NaN gradient elsewhere, A = 0 a NaN loss."""
     if loss_type == "gmpo" and level != "token":
         pytest.skip("gmpo has no levels")
-    case = make_case(0)
+    case = make_case(0).to(PRECISION[impl].dtype)
     case.advantages = torch.full_like(case.advantages, sign)
     case.options["old_per_token_logps"][2, 1:3] += shift
     config = make_config(loss_type, importance_sampling_level=level, beta=0.1)
@@ -44,7 +44,7 @@ def test_overflowing_ratio_of_an_active_token(loss_type, level, shift, sign, imp
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_reference_far_above_the_policy(estimator, impl):
     """Clamping the exponent of k3 alone would turn the force around beyond q = 20."""
-    case = make_case(1)
+    case = make_case(1).to(PRECISION[impl].dtype)
     case.options["ref_per_token_logps"] = case.options["ref_per_token_logps"] + 500.0
     config = make_config("dapo", beta=0.1, kl_estimator=estimator, use_bias_correction_kl=False)
     result = case.run(config, impl=impl)
@@ -64,7 +64,7 @@ def test_masked_positions_may_hold_anything(loss_type, layout, compact, impl):
     """NaN and inf in states, log-probs, advantages and ratios, ids of -100 and beyond V: exactly no effect."""
     per_token = loss_type != "gmpo"
     config = make_config(loss_type, beta=0.1, entropy_coef=0.01)
-    clean = make_case(2, per_token_advantages=per_token)
+    clean = make_case(2, per_token_advantages=per_token).to(PRECISION[impl].dtype)
     poisoned = poison(clean)
     if layout == "packed":
         clean, poisoned = pack(clean), pack(poisoned)
@@ -111,7 +111,7 @@ def poison(case: Case) -> Case:
 @pytest.mark.parametrize("config", [make_config(t, beta=0.1, entropy_coef=0.1) for t in LOSS_TYPES], ids=config_id)
 def test_batch_without_an_active_token(config, compact, impl):
     """The loss is 0 and still differentiable."""
-    case = make_case(3)
+    case = make_case(3).to(PRECISION[impl].dtype)
     case.completion_mask[:] = False
     result = case.run(config, impl=impl, compact=compact)
     assert result.out.loss == 0
@@ -230,7 +230,7 @@ def test_65536_tokens_and_more():
 @pytest.mark.parametrize("impl", IMPLS)
 def test_impossible_tokens(impl):
     """-inf logits (a masked vocabulary entry): 0 * -inf counts 0 in entropy and gradient."""
-    case = make_case(10, V=11)
+    case = make_case(10, V=11).to(PRECISION[impl].dtype)
     bias = torch.zeros(11, dtype=torch.float64)
     bias[3] = -torch.inf
     case.completion_ids[case.completion_ids == 3] = 4
@@ -245,7 +245,7 @@ def test_impossible_tokens(impl):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_active_token_of_probability_zero(level, estimator, impl):
     """Its log-prob is -inf, for the policy or the reference: no gradient of its own, and nothing becomes NaN."""
-    case = make_case(11, V=11)
+    case = make_case(11, V=11).to(PRECISION[impl].dtype)
     bias = torch.zeros(11, dtype=torch.float64)
     bias[3] = -torch.inf
     case.completion_ids[2, :] = 3
@@ -265,7 +265,7 @@ def test_active_token_of_probability_zero(level, estimator, impl):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_nan_in_an_active_state_is_seen(loss_type, on_policy, impl):
     """A broken model must not train on quietly: loss and gradient are NaN together."""
-    case = make_case(12)
+    case = make_case(12).to(PRECISION[impl].dtype)
     case.hidden_states[2][case.completion_mask[2]] = torch.nan
     if on_policy:
         case.options["old_per_token_logps"] = None
@@ -337,7 +337,6 @@ def test_gmpo_beyond_its_bound_has_no_gradient():
     old = torch.full((1, 3), -25.0, dtype=torch.float64)
     for impl in IMPLS:
         logps.grad = None
-        impl = "auto" if impl == "chunked" else impl
         out = grpo_loss(logps, -torch.ones(1).double(), old_per_token_logps=old, config=make_config("gmpo"), impl=impl)
         out.loss.backward()
         torch.testing.assert_close(out.loss, torch.tensor(20.0).double().exp())

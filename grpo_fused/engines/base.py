@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_fused.batch import TokenBatch
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.head import Head
+from grpo_fused.engines.rows import Statistics
 from grpo_fused.objective import evaluate
 
 
@@ -59,15 +60,6 @@ class Needs(NamedTuple):
         return self.hidden or self.weight or self.bias
 
 
-class Scores(NamedTuple):
-    """Log-probs and entropies of K rows, statistics dtype."""
-
-    logp: Tensor
-    """[K]"""
-    entropy: Tensor | None
-    """[K], if asked for"""
-
-
 class Gradients(NamedTuple):
     """Gradients of a call, None where not needed."""
 
@@ -112,8 +104,8 @@ class Engine(Protocol):
 
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
-    ) -> Scores:
-        """Log-probs (and entropies) of the tokens at `rows` ([K] int64, ascending): one head product."""
+    ) -> Statistics:
+        """Statistics, log-probs (and entropies) of the tokens at `rows` ([K] int64, ascending): one head product."""
         ...
 
     def fused(
@@ -125,12 +117,14 @@ class Engine(Protocol):
         coefficients: Coefficients,
         needs: Needs,
         *,
+        known: Statistics | None,
         with_entropy: bool,
         skip_zeros: bool,
         max_scratch_bytes: int | None,
-    ) -> tuple[Scores, Gradients]:
+    ) -> tuple[Statistics, Gradients]:
         """Scores of `rows` and the gradients of their coefficients, chunk by chunk: three head products.
 
+        `known` are the scores of `rows` where they have been made: an engine may build on them, or make them again.
         `skip_zeros` lets the engine look at the coefficients of a chunk and leave out rows where they are 0.
         """
         ...

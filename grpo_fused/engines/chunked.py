@@ -15,18 +15,11 @@ from torch import Tensor
 
 from grpo_fused.batch import TokenBatch
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Coefficients, Gradients, Needs, Scores, TokenObjective, Tokens
+from grpo_fused.engines.base import Coefficients, Gradients, Needs, TokenObjective, Tokens
 from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, Head
 from grpo_fused.engines.rows import RowWork, Statistics, TorchRows, Transform
-
-DEFAULT_SCRATCH_BYTES = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
-"""Scratch of a call where `max_scratch_bytes` is None, by device type (256 MiB on others).
-
-A chunk of C tokens takes 4·C·V bytes of it; 128 MiB at V = 151936 are C = 144. Larger chunks pass over the weight and
-the fp32 dW accumulator less often. Measured on the CPU (AVX512-BF16, 2 cores, bf16, N = 1024, H = 896, V = 151936,
-forward + backward, bare GEMMs 2.3 s): 5.2 s at 64 MiB, 3.9 at 128, 3.9 at 256, 4.4 at 512, 3.8 at 1024. CUDA: not
-measured yet.
-"""
+from grpo_fused.engines.scratch import scratch_budget
+from grpo_fused.engines.sums import GradientSums, fp16_scale
 
 _ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds beside the slab
 _WIDENED_BLOCKS = 3  # a weight block on its way to fp32, and a block of dW, on the CPU
@@ -72,7 +65,7 @@ class _Plan(NamedTuple):
     def of(cls, head: Head, max_scratch_bytes: int | None) -> _Plan:
         """chunk_rows = (budget - row temporaries - widened weight blocks) / bytes of a row of logits."""
         device = head.weight.device.type
-        budget = DEFAULT_SCRATCH_BYTES.get(device, 256 * 2**20) if max_scratch_bytes is None else max_scratch_bytes
+        budget = scratch_budget(head.weight.device, max_scratch_bytes)
         row_bytes = head.statistics_dtype.itemsize * max(head.vocab_size, 1)
         widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
         block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
@@ -101,17 +94,12 @@ class ChunkedEngine:
         return _Plan.of(head, max_scratch_bytes).chunk_rows
 
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """See `Engine.weight_gradient_dtype`: one chunk is one product and needs no fp32 accumulator."""
-        one_chunk = num_tokens <= self.chunk_rows(head, max_scratch_bytes)
-        if (
-            one_chunk and head.weight.dtype == head.gradient_dtype != torch.float16
-        ):  # fp16 is rescaled after the product
-            return head.weight.dtype
-        return head.statistics_dtype
+        """See `Engine.weight_gradient_dtype`."""
+        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
 
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
-    ) -> Scores:
+    ) -> Statistics:
         """See `Engine.score`."""
         plan = _Plan.of(head, max_scratch_bytes)
         work = self._workspace(head, min(plan.chunk_rows, rows.shape[0]), plan)
@@ -119,7 +107,7 @@ class ChunkedEngine:
             work.score(tokens, rows[start : start + plan.chunk_rows], with_entropy)
             for start in range(0, rows.shape[0], plan.chunk_rows)
         ]
-        return _concatenate(parts, head, with_entropy)
+        return Statistics.concatenate(parts, head.weight, with_entropy)
 
     def fused(
         self,
@@ -130,15 +118,16 @@ class ChunkedEngine:
         coefficients: Coefficients,
         needs: Needs,
         *,
+        known: Statistics | None,
         with_entropy: bool,
         skip_zeros: bool,
         max_scratch_bytes: int | None,
-    ) -> tuple[Scores, Gradients]:
+    ) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`."""
         longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         work = self._workspace(head, longest, _Plan.of(head, max_scratch_bytes))
         dtype = self.weight_gradient_dtype(head, tokens.ids.shape[0], max_scratch_bytes)
-        sums = _GradientSums(head, tokens, needs, dtype)
+        sums = GradientSums(head, tokens, needs, dtype)
         parts = []
         for part in chunks:
             taken = rows[part]
@@ -149,7 +138,11 @@ class ChunkedEngine:
                     parts.append(one[0])
                     sums.add(taken, one[1], None)
                     continue
-            stats = work.score(tokens, taken, with_entropy)
+            if known is not None and work.row_work.only_reads:
+                stats = known.select(part)
+                work.logits(tokens, taken)
+            else:
+                stats = work.score(tokens, taken, with_entropy)
             parts.append(stats)
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
             kept = _nonzero_rows(dlogp, dentropy) if skip_zeros and work.row_work.picks_rows else None
@@ -158,13 +151,13 @@ class ChunkedEngine:
                 dentropy = None if dentropy is None else dentropy[kept]
             if taken.shape[0] == 0:
                 continue
-            scale = _fp16_scale(dlogp, dentropy) if head.gradient_dtype == torch.float16 else None
+            scale = fp16_scale(dlogp, dentropy) if head.gradient_dtype == torch.float16 else None
             if scale is not None:
                 dlogp = dlogp * scale
                 dentropy = None if dentropy is None else dentropy * scale
             dlogits = work.gradient(tokens, taken, kept, stats, dlogp, dentropy)
             sums.add(taken, dlogits, scale)
-        return _concatenate(parts, head, with_entropy), sums.result()
+        return Statistics.concatenate(parts, head.weight, with_entropy), sums.result()
 
 
 class _Workspace:
@@ -182,7 +175,7 @@ class _Workspace:
     def score(self, tokens: Tokens, rows: Tensor, with_entropy: bool) -> Statistics:
         """Fill the slab with the logits of `rows` and return their statistics."""
         return self.row_work.statistics(
-            self._logits(tokens, rows),
+            self.logits(tokens, rows),
             tokens.target_rows(rows),
             self._transform(tokens, rows),
             with_entropy=with_entropy,
@@ -216,7 +209,7 @@ class _Workspace:
             return None
         out = self.gradients[: rows.shape[0], : self.head.vocab_size]
         stats = self.row_work.loss(
-            self._logits(tokens, rows),
+            self.logits(tokens, rows),
             tokens.target_rows(rows),
             batch,
             config,
@@ -226,7 +219,8 @@ class _Workspace:
         )
         return stats, out
 
-    def _logits(self, tokens: Tokens, rows: Tensor) -> Tensor:
+    def logits(self, tokens: Tokens, rows: Tensor) -> Tensor:
+        """Fill the slab with the products of `rows`."""
         logits = self.slab[: rows.shape[0], : self.head.vocab_size]
         self.head.logits_into(logits, self.head.operand(tokens.hidden_rows(rows)))
         return logits
@@ -236,68 +230,8 @@ class _Workspace:
         return Transform(bias, self.head.logit_scale, self.head.softcap, tokens.temperature_rows(rows))
 
 
-class _GradientSums:
-    """Gradients as the chunks add to them."""
-
-    def __init__(self, head: Head, tokens: Tokens, needs: Needs, weight_dtype: torch.dtype) -> None:
-        self.head, self.tokens, self.needs = head, tokens, needs
-        self.weight_dtype = weight_dtype
-        self.rows = 0
-        hidden, weight = tokens.hidden_states, head.weight
-        shape = (tokens.ids.shape[0], weight.shape[1])
-        self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.hidden else None
-        self.weight: Tensor | None = None
-        self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
-
-    def add(self, rows: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
-        """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None)."""
-        self.rows += rows.shape[0]
-        if self.hidden is not None:
-            dhidden = self.head.hidden_gradient(dlogits)
-            if scale is not None:
-                dhidden = dhidden / scale
-            self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
-        if self.needs.weight:
-            self._add_weight(dlogits, self.head.operand(self.tokens.hidden_rows(rows)), scale)
-        if self.needs.bias:
-            dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
-            self.bias += dbias if scale is None else dbias / scale
-
-    def _add_weight(self, dlogits: Tensor, hidden: Tensor, scale: Tensor | None) -> None:
-        if self.weight_dtype != self.head.statistics_dtype:
-            self.weight = torch.mm(dlogits.T, hidden.to(self.weight_dtype))  # the only product of the call
-            return
-        first = self.weight is None
-        if self.weight is None:
-            self.weight = torch.empty(self.head.weight.shape, dtype=self.weight_dtype, device=dlogits.device)
-        self.head.accumulate_weight_gradient(self.weight, dlogits, hidden, first=first, scale=scale)
-
-    def result(self) -> Gradients:
-        """What has been added; zeros where nothing was."""
-        if self.needs.weight and self.weight is None:
-            weight = self.head.weight
-            self.weight = torch.zeros(weight.shape, dtype=self.weight_dtype, device=weight.device)
-        return Gradients(self.hidden, self.weight, self.bias if self.needs.bias else None, self.rows)
-
-
-def _concatenate(parts: list[Statistics], head: Head, with_entropy: bool) -> Scores:
-    if not parts:
-        empty = torch.zeros(0, dtype=head.statistics_dtype, device=head.weight.device)
-        return Scores(empty, empty if with_entropy else None)
-    entropies = [part.entropy for part in parts if part.entropy is not None]
-    return Scores(torch.cat([part.logp for part in parts]), torch.cat(entropies) if with_entropy else None)
-
-
 def _nonzero_rows(dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
     """[K] int64: rows with a coefficient, or None where too few are without one to be worth leaving out."""
     nonzero = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
     rows = nonzero.nonzero().squeeze(1)
     return rows if rows.shape[0] < _WORTH_SKIPPING * dlogp.shape[0] else None
-
-
-def _fp16_scale(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """0-d power of two that lifts a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
-    # |dlogits| <= |g| + |g_H| * p * |log p + H|, whose last factor stays below 32
-    bound = dlogp.abs() if dentropy is None else dlogp.abs() + 32 * dentropy.abs()
-    largest = bound.max().clamp(min=torch.finfo(torch.float32).tiny, max=torch.finfo(torch.float32).max)
-    return torch.exp2((8.0 - largest.log2()).floor().clamp(-120.0, 120.0))

@@ -102,7 +102,7 @@ class Head:
         return self.weight.device.type == "cuda" and self.compute_dtype in (torch.bfloat16, torch.float16)
 
     @cached_property
-    def _rounded_weight(self) -> Tensor:
+    def rounded_weight(self) -> Tensor:
         """[V, H]: the weight in the compute dtype; autocast's copy of an fp32 master, made once for a call."""
         return self.operand(self.weight)
 
@@ -113,7 +113,7 @@ class Head:
     def logits_into(self, out: Tensor, hidden: Tensor) -> None:
         """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; the bias is row work."""
         if self._has_fp32_output:
-            torch.mm(hidden, self._rounded_weight.T, out_dtype=torch.float32, out=out)
+            torch.mm(hidden, self.rounded_weight.T, out_dtype=torch.float32, out=out)
         else:
             wide = hidden.to(self.statistics_dtype)
             for block in self._blocks(self.statistics_dtype):
@@ -169,7 +169,7 @@ class Head:
 
     def _block(self, block: slice, dtype: torch.dtype) -> Tensor:
         if self._has_fp32_output:
-            return self._rounded_weight[block].to(dtype)
+            return self.rounded_weight[block].to(dtype)
         return self.operand(self.weight[block]).to(dtype)
 
 

@@ -7,18 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Scores, Tokens
+from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.chunked import row_block_bytes, row_work
 from grpo_fused.engines.rows import RowWork, Statistics, Transform
 
 
-def score_logits(tokens: Tokens, rows: Tensor, *, with_entropy: bool) -> Scores:
+def score_logits(tokens: Tokens, rows: Tensor, *, with_entropy: bool) -> Statistics:
     """Scores of the tokens at `rows`, whose "hidden states" are logits [N, V] or [B, T, V] of any float dtype."""
     work = _work(tokens)
     parts = [_score(work, tokens, block, raw, with_entropy) for block, raw in _blocks(work, tokens, rows)]
-    logp = torch.cat([part.logp for part in parts])
-    entropies = [part.entropy for part in parts if part.entropy is not None]
-    return Scores(logp, torch.cat(entropies) if with_entropy else None)
+    return Statistics.concatenate(parts, tokens.hidden_states, with_entropy)
 
 
 def logits_gradient(tokens: Tokens, rows: Tensor, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

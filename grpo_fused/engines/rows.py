@@ -35,6 +35,19 @@ class Statistics(NamedTuple):
         entropy = None if self.entropy is None else self.entropy[rows]
         return Statistics(self.max[rows], self.log_sum[rows], self.logp[rows], entropy)
 
+    @classmethod
+    def concatenate(cls, parts: list[Statistics], like: Tensor, with_entropy: bool) -> Statistics:
+        """Statistics of consecutive parts of the rows; those of no rows on the device of `like` if there is none."""
+        if not parts:
+            empty = torch.zeros(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            return cls(empty, empty, empty, empty if with_entropy else None)
+        return cls(
+            max=torch.cat([part.max for part in parts]),
+            log_sum=torch.cat([part.log_sum for part in parts]),
+            logp=torch.cat([part.logp for part in parts]),
+            entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]) if with_entropy else None,
+        )
+
 
 class Transform(NamedTuple):
     """How raw products become z: softcap(logit_scale * (raw + bias)) / temperature."""
@@ -158,12 +171,7 @@ class TorchRows:
         for rows in _row_blocks(raw.shape[0], block_rows):
             z = transform.select(rows).apply_(raw[rows])
             parts.append(_statistics(z, targets[rows], with_entropy))
-        return Statistics(
-            max=torch.cat([part.max for part in parts]),
-            log_sum=torch.cat([part.log_sum for part in parts]),
-            logp=torch.cat([part.logp for part in parts]),
-            entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]) if with_entropy else None,
-        )
+        return Statistics.concatenate(parts, raw, with_entropy)
 
     def gradient(
         self,

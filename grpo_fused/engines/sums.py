@@ -1,0 +1,68 @@
+"""Gradients of a call, summed over its chunks from their dlogits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fused.engines.base import Gradients, Needs, Tokens
+from grpo_fused.engines.head import Head
+
+
+class GradientSums:
+    """Gradients as the chunks add to them."""
+
+    @staticmethod
+    def weight_dtype(head: Head, *, one_chunk: bool) -> torch.dtype:
+        """Dtype of dW: one chunk is one product and needs no fp32 accumulator (fp16 is rescaled after the product)."""
+        if one_chunk and head.weight.dtype == head.gradient_dtype != torch.float16:
+            return head.weight.dtype
+        return head.statistics_dtype
+
+    def __init__(self, head: Head, tokens: Tokens, needs: Needs, weight_dtype: torch.dtype) -> None:
+        self.head, self.tokens, self.needs = head, tokens, needs
+        self.dtype = weight_dtype
+        self.rows = 0
+        hidden, weight = tokens.hidden_states, head.weight
+        shape = (tokens.ids.shape[0], weight.shape[1])
+        self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.hidden else None
+        self.weight: Tensor | None = None
+        self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
+
+    def add(self, rows: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
+        """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None)."""
+        self.rows += rows.shape[0]
+        if self.hidden is not None:
+            dhidden = self.head.hidden_gradient(dlogits)
+            if scale is not None:
+                dhidden = dhidden / scale
+            self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
+        if self.needs.weight:
+            self._add_weight(dlogits, self.head.operand(self.tokens.hidden_rows(rows)), scale)
+        if self.needs.bias:
+            dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
+            self.bias += dbias if scale is None else dbias / scale
+
+    def _add_weight(self, dlogits: Tensor, hidden: Tensor, scale: Tensor | None) -> None:
+        if self.dtype != self.head.statistics_dtype:
+            self.weight = torch.mm(dlogits.T, hidden.to(self.dtype))  # the only product of the call
+            return
+        first = self.weight is None
+        if self.weight is None:
+            self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
+        self.head.accumulate_weight_gradient(self.weight, dlogits, hidden, first=first, scale=scale)
+
+    def result(self) -> Gradients:
+        """What has been added; zeros where nothing was."""
+        if self.needs.weight and self.weight is None:
+            weight = self.head.weight
+            self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
+        return Gradients(self.hidden, self.weight, self.bias if self.needs.bias else None, self.rows)
+
+
+def fp16_scale(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """0-d power of two that lifts a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
+    # |dlogits| <= |g| + |g_H| * p * |log p + H|, whose last factor stays below 32
+    bound = dlogp.abs() if dentropy is None else dlogp.abs() + 32 * dentropy.abs()
+    largest = bound.max().clamp(min=torch.finfo(torch.float32).tiny, max=torch.finfo(torch.float32).max)
+    return torch.exp2((8.0 - largest.log2()).floor().clamp(-120.0, 120.0))

@@ -1,0 +1,404 @@
+"""Head kernels: the product hidden [N, H] x weight^T [H, V] with its row work in the epilogue.
+
+A work item is a panel of BLOCK_N tokens times a split, a run of vocabulary tiles. Its tiles and their k steps form one
+flat loop, so that the loads of the next tile run during the epilogue of this one. What the epilogue does is MODE:
+
+- SCORE: online statistics in registers. Nothing of the size of the vocabulary is written.
+- EXPONENTIALS: the same, and E = exp(z - tile maximum) in a narrow dtype with one offset for each (token, tile). E has
+  the relative error of one rounding whatever the size of the logit, so it can become a gradient later.
+- DLOGITS: the gradient itself, from statistics that are known already.
+
+Statistics of splits are merged in their order by `finish_scores_fwd_kernel`, which also makes the targets' logits:
+looking for them in the epilogue would take 100 registers more. Tiles, splits and steps depend on (V, H, dtype, device)
+alone, and a row of a product does not depend on the other rows: a token's values are bitwise the same in any company.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .objective import LOWEST_LOGP, expm1
+from .rows import to_z
+
+SCORE = tl.constexpr(0)
+EXPONENTIALS = tl.constexpr(1)
+DLOGITS = tl.constexpr(2)
+
+
+@triton.jit
+def merge_statistics(m, total, moment, other_m, other_total, other_moment, WITH_ENTROPY: tl.constexpr):
+    """(max, sum of exp(z - max), sum of exp(z - max) * (z - max)) of two parts of a row."""
+    new_m = tl.maximum(m, other_m)
+    safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
+    rescale, other_rescale = tl.exp(m - safe_m), tl.exp(other_m - safe_m)
+    if WITH_ENTROPY:
+        drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
+        other_drop = tl.where(other_m == -float("inf"), 0.0, other_m - safe_m)
+        moment = (moment + total * drop) * rescale + (other_moment + other_total * other_drop) * other_rescale
+    return new_m, total * rescale + other_total * other_rescale, moment
+
+
+@triton.jit
+def load_block(x, row, k, num_rows, stride, H, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+               EVEN_K: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """[BLOCK_R, BLOCK_K] of a matrix [num_rows, H], 0 outside."""
+    if TMA:
+        block = x.load([row, k])
+    else:
+        rows = row + tl.arange(0, BLOCK_R)
+        cols = k + tl.arange(0, BLOCK_K)
+        inside = rows[:, None] < num_rows
+        if not EVEN_K:
+            inside = inside & (cols[None, :] < H)
+        block = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    if UPCAST:  # the interpreter multiplies bf16 as bit patterns
+        block = block.to(tl.float32)
+    return block
+
+
+@triton.jit
+def multiply(
+    acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One k step of the product of a token panel and a vocabulary tile."""
+    a = load_block(x, row, k * BLOCK_K, N, stride_xn, H, BLOCK_N, BLOCK_K, TMA, EVEN_K, UPCAST)
+    b = load_block(w, tile * BLOCK_V, k * BLOCK_K, V, stride_wv, H, BLOCK_V, BLOCK_K, TMA, EVEN_K, UPCAST)
+    return tl.dot(a, b.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def store_block(out, block, row, col, N, V, stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr):
+    """Write [BLOCK_N, BLOCK_V] of a matrix [N, V], leaving out what is outside."""
+    if TMA:
+        out.store([row, col], block.to(out.dtype))
+    else:
+        rows = row + tl.arange(0, BLOCK_N)
+        cols = col + tl.arange(0, BLOCK_V)
+        inside = (rows[:, None] < N) & (cols[None, :] < V)
+        pointers = out + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+        tl.store(pointers, block.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def epilogue(
+    acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
+    entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
+    MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What is done with a tile of products; returns the running statistics."""
+    rows = row + tl.arange(0, BLOCK_N)
+    cols = (tile * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    live = rows < N
+    inv_t = 1.0 / temperature
+    if HAS_TEMPERATURES:
+        inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)[:, None]
+    z, slope = to_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    if MODE == DLOGITS:
+        dlogp = tl.load(dlogp_ptr + rows, mask=live, other=0.0)
+        targets = tl.load(targets_ptr + rows, mask=live, other=-1)
+        at_target = -dlogp * expm1(tl.load(logp_ptr + rows, mask=live, other=0.0))
+        shifted = z - tl.load(max_ptr + rows, mask=live, other=0.0)[:, None]
+        log_p = tl.maximum(shifted - tl.load(log_sum_ptr + rows, mask=live, other=0.0)[:, None], LOWEST_LOGP)
+        p = tl.exp(log_p)
+        dz = tl.where(cols == targets[:, None], at_target[:, None], -dlogp[:, None] * p)
+        if HAS_DENTROPY:
+            entropy = tl.load(entropy_ptr + rows, mask=live, other=0.0)
+            dentropy = tl.load(dentropy_ptr + rows, mask=live, other=0.0)
+            dz -= dentropy[:, None] * p * (log_p + entropy[:, None])
+        store_block(out, dz * slope, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
+        return m, total, moment
+    else:
+        if not EVEN_V:
+            z = tl.where(cols < V, z, -float("inf"))
+        tile_m = tl.max(z, axis=1)
+        safe_m = tl.where(tile_m == -float("inf"), 0.0, tile_m)
+        shifted = z - safe_m[:, None]
+        e = tl.exp(shifted)
+        tile_moment = tile_m
+        if WITH_ENTROPY:
+            tile_moment = tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=1)
+        if MODE == EXPONENTIALS:
+            store_block(out, e, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
+            tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, safe_m, mask=live)
+        return merge_statistics(m, total, moment, tile_m, tl.sum(e, axis=1), tile_moment, WITH_ENTROPY)
+
+
+@triton.jit(
+    do_not_specialize=["N", "panels", "group"],
+    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
+                                    "entropy_ptr", "dlogp_ptr", "dentropy_ptr"],
+)  # fmt: skip
+def head_fwd_kernel(
+    x,
+    w,
+    out,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    entropy_ptr,
+    dlogp_ptr,
+    dentropy_ptr,
+    total_ptr,
+    moment_ptr,
+    offset_ptr,
+    stride_xn,
+    stride_wv,
+    stride_out,
+    N,
+    V,
+    H,
+    panels,
+    group,
+    splits,
+    tiles_per_split,
+    num_tiles,
+    temperature,
+    logit_scale,
+    softcap,
+    MODE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Every work item of [N, H] x [V, H]^T; a program takes items pid, pid + num_programs, and so on.
+
+    `x`, `w` and `out` are tensor descriptors where TMA says so, else pointers. Partial statistics go to
+    [splits, N]: maxima to `max_ptr`, sums to `total_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
+    """
+    k_steps = tl.cdiv(H, BLOCK_K)
+    for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):
+        # panels of a group go together: their hidden states stay in L2 while the weight streams by
+        first = item // (group * splits) * group
+        size = tl.minimum(panels - first, group)
+        within = item % (group * splits)
+        split = within // size
+        row = (first + within % size) * BLOCK_N
+        first_tile = split * tiles_per_split
+        tiles = tl.minimum(num_tiles - first_tile, tiles_per_split)
+        m = tl.full([BLOCK_N], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_N], tl.float32)
+        moment = tl.zeros([BLOCK_N], tl.float32)
+        if SPECIALIZED:
+            for tile in tl.range(first_tile, first_tile + tiles):
+                acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+                for k in tl.range(0, k_steps, warp_specialize=True):
+                    acc = multiply(
+                        acc,
+                        x,
+                        w,
+                        row,
+                        tile,
+                        k,
+                        N,
+                        V,
+                        H,
+                        stride_xn,
+                        stride_wv,
+                        BLOCK_N,
+                        BLOCK_V,
+                        BLOCK_K,
+                        TMA,
+                        EVEN_K,
+                        UPCAST,
+                    )
+                m, total, moment = epilogue(
+                    acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
+                    log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
+                    num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
+                    WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, BLOCK_N, BLOCK_V,
+                )  # fmt: skip
+        else:
+            acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+            for step in tl.range(0, tiles * k_steps):
+                tile = first_tile + step // k_steps
+                k = step % k_steps
+                acc = multiply(
+                    acc,
+                    x,
+                    w,
+                    row,
+                    tile,
+                    k,
+                    N,
+                    V,
+                    H,
+                    stride_xn,
+                    stride_wv,
+                    BLOCK_N,
+                    BLOCK_V,
+                    BLOCK_K,
+                    TMA,
+                    EVEN_K,
+                    UPCAST,
+                )
+                if k == k_steps - 1:
+                    m, total, moment = epilogue(
+                        acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
+                        log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
+                        num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
+                        WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, BLOCK_N, BLOCK_V,
+                    )  # fmt: skip
+                    acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        if MODE != DLOGITS:
+            rows = row + tl.arange(0, BLOCK_N)
+            part = split * N + rows  # below 2^31: at most 128 splits
+            tl.store(max_ptr + part, m, mask=rows < N)
+            tl.store(total_ptr + part, total, mask=rows < N)
+            if WITH_ENTROPY:
+                tl.store(moment_ptr + part, moment, mask=rows < N)
+
+
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
+                                    "entropy_ptr"],
+)  # fmt: skip
+def finish_scores_fwd_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    part_max_ptr,
+    part_total_ptr,
+    part_moment_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    entropy_ptr,
+    stride_xn,
+    stride_wv,
+    N,
+    V,
+    H,
+    splits,
+    temperature,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(max, log_sum, logp, entropy) of BLOCK_N rows from the partial statistics [splits, N] and the targets' logits.
+
+    A target's product is the diagonal of hidden x weight[targets]^T, in the k steps of the head kernel: summed like its
+    row's maximum, so that a confident token's log-prob is exact. It costs BLOCK_N of V columns of a head product.
+    """
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    live = rows < N
+    targets = tl.load(targets_ptr + rows, mask=live, other=0)
+    acc = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    for k in tl.range(0, H, BLOCK_K):
+        a = load_block(x_ptr, row, k, N, stride_xn, H, BLOCK_N, BLOCK_K, False, EVEN_K, UPCAST)
+        cols = k + tl.arange(0, BLOCK_K)
+        b = tl.load(w_ptr + targets[:, None] * stride_wv + cols[None, :], mask=cols[None, :] < H, other=0.0)
+        if UPCAST:
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    diagonal = tl.arange(0, BLOCK_N)[:, None] == tl.arange(0, BLOCK_N)[None, :]
+    inv_t = 1.0 / temperature
+    if HAS_TEMPERATURES:
+        inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
+    product = tl.sum(tl.where(diagonal, acc, 0.0), axis=1)
+    z, _ = to_z(product, bias_ptr, targets, live, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+
+    m = tl.full([BLOCK_N], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    moment = tl.zeros([BLOCK_N], tl.float32)
+    for split in tl.range(0, splits):
+        part = split * N + rows  # below 2^31: at most 128 splits
+        part_m = tl.load(part_max_ptr + part, mask=live, other=0.0)
+        part_total = tl.load(part_total_ptr + part, mask=live, other=1.0)
+        part_moment = part_m
+        if WITH_ENTROPY:
+            part_moment = tl.load(part_moment_ptr + part, mask=live, other=0.0)
+        m, total, moment = merge_statistics(m, total, moment, part_m, part_total, part_moment, WITH_ENTROPY)
+    log_sum = tl.log(total)
+    tl.store(max_ptr + rows, m, mask=live)
+    tl.store(log_sum_ptr + rows, log_sum, mask=live)
+    tl.store(logp_ptr + rows, tl.minimum((z - m) - log_sum, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=live)
+    if WITH_ENTROPY:
+        entropy = tl.maximum(log_sum - moment / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(entropy_ptr + rows, entropy, mask=live)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
+                                    "entropy_ptr", "dlogp_ptr", "dentropy_ptr"],
+)  # fmt: skip
+def exponentials_bwd_kernel(
+    e_ptr,
+    offset_ptr,
+    targets_ptr,
+    temperature_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    entropy_ptr,
+    dlogp_ptr,
+    dentropy_ptr,
+    stride_e,
+    padded,
+    num_tiles,
+    temperature,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """dL/d(product) of a row, in place of its exponentials: p = E * exp(offset - lse), z = log E + offset."""
+    row = tl.program_id(0).to(tl.int64)
+    inv_t = 1.0 / temperature
+    if HAS_TEMPERATURES:
+        inv_t = 1.0 / tl.load(temperature_ptr + row)
+    target = tl.load(targets_ptr + row)
+    m = tl.load(max_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
+    dlogp = tl.load(dlogp_ptr + row)
+    at_target = -dlogp * expm1(tl.load(logp_ptr + row))
+    if HAS_DENTROPY:
+        entropy = tl.load(entropy_ptr + row)
+        dentropy = tl.load(dentropy_ptr + row)
+    for first in tl.range(0, num_tiles, TILES):
+        tiles = first + tl.arange(0, TILES)[:, None]
+        cols = tiles * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+        offset = tl.load(offset_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
+        log_scale = (offset - m) - log_sum
+        pointers = e_ptr + row * stride_e + cols
+        e = tl.load(pointers, mask=cols < padded, other=0.0).to(tl.float32)
+        p = e * tl.exp(log_scale)
+        dz = tl.where(cols == target, at_target, -dlogp * p)
+        if HAS_DENTROPY:
+            log_p = tl.maximum(tl.log(e) + log_scale, LOWEST_LOGP)
+            dz -= dentropy * p * (log_p + entropy)
+        slope = logit_scale * inv_t
+        if HAS_SOFTCAP:
+            capped = (tl.log(e) + offset) / (inv_t * softcap)
+            slope *= tl.maximum(1.0 - capped * capped, 0.0)
+        tl.store(pointers, (dz * slope).to(e_ptr.dtype.element_ty), mask=cols < padded)

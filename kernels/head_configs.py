@@ -1,0 +1,178 @@
+"""Launch configurations of the head kernels as data, by architecture, each with its compiled reason.
+
+A configuration depends on the head (V, H, dtype, whether it has a bias or a softcap) and the device, never on the
+number of tokens: that is what makes a token's score the same in any batch. SCORE and EXPONENTIALS share theirs.
+`python -m benchmarks.aot` prints what the compiler makes of each and what the cost model expects. None is measured on a
+chip yet; `python -m benchmarks.tune` does that for these and for `CANDIDATES`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .configs import architecture
+from .launch import RowTransform
+
+MAX_SPLITS = 128
+"""Work items of a token panel: one panel alone fills 128 of an H200's 132 multiprocessors. The partial statistics of a
+token take 12 bytes each, 1.5 KB in all."""
+
+STEPS_PER_SPLIT = 128
+"""k steps that a work item should have at least: filling and draining its pipeline of 3 to 4 stages costs 3 %."""
+
+
+class HeadConfig(NamedTuple):
+    """How a head kernel is launched: tiles of [block_n tokens, block_v vocabulary rows], block_k of H at a time."""
+
+    block_n: int
+    block_v: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    store_stages: int
+    """stages where the epilogue stores a tile, which takes shared memory too"""
+    tma: bool = False
+    specialized: bool = False
+    """whether the k loop is split between loading and multiplying warps"""
+    persistent: bool = False
+    """whether a program takes one work item after another"""
+    max_splits: int = MAX_SPLITS
+    steps_per_split: int = STEPS_PER_SPLIT
+
+    def splits(self, vocab_size: int, width: int) -> tuple[int, int]:
+        """(vocabulary splits, tiles in each) of a head [V, H]."""
+        tiles = -(-vocab_size // self.block_v)
+        steps = -(-width // self.block_k)
+        each = min(max(-(-tiles // self.max_splits), -(-self.steps_per_split // steps)), tiles)
+        return -(-tiles // each), each
+
+    def programs(self, items: int, device: torch.device) -> int:
+        """Size of the grid."""
+        if not self.persistent or device.type == "cpu":
+            return items
+        return min(items, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class HeadTable(NamedTuple):
+    """The configurations of an architecture and a dtype."""
+
+    plain: HeadConfig
+    """scores of a head without bias and softcap"""
+    capped: HeadConfig
+    """scores of a head with either: their epilogue takes more registers"""
+    gradient: HeadConfig
+    """dlogits; every option at once is what fills its registers"""
+
+
+def _same(config: HeadConfig) -> HeadTable:
+    return HeadTable(config, config, config)
+
+
+_AMPERE = HeadTable(
+    # 16 warps: 8 spill when they store (128 to 232 bytes of stack)
+    plain=HeadConfig(128, 128, 64, num_warps=16, num_stages=3, store_stages=3),
+    capped=HeadConfig(128, 64, 64, num_warps=8, num_stages=3, store_stages=3),
+    gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=3, store_stages=3),
+)
+_HOPPER = HeadTable(
+    # 128 x 256 moves 8 TB/s from L2 at 700 TFLOP/s where 128 x 128 would move 11: 163 registers, 192 KiB; 173, 209 KiB
+    plain=HeadConfig(128, 256, 64, num_warps=8, num_stages=4, store_stages=3, tma=True),
+    # with softcap 128 x 256 spills 4 KB
+    capped=HeadConfig(128, 128, 64, num_warps=8, num_stages=4, store_stages=3, tma=True),
+    gradient=HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3, tma=True),
+)
+
+HEAD_CONFIGS: dict[str, HeadTable] = {
+    "sm_80": _AMPERE,
+    "sm_86": _AMPERE,
+    "sm_89": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": HeadTable(
+        # accumulators live in tensor memory; 128 x 256 crashes the compiler when it stores
+        plain=HeadConfig(128, 128, 64, num_warps=8, num_stages=4, store_stages=4, tma=True),
+        capped=HeadConfig(128, 128, 64, num_warps=8, num_stages=4, store_stages=4, tma=True),
+        gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=4, store_stages=4, tma=True),
+    ),
+    "gfx942": _same(HeadConfig(128, 128, 64, num_warps=8, num_stages=2, store_stages=2)),
+    "interpreter": _same(HeadConfig(32, 128, 64, 1, 1, 1, max_splits=8, steps_per_split=2)),
+}
+"""bf16 and fp16, by architecture."""
+
+POINTER_CONFIGS: dict[str, HeadTable] = {
+    "sm_90": _same(HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3)),
+    "sm_100": HeadTable(
+        plain=HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3),
+        capped=HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3),
+        gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=3, store_stages=3),
+    ),
+}
+"""For weights that a tensor descriptor cannot describe: rows that do not start 16 bytes aligned."""
+
+_FP32 = _same(HeadConfig(64, 32, 32, num_warps=4, num_stages=3, store_stages=3))
+
+FP32_CONFIGS: dict[str, HeadTable] = {
+    # IEEE products run on the fp32 units, not on tensor cores; larger tiles spill there
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"), _FP32),
+    "gfx942": _same(HeadConfig(64, 64, 32, num_warps=4, num_stages=2, store_stages=2)),
+    "interpreter": HEAD_CONFIGS["interpreter"],
+}
+
+CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
+    "sm_90": (
+        HeadConfig(128, 256, 64, 8, 4, 3, tma=True, persistent=True),
+        HeadConfig(256, 128, 64, 8, 4, 3, tma=True),
+        HeadConfig(256, 128, 64, 8, 4, 3, tma=True, persistent=True),
+        HeadConfig(128, 128, 64, 8, 3, 3, tma=True),  # 96 KiB and 128 registers: two programs a multiprocessor
+        HeadConfig(64, 128, 64, 4, 3, 3, tma=True, specialized=True),  # 128 rows crash triton 3.7.1
+    ),
+    "sm_100": (HeadConfig(128, 128, 64, 8, 4, 4, tma=True, persistent=True),),
+}
+"""What the tuner times beside the table (scores of a plain head); each is compiled in the tests."""
+
+
+def head_config(weight: Tensor, transform: RowTransform, *, gradient: bool = False) -> HeadConfig:
+    """The configuration for a head [V, H]: scores, or dlogits (`gradient`)."""
+    arch = architecture(weight.device)
+    if weight.dtype == torch.float32:
+        table = FP32_CONFIGS[arch]
+    else:
+        table = HEAD_CONFIGS[arch]
+        if not describable(weight):
+            table = POINTER_CONFIGS.get(arch, table)
+    if gradient:
+        return table.gradient
+    return table.plain if transform.bias is None and transform.softcap is None else table.capped
+
+
+def describable(weight: Tensor) -> bool:
+    """Whether a tensor descriptor can describe the weight, and hidden states of its width."""
+    return weight.data_ptr() % 16 == 0 and all(
+        n * weight.itemsize % 16 == 0 for n in (weight.stride(0), weight.shape[1])
+    )
+
+
+class FinishConfig(NamedTuple):
+    """How partial statistics are merged: block_n tokens a program, whose targets' products it makes."""
+
+    block_n: int
+    num_warps: int
+
+
+def finish_config(device: torch.device, config: HeadConfig) -> FinishConfig:
+    """64 tokens a program: the smallest tile of a Hopper product, 128 programs for 8192 tokens."""
+    return FinishConfig(16, 1) if device.type == "cpu" else FinishConfig(64, 4)
+
+
+class PassConfig(NamedTuple):
+    """How exponentials are turned into dlogits: one program a row, `tiles` vocabulary tiles at a time."""
+
+    tiles: int
+    num_warps: int
+
+
+def pass_config(device: torch.device, block_v: int) -> PassConfig:
+    """4096 elements on 8 warps: 16 a thread, two 16-byte accesses in bf16."""
+    return PassConfig(2, 1) if device.type == "cpu" else PassConfig(max(4096 // block_v, 1), 8)

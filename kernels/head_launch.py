@@ -1,0 +1,244 @@
+"""Launchers of the head kernels: tensors in, tensors out; no state, no checks beyond what a pointer needs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .configs import PAD
+from .head import DLOGITS, EXPONENTIALS, SCORE, exponentials_bwd_kernel, finish_scores_fwd_kernel, head_fwd_kernel
+from .head_configs import HeadConfig, finish_config, head_config, pass_config
+from .launch import RowStatistics, RowTransform, device_of, empty_statistics
+
+GROUP_BYTES = 16 * 2**20
+"""Hidden states of the panels that run together: a share of the L2 (50 MB on an H100, 40 on an A100) that leaves room
+for the weight that streams by. It moves work in time and changes no result."""
+
+
+class Exponentials(NamedTuple):
+    """E = exp(z - offset) of a chunk, and later, in its place, dlogits."""
+
+    values: Tensor
+    """[N, V], rows padded to `PAD`"""
+    offsets: Tensor
+    """[N, tiles] fp32"""
+    block_v: int
+    """columns of a tile"""
+
+    @classmethod
+    def empty(
+        cls,
+        num_rows: int,
+        weight: Tensor,
+        dtype: torch.dtype,
+        transform: RowTransform,
+        *,
+        config: HeadConfig | None = None,
+    ) -> Exponentials:
+        """Room for N rows."""
+        config = config or head_config(weight, transform)
+        tiles = num_tiles(config, weight)
+        values = torch.empty((num_rows, padded(weight.shape[0])), dtype=dtype, device=weight.device)
+        offsets = torch.empty((num_rows, tiles), dtype=torch.float32, device=weight.device)
+        return cls(values[:, : weight.shape[0]], offsets, config.block_v)
+
+    def rows(self, count: int) -> Exponentials:
+        """The first `count` rows."""
+        return Exponentials(self.values[:count], self.offsets[:count], self.block_v)
+
+
+def padded(vocab_size: int) -> int:
+    """Columns of a row of E or dlogits: V rounded up so that rows start 16 bytes aligned."""
+    return -(-vocab_size // PAD) * PAD
+
+
+def num_tiles(config: HeadConfig, weight: Tensor) -> int:
+    """Vocabulary tiles of a head."""
+    return -(-weight.shape[0] // config.block_v)
+
+
+def row_bytes(weight: Tensor, transform: RowTransform) -> tuple[int, int]:
+    """Bytes for each row of (partial statistics, offsets), beside its E."""
+    config = head_config(weight, transform)
+    splits, _ = config.splits(*weight.shape)
+    return 12 * splits, 4 * num_tiles(config, weight)
+
+
+def head_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    transform: RowTransform,
+    *,
+    with_entropy: bool,
+    exponentials: Exponentials | None = None,
+    config: HeadConfig | None = None,
+) -> RowStatistics:
+    """Statistics of N rows, and their exponentials if there is room for them.
+
+    Args:
+        hidden: [N, H], contiguous, of the weight's dtype (bf16, fp16 or fp32).
+        weight: [V, H], unit column stride.
+        targets: [N] int64 in [0, V).
+        transform: what turns products into z.
+        with_entropy: whether entropies are wanted.
+        exponentials: where E goes, N rows.
+        config: other than the table's, for tuning.
+    """
+    stats = empty_statistics(hidden, with_entropy)
+    if hidden.shape[0] == 0:
+        return stats
+    config = config or head_config(weight, transform)
+    splits, _ = config.splits(*weight.shape)
+    partials = torch.empty(
+        (3 if with_entropy else 2, splits, hidden.shape[0]), dtype=torch.float32, device=hidden.device
+    )
+    part_max, part_total, part_moment = partials[0], partials[1], partials[2] if with_entropy else None
+    out, offsets = (None, None) if exponentials is None else (exponentials.values, exponentials.offsets)
+    with device_of(hidden):
+        _launch(
+            config, hidden, weight, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
+            max_ptr=part_max, total_ptr=part_total, moment_ptr=part_moment, offset_ptr=offsets,
+            WITH_ENTROPY=with_entropy,
+        )  # fmt: skip
+        finish = finish_config(hidden.device, config)
+        number, temperatures = _temperature(transform)
+        finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
+            hidden, weight, transform.bias, targets, temperatures, part_max, part_total, part_moment, stats.max,
+            stats.log_sum, stats.logp, stats.entropy, hidden.stride(0), weight.stride(0), hidden.shape[0],
+            *weight.shape, splits, number, *_numbers(transform), HAS_BIAS=transform.bias is not None,
+            HAS_SOFTCAP=transform.softcap is not None, HAS_TEMPERATURES=temperatures is not None,
+            WITH_ENTROPY=with_entropy, EVEN_K=weight.shape[1] % config.block_k == 0, UPCAST=_interprets(hidden),
+            BLOCK_N=finish.block_n, BLOCK_K=config.block_k, num_warps=finish.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return stats
+
+
+def head_dlogits(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    statistics: RowStatistics,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    transform: RowTransform,
+    out: Tensor,
+    *,
+    config: HeadConfig | None = None,
+) -> None:
+    """Write dL/d(product) of N rows to `out` [N, V] (rows of `padded` elements) from known statistics."""
+    if hidden.shape[0] == 0:
+        return
+    config = config or head_config(weight, transform, gradient=True)
+    with device_of(hidden):
+        _launch(
+            config, hidden, weight, out, transform, MODE=DLOGITS.value, targets_ptr=targets, max_ptr=statistics.max,
+            log_sum_ptr=statistics.log_sum, logp_ptr=statistics.logp, entropy_ptr=statistics.entropy,
+            dlogp_ptr=dlogp, dentropy_ptr=dentropy, HAS_DENTROPY=dentropy is not None,
+        )  # fmt: skip
+
+
+def exponentials_to_dlogits(
+    exponentials: Exponentials,
+    targets: Tensor,
+    statistics: RowStatistics,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    transform: RowTransform,
+) -> None:
+    """Turn E into dL/d(product) where it stands, from the coefficients ([N]) on log-probs and entropies."""
+    values, offsets, block_v = exponentials
+    if values.shape[0] == 0:
+        return
+    number, temperatures = _temperature(transform)
+    config = pass_config(values.device, block_v)
+    with device_of(values):
+        exponentials_bwd_kernel[(values.shape[0],)](
+            values, offsets, targets, temperatures, statistics.max, statistics.log_sum, statistics.logp,
+            statistics.entropy, dlogp, dentropy, values.stride(0), padded(values.shape[1]), offsets.shape[1], number,
+            *_numbers(transform), HAS_SOFTCAP=transform.softcap is not None, HAS_TEMPERATURES=temperatures is not None,
+            HAS_DENTROPY=dentropy is not None, TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
+        )  # fmt: skip
+
+
+_POINTERS = (
+    "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "total_ptr",
+    "moment_ptr", "offset_ptr",
+)  # fmt: skip
+
+
+def _launch(
+    config: HeadConfig, hidden: Tensor, weight: Tensor, out: Tensor | None, transform: RowTransform, **mode: Any
+) -> None:
+    num_rows, (vocab_size, width) = hidden.shape[0], weight.shape
+    if hidden.dtype != weight.dtype or hidden.stride() != (width, 1) or (width > 1 and weight.stride(1) != 1):
+        raise ValueError(
+            "the head kernel takes contiguous hidden states and weight rows of one dtype; "
+            f"got {hidden.dtype} {hidden.stride()} and {weight.dtype} {weight.stride()}"
+        )
+    panels = -(-num_rows // config.block_n)
+    splits, tiles_per_split = config.splits(vocab_size, width)
+    number, temperatures = _temperature(transform)
+    # the descriptor of `out` covers its padding: rows of any V start aligned, and nobody reads the padding
+    wide = None if out is None else out.as_strided((num_rows, padded(vocab_size)), out.stride())
+    x, w, target = hidden, weight, wide
+    if config.tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        x = TensorDescriptor.from_tensor(hidden, [config.block_n, config.block_k])
+        w = TensorDescriptor.from_tensor(weight, [config.block_v, config.block_k])
+        target = None if wide is None else TensorDescriptor.from_tensor(wide, [config.block_n, config.block_v])
+    head_fwd_kernel[(config.programs(panels * splits, hidden.device),)](
+        x=x,
+        w=w,
+        out=target,
+        bias_ptr=transform.bias,
+        temperature_ptr=temperatures,
+        **{name: mode.pop(name, None) for name in _POINTERS},
+        stride_xn=width,
+        stride_wv=weight.stride(0),
+        stride_out=0 if out is None else out.stride(0),
+        N=num_rows,
+        V=vocab_size,
+        H=width,
+        panels=panels,
+        group=max(GROUP_BYTES // (config.block_n * width * hidden.itemsize), 1),
+        splits=splits,
+        tiles_per_split=tiles_per_split,
+        num_tiles=num_tiles(config, weight),
+        temperature=number,
+        logit_scale=float(transform.logit_scale),
+        softcap=_numbers(transform)[1],
+        HAS_BIAS=transform.bias is not None,
+        HAS_SOFTCAP=transform.softcap is not None,
+        HAS_TEMPERATURES=temperatures is not None,
+        **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, **mode},
+        TMA=config.tma,
+        EVEN_V=vocab_size % config.block_v == 0,
+        EVEN_K=width % config.block_k == 0,
+        UPCAST=_interprets(hidden),
+        SPECIALIZED=config.specialized,
+        BLOCK_N=config.block_n,
+        BLOCK_V=config.block_v,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages if out is None else config.store_stages,
+        # modes must round alike for a token's score to be one number: none of them fuses a product with a sum
+        enable_fp_fusion=False,
+    )
+
+
+def _temperature(transform: RowTransform) -> tuple[float, Tensor | None]:
+    if isinstance(transform.temperature, Tensor):
+        return 1.0, transform.temperature
+    return float(transform.temperature), None
+
+
+def _numbers(transform: RowTransform) -> tuple[float, float]:
+    return float(transform.logit_scale), 1.0 if transform.softcap is None else float(transform.softcap)
+
+
+def _interprets(x: Tensor) -> bool:
+    return x.device.type == "cpu"
