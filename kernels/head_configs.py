@@ -51,9 +51,12 @@ class HeadConfig(NamedTuple):
 
     def programs(self, items: int, device: torch.device) -> int:
         """Size of the grid."""
-        if not self.persistent or device.type == "cpu":
-            return items
-        return min(items, torch.cuda.get_device_properties(device).multi_processor_count)
+        return min(items, multiprocessors(device)) if self.persistent else items
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs of one configuration that run at a time, at least; the interpreter has 3, so that each takes several."""
+    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class HeadTable(NamedTuple):

@@ -1,0 +1,237 @@
+"""Head kernels, interpreted, against fp64: every mode, option and way of loading; scores bitwise in any company."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import frobenius_error, make_case, make_config
+
+pytest.importorskip("triton")
+
+from grpo_fused import fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.kernels import head_configs
+from grpo_fused.kernels.head_configs import CANDIDATES, FP32_CONFIGS, HEAD_CONFIGS, POINTER_CONFIGS, HeadConfig
+from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
+from grpo_fused.kernels.launch import RowStatistics, RowTransform
+
+SMALL = HeadConfig(16, 32, 32, 1, 1, 1, max_splits=3, steps_per_split=2)
+CONFIGS = {
+    "pointers": SMALL,
+    "descriptors": SMALL._replace(tma=True),
+    "persistent": SMALL._replace(persistent=True),
+    "specialized": SMALL._replace(specialized=True),
+    "descriptors-persistent": SMALL._replace(tma=True, persistent=True),
+}
+SHAPES = [(1, 8, 3), (1, 24, 1), (3, 16, 16), (37, 40, 131), (18, 64, 160)]  # N, H, V; 8 for a descriptor's rows
+OPTIONS = ["plain", "temperature", "temperatures", "scale", "negative-scale", "softcap", "bias", "all"]
+
+
+def transform_of(option: str, rows: int, vocab_size: int) -> RowTransform:
+    g = torch.Generator().manual_seed(5)
+    bias, temperatures = torch.randn(vocab_size, generator=g), torch.rand(rows, generator=g) + 0.5
+    return {
+        "plain": RowTransform(None, 1.0, None, 1.0),
+        "temperature": RowTransform(None, 1.0, None, 0.7),
+        "temperatures": RowTransform(None, 1.0, None, temperatures),
+        "scale": RowTransform(None, 0.3, None, 1.0),
+        "negative-scale": RowTransform(None, -1.2, None, 1.0),
+        "softcap": RowTransform(None, 1.0, 5.0, 1.0),
+        "bias": RowTransform(bias, 1.0, None, 1.0),
+        "all": RowTransform(bias, 1.3, 7.0, temperatures),
+    }[option]
+
+
+def z_of(product: torch.Tensor, transform: RowTransform) -> torch.Tensor:
+    """fp64"""
+    z = product if transform.bias is None else product + transform.bias.double()
+    z = z * transform.logit_scale
+    if transform.softcap is not None:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    t = transform.temperature
+    return z / (t.double().unsqueeze(1) if isinstance(t, torch.Tensor) else t)
+
+
+def case(shape, dtype=torch.float32, std=3.0):
+    N, H, V = shape
+    g = torch.Generator().manual_seed(N + H + V)
+    hidden = torch.randn(N, H, generator=g).to(dtype)
+    weight = (torch.randn(V, H, generator=g) * std / math.sqrt(H)).to(dtype)
+    return hidden, weight, torch.randint(0, V, (N,), generator=g)
+
+
+def exact(hidden, weight, targets, transform):
+    """fp64: (max, log_sum, logp, entropy)."""
+    z = z_of(hidden.double() @ weight.double().T, transform)
+    log_p = z.log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    m = z.amax(1)
+    return RowStatistics(m, z.logsumexp(1) - m, log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("exponentials", [False, True], ids=["score", "exponentials"])
+def test_scores(shape, config, exponentials):
+    hidden, weight, targets = case(shape)
+    transform = transform_of("all" if shape[0] == 37 else "plain", shape[0], shape[2])
+    room = Exponentials.empty(shape[0], weight, torch.float32, transform, config=config) if exponentials else None
+    got = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=config)
+    for mine, want in zip(got, exact(hidden, weight, targets, transform), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-5)
+    if room is not None:
+        z = z_of(hidden.double() @ weight.double().T, transform)
+        offsets = room.offsets.repeat_interleave(config.block_v, dim=1)[:, : shape[2]].double()
+        torch.testing.assert_close(room.values.double(), (z - offsets).exp(), rtol=1e-5, atol=1e-7)
+        assert room.values.amax(1).eq(1.0).all(), "an offset is its tile's maximum"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_options(option, dtype):
+    hidden, weight, targets = case((21, 40, 77), dtype)
+    transform = transform_of(option, 21, 77)
+    got = head_scores(hidden, weight, targets, transform, with_entropy=True, config=SMALL)
+    for mine, want in zip(got, exact(hidden, weight, targets, transform), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-5)
+    plain = head_scores(hidden, weight, targets, transform, with_entropy=False, config=SMALL)
+    assert plain.entropy is None
+    assert torch.equal(plain.logp, got.logp)
+
+
+def exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy):
+    product = (hidden.double() @ weight.double().T).requires_grad_()
+    log_p = z_of(product, transform).log_softmax(1)
+    loss = (log_p.gather(1, targets.unsqueeze(1)).squeeze(1) * dlogp.double()).sum()
+    if dentropy is not None:
+        loss = loss - ((log_p.exp() * log_p).sum(1) * dentropy.double()).sum()
+    return torch.autograd.grad(loss, product)[0]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
+@pytest.mark.parametrize("way", ["exponentials", "known-pointers", "known-descriptors"])
+def test_dlogits(option, with_entropy, way):
+    """Both ways to dlogits, in fp32 against fp64; poisoned memory must be overwritten or left alone."""
+    N, H, V = 21, 40, 77
+    hidden, weight, targets = case((N, H, V))
+    transform = transform_of(option, N, V)
+    g = torch.Generator().manual_seed(3)
+    dlogp = torch.randn(N, generator=g)
+    dlogp[4] = 0.0
+    dentropy = torch.randn(N, generator=g) if with_entropy else None
+    if way == "exponentials":
+        room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
+        room.values.fill_(torch.nan)
+        stats = head_scores(
+            hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL
+        )
+        exponentials_to_dlogits(room, targets, stats, dlogp, dentropy, transform)
+        got = room.values
+    else:
+        config = CONFIGS[way.removeprefix("known-")]
+        stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, config=config)
+        got = torch.full((N, 80), torch.nan)[:, :V]
+        head_dlogits(hidden, weight, targets, stats, dlogp, dentropy, transform, got, config=config)
+    want = exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy)
+    assert frobenius_error(got, want) < 1e-5
+    if not with_entropy:
+        assert got[4].eq(0).all()
+
+
+@pytest.mark.parametrize("way", ["exponentials", "known"])
+def test_confident_tokens_keep_their_gradient(way):
+    """Probability 1 - 1e-3 to 1 - 1e-9: the target's gradient is what the others take, not what rounding leaves of 1 - p."""
+    H, V = 64, 48
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, H, generator=g)
+    targets = torch.arange(8)
+    hidden = weight[targets] * 0.3
+    transform = RowTransform(None, 1.0, None, 1.0)
+    exact_logp = exact(hidden, weight, targets, transform).logp
+    assert (exact_logp.abs() < 5e-3).all()
+    room = Exponentials.empty(8, weight, torch.float32, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    assert (stats.logp <= 0).all()
+    ones = torch.ones(8)
+    if way == "exponentials":
+        exponentials_to_dlogits(room, targets, stats, ones, None, transform)
+        got = room.values
+    else:
+        got = torch.empty(8, V)
+        head_dlogits(hidden, weight, targets, stats, ones, None, transform, got, config=SMALL)
+    want = exact_dlogits(hidden, weight, targets, transform, ones, None)
+    assert (got.double() - want).abs().max() < 2e-7
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_score_does_not_depend_on_its_company(config):
+    """Permuted, alone, among others, training or scoring, with or without entropy: the same bits."""
+    hidden, weight, targets = case((25, 40, 131), torch.bfloat16)
+    transform = transform_of("plain", 25, 131)
+
+    def scores(rows, **options):
+        return head_scores(
+            hidden[rows].contiguous(), weight, targets[rows], transform, config=config,
+            **{"with_entropy": True, **options},
+        )  # fmt: skip
+
+    every = torch.arange(25)
+    together = scores(every)
+    order = torch.randperm(25, generator=torch.Generator().manual_seed(1))
+    for rows in (order, every[7:8], every[16:17], every[3:20], every[::5]):
+        for mine, want in zip(scores(rows), together, strict=True):
+            assert torch.equal(mine, want[rows])
+    room = Exponentials.empty(25, weight, torch.float32, transform, config=config)
+    for mine, want in zip(scores(every, exponentials=room), together, strict=True):
+        assert torch.equal(mine, want)
+    assert torch.equal(scores(every, with_entropy=False).logp, together.logp)
+
+
+def test_on_policy_ratio_is_exactly_one():
+    """Old scores taken sequence by sequence from longer padding, new ones in training: no ratio but 1."""
+    batch = make_case(5, B=4, T=9, H=40, V=300, dtype=torch.bfloat16, extras=False)
+    mask = batch.completion_mask
+    old = torch.zeros(4, 9)
+    for row in range(4):
+        padded = torch.cat([batch.hidden_states[row : row + 1], torch.full((1, 5, 40), torch.nan).bfloat16()], 1)
+        ids = torch.cat([batch.completion_ids[row : row + 1], torch.full((1, 5), -100)], 1)
+        live = torch.cat([mask[row : row + 1], torch.zeros(1, 5, dtype=torch.bool)], 1)
+        old[row] = fused_linear_logprobs(padded, batch.lm_head_weight, ids, live, impl="triton").logps[0, :9]
+    out = fused_linear_grpo_loss(
+        batch.hidden_states, batch.lm_head_weight, batch.completion_ids, batch.advantages, mask,
+        old_per_token_logps=old, config=make_config("grpo", epsilon=1e-9), impl="triton",
+    )  # fmt: skip
+    assert torch.equal(out.per_token_logps, old)
+    assert out.metrics["clip_ratio/region_mean"] == 0
+
+
+def test_weights_that_a_descriptor_cannot_describe():
+    weight = torch.randn(20, 24)
+    assert head_configs.describable(weight)
+    assert not head_configs.describable(torch.randn(20, 23))
+    assert not head_configs.describable(weight.flatten()[1:-23].view(19, 24))
+    hidden, odd, targets = case((5, 23, 20))
+    want = exact(hidden, odd, targets, transform_of("plain", 5, 20))
+    got = head_scores(hidden, odd, targets, transform_of("plain", 5, 20), with_entropy=True)
+    torch.testing.assert_close(got.logp.double(), want.logp, rtol=1e-5, atol=1e-5)
+
+
+def test_splits_cover_every_head():
+    """Tiles are covered once, whatever V and H; a token's partial statistics stay small; N has no say."""
+    tables = [*HEAD_CONFIGS.values(), *POINTER_CONFIGS.values(), *FP32_CONFIGS.values()]
+    configs = {config for table in tables for config in table} | {c for cs in CANDIDATES.values() for c in cs}
+    for config in configs:
+        for V, H in ((1, 1), (29, 12), (32000, 2048), (151936, 896), (262208, 4096), (50304, 768)):
+            splits, each = config.splits(V, H)
+            tiles = -(-V // config.block_v)
+            assert (splits - 1) * each < tiles <= splits * each
+            assert splits <= 128
+
+
+def test_wrong_operands_are_refused():
+    hidden, weight, targets = case((4, 24, 20))
+    for bad in (hidden.bfloat16(), hidden.T.contiguous().T):
+        with pytest.raises(ValueError, match="contiguous hidden states and weight rows of one dtype; got"):
+            head_scores(bad, weight, targets, transform_of("plain", 4, 20), with_entropy=False)
