@@ -37,9 +37,10 @@ bench: $(VENV)/.dev  ## speed of the loss and its peers on this machine
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often bring their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-gpu:  ## on a GPU: its tests, then the sweep with the peers (results in benchmarks/results/)
+gpu:  ## on a GPU: its tests, the head kernel's tuner, the sweep with the peers (results in benchmarks/results/)
 	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 	mkdir -p benchmarks/results
+	$(GPU_PYTHON) -m benchmarks.tune --out benchmarks/results/tune-$$(date +%Y-%m-%d).json
 	$(GPU_PYTHON) -m benchmarks.sweep --device cuda --out benchmarks/results/gpu-$$(date +%Y-%m-%d).json
 
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU

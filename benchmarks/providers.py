@@ -102,6 +102,19 @@ def ours_lean(p: Problem) -> Tensor:
     return ours(p, with_metrics=False)
 
 
+def triton_cannot_run() -> str | None:
+    """Why our Triton engine cannot, or None."""
+    from grpo_fused.engines.triton import unavailable
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return unavailable(device, torch.bfloat16)
+
+
+def ours_triton(p: Problem) -> Tensor:
+    """The head product as our kernel, whichever `auto` takes."""
+    return ours(p, impl="triton")
+
+
 def trl_logps(p: Problem) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
@@ -132,6 +145,7 @@ def liger(p: Problem) -> Tensor:
 PROVIDERS: dict[str, tuple[Callable[[Problem], Tensor], str | None]] = {
     "ours": (ours, None),
     "ours-lean": (ours_lean, None),
+    "ours-triton": (ours_triton, "triton"),
     "eager": (eager, None),
     "torch.compile": (compiled, None),
     "trl": (trl, "trl"),
@@ -140,9 +154,13 @@ PROVIDERS: dict[str, tuple[Callable[[Problem], Tensor], str | None]] = {
 """Name to (function, package that it needs)."""
 
 
-def score_ours(p: Problem) -> Tensor:
+def score_ours(p: Problem, impl: str = "auto") -> Tensor:
     with torch.no_grad():
-        return fused_linear_logprobs(p.hidden, p.weight, p.ids, p.mask, temperature=TEMPERATURE).logps
+        return fused_linear_logprobs(p.hidden, p.weight, p.ids, p.mask, temperature=TEMPERATURE, impl=impl).logps
+
+
+def score_ours_triton(p: Problem) -> Tensor:
+    return score_ours(p, impl="triton")
 
 
 def score_eager(p: Problem) -> Tensor:
@@ -157,10 +175,13 @@ def score_trl(p: Problem) -> Tensor:
 
 SCORERS: dict[str, tuple[Callable[[Problem], Tensor], str | None]] = {
     "ours": (score_ours, None),
+    "ours-triton": (score_ours_triton, "triton"),
     "eager": (score_eager, None),
     "trl": (score_trl, "trl"),
 }
 
 
 def installed(package: str | None) -> bool:
+    if package == "triton":
+        return triton_cannot_run() is None
     return package is None or importlib.util.find_spec(package) is not None

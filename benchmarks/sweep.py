@@ -75,7 +75,7 @@ def measure(problem: Problem, device: str, rounds: int, *, with_scoring: bool) -
     memory: dict[str, float] = {}
     for name, (provider, package) in PROVIDERS.items():
         if not installed(package):
-            errors[name] = f"{package} is not installed"
+            errors[name] = f"{package} is not installed, or cannot run here"
             continue
 
         def call(provider: Callable[[Problem], torch.Tensor] = provider) -> None:

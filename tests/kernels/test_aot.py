@@ -33,7 +33,7 @@ def evidence(tmp_path_factory, request) -> list[dict]:
         compiled(f"""
 import json
 from dataclasses import asdict
-from benchmarks.aot import inspect, variants
+from benchmarks.aot_rows import inspect, variants
 archs = {archs!r}
 chosen = [v for v in variants() if archs is None or v.arch in archs]
 print(json.dumps([{{**asdict(v), **asdict(inspect(v))}} for v in chosen]))
@@ -50,7 +50,7 @@ def test_no_spill_and_wide_loads(evidence):
 
 
 def test_shared_memory_within_limits(evidence):
-    from benchmarks.aot import SHARED_LIMIT
+    from benchmarks.compiled import SHARED_LIMIT
 
     for row in evidence:
         assert row["shared_kib"] <= SHARED_LIMIT[row["arch"]], row
@@ -62,7 +62,7 @@ def test_in_place_gradient_has_its_barrier(evidence):
     assert in_place
     assert all(row["barrier_before_store"] for row in in_place)
     unsafe = compiled("""
-from benchmarks.aot import Variant, barriers_hold, compile_variant
+from benchmarks.aot_rows import Variant, barriers_hold, compile_variant
 variant = Variant("row_gradient_bwd_kernel", "sm_90", "fp32", "plain")
 print(barriers_hold(compile_variant(variant, IN_PLACE=False).asm["ptx"]))
 """)
@@ -111,3 +111,75 @@ def test_one_compilation_for_all_lengths_temperatures_and_options():
     assert compiled(COUNT).split() == ["1", "1", "1"]
     compiled_in = COUNT.replace("    head = ", "    flags['BLOCK'] = 512 * (1 + tokens % 2)\n    head = ")
     assert compiled(compiled_in).split() == ["2", "2", "2"], "the count must see what is compiled in"
+
+
+@pytest.fixture(scope="module")
+def head_evidence(request) -> list[dict]:
+    """All variants with --full, else those of the architectures that differ in kind."""
+    archs = None if request.config.getoption("--full") else ["sm_80", "sm_90", "sm_100", "gfx942"]
+    return json.loads(
+        compiled(f"""
+import json
+from dataclasses import asdict
+from benchmarks.aot_head import inspect, variants
+archs = {archs!r}
+chosen = [v for v in variants() if archs is None or v.arch in archs]
+print(json.dumps([{{**asdict(v), **asdict(inspect(v)), "wants_tma": v.config.tma,
+                   "wants_warps": v.config.num_warps, "specialized": v.config.specialized}} for v in chosen]))
+""")
+    )
+
+
+def test_head_kernel_fits(head_evidence):
+    from benchmarks.compiled import SHARED_LIMIT
+
+    assert len(head_evidence) >= 60
+    for row in head_evidence:
+        assert row["stack"] == 0, row
+        assert row["shared_kib"] <= SHARED_LIMIT[row["arch"]], row
+
+
+def test_head_kernel_multiplies_on_tensor_cores(head_evidence):
+    """wgmma on Hopper, its products not waiting for each other; tensor memory on Blackwell; descriptors on both."""
+    cores = {"sm_80": "mma", "sm_86": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+    for row in head_evidence:
+        fp32 = row["table"] == "fp32" and row["arch"] != "gfx942"
+        assert row["tensor_cores"] == ("fma" if fp32 else cores[row["arch"]]), row
+        assert not row["serialized"], row
+        assert row["tma"] == row["wants_tma"], row
+        if row["specialized"]:  # dropped in silence where the compiler does not like the loop
+            assert row["num_warps"] > row["wants_warps"], row
+
+
+COUNT_HEAD = (
+    COUNT[: COUNT.index("from grpo_fused.kernels import rows")]
+    + """
+from grpo_fused.kernels import head
+class Odd(MockTensor):
+    @staticmethod
+    def data_ptr(): return 4
+f, ids, b = MockTensor(torch.float32), MockTensor(torch.int64), MockTensor(torch.bfloat16)
+flags = dict(HAS_BIAS=False, HAS_SOFTCAP=False, HAS_TEMPERATURES=False, num_warps=8, UPCAST=False)
+
+for tokens, temperature in ((1, 1.0), (4096, 0.7), (70000, 0.31), (17, 2.0)):
+    row = Odd(torch.float32) if tokens % 2 else f
+    panels, numbers = -(-tokens // 128), (temperature, 1.0, 1.0)
+    for mode in (0, 1, 2):
+        head.head_fwd_kernel.warmup(b, b, b if mode else None, None, ids, None, row, row, row, row, row, None, f, f, f,
+            896, 896, 151936, tokens, 151936, 896, panels, 73, 119, 10, 1187, *numbers, MODE=mode, WITH_ENTROPY=True,
+            HAS_DENTROPY=False, TMA=False, EVEN_V=True, EVEN_K=True, SPECIALIZED=False, BLOCK_N=128, BLOCK_V=64,
+            BLOCK_K=64, num_stages=3, grid=(panels * 119,), **flags)
+    head.finish_scores_fwd_kernel.warmup(b, b, None, ids, None, f, f, f, row, row, row, row, 896, 896, tokens, 151936,
+        896, 119, *numbers, WITH_ENTROPY=True, EVEN_K=True, BLOCK_N=64, BLOCK_K=64, grid=(panels,), **flags)
+    flags_pass = {k: v for k, v in flags.items() if k not in ("HAS_BIAS", "UPCAST")}
+    head.exponentials_bwd_kernel.warmup(b, f, ids, None, row, row, row, row, row, None, 151936, 151936, 1187, *numbers,
+        HAS_DENTROPY=False, TILES=32, BLOCK_V=128, grid=(tokens,), **flags_pass)
+for kernel in (head.head_fwd_kernel, head.finish_scores_fwd_kernel, head.exponentials_bwd_kernel):
+    print(len(kernel.device_caches[0][0]))
+"""
+)
+
+
+def test_head_kernel_compiles_once_for_all_lengths_and_temperatures():
+    """Once for each of the three modes."""
+    assert compiled(COUNT_HEAD).split() == ["3", "1", "1"]

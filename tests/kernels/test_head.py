@@ -10,11 +10,12 @@ from helpers import frobenius_error, make_case, make_config
 
 pytest.importorskip("triton")
 
-from grpo_fused import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.kernels import head_configs
 from grpo_fused.kernels.head_configs import CANDIDATES, FP32_CONFIGS, HEAD_CONFIGS, POINTER_CONFIGS, HeadConfig
 from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
 from grpo_fused.kernels.launch import RowStatistics, RowTransform
+
+from grpo_fused import fused_linear_grpo_loss, fused_linear_logprobs
 
 SMALL = HeadConfig(16, 32, 32, 1, 1, 1, max_splits=3, steps_per_split=2)
 CONFIGS = {

@@ -1,0 +1,179 @@
+"""The head kernels, compiled: every configuration that ships or that the tuner tries, in every mode."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.compiled import compile_kernel, resources, wgmma_is_serialized
+from benchmarks.cost import H200, occupancy, predicted_rate
+
+MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
+TYPES = {"bf16": "bf16", "fp32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration of the head kernel on one architecture."""
+
+    arch: str
+    table: str
+    """bf16, bf16-pointers, fp32, or candidate-<number>"""
+    mode: str
+    options: str
+    """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.table}-{self.mode}-{self.options}"
+
+    @property
+    def dtype(self) -> str:
+        """Of hidden states, weight and what is stored."""
+        return "fp32" if self.table == "fp32" else "bf16"
+
+    @property
+    def config(self) -> Any:
+        """The `HeadConfig` that this variant compiles."""
+        from grpo_fused.kernels import head_configs
+
+        if self.table.startswith("candidate"):
+            return head_configs.CANDIDATES[self.arch][int(self.table.split("-")[1])]
+        tables = {
+            "bf16": head_configs.HEAD_CONFIGS,
+            "bf16-pointers": head_configs.POINTER_CONFIGS,
+            "fp32": head_configs.FP32_CONFIGS,
+        }
+        table = tables[self.table][self.arch]
+        if self.mode == "dlogits":
+            return table.gradient
+        return table.plain if self.options == "plain" else table.capped
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the compiler made of a variant."""
+
+    registers: int
+    stack: int
+    shared_kib: float
+    num_warps: int
+    tensor_cores: str
+    """the instruction that multiplies: wgmma, tcgen05, mma, mfma, or fma"""
+    tma: bool
+    serialized: bool
+    """whether ptxas makes tensor-core products wait for each other"""
+
+
+def variants() -> list[Variant]:
+    """Everything that ships, in every mode, with few options and with all; candidates as the tuner runs them."""
+    from grpo_fused.kernels import head_configs
+
+    made = []
+    for name, table in (
+        ("bf16", head_configs.HEAD_CONFIGS),
+        ("bf16-pointers", head_configs.POINTER_CONFIGS),
+        ("fp32", head_configs.FP32_CONFIGS),
+    ):
+        archs = [arch for arch in table if arch != "interpreter"]
+        made += [Variant(arch, name, *rest) for arch, *rest in itertools.product(archs, MODES, ("plain", "full"))]
+    for arch, candidates in head_configs.CANDIDATES.items():
+        for number, mode in itertools.product(range(len(candidates)), ("score", "exponentials")):
+            made.append(Variant(arch, f"candidate-{number}", mode, "plain"))
+    return made
+
+
+def compile_variant(variant: Variant) -> Any:
+    """Triton's compiled kernel for H = 4096 and a V that fills its tiles."""
+    from grpo_fused.kernels.head import head_fwd_kernel as kernel
+
+    config, full, mode = variant.config, variant.options == "full", MODES[variant.mode]
+    constexprs = {
+        "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_TEMPERATURES": True, "WITH_ENTROPY": mode < 2,
+        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_V": True, "EVEN_K": True, "UPCAST": False,
+        "SPECIALIZED": config.specialized, "BLOCK_N": config.block_n, "BLOCK_V": config.block_v,
+        "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
+    }  # fmt: skip
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    types |= {"targets_ptr": "*i64"} | dict.fromkeys(("temperature", "logit_scale", "softcap"), "fp32")
+    for name, rows, cols in (
+        ("x", config.block_n, config.block_k),
+        ("w", config.block_v, config.block_k),
+        ("out", config.block_n, config.block_v),
+    ):
+        types[name] = f"tensordesc<{variant.dtype}[{rows}, {cols}]>" if config.tma else f"*{variant.dtype}"
+    aligned = {name for name in kernel.arg_names if types[name].startswith("*")}
+    aligned |= {"stride_xn", "stride_wv", "stride_out", "H"}
+    stages = config.num_stages if mode == 0 else config.store_stages
+    return compile_kernel(
+        kernel, variant.arch, types, constexprs, aligned, num_warps=config.num_warps, num_stages=stages,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def inspect(variant: Variant) -> Evidence:
+    """Compile `variant` and read off what matters."""
+    compiled = compile_variant(variant)
+    found = resources(compiled, variant.arch)
+    if variant.arch.startswith("gfx"):
+        cores = "mfma" if "v_mfma" in compiled.asm["amdgcn"] else "fma"
+        return Evidence(*found, tensor_cores=cores, tma=False, serialized=False)
+    ptx = compiled.asm["ptx"]
+    names = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
+    cores = next((short for long, short in names.items() if long in ptx), "fma")
+    serialized = cores == "wgmma" and wgmma_is_serialized(compiled, variant.arch)
+    return Evidence(*found, tensor_cores=cores, tma="cp.async.bulk.tensor" in ptx, serialized=serialized)
+
+
+def table() -> list[dict[str, Any]]:
+    """Print a line for each variant; returns them."""
+    header = (
+        "arch",
+        "table",
+        "mode",
+        "options",
+        "tile",
+        "warps",
+        "stages",
+        "regs",
+        "stack",
+        "shared",
+        "cores",
+        "per SM",
+    )
+    layout = "{:7} {:14} {:13} {:8} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>7}  {}"
+    print(layout.format(*header, f"expected TFLOP/s on an {H200.name}, H = 896 / 4096"))
+    rows = []
+    for variant in variants():
+        e, config = inspect(variant), variant.config
+        row = {**asdict(variant), **config._asdict(), **asdict(e)}
+        rates = ""
+        if variant.arch == "sm_90":
+            row["programs_per_sm"] = occupancy(e.registers, e.num_warps, e.shared_kib, H200)
+            if variant.dtype == "bf16":
+                row["expected_tflops"] = {
+                    width: predicted_rate(config, variant.mode, row["programs_per_sm"], width, H200) / 1e12
+                    for width in (896, 4096)
+                }
+                rates = " / ".join(f"{rate:.0f}" for rate in row["expected_tflops"].values())
+        rows.append(row)
+        tile = f"{config.block_n}x{config.block_v}x{config.block_k}"
+        stages = config.num_stages if variant.mode == "score" else config.store_stages
+        print(
+            layout.format(
+                variant.arch,
+                variant.table,
+                variant.mode,
+                variant.options,
+                tile,
+                e.num_warps,
+                stages,
+                e.registers,
+                e.stack,
+                f"{e.shared_kib:.0f} KiB",
+                e.tensor_cores + ("!" if e.serialized else ""),
+                row.get("programs_per_sm", ""),
+                rates,
+            )
+        )
+    return rows

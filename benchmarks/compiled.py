@@ -1,0 +1,92 @@
+"""Triton kernels compiled for a GPU that need not be there, and what can be read off the result."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+"""KiB of shared memory (LDS) that a program may use."""
+
+
+class Resources(NamedTuple):
+    """What a program takes of a multiprocessor."""
+
+    registers: int
+    """of a thread"""
+    stack: int
+    """bytes of a thread that spilled; for AMD, registers"""
+    shared_kib: float
+    num_warps: int
+    """with those that warp specialisation adds"""
+
+
+def compile_kernel(
+    kernel: Any, arch: str, types: dict[str, str], constexprs: dict[str, Any], aligned: set[str], **options: Any
+) -> Any:
+    """Triton's compiled kernel; a second or so each.
+
+    Args:
+        kernel: a `triton.jit` function.
+        arch: `sm_90`, `gfx942`, and so on.
+        types: the type of every argument that is not in `constexprs`.
+        constexprs: compile-time arguments; of those that the kernel does not have nothing is said.
+        aligned: arguments that are multiples of 16 (pointers: in bytes).
+        options: num_warps, num_stages, enable_fp_fusion.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("TRITON_INTERPRET=1 is set: kernels are interpreted then, and cannot be compiled")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, taken, attrs = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+            taken[(index,)] = constexprs[name]
+        else:
+            signature[name] = types[name]
+            if name in aligned:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=taken, attrs=attrs)
+    return triton.compile(source, target=target, options=options)
+
+
+def resources(compiled: Any, arch: str) -> Resources:
+    """From ptxas (`cuobjdump`) or the AMD assembler, and Triton's metadata."""
+    shared, warps = compiled.metadata.shared / 1024, compiled.metadata.num_warps
+    if arch.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])  # type: ignore[index]
+        spilled = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
+        return Resources(registers, spilled, shared, warps)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = _tool("cuobjdump", "--dump-resource-usage", file.name).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return Resources(int(found[1]), int(found[2]), shared, warps)
+
+
+def wgmma_is_serialized(compiled: Any, arch: str) -> bool:
+    """Whether ptxas says that it cannot let a kernel's tensor-core products run on (C7515 and its kin)."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        done = _tool("ptxas", "-v", f"--gpu-name={arch}a", file.name, "-o", os.devnull)
+    assert done.returncode == 0, done.stderr
+    return "C7515" in done.stderr or "serializ" in done.stderr
+
+
+def _tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)

@@ -1,0 +1,93 @@
+"""Times the head kernel's configurations on this GPU: the shipped one and its candidates, against the library's GEMM.
+
+    python -m benchmarks.tune --out tuned.json          # H = 896, 2048, 4096 at V = 151936
+    python -m benchmarks.tune --small --out tuned.json  # a small problem; also under TRITON_INTERPRET=1 on a CPU
+
+A configuration whose log-probs are wrong is reported with its error and not timed. The winners belong into
+`kernels/head_configs.py`, with the figures as their reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.sweep import machine
+from benchmarks.timing import bare_gemms, interleave
+
+SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 151936)]
+SMALL_SHAPES = [(40, 64, 300)]
+LOGP_TOLERANCE = 1e-4
+
+
+def main() -> None:
+    """Run the tuner and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="one small shape, to see that the program works")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    report: dict[str, Any] = {"schema": 1, "machine": machine(device), "results": []}
+    for N, H, V in SMALL_SHAPES if arguments.small else SHAPES:
+        row = {"N": N, "H": H, "V": V, "configurations": tune(N, H, V, device, arguments.rounds)}
+        report["results"].append(row)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"N = {N}, H = {H}, V = {V}")
+        for entry in row["configurations"]:
+            print(f"  {entry}")
+
+
+def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any]]:
+    """Every configuration at one shape: error, milliseconds of scoring and of storing, rate relative to the library."""
+    from grpo_fused.kernels.head_configs import CANDIDATES, HEAD_CONFIGS, architecture
+    from grpo_fused.kernels.head_launch import Exponentials, head_scores
+    from grpo_fused.kernels.launch import RowTransform
+
+    g = torch.Generator(device=device).manual_seed(0)
+    hidden = torch.randn(N, H, generator=g, device=device).bfloat16()
+    weight = (torch.randn(V, H, generator=g, device=device) * (4.0 / H**0.5)).bfloat16()
+    targets = torch.randint(0, V, (N,), generator=g, device=device)
+    few = slice(0, min(N, 256))
+    logits = hidden[few].double() @ weight.double().T
+    want = logits.log_softmax(-1).gather(1, targets[few].unsqueeze(1)).squeeze(1)
+    transform = RowTransform(None, 1.0, None, 1.0)
+    arch = architecture(torch.device(device))
+
+    found: list[dict[str, Any]] = []
+    calls: dict[str, Callable[[], object]] = {"library": bare_gemms(N, H, V, torch.bfloat16, device)["bare-1"]}
+    for number, config in enumerate([HEAD_CONFIGS[arch].plain, *CANDIDATES.get(arch, ())]):
+        entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
+        found.append(entry)
+        room = Exponentials.empty(N, weight, torch.bfloat16, transform, config=config)
+
+        def score(config: Any = config, room: Exponentials | None = None) -> Any:
+            return head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=config)
+
+        def store(config: Any = config, room: Exponentials = room) -> Any:
+            return score(config, room)
+
+        try:
+            entry["max_logp_error"] = max((f().logp[few] - want).abs().max().item() for f in (score, store))
+        except Exception as error:  # a compiler may refuse a shape; the others are still worth knowing
+            entry["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+            continue
+        if entry["max_logp_error"] <= LOGP_TOLERANCE:
+            calls[f"{entry['name']}/score"], calls[f"{entry['name']}/store"] = score, store
+    times = interleave(calls, device, rounds=rounds)
+    for entry in found:
+        for what in ("score", "store"):
+            timed = times.get(f"{entry['name']}/{what}")
+            if timed is not None:
+                entry[f"{what}_ms"] = timed
+                entry[f"{what}_share_of_library"] = times["library"]["median"] / timed["median"]
+    return found
+
+
+if __name__ == "__main__":
+    main()
