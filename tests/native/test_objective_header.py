@@ -8,15 +8,15 @@ import math
 
 import pytest
 import torch
+from grpo_fused.kernels.objective import KL_ESTIMATORS, POLICIES
 from helpers import config_id, make_config
+from native.building import CSRC, shared_library
 
 from grpo_fused import grpo_loss
 from grpo_fused.batch import LossInputs, TokenBatch
 from grpo_fused.engines.triton_rows import objective_numbers, token_inputs
-from grpo_fused.kernels.objective import KL_ESTIMATORS, POLICIES
 from grpo_fused.layout import Layout
 from grpo_fused.objective import evaluate
-from native.building import CSRC, shared_library
 
 GRID = [
     make_config(loss_type, beta=beta, kl_estimator=kl, use_bias_correction_kl=corrected, **clip)
