@@ -1,12 +1,8 @@
-// The row kernels that ship, and how a row is laid over thread blocks.
+// The row kernels that ship, and their launch.
 #include "row_kernel.cuh"
 
 namespace grpo_fused {
 namespace {
-
-constexpr int THREADS = 256;
-constexpr int STREAM_THREADS = 512;
-constexpr int RESERVED_BYTES = 1024;  // of every block's shared memory, by the system
 
 using Kernel = void (*)(RowArguments);
 
@@ -41,38 +37,23 @@ Kernels find_kernels(RowMode mode, RowType logits, RowType out) {
                                      : kernels<RowMode::GRADIENT, Fp16, Fp16>();
 }
 
-int row_bytes(int vocab_size, RowType logits, int blocks) {
-  return part_length(vocab_size, blocks) * (logits == RowType::FLOAT32 ? 4 : 2);
-}
-
 }  // namespace
 
 cudaError_t plan_rows(int vocab_size, int itemsize, int blocks, int threads, RowPlan* plan) {
-  int device = 0, major = 0, block_limit = 0, processor_limit = 0;
+  int device = 0, major = 0;
+  DeviceLimits limits = {};
   if (cudaError_t error = cudaGetDevice(&device)) return error;
   if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
   if (cudaError_t error =
-          cudaDeviceGetAttribute(&block_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+          cudaDeviceGetAttribute(&limits.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
     return error;
   }
   if (cudaError_t error =
-          cudaDeviceGetAttribute(&processor_limit, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)) {
+          cudaDeviceGetAttribute(&limits.processor_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)) {
     return error;
   }
-  const int most = block_limit - static_cast<int>(sizeof(RowScratch));
-  // Two blocks a multiprocessor, so that one loads while the other waits or stores: the smallest cluster that leaves
-  // room for them, else the largest. Unmeasured; `python -m benchmarks.rows` times the choices.
-  const int shared = processor_limit / 2 - RESERVED_BYTES - static_cast<int>(sizeof(RowScratch));
-  const auto fits = [&](int count, int limit) { return part_length(vocab_size, count) * int64_t(itemsize) <= limit; };
-  *plan = {0, threads > 0 ? threads : STREAM_THREADS};
-  if (major < 9 || blocks < 0) return blocks > 0 ? cudaErrorNotSupported : cudaSuccess;
-  int chosen = blocks;
-  if (chosen == 0) {
-    for (chosen = 1; chosen < MAX_BLOCKS && !fits(chosen, shared);) chosen *= 2;
-  }
-  if (!fits(chosen, most)) return blocks > 0 ? cudaErrorInvalidConfiguration : cudaSuccess;
-  *plan = {chosen, threads > 0 ? threads : THREADS};
-  return cudaSuccess;
+  limits.clusters = major >= 9;
+  return plan_row(vocab_size, itemsize, limits, blocks, threads, plan) ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 
 cudaError_t launch_rows(RowMode mode, RowType logits, RowType out, const RowArguments& arguments, const RowPlan& plan,
@@ -91,7 +72,7 @@ cudaError_t launch_rows(RowMode mode, RowType logits, RowType out, const RowArgu
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(plan.blocks), 1, 1};
   config.gridDim = dim3(static_cast<unsigned>(arguments.rows * plan.blocks));
-  config.dynamicSmemBytes = row_bytes(arguments.vocab_size, logits, plan.blocks);
+  config.dynamicSmemBytes = held_bytes(arguments.vocab_size, logits == RowType::FLOAT32 ? 4 : 2, plan.blocks);
   config.attrs = &cluster;
   config.numAttrs = 1;
   if (cudaError_t error = cudaFuncSetAttribute(found.cluster, cudaFuncAttributeMaxDynamicSharedMemorySize,

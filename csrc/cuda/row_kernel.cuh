@@ -13,14 +13,15 @@
 namespace grpo_fused {
 
 constexpr int WARP = 32;
-constexpr int MIN_BLOCKS = 2;  // of MAX_THREADS on a multiprocessor: at most 64 registers a thread
-constexpr int MAX_CHUNKS = 16;  // of a part: 16 x 16 KiB is more than a block's shared memory
+constexpr int MIN_BLOCKS = 2;   // of MAX_THREADS on a multiprocessor: at most 64 registers a thread
+constexpr int MAX_CHUNKS = 15;  // of a part: 15 x 16 KiB is more than a block's shared memory
 
 struct RowScratch {
   uint64_t arrived[MAX_CHUNKS];
   Partial warps[MAX_THREADS / WARP];
   Partial blocks[MAX_BLOCKS];
 };
+static_assert(sizeof(RowScratch) <= SCRATCH_BYTES);
 
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}

@@ -64,7 +64,22 @@ class Harness:
     def __init__(self, folder: Path) -> None:
         source = Path(__file__).parent / "row_harness.cpp"
         self._library = ctypes.CDLL(str(shared_library(folder / "rows.so", source)))
+        self._library.held.restype = ctypes.c_int64
+        self._library.plan.restype = ctypes.c_bool
         assert self._library.size_of_arguments() == ctypes.sizeof(Arguments)
+
+    def plan(
+        self, vocab_size: int, itemsize: int, *, clusters: bool, block_kib: int, processor_kib: int, blocks: int = 0
+    ) -> Layout | None:
+        """How rows are laid over thread blocks on a device with such limits; None where that cannot be."""
+        chosen = (ctypes.c_int * 2)()
+        limits = (ctypes.c_bool(clusters), block_kib * 1024, processor_kib * 1024)
+        possible = self._library.plan(vocab_size, itemsize, *limits, blocks, 0, chosen)
+        return Layout(*chosen) if possible else None
+
+    def held_bytes(self, vocab_size: int, itemsize: int, blocks: int) -> int:
+        """Shared memory that a block of a cluster holds of a row."""
+        return self._library.held(vocab_size, itemsize, blocks)
 
     def statistics(
         self, logits: Tensor, targets: Tensor, transform: Transform, layout: Layout, *, with_entropy: bool = True

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "row_plan.h"
 #include "row_steps.h"
 
 using namespace grpo_fused;
@@ -177,3 +178,15 @@ extern "C" int run_rows(int mode, int logits, int out, const RowArguments* a, in
 }
 
 extern "C" int size_of_arguments() { return int(sizeof(RowArguments)); }
+
+// Returns whether the plan can be; its blocks and threads are written to `plan`.
+extern "C" bool plan(int vocab_size, int itemsize, bool clusters, int block_bytes, int processor_bytes, int blocks,
+                     int threads, int* plan) {
+  RowPlan chosen;
+  const bool possible = plan_row(vocab_size, itemsize, {clusters, block_bytes, processor_bytes}, blocks, threads, &chosen);
+  plan[0] = chosen.blocks;
+  plan[1] = chosen.threads;
+  return possible;
+}
+
+extern "C" int64_t held(int vocab_size, int itemsize, int blocks) { return held_bytes(vocab_size, itemsize, blocks); }

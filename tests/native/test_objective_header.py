@@ -8,6 +8,9 @@ import math
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from grpo_fused.kernels.objective import KL_ESTIMATORS, POLICIES
 from helpers import config_id, make_config
 from native.building import CSRC, shared_library

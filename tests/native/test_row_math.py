@@ -11,6 +11,9 @@ import math
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from helpers import config_id, make_config
 from native.harness import Harness, Layout
 from native.rows import TRANSFORMS, assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
@@ -23,7 +26,8 @@ from grpo_fused.objective import evaluate
 
 # one column; fewer than a packet; one chunk; an odd tail; 16 KiB of fp32 and one more; several chunks a block
 SHAPES = [(1, 1), (5, 37), (3, 256), (2, 4097), (2, 20011)]
-LAYOUTS = [Layout(1, 32), Layout(2, 64), Layout(8, 64), Layout(0, 64)]  # 8 blocks leave most without a column
+# 96 threads do not divide a chunk; 8 blocks leave some without a column
+LAYOUTS = [Layout(1, 96), Layout(2, 32), Layout(8, 64), Layout(0, 64)]
 PLAIN = Transform(None, 1.0, None, 1.0)
 
 
@@ -203,8 +207,8 @@ def test_certain_tokens(rows, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 def test_an_id_outside_the_vocabulary_is_nan_and_not_read(rows, layout):
-    values, _ = make_rows((2, 100))
-    stats = rows.statistics(padded(values), torch.tensor([-100, 1 << 40]), PLAIN, layout)
+    values, _ = make_rows((3, 100))
+    stats = rows.statistics(padded(values), torch.tensor([-100, 100, 1 << 40]), PLAIN, layout)
     assert stats.logp.isnan().all()
     assert stats.log_sum.isfinite().all()
 
@@ -215,3 +219,31 @@ def test_clusters_of_any_size_and_threads_agree(rows):
     for layout in (Layout(4, 512), Layout(8, 256), Layout(8, 512), Layout(0, 512)):
         got = rows.statistics(padded(values), targets, PLAIN, layout).logp
         assert (got.double() - logp).abs().max() <= 1e-5
+
+
+# (KiB of shared memory of a block, of a multiprocessor): sm_90 and sm_100, sm_120
+@pytest.mark.parametrize(("block_kib", "processor_kib"), [(227, 228), (99, 100)], ids=["sm_90", "sm_120"])
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("vocab_size", [1, 32000, 50304, 128256, 151936, 201088, 248320, 262208, 512000, 2**30])
+def test_plans_fit_the_device(rows, vocab_size, itemsize, block_kib, processor_kib):
+    limits = {"block_kib": block_kib, "processor_kib": processor_kib}
+    plan = rows.plan(vocab_size, itemsize, clusters=True, **limits)
+    if plan.blocks == 0:
+        assert rows.held_bytes(vocab_size, itemsize, 8) + 512 > block_kib * 1024
+    else:
+        held = rows.held_bytes(vocab_size, itemsize, plan.blocks)
+        assert held + 512 <= block_kib * 1024
+        assert held <= 15 * 16384, "more chunks than barriers"
+        assert 2 * (held + 512 + 1024) <= processor_kib * 1024 or plan.blocks == 8
+    assert rows.plan(vocab_size, itemsize, clusters=False, **limits) == Layout(0, 512)
+    assert rows.plan(vocab_size, itemsize, clusters=True, blocks=-1, **limits) == Layout(0, 512)
+
+
+def test_plans_of_real_vocabularies(rows):
+    hopper = {"clusters": True, "block_kib": 227, "processor_kib": 228}
+    assert rows.plan(151936, 4, **hopper) == Layout(8, 256)
+    assert rows.held_bytes(151936, 4, 8) == 76032
+    assert rows.plan(151936, 4, blocks=4, **hopper) == Layout(4, 256)
+    assert rows.plan(151936, 4, blocks=2, **hopper) is None
+    assert rows.plan(151936, 4, **{**hopper, "clusters": False}, blocks=4) is None
+    assert rows.plan(262208, 4, **hopper).blocks == 8
