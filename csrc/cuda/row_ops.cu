@@ -145,7 +145,8 @@ void launch(RowMode mode, const RowArguments& a, const Tensor& logits, RowType o
              "no such cluster of thread blocks holds these rows on this device");
   STD_TORCH_CHECK(a.rows * (plan.blocks == 0 ? 1 : plan.blocks) <= MAX_GRID, "too many rows: ", a.rows);
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(logits.get_device_index(), &stream));
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(logits.get_device_index(), &stream) == 0,
+                  "torch gave no current stream for device ", logits.get_device_index());
   check_cuda(grpo_fused::launch_rows(mode, type, out, a, plan, static_cast<cudaStream_t>(stream)),
              "launching a row kernel");
   check_cuda(cudaGetLastError(), "launching a row kernel");

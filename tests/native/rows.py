@@ -78,10 +78,14 @@ def exact_gradient(
 
 
 def assert_gradient(got: Tensor, want: Tensor) -> None:
-    """Within fp32 arithmetic of a row's largest element, and one rounding to the dtype of the result."""
+    """Within fp32 arithmetic of a row's largest element, and one rounding to the dtype of the result.
+
+    p = exp(z - m - log_sum) has the absolute error of its exponent: half an ulp each of numbers up to 40 (2.4e-6), the
+    same again for a fast exp and the entropy's coefficient.
+    """
     rounding = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps / 2
     tiny = 2.0**-24 if got.dtype == torch.float16 else 0.0  # fp16's smallest step
     largest = want.abs().amax(1, keepdim=True)
     error = (got.double() - want).abs()
-    allowed = 3e-6 * largest + rounding * want.abs() * 1.001 + tiny
+    allowed = 6e-6 * largest + rounding * want.abs() * 1.001 + tiny
     assert (error <= allowed).all(), f"error exceeds what is allowed by {float((error - allowed).max()):.3g}"

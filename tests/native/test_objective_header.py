@@ -16,6 +16,7 @@ from helpers import config_id, make_config
 from native.building import CSRC, shared_library
 
 from grpo_fused import grpo_loss
+from grpo_fused._fakes import register_fakes
 from grpo_fused.batch import LossInputs, TokenBatch
 from grpo_fused.engines.triton_rows import objective_numbers, token_inputs
 from grpo_fused.layout import Layout
@@ -141,6 +142,14 @@ def test_bounds_belong_to_the_live_side():
         Layout(torch.Size((2, 3)), 2, None), config, torch.float64,
     )  # fmt: skip
     torch.testing.assert_close(token_objective(logp, batch, config)[1], evaluate(logp, None, batch, config).dlogp)
+
+
+def test_torch_sees_through_the_operator():
+    """Schema, fake implementation and compiled calls, by torch's own checks."""
+    register_fakes()
+    row = torch.randn(5)
+    arguments = (row, row, None, row, row, None, 0, 3, True, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 0.0)
+    torch.library.opcheck(torch.ops.grpo_fused_C.token_objective.default, arguments)
 
 
 def test_no_tokens():
