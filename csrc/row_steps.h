@@ -8,6 +8,8 @@
 
 namespace grpo_fused {
 
+enum class RowMode { STATISTICS, GRADIENT, LOSS };
+
 // Everything a row kernel reads and writes. A pointer is null where there is nothing.
 struct RowArguments {
   const void* logits;

@@ -1,5 +1,6 @@
 // The row kernels that ship, and their launch.
 #include "row_kernel.cuh"
+#include "row_launch.h"
 
 namespace grpo_fused {
 namespace {

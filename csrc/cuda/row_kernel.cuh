@@ -8,7 +8,8 @@
 #include <cstdint>
 
 #include "async.cuh"
-#include "row_launch.h"
+#include "row_plan.h"
+#include "row_steps.h"
 
 namespace grpo_fused {
 
@@ -22,6 +23,21 @@ struct RowScratch {
   Partial blocks[MAX_BLOCKS];
 };
 static_assert(sizeof(RowScratch) <= SCRATCH_BYTES);
+
+struct BlockMemory {
+  RowScratch* scratch;
+  unsigned char* row;  // as much as the launch asked for
+};
+
+#ifdef GRPO_EMULATED  // by tests/native/emulated.h, with real threads on a CPU
+BlockMemory block_memory();
+#else
+__device__ __forceinline__ BlockMemory block_memory() {
+  extern __shared__ __align__(128) unsigned char row[];
+  __shared__ RowScratch scratch;
+  return {&scratch, row};
+}
+#endif
 
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}
@@ -48,7 +64,7 @@ __device__ __forceinline__ Partial merge_block(Partial p, Partial* warps) {
   return merge_in_order(warps, blockDim.x / WARP);
 }
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 || defined(GRPO_EMULATED)
 
 // Starts bringing a part of a row into shared memory: bulk copies of its whole 16 bytes, single loads of the rest (all of
 // it where the row starts at an odd address). Chunk k is there when `arrived[k]` completes and the block has met.
@@ -69,9 +85,9 @@ __device__ __forceinline__ void start_loading(const T* from, int count, bool wid
 
 template <RowMode MODE, typename T, typename Out>
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(const __grid_constant__ RowArguments a) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ RowScratch scratch;
-  T* held = reinterpret_cast<T*>(memory);
+  const BlockMemory memory = block_memory();
+  RowScratch& scratch = *memory.scratch;
+  T* held = reinterpret_cast<T*>(memory.row);
   const int rank = cluster_rank(), blocks = cluster_size();
   const int64_t row = blockIdx.x / blocks;
   const int length = part_length(a.vocab_size, blocks);
@@ -107,7 +123,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
         merge_block(thread_statistics(part, this_thread(), t, with_entropy, arrived), scratch.warps);
     __syncwarp();
     cluster_wait();
-    if (threadIdx.x < blocks) {
+    if (static_cast<int>(threadIdx.x) < blocks) {
       store_remote(scratch.blocks + rank, threadIdx.x, mine.max, mine.total, mine.moment, 0.0f);
     }
     __syncwarp();
@@ -135,7 +151,7 @@ __global__ void row_cluster_kernel(const __grid_constant__ RowArguments a) {}
 
 template <RowMode MODE, typename T, typename Out>
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_stream_kernel(const __grid_constant__ RowArguments a) {
-  __shared__ RowScratch scratch;
+  RowScratch& scratch = *block_memory().scratch;
   const int64_t row = blockIdx.x;
   const T* logits = static_cast<const T*>(a.logits) + row * a.stride_logits;
   Out* out = static_cast<Out*>(a.out) + row * a.stride_out;

@@ -8,7 +8,6 @@
 
 namespace grpo_fused {
 
-enum class RowMode { STATISTICS, GRADIENT, LOSS };
 enum class RowType { FLOAT32, BFLOAT16, FLOAT16 };
 
 // `plan_row` for the current device.

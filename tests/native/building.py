@@ -33,7 +33,17 @@ def run(*command: str | Path) -> str:
 
 def shared_library(target: Path, *sources: Path, torch_abi: bool = False) -> Path:
     """C++ sources as a shared library; with `torch_abi` against torch's stable ABI."""
-    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    flags = [
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        f"-I{CSRC}",
+    ]
     if torch_abi:
         # torch's headers are not ours to warn about
         flags += [STABLE_ABI, "-isystem", str(TORCH / "include"), f"-L{TORCH / 'lib'}", "-ltorch_cpu"]

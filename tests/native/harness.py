@@ -1,4 +1,4 @@
-"""Calls the row kernels' own functions on a CPU: see row_harness.cpp."""
+"""Calls the row kernels on a CPU: their functions (row_harness.cpp), or the kernels themselves (emulated_rows.cpp)."""
 
 from __future__ import annotations
 
@@ -61,11 +61,9 @@ class Arguments(ctypes.Structure):
 class Harness:
     """The three modes of the row kernels."""
 
-    def __init__(self, folder: Path) -> None:
-        source = Path(__file__).parent / "row_harness.cpp"
-        self._library = ctypes.CDLL(str(shared_library(folder / "rows.so", source)))
-        self._library.held.restype = ctypes.c_int64
-        self._library.plan.restype = ctypes.c_bool
+    def __init__(self, folder: Path, source: str = "row_harness.cpp") -> None:
+        path = shared_library(folder / "rows.so", Path(__file__).parent / source)
+        self._library = ctypes.CDLL(str(path))
         assert self._library.size_of_arguments() == ctypes.sizeof(Arguments)
 
     def plan(
@@ -74,11 +72,13 @@ class Harness:
         """How rows are laid over thread blocks on a device with such limits; None where that cannot be."""
         chosen = (ctypes.c_int * 2)()
         limits = (ctypes.c_bool(clusters), block_kib * 1024, processor_kib * 1024)
+        self._library.plan.restype = ctypes.c_bool
         possible = self._library.plan(vocab_size, itemsize, *limits, blocks, 0, chosen)
         return Layout(*chosen) if possible else None
 
     def held_bytes(self, vocab_size: int, itemsize: int, blocks: int) -> int:
         """Shared memory that a block of a cluster holds of a row."""
+        self._library.held.restype = ctypes.c_int64
         return self._library.held(vocab_size, itemsize, blocks)
 
     def statistics(
