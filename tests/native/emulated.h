@@ -91,7 +91,8 @@ template <typename Body>
 void emulated::launch(int blocks, int threads, unsigned first, size_t scratch_bytes, size_t row_bytes, Body body) {
   Cluster all(blocks, threads, scratch_bytes, row_bytes);
   std::vector<std::thread> running;
-  for (int i = 0; i < blocks * threads; ++i) {
+  // the last block first: in place, its stores land on what the blocks before it hold
+  for (int i = blocks * threads - 1; i >= 0; --i) {
     running.emplace_back([&, i] {
       cluster = &all;
       rank = i / threads;
