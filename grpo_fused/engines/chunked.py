@@ -44,13 +44,38 @@ def gradient_fits_in_place(device: torch.device) -> bool:
     return torch.version.hip is None or device.type == "cpu"
 
 
+CUDA_ROWS_ARE_FASTER: frozenset[tuple[int, int]] = frozenset()
+"""Compute capabilities where `python -m benchmarks.rows` measured the CUDA C++ row kernel to beat Triton's.
+
+None so far, since it has not run on a chip. For a loss it moves 6 bytes a logit and Triton's kernel 10; that is
+arithmetic and no measurement, so that it must be asked for: `ChunkedEngine(cuda_row_work)`."""
+
+
 def row_work(device: torch.device, dtype: torch.dtype) -> RowWork:
-    """Who does the row work: Triton on CUDA for fp32 rows, torch operations everywhere else."""
+    """Who does the row work: a kernel on CUDA for fp32 rows (the fastest measured), torch operations elsewhere."""
     if device.type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
+        if CUDA_ROWS_ARE_FASTER and torch.cuda.get_device_capability(device) in CUDA_ROWS_ARE_FASTER:
+            from grpo_fused.engines import cuda_rows
+
+            if cuda_rows.unavailable() is None:
+                return cuda_rows.CudaRows()
         from grpo_fused.engines.triton_rows import TritonRows
 
         return TritonRows()
     return TorchRows()
+
+
+def cuda_row_work(device: torch.device, dtype: torch.dtype) -> RowWork:
+    """The CUDA C++ row kernel, for `ChunkedEngine(cuda_row_work)`.
+
+    Raises:
+        RuntimeError: It cannot run here; it is never replaced silently.
+    """
+    if device.type != "cuda" or dtype != torch.float32:
+        raise RuntimeError(f"CUDA row work needs float32 statistics on a CUDA device; got {dtype} on {device}")
+    from grpo_fused.engines.cuda_rows import CudaRows
+
+    return CudaRows()
 
 
 class _Plan(NamedTuple):

@@ -1,0 +1,177 @@
+"""The row kernels alone, Triton against CUDA C++ in every layout over thread blocks, into one JSON file.
+
+    python -m benchmarks.rows --out rows.json      # on a GPU, about two minutes
+
+`times_triton` below 1 in the modes that training uses is what puts an architecture on the list in `engines/chunked.py`.
+A kernel whose log-probs or gradient are wrong (against float64) is reported with its error and not timed. Logits are
+put back before every call, outside the measured time, since a gradient is written upon them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.sweep import machine
+from benchmarks.timing import copy_bandwidth, summary, time_once
+from grpo_fused import GRPOLossConfig
+from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.engines import cuda_rows
+from grpo_fused.engines.rows import RowWork, Statistics, Transform
+from grpo_fused.layout import Layout
+
+SCHEMA = 1
+VOCABULARIES = (32000, 128256, 151936, 262208)
+SLAB_BYTES = 2 * 2**30
+"""fp32 logits of a measurement: those of a chunk by the default scratch budget."""
+LAYOUTS = {
+    "auto": (0, 0),
+    "4x256": (4, 256),
+    "4x512": (4, 512),
+    "8x256": (8, 256),
+    "8x512": (8, 512),
+    "stream": (-1, 0),
+}
+BYTES_PER_LOGIT = {"statistics": 4, "gradient": 6, "loss": 6}
+"""What must be moved at least: fp32 logits read once, a bf16 gradient written once in their place."""
+PLAIN = Transform(None, 1.0, None, 1.0)
+CONFIG = GRPOLossConfig()
+
+
+class Problem:
+    """Logits of R rows, padded as in the engine, with what the objective needs."""
+
+    def __init__(self, vocab_size: int, slab_bytes: int, device: str) -> None:
+        rows = max(slab_bytes // (4 * vocab_size) // 16 * 16, 16)
+        width = -(-vocab_size // 16) * 16
+        g = torch.Generator(device).manual_seed(0)
+        self.source = torch.randn(rows, width, generator=g, device=device) * 4
+        self.slab = torch.empty_like(self.source)
+        self.logits = self.slab[:, :vocab_size]
+        self.out = self.slab.view(torch.bfloat16)[:, :vocab_size]
+        self.targets = torch.randint(0, vocab_size, (rows,), generator=g, device=device)
+        self.dlogp = torch.randn(rows, generator=g, device=device)
+        inputs = LossInputs(
+            advantages=torch.randn(rows // 16, generator=g, device=device),
+            old_per_token_logps=torch.full((rows // 16, 16), -12.0, device=device),
+        )
+        self.batch = TokenBatch.build(
+            inputs, Layout(torch.Size((rows // 16, 16)), rows // 16, None), CONFIG, torch.float32
+        )
+
+    def restore(self) -> None:
+        """Put the logits back."""
+        self.slab.copy_(self.source)
+
+    def statistics(self, work: RowWork) -> Statistics:
+        """Log-probs and entropies."""
+        return work.statistics(self.logits, self.targets, PLAIN, with_entropy=True, block_rows=1)
+
+    def gradient(self, work: RowWork, stats: Statistics) -> None:
+        """The gradient from coefficients, in place."""
+        work.gradient(self.logits, None, self.targets, stats, self.dlogp, None, PLAIN, self.out, block_rows=1)
+
+    def loss(self, work: RowWork) -> Statistics:
+        """Statistics, objective and gradient, in place."""
+        return work.loss(self.logits, self.targets, self.batch, CONFIG, PLAIN, self.out, with_entropy=True)
+
+    def error(self, work: RowWork, rows: int = 8) -> float:
+        """Largest error of log-probs (nats) and of gradients (relative to a row's largest) over the last rows."""
+        last = slice(-rows, None)
+        log_p = self.source[last, : self.logits.shape[1]].double().log_softmax(1)
+        onehot = torch.nn.functional.one_hot(self.targets[last], log_p.shape[1])
+        want = self.dlogp[last].double().unsqueeze(1) * (onehot - log_p.exp())
+        self.restore()
+        stats = self.statistics(work)
+        self.gradient(work, stats)
+        off = (stats.logp[last].double() - (log_p * onehot).sum(1)).abs().max()
+        gradient_off = ((self.out[last].double() - want).abs().amax(1) / want.abs().amax(1)).max()
+        self.restore()
+        one_launch = self.loss(work).logp[last]
+        return float(torch.stack([off, gradient_off / 100, (one_launch - stats.logp[last]).abs().max().double()]).max())
+
+
+def candidates(device: str) -> dict[str, RowWork]:
+    """Triton's row work and ours in every layout."""
+    from grpo_fused.engines.triton_rows import TritonRows
+
+    found: dict[str, RowWork] = {"triton": TritonRows()}
+    if (reason := cuda_rows.unavailable()) is not None:
+        raise SystemExit(f"the CUDA row kernel cannot run here: {reason}")
+    return found | {f"cuda-{name}": cuda_rows.CudaRows(*layout) for name, layout in LAYOUTS.items()}
+
+
+def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: int) -> dict[str, Any]:
+    """Errors and times of every candidate and mode, taken round by round so that drift hits all alike."""
+    errors: dict[str, Any] = {}
+    for name, work in works.items():
+        try:
+            errors[name] = problem.error(work)
+        except RuntimeError as error:  # no cluster of that size holds such a row
+            errors[name] = str(error).splitlines()[0]
+    timed = {name: work for name, work in works.items() if isinstance(errors[name], float) and errors[name] <= 1e-4}
+    times: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in timed} for mode in BYTES_PER_LOGIT}
+    for _ in range(rounds):
+        for name, work in timed.items():
+            problem.restore()
+            stats = problem.statistics(work)
+            calls: dict[str, Callable[[], object]] = {
+                "statistics": lambda work=work: problem.statistics(work),
+                "gradient": lambda work=work, stats=stats: problem.gradient(work, stats),
+                "loss": lambda work=work: problem.loss(work),
+            }
+            for mode, call in calls.items():
+                problem.restore()
+                times[mode][name].append(time_once(call, device))
+    return {"error": errors, "modes": {mode: _compare(problem.logits, mode, taken) for mode, taken in times.items()}}
+
+
+def _compare(logits: Tensor, mode: str, taken: dict[str, list[float]]) -> dict[str, Any]:
+    result = {}
+    for name, values in taken.items():
+        ms = summary(values)
+        moved = BYTES_PER_LOGIT[mode] * logits.numel()
+        result[name] = {**ms, "tb_per_s": moved / ms["median"] / 1e9}
+        if "triton" in taken:
+            result[name]["times_triton"] = ms["median"] / summary(taken["triton"])["median"]
+    return result
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    device = "cuda"
+    works = candidates(device)
+    report: dict[str, Any] = {"schema": SCHEMA, "machine": machine(device), "results": []}
+    report["copy_tb_per_s"] = copy_bandwidth(device, 2**30)
+    for vocab_size in VOCABULARIES:
+        problem = Problem(vocab_size, SLAB_BYTES, device)
+        row = {"V": vocab_size, "R": problem.logits.shape[0], **measure(problem, works, device, arguments.rounds)}
+        report["results"].append(row)
+        print_row(row)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One line a candidate and mode."""
+    print(f"V={row['V']} R={row['R']}")
+    for name, error in row["error"].items():
+        if not isinstance(error, float) or error > 1e-4:
+            print(f"  {name:14} not timed: {error}")
+    for mode, taken in row["modes"].items():
+        for name, t in taken.items():
+            ratio = f"{t['times_triton']:5.2f} x triton" if "times_triton" in t else ""
+            print(f"  {mode:11} {name:14} {t['median']:8.3f} ms {t['tb_per_s']:6.2f} TB/s  {ratio}")
+
+
+if __name__ == "__main__":
+    main()

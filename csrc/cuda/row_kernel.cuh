@@ -1,0 +1,184 @@
+// Row kernels: log-softmax statistics, objective and gradient of a chunk of logits [R, V].
+//
+// On sm_90 and later a cluster of thread blocks holds a row in its shared memory, so that the row is read once and
+// written once (10 bytes a logit become 6), and may be written upon: nothing is stored before the whole row is there.
+// Elsewhere, and for rows that fit no cluster, one block streams a row and reads it twice.
+#pragma once
+
+#include <cstdint>
+
+#include "async.cuh"
+#include "row_plan.h"
+#include "row_steps.h"
+
+namespace grpo_fused {
+
+constexpr int WARP = 32;
+constexpr int MIN_BLOCKS = 2;   // of MAX_THREADS on a multiprocessor: at most 64 registers a thread
+constexpr int MAX_CHUNKS = 15;  // of a part: 15 x 16 KiB is more than a block's shared memory
+
+struct RowScratch {
+  uint64_t arrived[MAX_CHUNKS];
+  Partial warps[MAX_THREADS / WARP];
+  Partial blocks[MAX_BLOCKS];
+};
+static_assert(sizeof(RowScratch) <= SCRATCH_BYTES);
+
+struct BlockMemory {
+  RowScratch* scratch;
+  unsigned char* row;  // as much as the launch asked for
+};
+
+#ifdef GRPO_EMULATED  // by tests/native/emulated.h, with real threads on a CPU
+BlockMemory block_memory();
+#else
+__device__ __forceinline__ BlockMemory block_memory() {
+  extern __shared__ __align__(128) unsigned char row[];
+  __shared__ RowScratch scratch;
+  return {&scratch, row};
+}
+#endif
+
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
+__device__ __forceinline__ Thread this_thread() {
+  return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
+}
+
+// The statistics of a block from those of its threads, known to all of them: a tree over lanes, then warps in order.
+__device__ __forceinline__ Partial merge_block(Partial p, Partial* warps) {
+  float max = p.max;
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+  p = relative_to(p, max);
+#pragma unroll
+  for (int offset = WARP / 2; offset > 0; offset /= 2) {
+    p.total += __shfl_down_sync(~0u, p.total, offset);
+    p.moment += __shfl_down_sync(~0u, p.moment, offset);
+  }
+  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = p;
+  __syncthreads();
+  return merge_in_order(warps, blockDim.x / WARP);
+}
+
+#if __CUDA_ARCH__ >= 900 || defined(GRPO_EMULATED)
+
+// Starts bringing a part of a row into shared memory: bulk copies of its whole 16 bytes, single loads of the rest (all of
+// it where the row starts at an odd address). Chunk k is there when `arrived[k]` completes and the block has met.
+template <typename T>
+__device__ __forceinline__ void start_loading(const T* from, int count, bool wide, T* held, uint64_t* arrived) {
+  const int bulk = bulk_elements<T>(count, wide);
+  if (threadIdx.x == 0 && wide) {
+#pragma unroll 1
+    for (int chunk = 0; chunk * CHUNK<T> < count; ++chunk) init_mbarrier(arrived + chunk);
+    fence_mbarrier_init();
+#pragma unroll 1
+    for (int chunk = 0, begin = 0; begin < count; ++chunk, begin += CHUNK<T>) {
+      bulk_load(held + begin, from + begin, chunk_elements<T>(bulk, begin) * sizeof(T), arrived + chunk);
+    }
+  }
+  for (int i = bulk + threadIdx.x; i < count; i += blockDim.x) held[i] = from[i];
+}
+
+template <RowMode MODE, typename T, typename Out>
+__global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(const __grid_constant__ RowArguments a) {
+  const BlockMemory memory = block_memory();
+  RowScratch& scratch = *memory.scratch;
+  T* held = reinterpret_cast<T*>(memory.row);
+  const int rank = cluster_rank(), blocks = cluster_size();
+  const int64_t row = blockIdx.x / blocks;
+  const int length = part_length(a.vocab_size, blocks);
+  const int first = length * rank, count = part_count(a.vocab_size, length, rank);
+  const T* logits = static_cast<const T*>(a.logits) + row * a.stride_logits;
+  Out* out = static_cast<Out*>(a.out) + row * a.stride_out + first;
+  const RowTransform t = row_transform(a, row);
+  const Target target = row_target(a, row, logits, t);
+  const Part<T> part = {held, first, count, true};
+
+  RowCoefficients c;
+  if constexpr (MODE == RowMode::GRADIENT) {
+    c = given_coefficients(a, row, target);
+    if (c.zero) return thread_zeros(count, this_thread(), out, a.wide_out);
+  }
+  start_loading(logits + first, count, a.wide_logits, held, scratch.arrived);
+  __syncthreads();
+  const auto arrived = [&](int chunk) {
+    if (a.wide_logits) wait_mbarrier(scratch.arrived + chunk);
+  };
+
+  if constexpr (MODE == RowMode::GRADIENT) {
+    if (a.stores_land_ahead) {  // on columns of other blocks, perhaps: all must hold theirs
+      for (int chunk = 0; chunk * CHUNK<T> < count; ++chunk) arrived(chunk);
+      cluster_arrive();
+      cluster_wait();
+    }
+    thread_gradient(part, this_thread(), t, c, out, a.wide_out, arrived, Nothing());
+  } else {
+    cluster_arrive_relaxed();  // the block has started: its shared memory may be written
+    const bool with_entropy = a.entropy != nullptr;
+    const Partial mine =
+        merge_block(thread_statistics(part, this_thread(), t, with_entropy, arrived), scratch.warps);
+    __syncwarp();
+    cluster_wait();
+    if (static_cast<int>(threadIdx.x) < blocks) {
+      store_remote(scratch.blocks + rank, threadIdx.x, mine.max, mine.total, mine.moment, 0.0f);
+    }
+    __syncwarp();
+    // past this, every block has read its part and its target, and knows what all others found
+    cluster_arrive();
+    cluster_wait();
+    const RowStatistics s = finish(merge_in_order(scratch.blocks, blocks), target.z);
+    const bool writes = rank == 0 && threadIdx.x == 0;
+    if (writes) write_statistics(a, row, s);
+    if constexpr (MODE == RowMode::LOSS) {
+      c = row_loss(a, row, s, target, writes);
+      if (c.zero) return thread_zeros(count, this_thread(), out, a.wide_out);
+      thread_gradient(part, this_thread(), t, c, out, a.wide_out, Nothing(), Nothing());
+    }
+  }
+}
+
+#else
+
+// Never launched: the plan asks for clusters only where the device has them.
+template <RowMode MODE, typename T, typename Out>
+__global__ void row_cluster_kernel(const __grid_constant__ RowArguments a) {}
+
+#endif
+
+template <RowMode MODE, typename T, typename Out>
+__global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_stream_kernel(const __grid_constant__ RowArguments a) {
+  RowScratch& scratch = *block_memory().scratch;
+  const int64_t row = blockIdx.x;
+  const T* logits = static_cast<const T*>(a.logits) + row * a.stride_logits;
+  Out* out = static_cast<Out*>(a.out) + row * a.stride_out;
+  const RowTransform t = row_transform(a, row);
+  const Target target = row_target(a, row, logits, t);
+  const Part<T> part = {logits, 0, a.vocab_size, a.wide_logits};
+
+  RowCoefficients c;
+  if constexpr (MODE == RowMode::GRADIENT) {
+    c = given_coefficients(a, row, target);
+  } else {
+    const bool with_entropy = a.entropy != nullptr;
+    const Partial all = merge_block(thread_statistics(part, this_thread(), t, with_entropy, Nothing()), scratch.warps);
+    const RowStatistics s = finish(all, target.z);
+    if (threadIdx.x == 0) write_statistics(a, row, s);
+    if constexpr (MODE == RowMode::LOSS) c = row_loss(a, row, s, target, threadIdx.x == 0);
+  }
+  if constexpr (MODE != RowMode::STATISTICS) {
+    if (c.zero) return thread_zeros(a.vocab_size, this_thread(), out, a.wide_out);
+    if (a.stores_land_ahead) {
+      // strides are taken in order, and none is stored before all threads have loaded it: what a store overwrites
+      // has been read
+      thread_gradient(part, this_thread(), t, c, out, a.wide_out, Nothing(), [] { __syncthreads(); });
+    } else {
+      thread_gradient(part, this_thread(), t, c, out, a.wide_out, Nothing(), Nothing());
+    }
+  }
+}
+
+}  // namespace grpo_fused

@@ -1,0 +1,361 @@
+// The arithmetic of a row of logits, for host and device: what one thread does with what it holds, how partial results
+// merge, and one element of the gradient. Everything of the row kernels but barriers, copies and launches, so that a
+// CPU can test it.
+//
+// The same numbers as kernels/rows.py: max and log_sum are kept apart, since their sum would lose log_sum's digits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+#include "objective.h"
+
+#ifdef __CUDACC__
+#define GRPO_UNROLL _Pragma("unroll")
+#define GRPO_UNROLL_4 _Pragma("unroll 4")
+#else
+#define GRPO_UNROLL
+#define GRPO_UNROLL_4
+#endif
+
+namespace grpo_fused {
+
+#ifdef __CUDACC__
+using Bf16 = __nv_bfloat16;
+using Fp16 = __half;
+GRPO_HOST_DEVICE float widen(Bf16 x) { return __bfloat162float(x); }
+GRPO_HOST_DEVICE float widen(Fp16 x) { return __half2float(x); }
+GRPO_HOST_DEVICE void narrow(float x, Bf16& to) { to = __float2bfloat16_rn(x); }
+GRPO_HOST_DEVICE void narrow(float x, Fp16& to) { to = __float2half_rn(x); }
+#else
+struct Bf16 {
+  uint16_t bits;
+};
+using Fp16 = _Float16;
+inline float widen(Bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline float widen(Fp16 x) { return float(x); }
+inline void narrow(float x, Bf16& to) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to.bits = x != x ? uint16_t(0x7fff) : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, Fp16& to) { to = Fp16(x); }
+#endif
+GRPO_HOST_DEVICE float widen(float x) { return x; }
+GRPO_HOST_DEVICE void narrow(float x, float& to) { to = x; }
+
+constexpr float MINUS_INFINITY = -INFINITY;
+
+// exp for elements, two instructions: below 1e-6 relative where exp(x) still counts beside 1 (|x| < 10), denormals 0.
+// Scalars of a row take the exact one.
+GRPO_HOST_DEVICE float fast_exp(float x) {
+#ifdef __CUDA_ARCH__
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 1.4426950408889634f));
+  return e;
+#else
+  return std::exp(x);
+#endif
+}
+
+constexpr int PACKET_BYTES = 16;  // the widest access of a thread
+constexpr int CHUNK_BYTES = 16384;  // what one bulk copy brings: a part of a row is worked on while the rest arrives
+
+template <typename T>
+constexpr int PACKET = PACKET_BYTES / int(sizeof(T));
+
+template <typename T>
+constexpr int CHUNK = CHUNK_BYTES / int(sizeof(T));
+
+template <typename T>
+struct alignas(PACKET_BYTES) Packet {
+  T value[PACKET<T>];
+};
+
+// N values from `from`, of which the first `valid` exist; `wide` promises an address that is a multiple of 16 bytes.
+template <typename T, int N>
+GRPO_HOST_DEVICE void load_values(const T* from, int valid, bool wide, float (&to)[N]) {
+  if (wide && valid >= N) {
+GRPO_UNROLL
+    for (int i = 0; i < N; i += PACKET<T>) {
+      const Packet<T> packet = *reinterpret_cast<const Packet<T>*>(from + i);
+GRPO_UNROLL
+      for (int k = 0; k < PACKET<T>; ++k) to[i + k] = widen(packet.value[k]);
+    }
+  } else {
+GRPO_UNROLL
+    for (int i = 0; i < N; ++i) to[i] = i < valid ? widen(from[i]) : 0.0f;
+  }
+}
+
+template <typename T, int N>
+GRPO_HOST_DEVICE void store_values(const float (&from)[N], int valid, bool wide, T* to) {
+  if (wide && valid >= N) {
+GRPO_UNROLL
+    for (int i = 0; i < N; i += PACKET<T>) {
+      Packet<T> packet;
+GRPO_UNROLL
+      for (int k = 0; k < PACKET<T>; ++k) narrow(from[i + k], packet.value[k]);
+      *reinterpret_cast<Packet<T>*>(to + i) = packet;
+    }
+  } else {
+GRPO_UNROLL
+    for (int i = 0; i < N; ++i) {
+      if (i < valid) narrow(from[i], to[i]);
+    }
+  }
+}
+
+// How raw products become z: softcap(logit_scale * (raw + bias)) / temperature.
+struct RowTransform {
+  const float* bias;  // [V] or null
+  float logit_scale;
+  float softcap, inv_softcap;  // 0 where there is none
+  float inv_temperature;
+};
+
+GRPO_HOST_DEVICE bool is_plain(const RowTransform& t) { return t.bias == nullptr && t.softcap == 0.0f; }
+
+// z of N raw values from `column` on, of which the first `valid` exist, and the slopes dz/d(raw); PLAIN promises
+// `is_plain`, which leaves the common case a single multiplication.
+template <bool PLAIN, int N>
+GRPO_HOST_DEVICE void to_z(float (&x)[N], float (&slope)[N], int column, int valid, const RowTransform& t) {
+  if constexpr (!PLAIN) {
+    if (t.bias != nullptr) {
+      GRPO_UNROLL
+      for (int i = 0; i < N; ++i) {
+        if (i < valid) x[i] += t.bias[column + i];
+      }
+    }
+  }
+  const float scale = t.logit_scale * t.inv_temperature;
+  if (PLAIN || t.softcap == 0.0f) {
+    GRPO_UNROLL
+    for (int i = 0; i < N; ++i) {
+      x[i] *= scale;
+      slope[i] = scale;
+    }
+  } else {
+    GRPO_UNROLL
+    for (int i = 0; i < N; ++i) {
+      const float capped = std::tanh(x[i] * t.logit_scale * t.inv_softcap);
+      x[i] = t.softcap * t.inv_temperature * capped;
+      slope[i] = scale * (1.0f - capped * capped);
+    }
+  }
+}
+
+// Statistics of some elements of a row: max, sum of exp(z - max), and sum of exp(z - max) * (z - max).
+struct alignas(16) Partial {
+  float max, total, moment;
+};
+
+GRPO_HOST_DEVICE Partial no_elements() { return {MINUS_INFINITY, 0.0f, 0.0f}; }
+
+// The same statistics, relative to a max that is no smaller.
+GRPO_HOST_DEVICE Partial relative_to(const Partial& p, float max) {
+  const bool finite = p.max > MINUS_INFINITY;  // else there is nothing to shift: its total is 0, or NaN
+  const float drop = finite ? p.max - max : 0.0f;
+  const float shrink = std::exp(drop);
+  return {max, p.total * shrink, (p.moment + p.total * drop) * shrink};
+}
+
+GRPO_HOST_DEVICE Partial merge_in_order(const Partial* parts, int count) {
+  float max = MINUS_INFINITY;
+  GRPO_UNROLL_4
+  for (int i = 0; i < count; ++i) max = std::fmax(max, parts[i].max);
+  Partial all = {max, 0.0f, 0.0f};
+  GRPO_UNROLL_4
+  for (int i = 0; i < count; ++i) {
+    const Partial part = relative_to(parts[i], max);
+    all.total += part.total;
+    all.moment += part.moment;
+  }
+  return all;
+}
+
+template <bool WITH_ENTROPY, int N>
+GRPO_HOST_DEVICE void add_elements(Partial& p, const float (&z)[N]) {
+  float top = z[0];
+GRPO_UNROLL
+  for (int i = 1; i < N; ++i) top = std::fmax(top, z[i]);
+  if (top > p.max) p = relative_to(p, top);  // rare after the first few
+  const float reference = p.max > MINUS_INFINITY ? p.max : 0.0f;
+  float total = 0.0f, moment = 0.0f;
+GRPO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    const float shifted = z[i] - reference;
+    const float e = fast_exp(shifted);
+    total += e;
+    if constexpr (WITH_ENTROPY) moment += e * std::fmax(shifted, LOWEST_LOGP);  // 0 * -inf counts 0
+  }
+  p.total += total;
+  p.moment += moment;
+}
+
+struct RowStatistics {
+  float max, log_sum, logp, entropy;
+};
+
+GRPO_HOST_DEVICE RowStatistics finish(const Partial& row, float z_target) {
+  const float log_sum = std::log(row.total);
+  const float logp = min_or_nan((z_target - row.max) - log_sum, 0.0f);
+  return {row.max, log_sum, logp, max_or_nan(log_sum - row.moment / row.total, 0.0f)};
+}
+
+// What the gradient of a row is made of: at columns other than the target (constant - dentropy * log p) * p * slope.
+struct RowCoefficients {
+  float max, log_sum;
+  float constant, dentropy;
+  float at_target;  // the target's gradient itself
+  int target;
+  bool zero;  // no coefficient: nor is there a gradient, whatever the row holds
+};
+
+// `slope` is dz/d(raw) of the target, whose 1 - p comes from expm1: a confident token keeps its digits.
+GRPO_HOST_DEVICE RowCoefficients make_coefficients(const RowStatistics& s, float dlogp, float dentropy, float slope,
+                                                   int target) {
+  const float entropy = dentropy == 0.0f ? 0.0f : s.entropy;
+  const float log_p = max_or_nan(s.logp, LOWEST_LOGP);
+  const float at_target = -dlogp * expm1_of(s.logp) - dentropy * std::exp(log_p) * (log_p + entropy);
+  return {s.max,    s.log_sum, -dlogp - dentropy * entropy,    dentropy, at_target * slope,
+          target,   dlogp == 0.0f && dentropy == 0.0f};
+}
+
+// dL/d(raw) of N columns that are not the target, in place of their z.
+template <int N>
+GRPO_HOST_DEVICE void to_gradient(float (&z)[N], const float (&slope)[N], const RowCoefficients& c) {
+  GRPO_UNROLL
+  for (int k = 0; k < N; ++k) {
+    const float log_p = max_or_nan((z[k] - c.max) - c.log_sum, LOWEST_LOGP);
+    z[k] = (c.constant - c.dentropy * log_p) * fast_exp(log_p) * slope[k];
+  }
+}
+
+// The elements of a row that a thread block holds: `count` from column `first`, in memory at `held`.
+template <typename T>
+struct Part {
+  const T* held;
+  int first, count;
+  bool wide;  // `held` and what follows can be read 16 bytes at a time
+};
+
+struct Thread {
+  int index, count;
+};
+
+// Columns that each of `blocks` thread blocks holds: a multiple of 64, so that parts start at whole cache lines.
+GRPO_HOST_DEVICE int part_length(int vocab_size, int blocks) { return ((vocab_size + blocks - 1) / blocks + 63) / 64 * 64; }
+
+GRPO_HOST_DEVICE int part_count(int vocab_size, int part, int rank) {
+  const int64_t left = int64_t(vocab_size) - int64_t(part) * rank;
+  return left < 0 ? 0 : left < part ? int(left) : part;
+}
+
+// Of a part's elements, those that bulk copies bring: all whole packets, or none where rows start at odd addresses.
+template <typename T>
+GRPO_HOST_DEVICE int bulk_elements(int count, bool wide) {
+  return wide ? count / PACKET<T> * PACKET<T> : 0;
+}
+
+// Of those, the ones in the chunk that starts at `begin`; none in a last chunk shorter than a packet.
+template <typename T>
+GRPO_HOST_DEVICE int chunk_elements(int bulk, int begin) {
+  const int left = bulk - begin;
+  return left < 0 ? 0 : left < CHUNK<T> ? left : CHUNK<T>;
+}
+
+// A thread's share of the statistics of a part, packet by packet; `arrived(k)` waits for chunk k.
+template <bool PLAIN, bool WITH_ENTROPY, typename T, typename Arrived>
+GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, const RowTransform& t,
+                                           Arrived arrived) {
+  constexpr int N = PACKET<T>;
+  Partial p = no_elements();
+  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += CHUNK<T>) {
+    arrived(chunk);
+    const int end = begin + CHUNK<T> < part.count ? begin + CHUNK<T> : part.count;
+    for (int i = begin + thread.index * N; i < end; i += thread.count * N) {
+      float z[N], slope[N];
+      load_values(part.held + i, end - i, part.wide, z);
+      to_z<PLAIN>(z, slope, part.first + i, end - i, t);
+      if (i + N > end) {
+        GRPO_UNROLL
+        for (int k = 0; k < N; ++k) z[k] = i + k < end ? z[k] : MINUS_INFINITY;
+      }
+      add_elements<WITH_ENTROPY>(p, z);
+    }
+  }
+  return p;
+}
+
+// The same with the options as run-time values.
+template <typename T, typename Arrived>
+GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, const RowTransform& t, bool with_entropy,
+                                           Arrived arrived) {
+  if (is_plain(t)) {
+    return with_entropy ? thread_statistics<true, true>(part, thread, t, arrived)
+                        : thread_statistics<true, false>(part, thread, t, arrived);
+  }
+  return with_entropy ? thread_statistics<false, true>(part, thread, t, arrived)
+                      : thread_statistics<false, false>(part, thread, t, arrived);
+}
+
+// A thread's share of the gradient of a part, written to `out`, where the part's first column goes. `loaded()` is called
+// by all threads alike between the loads and the stores of each stride: a barrier where the stores land on the logits.
+template <bool PLAIN, typename T, typename Out, typename Arrived, typename Loaded>
+GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const RowTransform& t,
+                                      const RowCoefficients& c, Out* out, bool wide_out, Arrived arrived,
+                                      Loaded loaded) {
+  constexpr int N = PACKET<Out>;
+  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += CHUNK<T>) {
+    arrived(chunk);
+    const int end = begin + CHUNK<T> < part.count ? begin + CHUNK<T> : part.count;
+    for (int stride = begin; stride < end; stride += thread.count * N) {
+      const int i = stride + thread.index * N;
+      float d[N] = {}, slope[N];
+      if (i < end) load_values(part.held + i, end - i, part.wide, d);
+      loaded();
+      if (i < end) {
+        to_z<PLAIN>(d, slope, part.first + i, end - i, t);
+        to_gradient(d, slope, c);
+        store_values(d, end - i, wide_out, out + i);
+      }
+    }
+  }
+  const int target = c.target - part.first;  // written again, by the thread that wrote it
+  if (target >= 0 && target < part.count && target % CHUNK<T> / N % thread.count == thread.index) {
+    narrow(c.at_target, out[target]);
+  }
+}
+
+template <typename T, typename Out, typename Arrived, typename Loaded>
+GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const RowTransform& t,
+                                      const RowCoefficients& c, Out* out, bool wide_out, Arrived arrived,
+                                      Loaded loaded) {
+  if (is_plain(t)) {
+    thread_gradient<true>(part, thread, t, c, out, wide_out, arrived, loaded);
+  } else {
+    thread_gradient<false>(part, thread, t, c, out, wide_out, arrived, loaded);
+  }
+}
+
+// Zeros where a gradient would go: a row without a coefficient is not read.
+template <typename Out>
+GRPO_HOST_DEVICE void thread_zeros(int count, Thread thread, Out* out, bool wide_out) {
+  constexpr int N = PACKET<Out>;
+  float zero[N] = {};
+  for (int i = thread.index * N; i < count; i += thread.count * N) store_values(zero, count - i, wide_out, out + i);
+}
+
+}  // namespace grpo_fused

@@ -1,0 +1,53 @@
+// How a row is laid over thread blocks, from what a device offers.
+#pragma once
+
+#include <cstdint>
+
+#include "row_math.h"
+
+namespace grpo_fused {
+
+struct RowPlan {
+  int blocks;   // of the cluster that holds a row; 0: one block streams it, reading twice
+  int threads;  // of a block
+};
+
+struct DeviceLimits {
+  bool clusters;         // sm_90 and later
+  int block_bytes;       // shared memory that a block may have
+  int processor_bytes;   // shared memory of a multiprocessor
+};
+
+constexpr int MAX_BLOCKS = 8;  // the largest cluster that every device with clusters can launch
+constexpr int MAX_THREADS = 512;
+constexpr int SCRATCH_BYTES = 512;    // of a block's shared memory, beside the row
+constexpr int RESERVED_BYTES = 1024;  // of a block's shared memory, by the system
+
+// Unmeasured; `python -m benchmarks.rows` times the choices. 256 threads of at most 64 registers leave room for three
+// blocks with 76 KiB of a row each (V = 151936 over 8).
+constexpr int CLUSTER_THREADS = 256;
+constexpr int STREAM_THREADS = 512;
+
+inline int64_t held_bytes(int vocab_size, int itemsize, int blocks) {
+  return int64_t(part_length(vocab_size, blocks)) * itemsize;
+}
+
+// The smallest cluster that leaves room for two blocks a multiprocessor, so that one loads while the other waits or
+// stores; else the largest. `blocks` and `threads` are 0 where the choice is free, `blocks` is -1 to stream. False where
+// the cluster that was asked for cannot hold a row.
+inline bool plan_row(int vocab_size, int itemsize, const DeviceLimits& limits, int blocks, int threads, RowPlan* plan) {
+  const int64_t most = limits.block_bytes - SCRATCH_BYTES;
+  const int64_t shared = limits.processor_bytes / 2 - RESERVED_BYTES - SCRATCH_BYTES;
+  int chosen = blocks;
+  if (blocks == 0) {
+    for (chosen = 1; chosen < MAX_BLOCKS && held_bytes(vocab_size, itemsize, chosen) > shared;) chosen *= 2;
+  }
+  if (chosen > 0 && limits.clusters && held_bytes(vocab_size, itemsize, chosen) <= most) {
+    *plan = {chosen, threads > 0 ? threads : CLUSTER_THREADS};
+    return true;
+  }
+  *plan = {0, threads > 0 ? threads : STREAM_THREADS};
+  return blocks <= 0;
+}
+
+}  // namespace grpo_fused

@@ -1,0 +1,48 @@
+// The row kernels themselves, csrc/cuda/row_kernel.cuh as it is, on a CPU's threads.
+#include "emulated.h"
+
+#include "cuda/row_kernel.cuh"
+
+namespace grpo_fused {
+
+BlockMemory block_memory() {
+  return {reinterpret_cast<RowScratch*>(emulated::block().scratch.data()),
+          reinterpret_cast<unsigned char*>(emulated::block().row.data())};
+}
+
+namespace {
+
+template <RowMode MODE, typename T, typename Out>
+int run(const RowArguments& a, int blocks, int threads) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (blocks > 0) {
+      emulated::launch(blocks, threads, unsigned(row * blocks), sizeof(RowScratch),
+                       held_bytes(a.vocab_size, sizeof(T), blocks), [&] { row_cluster_kernel<MODE, T, Out>(a); });
+    } else {
+      emulated::launch(1, threads, unsigned(row), sizeof(RowScratch), 0, [&] { row_stream_kernel<MODE, T, Out>(a); });
+    }
+  }
+  return 0;
+}
+
+template <typename T, typename Out>
+int run(RowMode mode, const RowArguments& a, int blocks, int threads) {
+  if (mode == RowMode::STATISTICS) return run<RowMode::STATISTICS, T, Out>(a, blocks, threads);
+  if (mode == RowMode::GRADIENT) return run<RowMode::GRADIENT, T, Out>(a, blocks, threads);
+  return run<RowMode::LOSS, T, Out>(a, blocks, threads);
+}
+
+}  // namespace
+}  // namespace grpo_fused
+
+// As run_rows of row_harness.cpp.
+extern "C" int run_rows(int mode, int logits, int out, const grpo_fused::RowArguments* a, int blocks, int threads) {
+  using namespace grpo_fused;
+  const auto what = static_cast<RowMode>(mode);
+  if (logits == 0 && out == 0) return run<float, float>(what, *a, blocks, threads);
+  if (logits == 0 && out == 1) return run<float, Bf16>(what, *a, blocks, threads);
+  if (logits == 1 && out == 1) return run<Bf16, Bf16>(what, *a, blocks, threads);
+  return 1;
+}
+
+extern "C" int size_of_arguments() { return int(sizeof(grpo_fused::RowArguments)); }

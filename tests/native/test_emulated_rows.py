@@ -1,0 +1,108 @@
+"""The row kernels themselves on a CPU's threads: barriers, late copies, shuffles and clusters emulated (emulated.h).
+
+A missing barrier, a copy that is read before it is waited for, or a store on logits that another block has not read
+yet gives NaN, wrong numbers or a hang. What remains for a chip is whether its instructions do what is emulated.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers import config_id, make_config
+from native.harness import Harness, Layout
+from native.rows import assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
+
+from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.engines.rows import Transform
+from grpo_fused.engines.triton_rows import token_inputs
+from grpo_fused.layout import Layout as TokenLayout
+from grpo_fused.objective import evaluate
+
+LAYOUTS = [Layout(1, 32), Layout(2, 96), Layout(8, 32), Layout(0, 96)]
+SHAPES = [(1, 1), (3, 37), (2, 20011)]
+PLAIN = Transform(None, 1.0, None, 1.0)
+
+
+def layout_id(layout: Layout) -> str:
+    return f"{layout.blocks}x{layout.threads}" if layout.blocks else f"stream-{layout.threads}"
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> Harness:
+    return Harness(tmp_path_factory.mktemp("kernels"), "emulated_rows.cpp")
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory) -> Harness:
+    return Harness(tmp_path_factory.mktemp("functions"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_statistics(kernels, functions, shape, dtype, layout):
+    """Exact, and bitwise those of the functions in their simulated order."""
+    values, targets = make_rows(shape)
+    transform = make_transform("all", *shape)
+    for logits in (padded(values, dtype), values.to(dtype)):  # rows at multiples of 16 bytes, and at odd addresses
+        got = kernels.statistics(logits, targets, transform, layout)
+        logp, entropy = exact(logits.double(), targets, transform)
+        assert (got.logp.double() - logp).abs().max() <= 1e-5
+        assert (got.entropy.double() - entropy).abs().max() <= 2e-5
+        want = functions.statistics(logits, targets, transform, layout)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradient_in_place(kernels, shape, out_dtype, layout):
+    """Stores of one block land on the logits of others."""
+    values, targets = make_rows(shape)
+    dlogp, dentropy = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(1))
+    logits = padded(values)
+    stats = kernels.statistics(logits, targets, PLAIN, layout)
+    out = in_place(logits, out_dtype)
+    kernels.gradient(logits, out, targets, stats, dlogp, dentropy, PLAIN, layout)
+    assert_gradient(out, exact_gradient(values, targets, PLAIN, dlogp, dentropy))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+def test_gradient_in_a_buffer_and_rows_without_a_coefficient(kernels, layout):
+    values, targets = make_rows((3, 20011))
+    logits = padded(values)
+    stats = kernels.statistics(logits, targets, PLAIN, layout)
+    logits[1] = torch.nan
+    out = torch.full((3, 20011), torch.nan, dtype=torch.bfloat16)
+    dlogp = torch.tensor([1.0, 0.0, -2.0])
+    kernels.gradient(logits, out, targets, stats, dlogp, None, PLAIN, layout)
+    assert out[1].eq(0).all()
+    assert_gradient(out, exact_gradient(values, targets, PLAIN, dlogp, None))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "config", [make_config("dapo", beta=0.1, entropy_coef=0.05), make_config("cispo")], ids=config_id
+)
+def test_loss_in_one_launch(kernels, config, out_dtype, layout):
+    values, targets = make_rows((6, 9001))
+    transform = make_transform("temperatures", 6, 9001)
+    logp, _ = exact(values.double(), targets, transform)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]) > 0
+    inputs = LossInputs(
+        advantages=torch.tensor([1.0, -0.7]), completion_mask=mask, old_per_token_logps=logp.float().view(2, 3) + 0.1,
+        ref_per_token_logps=logp.float().view(2, 3) - 0.3 if config.beta else None,
+    )  # fmt: skip
+    batch = TokenBatch.build(inputs, TokenLayout(torch.Size((2, 3)), 2, None), config, torch.float32)
+    logits = padded(values)
+    out = in_place(logits, out_dtype)
+    stats, loss, dlogp = kernels.loss(logits, out, targets, token_inputs(batch, config), config, transform, layout)
+    want = evaluate(stats.logp, stats.entropy, batch, config)
+    assert (stats.logp.double() - logp).abs().max() <= 1e-5
+    torch.testing.assert_close(dlogp, want.dlogp, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(loss.sum(), want.policy_loss, rtol=1e-5, atol=1e-6)
+    assert_gradient(out, exact_gradient(values, targets, transform, dlogp, want.dentropy))
