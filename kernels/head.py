@@ -102,7 +102,8 @@ def epilogue(
         targets = tl.load(targets_ptr + rows, mask=live, other=-1)
         at_target = -dlogp * expm1(tl.load(logp_ptr + rows, mask=live, other=0.0))
         shifted = z - tl.load(max_ptr + rows, mask=live, other=0.0)[:, None]
-        log_p = tl.maximum(shifted - tl.load(log_sum_ptr + rows, mask=live, other=0.0)[:, None], LOWEST_LOGP)
+        log_p = shifted - tl.load(log_sum_ptr + rows, mask=live, other=0.0)[:, None]
+        log_p = tl.maximum(log_p, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp(log_p)
         dz = tl.where(cols == targets[:, None], at_target[:, None], -dlogp[:, None] * p)
         if HAS_DENTROPY:
@@ -395,7 +396,7 @@ def exponentials_bwd_kernel(
         p = e * tl.exp(log_scale)
         dz = tl.where(cols == target, at_target, -dlogp * p)
         if HAS_DENTROPY:
-            log_p = tl.maximum(tl.log(e) + log_scale, LOWEST_LOGP)
+            log_p = tl.maximum(tl.log(e) + log_scale, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
             dz -= dentropy * p * (log_p + entropy)
         slope = logit_scale * inv_t
         if HAS_SOFTCAP:

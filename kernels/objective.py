@@ -51,7 +51,13 @@ def clipped_policy(c, advantage, epsilon, epsilon_high, delta, dual_clip):
     """PPO's clipped loss and its derivative in the ratio c; delta and dual_clip are inf where off."""
     low = 1.0 - epsilon
     high = 1.0 + epsilon_high
-    loss = -tl.minimum(tl.minimum(c, delta) * advantage, tl.minimum(tl.maximum(c, low), high) * advantage)
+    bounded = tl.minimum(tl.maximum(c, low), high)
+    # on a chip the plain minimum drops a NaN, and so would hide it
+    loss = -tl.minimum(
+        tl.minimum(c, delta, propagate_nan=tl.PropagateNan.ALL) * advantage,
+        bounded * advantage,
+        propagate_nan=tl.PropagateNan.ALL,
+    )
     loss = tl.where(advantage < 0.0, tl.minimum(loss, -dual_clip * advantage), loss)
     good = c <= tl.minimum(delta, high)
     bad = (c >= low) & (c <= tl.minimum(tl.maximum(delta, high), dual_clip))
@@ -70,7 +76,7 @@ def kl_estimate(q, KL: tl.constexpr):
     elif KL == 2:
         return 0.5 * q * q, -q, 0.5 * q * q - q
     else:
-        bounded = tl.minimum(q, MAX_LOG_RATIO)
+        bounded = tl.minimum(q, MAX_LOG_RATIO, propagate_nan=tl.PropagateNan.ALL)
         slope = expm1(bounded)
         tangent = slope * (q - bounded)
         return tangent + exp_minus_1_minus(bounded), -slope, tangent - bounded
@@ -102,13 +108,13 @@ def token_objective(
     logp = tl.maximum(logp, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
     log_ratio = logp - logp
     if HAS_OLD:
-        log_ratio = logp - tl.maximum(old, LOWEST_LOGP)
+        log_ratio = logp - tl.maximum(old, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
     beyond = tl.abs(log_ratio) > MAX_LOG_RATIO
     c = tl.exp(tl.where(beyond, tl.where(log_ratio > 0.0, MAX_LOG_RATIO, -MAX_LOG_RATIO), log_ratio))
     chain = tl.where(beyond, 0.0, c)
 
     if POLICY == 1:  # cispo: the clipped ratio is a constant weight on the log-prob
-        scale = tl.minimum(c, epsilon_high) * advantage
+        scale = tl.minimum(c, epsilon_high, propagate_nan=tl.PropagateNan.ALL) * advantage
         policy = -scale * logp
         g = -scale
     elif POLICY == 2:  # sapo: a sigmoid gate
@@ -122,7 +128,7 @@ def token_objective(
     loss = is_ratio * policy
     g = is_ratio * g
     if HAS_KL:
-        kl, dkl, both = kl_estimate(tl.maximum(ref, LOWEST_LOGP) - logp, KL)
+        kl, dkl, both = kl_estimate(tl.maximum(ref, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL) - logp, KL)
         if BIAS_CORRECTION:
             g += beta * tl.where(chain == 0.0, c * dkl, chain * both)
             kl = c * kl

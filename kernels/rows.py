@@ -123,7 +123,7 @@ def write_row_gradient(
         cols = start + tl.arange(0, BLOCK)
         raw = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)
         z, slope = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
-        log_p = tl.maximum((z - m) - log_sum, LOWEST_LOGP)
+        log_p = tl.maximum((z - m) - log_sum, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp(log_p)
         dz = tl.where(cols == target, at_target, -dlogp * p)
         if HAS_DENTROPY:
