@@ -10,7 +10,6 @@ from benchmarks.compiled import compile_kernel, resources, wgmma_is_serialized
 from benchmarks.cost import H200, occupancy, predicted_rate
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
-TYPES = {"bf16": "bf16", "fp32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -19,18 +18,21 @@ class Variant:
 
     arch: str
     table: str
-    """bf16, bf16-pointers, fp32, or candidate-<number>"""
+    """bf16, fp32, bf16-unaligned, fp32-unaligned, or candidate-<number>"""
     mode: str
+    """score, exponentials, dlogits; finish and pass are the kernels around them"""
     options: str
     """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
+    even: bool
+    """whether V and H are multiples of the tile; 151936 is none of 256"""
 
     def __str__(self) -> str:
-        return f"{self.arch}-{self.table}-{self.mode}-{self.options}"
+        return f"{self.arch}-{self.table}-{self.mode}-{self.options}-{'even' if self.even else 'odd'}"
 
     @property
     def dtype(self) -> str:
         """Of hidden states, weight and what is stored."""
-        return "fp32" if self.table == "fp32" else "bf16"
+        return "fp32" if self.table.startswith("fp32") else "bf16"
 
     @property
     def config(self) -> Any:
@@ -39,12 +41,7 @@ class Variant:
 
         if self.table.startswith("candidate"):
             return head_configs.CANDIDATES[self.arch][int(self.table.split("-")[1])]
-        tables = {
-            "bf16": head_configs.HEAD_CONFIGS,
-            "bf16-pointers": head_configs.POINTER_CONFIGS,
-            "fp32": head_configs.FP32_CONFIGS,
-        }
-        table = tables[self.table][self.arch]
+        table = _tables()[self.table][self.arch]
         if self.mode == "dlogits":
             return table.gradient
         return table.plain if self.options == "plain" else table.capped
@@ -59,7 +56,7 @@ class Evidence:
     shared_kib: float
     num_warps: int
     tensor_cores: str
-    """the instruction that multiplies: wgmma, tcgen05, mma, mfma, or fma"""
+    """the instruction that multiplies: wgmma, tcgen05, mma, mfma, fma, or none"""
     tma: bool
     serialized: bool
     """whether ptxas makes tensor-core products wait for each other"""
@@ -70,45 +67,95 @@ def variants() -> list[Variant]:
     from grpo_fused.kernels import head_configs
 
     made = []
-    for name, table in (
-        ("bf16", head_configs.HEAD_CONFIGS),
-        ("bf16-pointers", head_configs.POINTER_CONFIGS),
-        ("fp32", head_configs.FP32_CONFIGS),
-    ):
-        archs = [arch for arch in table if arch != "interpreter"]
-        made += [Variant(arch, name, *rest) for arch, *rest in itertools.product(archs, MODES, ("plain", "full"))]
+    for name, table in _tables().items():
+        unaligned = name.endswith("unaligned")
+        for arch, mode, options, even in itertools.product(table, MODES, ("plain", "full"), (True, False)):
+            if arch != "interpreter" and not (unaligned and even):
+                made.append(Variant(arch, name, mode, options, even))
+        for arch, options in itertools.product(table, ("plain", "full")):
+            if arch != "interpreter":
+                made.append(Variant(arch, name, "finish", options, even=not unaligned))
+                if not unaligned:
+                    made.append(Variant(arch, name, "pass", options, even=True))
     for arch, candidates in head_configs.CANDIDATES.items():
         for number, mode in itertools.product(range(len(candidates)), ("score", "exponentials")):
-            made.append(Variant(arch, f"candidate-{number}", mode, "plain"))
+            made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=False))
     return made
 
 
+def _tables() -> dict[str, Any]:
+    from grpo_fused.kernels import head_configs
+
+    return {
+        "bf16": head_configs.HEAD_CONFIGS,
+        "fp32": head_configs.FP32_CONFIGS,
+        "bf16-unaligned": head_configs.UNALIGNED_CONFIGS,
+        "fp32-unaligned": head_configs.UNALIGNED_CONFIGS,
+    }
+
+
 def compile_variant(variant: Variant) -> Any:
-    """Triton's compiled kernel for H = 4096 and a V that fills its tiles."""
+    """Triton's compiled kernel, with the alignment that its tensors have at run time."""
+    if variant.mode in ("finish", "pass"):
+        return _compile_small(variant)
     from grpo_fused.kernels.head import head_fwd_kernel as kernel
 
     config, full, mode = variant.config, variant.options == "full", MODES[variant.mode]
     constexprs = {
         "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_TEMPERATURES": True, "WITH_ENTROPY": mode < 2,
-        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_V": True, "EVEN_K": True, "UPCAST": False,
-        "SPECIALIZED": config.specialized, "BLOCK_N": config.block_n, "BLOCK_V": config.block_v,
-        "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
+        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_V": variant.even, "EVEN_K": variant.even,
+        "E_SCALE": 1.0, "UPCAST": False, "SPECIALIZED": config.specialized, "BLOCK_N": config.block_n,
+        "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
     }  # fmt: skip
-    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= {"targets_ptr": "*i64"} | dict.fromkeys(("temperature", "logit_scale", "softcap"), "fp32")
+    types = _types(kernel)
     for name, rows, cols in (
         ("x", config.block_n, config.block_k),
         ("w", config.block_v, config.block_k),
         ("out", config.block_n, config.block_v),
     ):
         types[name] = f"tensordesc<{variant.dtype}[{rows}, {cols}]>" if config.tma else f"*{variant.dtype}"
-    aligned = {name for name in kernel.arg_names if types[name].startswith("*")}
-    aligned |= {"stride_xn", "stride_wv", "stride_out", "H"}
     stages = config.num_stages if mode == 0 else config.store_stages
     return compile_kernel(
-        kernel, variant.arch, types, constexprs, aligned, num_warps=config.num_warps, num_stages=stages,
+        kernel, variant.arch, types, constexprs, _aligned(kernel, types, variant), num_warps=config.num_warps,
+        num_stages=stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _compile_small(variant: Variant) -> Any:
+    import torch
+    from grpo_fused.kernels import head
+    from grpo_fused.kernels.head_configs import finish_config, pass_config
+
+    device, full, config = torch.device("cuda"), variant.options == "full", variant.config
+    flags = {"HAS_TEMPERATURES": True, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_DENTROPY": full, "E_SCALE": 1.0,
+             "WITH_ENTROPY": True, "EVEN_K": variant.even, "UPCAST": False}  # fmt: skip
+    if variant.mode == "finish":
+        kernel, small = head.finish_scores_fwd_kernel, finish_config(device)
+        flags |= {"BLOCK_N": small.block_n, "BLOCK_K": config.block_k}
+    else:
+        kernel, small = head.exponentials_bwd_kernel, pass_config(device, config.block_v)
+        flags |= {"TILES": small.tiles, "BLOCK_V": config.block_v}
+    types = _types(kernel) | dict.fromkeys(("x_ptr", "w_ptr", "e_ptr"), f"*{variant.dtype}")
+    return compile_kernel(
+        kernel, variant.arch, types, flags, _aligned(kernel, types, variant), num_warps=small.num_warps,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _types(kernel: Any) -> dict[str, str]:
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    return types | {"targets_ptr": "*i64"} | dict.fromkeys(("temperature", "logit_scale", "softcap"), "fp32")
+
+
+PER_TOKEN = {"targets_ptr", "temperature_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr"}
+"""Slices that start anywhere."""
+
+
+def _aligned(kernel: Any, types: dict[str, str], variant: Variant) -> set[str]:
+    names = {name for name in kernel.arg_names if types[name].startswith("*")} - PER_TOKEN
+    names |= {"stride_out", "stride_e", "padded"}
+    # rows of 16 bytes are 8 numbers or 4: H and its strides are multiples of 16 for the sizes of language models only
+    return names if variant.table.endswith("unaligned") else names | {"stride_xn", "stride_wv", "H"}
 
 
 def inspect(variant: Variant) -> Evidence:
@@ -116,11 +163,13 @@ def inspect(variant: Variant) -> Evidence:
     compiled = compile_variant(variant)
     found = resources(compiled, variant.arch)
     if variant.arch.startswith("gfx"):
-        cores = "mfma" if "v_mfma" in compiled.asm["amdgcn"] else "fma"
+        cores = "mfma" if "v_mfma" in compiled.asm["amdgcn"] else "none" if variant.mode == "pass" else "fma"
         return Evidence(*found, tensor_cores=cores, tma=False, serialized=False)
     ptx = compiled.asm["ptx"]
     names = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
     cores = next((short for long, short in names.items() if long in ptx), "fma")
+    if variant.mode == "pass":
+        cores = "none"
     serialized = cores == "wgmma" and wgmma_is_serialized(compiled, variant.arch)
     return Evidence(*found, tensor_cores=cores, tma="cp.async.bulk.tensor" in ptx, serialized=serialized)
 
@@ -132,6 +181,7 @@ def table() -> list[dict[str, Any]]:
         "table",
         "mode",
         "options",
+        "V, H",
         "tile",
         "warps",
         "stages",
@@ -141,7 +191,7 @@ def table() -> list[dict[str, Any]]:
         "cores",
         "per SM",
     )
-    layout = "{:7} {:14} {:13} {:8} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>7}  {}"
+    layout = "{:7} {:14} {:13} {:8} {:5} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>7}  {}"
     print(layout.format(*header, f"expected TFLOP/s on an {H200.name}, H = 896 / 4096"))
     rows = []
     for variant in variants():
@@ -150,7 +200,7 @@ def table() -> list[dict[str, Any]]:
         rates = ""
         if variant.arch == "sm_90":
             row["programs_per_sm"] = occupancy(e.registers, e.num_warps, e.shared_kib, H200)
-            if variant.dtype == "bf16":
+            if variant.dtype == "bf16" and variant.mode in MODES:
                 row["expected_tflops"] = {
                     width: predicted_rate(config, variant.mode, row["programs_per_sm"], width, H200) / 1e12
                     for width in (896, 4096)
@@ -165,6 +215,7 @@ def table() -> list[dict[str, Any]]:
                 variant.table,
                 variant.mode,
                 variant.options,
+                "even" if variant.even else "odd",
                 tile,
                 e.num_warps,
                 stages,

@@ -240,10 +240,10 @@ def _(  # type: ignore[no-untyped-def]
 def linear_logprobs_backward(
     dlogps: Tensor | None,
     dentropies: Tensor | None,
-    logps: Tensor,
+    logps: Tensor | None,
     entropies: Tensor | None,
-    maxima: Tensor,
-    log_sums: Tensor,
+    maxima: Tensor | None,
+    log_sums: Tensor | None,
     hidden_states: Tensor,
     lm_head_weight: Tensor,
     lm_head_bias: Tensor | None,
@@ -261,13 +261,13 @@ def linear_logprobs_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias); what is not needed comes as an empty tensor."""
+    """(dhidden, dweight, dbias), empty where not needed, from the scores of `linear_logprobs` or, anew, without."""
     with _plain(hidden_states.device):
         dhidden, dweight, dbias, _ = run_logprobs_gradient(
             engines.engine(impl),
             _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
             _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures),
-            Statistics(maxima, log_sums, logps.reshape(-1), None if entropies is None else entropies.reshape(-1)),
+            _known_scores(logps, entropies, maxima, log_sums),
             None if dlogps is None else dlogps.reshape(-1),
             None if dentropies is None else dentropies.reshape(-1),
             Needs(need_hidden, need_weight, need_bias),
@@ -430,6 +430,14 @@ def selective_logprobs_backward(
 @selective_logprobs_backward.register_fake
 def _(dlogps, dentropies, logits, token_ids, mask, temperatures, temperature):  # type: ignore[no-untyped-def]
     return logits.new_empty(logits.shape)
+
+
+def _known_scores(
+    logps: Tensor | None, entropies: Tensor | None, maxima: Tensor | None, log_sums: Tensor | None
+) -> Statistics | None:
+    if logps is None or maxima is None or log_sums is None:
+        return None
+    return Statistics(maxima, log_sums, logps.reshape(-1), None if entropies is None else entropies.reshape(-1))
 
 
 def _scores_like(token_ids: Tensor, scores: Statistics) -> tuple[Tensor, Tensor]:

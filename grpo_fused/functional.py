@@ -302,7 +302,7 @@ def grpo_loss(
         cu_seqlens=cu_seqlens,
         num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
     )  # fmt: skip
-    if engines.choose(impl, device, per_token_logps.dtype) == "reference":
+    if engines.choose_without_head(impl) == "reference":
         check.check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
@@ -353,7 +353,7 @@ def selective_logprobs(
         temperature=temperature if isinstance(temperature, Tensor) else None,
     )  # fmt: skip
     number, temperatures = _temperature(temperature, layout)
-    if engines.choose(impl, logits.device, logits.dtype) == "reference":
+    if engines.choose_without_head(impl) == "reference":
         check.check_token_values(token_ids, mask, logits.shape[-1], temperatures)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         scale = number if temperatures is None else temperatures

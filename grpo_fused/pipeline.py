@@ -181,7 +181,7 @@ def run_logprobs_gradient(
     engine: Engine,
     head: Head,
     tokens: Tokens,
-    scores: Statistics,
+    scores: Statistics | None,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
     needs: Needs,
@@ -189,7 +189,7 @@ def run_logprobs_gradient(
 ) -> Gradients:
     """Gradients of all N positions from the coefficients ([N]) on their log-probs and entropies: three products.
 
-    `scores` ([N]) are what `run_logprobs` returned.
+    `scores` ([N]) are what `run_logprobs` returned, if at hand.
     """
     dlogp, dentropy = _clean_coefficients(tokens, dlogp, dentropy, head.statistics_dtype)
     if how.compact:
@@ -207,7 +207,7 @@ def run_logprobs_gradient(
         even_chunks(rows.shape[0], engine.chunk_rows(head, how.max_scratch_bytes)),
         coefficients,
         needs,
-        known=scores.select(rows),
+        known=None if scores is None else scores.select(rows),
         with_entropy=dentropy is not None,
         skip_zeros=False,
         max_scratch_bytes=how.max_scratch_bytes,

@@ -5,7 +5,8 @@ flat loop, so that the loads of the next tile run during the epilogue of this on
 
 - SCORE: online statistics in registers. Nothing of the size of the vocabulary is written.
 - EXPONENTIALS: the same, and E = exp(z - tile maximum) in a narrow dtype with one offset for each (token, tile). E has
-  the relative error of one rounding whatever the size of the logit, so it can become a gradient later.
+  the relative error of one rounding whatever the size of the logit, so it can become a gradient later. In fp16, whose
+  exponents end early, E is stored 2^15 times as large: down to 27 nats below its tile's maximum.
 - DLOGITS: the gradient itself, from statistics that are known already.
 
 Statistics of splits are merged in their order by `finish_scores_fwd_kernel`, which also makes the targets' logits:
@@ -87,7 +88,7 @@ def epilogue(
     entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
     WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """What is done with a tile of products; returns the running statistics."""
     rows = row + tl.arange(0, BLOCK_N)
@@ -123,8 +124,8 @@ def epilogue(
         if WITH_ENTROPY:
             tile_moment = tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=1)
         if MODE == EXPONENTIALS:
-            store_block(out, e, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
-            tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, safe_m, mask=live)
+            store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
+            tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, tile_m, mask=live)
         return merge_statistics(m, total, moment, tile_m, tl.sum(e, axis=1), tile_moment, WITH_ENTROPY)
 
 
@@ -172,6 +173,7 @@ def head_fwd_kernel(
     TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
     EVEN_K: tl.constexpr,
+    E_SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
     SPECIALIZED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -223,7 +225,7 @@ def head_fwd_kernel(
                     acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                     num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                    WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, BLOCK_N, BLOCK_V,
+                    WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
                 )  # fmt: skip
         else:
             acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -254,7 +256,7 @@ def head_fwd_kernel(
                         acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                         log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                         num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                        WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, BLOCK_N, BLOCK_V,
+                        WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
                     )  # fmt: skip
                     acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         if MODE != DLOGITS:
@@ -366,14 +368,16 @@ def exponentials_bwd_kernel(
     num_tiles,
     temperature,
     logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURES: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
+    E_SCALE: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dL/d(product) of a row, in place of its exponentials: p = E * exp(offset - lse), z = log E + offset."""
+    """dL/d(product) of a row, in place of its exponentials: p = E * exp(offset - lse), log p from log E.
+
+    Heads with a softcap do without: the slope 1 - tanh^2 of a saturated logit does not survive the rounding of E.
+    """
     row = tl.program_id(0).to(tl.int64)
     inv_t = 1.0 / temperature
     if HAS_TEMPERATURES:
@@ -382,24 +386,24 @@ def exponentials_bwd_kernel(
     m = tl.load(max_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
-    at_target = -dlogp * expm1(tl.load(logp_ptr + row))
+    logp = tl.load(logp_ptr + row)
+    at_target = -dlogp * expm1(logp)
     if HAS_DENTROPY:
         entropy = tl.load(entropy_ptr + row)
         dentropy = tl.load(dentropy_ptr + row)
+    slope = logit_scale * inv_t
     for first in tl.range(0, num_tiles, TILES):
         tiles = first + tl.arange(0, TILES)[:, None]
         cols = tiles * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-        offset = tl.load(offset_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
-        log_scale = (offset - m) - log_sum
+        offset = tl.load(offset_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=-float("inf"))
+        log_scale = (offset - m) - log_sum - tl.log(E_SCALE * 1.0)
         pointers = e_ptr + row * stride_e + cols
         e = tl.load(pointers, mask=cols < padded, other=0.0).to(tl.float32)
         p = e * tl.exp(log_scale)
         dz = tl.where(cols == target, at_target, -dlogp * p)
         if HAS_DENTROPY:
-            log_p = tl.maximum(tl.log(e) + log_scale, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
+            log_p = tl.where(cols == target, logp, tl.log(e) + log_scale)
+            log_p = tl.maximum(log_p, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
+            p = tl.where(cols == target, tl.exp(log_p), p)
             dz -= dentropy * p * (log_p + entropy)
-        slope = logit_scale * inv_t
-        if HAS_SOFTCAP:
-            capped = (tl.log(e) + offset) / (inv_t * softcap)
-            slope *= tl.maximum(1.0 - capped * capped, 0.0)
         tl.store(pointers, (dz * slope).to(e_ptr.dtype.element_ty), mask=cols < padded)

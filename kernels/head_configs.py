@@ -77,7 +77,7 @@ def _same(config: HeadConfig) -> HeadTable:
 # 128 x 128 spills 8 to 16 bytes when it stores, with 8 warps 128 to 232
 _AMPERE = _same(HeadConfig(128, 64, 64, num_warps=8, num_stages=3, store_stages=3))
 _HOPPER = HeadTable(
-    # 128 x 256 moves 8 TB/s from L2 at 700 TFLOP/s where 128 x 128 would move 11: 198 registers, 192 KiB; 228, 209 KiB
+    # 128 x 256 moves 8 TB/s from L2 at 700 TFLOP/s where 128 x 128 would move 11: up to 255 registers, 192 and 209 KiB
     plain=HeadConfig(128, 256, 64, num_warps=8, num_stages=4, store_stages=3, tma=True),
     # with softcap 128 x 256 spills 4 KB
     capped=HeadConfig(128, 128, 64, num_warps=8, num_stages=4, store_stages=3, tma=True),
@@ -100,15 +100,14 @@ HEAD_CONFIGS: dict[str, HeadTable] = {
 }
 """bf16 and fp16, by architecture."""
 
-POINTER_CONFIGS: dict[str, HeadTable] = {
-    "sm_90": _same(HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3)),
-    "sm_100": HeadTable(
-        plain=HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3),
-        capped=HeadConfig(128, 128, 64, num_warps=8, num_stages=3, store_stages=3),
-        gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=3, store_stages=3),
-    ),
+_UNALIGNED = _same(HeadConfig(64, 64, 32, num_warps=8, num_stages=3, store_stages=3))
+
+UNALIGNED_CONFIGS: dict[str, HeadTable] = {
+    # rows that do not start at 16 bytes (H no multiple of 8): loads are narrow, and larger tiles spill
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"), _UNALIGNED),
+    "gfx942": _same(HeadConfig(64, 64, 32, num_warps=4, num_stages=2, store_stages=2)),
 }
-"""For weights that a tensor descriptor cannot describe: rows that do not start 16 bytes aligned."""
+"""Any dtype, by architecture."""
 
 _FP32 = _same(HeadConfig(64, 32, 32, num_warps=8, num_stages=3, store_stages=3))
 
@@ -132,25 +131,24 @@ CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
 """What the tuner times beside the table (scores of a plain head); each is compiled in the tests."""
 
 
-def head_config(weight: Tensor, transform: RowTransform, *, gradient: bool = False) -> HeadConfig:
-    """The configuration for a head [V, H]: scores, or dlogits (`gradient`)."""
+def head_config(
+    weight: Tensor, transform: RowTransform, *, gradient: bool = False, aligned: bool | None = None
+) -> HeadConfig:
+    """The configuration for a head [V, H]: scores, or dlogits (`gradient`); `aligned` as `is_aligned` unless given."""
     arch = architecture(weight.device)
-    if weight.dtype == torch.float32:
-        table = FP32_CONFIGS[arch]
+    if not (is_aligned(weight) if aligned is None else aligned):
+        table = UNALIGNED_CONFIGS.get(arch, HEAD_CONFIGS[arch])
     else:
-        table = HEAD_CONFIGS[arch]
-        if not describable(weight):
-            table = POINTER_CONFIGS.get(arch, table)
+        table = (FP32_CONFIGS if weight.dtype == torch.float32 else HEAD_CONFIGS)[arch]
     if gradient:
         return table.gradient
     return table.plain if transform.bias is None and transform.softcap is None else table.capped
 
 
-def describable(weight: Tensor) -> bool:
-    """Whether a tensor descriptor can describe the weight, and hidden states of its width."""
-    return weight.data_ptr() % 16 == 0 and all(
-        n * weight.itemsize % 16 == 0 for n in (weight.stride(0), weight.shape[1])
-    )
+def is_aligned(weight: Tensor) -> bool:
+    """Whether rows of the weight, and of hidden states of its width, start at 16 bytes: descriptors can take them."""
+    strides = (weight.stride(0), weight.shape[1])
+    return weight.data_ptr() % 16 == 0 and all(n * weight.itemsize % 16 == 0 for n in strides)
 
 
 class FinishConfig(NamedTuple):
@@ -160,9 +158,9 @@ class FinishConfig(NamedTuple):
     num_warps: int
 
 
-def finish_config(device: torch.device, config: HeadConfig) -> FinishConfig:
+def finish_config(device: torch.device) -> FinishConfig:
     """64 tokens a program: the smallest tile of a Hopper product, 128 programs for 8192 tokens."""
-    return FinishConfig(16, 1) if device.type == "cpu" else FinishConfig(64, 4)
+    return FinishConfig(16, 1) if device.type == "cpu" else FinishConfig(64, 8)
 
 
 class PassConfig(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from .configs import PAD
 from .head import DLOGITS, EXPONENTIALS, SCORE, exponentials_bwd_kernel, finish_scores_fwd_kernel, head_fwd_kernel
 from .head_configs import HeadConfig, finish_config, head_config, pass_config
-from .launch import RowStatistics, RowTransform, device_of, empty_statistics
+from .launch import RowStatistics, RowTransform, check_bias, device_of, empty_statistics
 
 GROUP_BYTES = 16 * 2**20
 """Hidden states of the panels that run together: a share of the L2 (50 MB on an H100, 40 on an A100) that leaves room
@@ -60,10 +60,9 @@ def num_tiles(config: HeadConfig, weight: Tensor) -> int:
 
 
 def row_bytes(weight: Tensor, transform: RowTransform) -> tuple[int, int]:
-    """Bytes for each row of (partial statistics, offsets), beside its E."""
-    config = head_config(weight, transform)
-    splits, _ = config.splits(*weight.shape)
-    return 12 * splits, 4 * num_tiles(config, weight)
+    """Bytes for each row of (partial statistics, offsets), beside its E; from shape and dtype alone."""
+    config = head_config(weight, transform, aligned=True)
+    return 12 * config.splits(*weight.shape)[0], 4 * num_tiles(config, weight)
 
 
 def head_scores(
@@ -92,10 +91,11 @@ def head_scores(
         return stats
     config = config or head_config(weight, transform)
     splits, _ = config.splits(*weight.shape)
-    partials = torch.empty(
-        (3 if with_entropy else 2, splits, hidden.shape[0]), dtype=torch.float32, device=hidden.device
+    # a tensor each: parts of one would start aligned for some N only, and compile again
+    part_max, part_total, part_moment = (
+        torch.empty((splits, hidden.shape[0]), dtype=torch.float32, device=hidden.device) if wanted else None
+        for wanted in (True, True, with_entropy)
     )
-    part_max, part_total, part_moment = partials[0], partials[1], partials[2] if with_entropy else None
     out, offsets = (None, None) if exponentials is None else (exponentials.values, exponentials.offsets)
     with device_of(hidden):
         _launch(
@@ -103,7 +103,7 @@ def head_scores(
             max_ptr=part_max, total_ptr=part_total, moment_ptr=part_moment, offset_ptr=offsets,
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
-        finish = finish_config(hidden.device, config)
+        finish = finish_config(hidden.device)
         number, temperatures = _temperature(transform)
         finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
             hidden, weight, transform.bias, targets, temperatures, part_max, part_total, part_moment, stats.max,
@@ -148,7 +148,13 @@ def exponentials_to_dlogits(
     dentropy: Tensor | None,
     transform: RowTransform,
 ) -> None:
-    """Turn E into dL/d(product) where it stands, from the coefficients ([N]) on log-probs and entropies."""
+    """Turn E into dL/d(product) where it stands, from the coefficients ([N]) on log-probs and entropies.
+
+    Raises:
+        ValueError: The head has a softcap, whose slope rounded exponentials do not give.
+    """
+    if transform.softcap is not None:
+        raise ValueError(f"exponentials do not give the gradient of a softcap; got softcap={transform.softcap}")
     values, offsets, block_v = exponentials
     if values.shape[0] == 0:
         return
@@ -158,8 +164,9 @@ def exponentials_to_dlogits(
         exponentials_bwd_kernel[(values.shape[0],)](
             values, offsets, targets, temperatures, statistics.max, statistics.log_sum, statistics.logp,
             statistics.entropy, dlogp, dentropy, values.stride(0), padded(values.shape[1]), offsets.shape[1], number,
-            *_numbers(transform), HAS_SOFTCAP=transform.softcap is not None, HAS_TEMPERATURES=temperatures is not None,
-            HAS_DENTROPY=dentropy is not None, TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
+            float(transform.logit_scale), HAS_TEMPERATURES=temperatures is not None,
+            HAS_DENTROPY=dentropy is not None, E_SCALE=_scale_of(values), TILES=config.tiles, BLOCK_V=block_v,
+            num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -178,6 +185,7 @@ def _launch(
             "the head kernel takes contiguous hidden states and weight rows of one dtype; "
             f"got {hidden.dtype} {hidden.stride()} and {weight.dtype} {weight.stride()}"
         )
+    check_bias(transform)
     panels = -(-num_rows // config.block_n)
     splits, tiles_per_split = config.splits(vocab_size, width)
     number, temperatures = _temperature(transform)
@@ -218,6 +226,7 @@ def _launch(
         TMA=config.tma,
         EVEN_V=vocab_size % config.block_v == 0,
         EVEN_K=width % config.block_k == 0,
+        E_SCALE=1.0 if out is None else _scale_of(out),
         UPCAST=_interprets(hidden),
         SPECIALIZED=config.specialized,
         BLOCK_N=config.block_n,
@@ -228,6 +237,10 @@ def _launch(
         # modes must round alike for a token's score to be one number: none of them fuses a product with a sum
         enable_fp_fusion=False,
     )
+
+
+def _scale_of(values: Tensor) -> float:
+    return 2.0**15 if values.dtype == torch.float16 else 1.0
 
 
 def _temperature(transform: RowTransform) -> tuple[float, Tensor | None]:

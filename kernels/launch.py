@@ -133,6 +133,12 @@ def row_loss(
     return stats, loss, dlogp
 
 
+def check_bias(transform: RowTransform) -> None:
+    """A bias is read as one run of numbers."""
+    if transform.bias is not None and not transform.bias.is_contiguous():
+        raise ValueError(f"the bias must be contiguous; got strides {transform.bias.stride()}")
+
+
 def padded_width(logits: Tensor) -> int:
     """Columns of a row that may be touched: V rounded up to `PAD` where the row's stride covers that, else V."""
     rows, vocab_size = logits.shape
@@ -147,6 +153,7 @@ def _common(logits: Tensor, transform: RowTransform, out: Tensor | None = None) 
     for x in (logits,) if out is None else (logits, out):
         if x.shape[1] > 1 and x.stride(1) != 1:
             raise ValueError(f"rows of logits must have unit stride; got strides {x.stride()}")
+    check_bias(transform)
     temperatures = transform.temperature if isinstance(transform.temperature, Tensor) else None
     number = 1.0 if isinstance(transform.temperature, Tensor) else float(transform.temperature)
     softcap = transform.softcap

@@ -335,7 +335,7 @@ def test_gmpo_beyond_its_bound_has_no_gradient():
     """A < 0 and a mean log-ratio above 20: the value is exp(20), the derivative 0."""
     logps = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
     old = torch.full((1, 3), -25.0, dtype=torch.float64)
-    for impl in IMPLS:
+    for impl in ("auto", "reference"):
         logps.grad = None
         out = grpo_loss(logps, -torch.ones(1).double(), old_per_token_logps=old, config=make_config("gmpo"), impl=impl)
         out.loss.backward()

@@ -33,6 +33,17 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     return "chunked" if impl == "auto" else impl
 
 
+def choose_without_head(impl: Impl) -> str:
+    """The implementation of what has no head product: `auto` or `reference`.
+
+    Raises:
+        ValueError: `impl` is neither; engines of the head have nothing to do there.
+    """
+    if impl not in ("auto", "reference"):
+        raise ValueError(f"impl must be auto or reference where there is no head product; got {impl!r}")
+    return impl
+
+
 def engine(name: str) -> Engine:
     """The engine that `choose` named."""
     return _ENGINES[name]

@@ -176,7 +176,8 @@ class ChunkedEngine:
                 dentropy = None if dentropy is None else dentropy[kept]
             if taken.shape[0] == 0:
                 continue
-            scale = fp16_scale(dlogp, dentropy) if head.gradient_dtype == torch.float16 else None
+            temperature = tokens.temperature_rows(taken)
+            scale = fp16_scale(head, temperature, dlogp, dentropy) if head.gradient_dtype == torch.float16 else None
             if scale is not None:
                 dlogp = dlogp * scale
                 dentropy = None if dentropy is None else dentropy * scale

@@ -106,6 +106,11 @@ class Head:
         """[V, H]: the weight in the compute dtype; autocast's copy of an fp32 master, made once for a call."""
         return self.operand(self.weight)
 
+    @property
+    def shape_in_compute_dtype(self) -> Tensor:
+        """A stand-in for `rounded_weight` that has its shape and dtype only, and costs nothing."""
+        return self.weight.new_empty(1, dtype=self.compute_dtype).expand(self.weight.shape)
+
     def operand(self, x: Tensor) -> Tensor:
         """Hidden states or a weight block in the dtype of the computation."""
         return x.to(self.compute_dtype)

@@ -60,9 +60,11 @@ class GradientSums:
         return Gradients(self.hidden, self.weight, self.bias if self.needs.bias else None, self.rows)
 
 
-def fp16_scale(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def fp16_scale(head: Head, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """0-d power of two that lifts a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
     # |dlogits| <= |g| + |g_H| * p * |log p + H|, whose last factor stays below 32
     bound = dlogp.abs() if dentropy is None else dlogp.abs() + 32 * dentropy.abs()
+    # times dz/d(product) <= |logit_scale| / T
+    bound = bound * (abs(head.logit_scale) / temperature)
     largest = bound.max().clamp(min=torch.finfo(torch.float32).tiny, max=torch.finfo(torch.float32).max)
     return torch.exp2((8.0 - largest.log2()).floor().clamp(-120.0, 120.0))

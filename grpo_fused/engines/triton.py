@@ -2,8 +2,10 @@
 
 Scores need no vocab-sized memory. Training keeps exponentials of 2 bytes a logit and takes three products: the kernel's
 own, which scores and stores them, and after a light pass in place the library's two gradient products. Where scores are
-known already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), dlogits come
-straight from a second product of the kernel: one write instead of a write and a pass.
+known already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads
+with a softcap, dlogits come straight from a second product of the kernel: one write instead of a write and a pass.
+
+A weight of another dtype than the computation's, or one that does not lie row by row, is copied whole.
 
 A token's scores are bitwise the same in any batch, and the same in scoring and training.
 """
@@ -11,6 +13,7 @@ A token's scores are bitwise the same in any batch, and the same in scoring and 
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
@@ -25,17 +28,17 @@ ROW_MULTIPLE = 128
 """Chunks of a multiple fill the kernel's token panels."""
 
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETS = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton itself looks when a kernel is decorated
+
+
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the engine cannot run for inputs of `dtype` on `device`, or None."""
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "triton is not installed"
     if dtype == torch.float64:
         return "it takes float32, bfloat16 and float16, not float64"
-    if device.type == "cuda":
-        return None
-    import triton
-
-    if device.type == "cpu" and triton.knobs.runtime.interpret:
+    if device.type == "cuda" or (device.type == "cpu" and _INTERPRETS):
         return None
     return "Triton needs a GPU (or TRITON_INTERPRET=1, to test on the CPU)"
 
@@ -44,10 +47,10 @@ class TritonEngine:
     """See the module."""
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
-        """Rows whose dlogits, offsets and partial statistics fit the scratch budget."""
+        """Rows whose dlogits, offsets, partial statistics and copies of hidden states fit the scratch budget."""
         from grpo_fused.kernels import head_launch
 
-        each = sum(head_launch.row_bytes(head.rounded_weight, _transform(head, 1.0)))
+        each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, _transform(head, 1.0)))
         each += head.gradient_dtype.itemsize * head_launch.padded(head.vocab_size)
         return self._rows_of(head, each, max_scratch_bytes)
 
@@ -61,17 +64,18 @@ class TritonEngine:
         """See `Engine.score`; scratch is the rows' hidden states and partial statistics."""
         from grpo_fused.kernels import head_launch
 
-        partials, _ = head_launch.row_bytes(head.rounded_weight, _transform(head, 1.0))
-        each = partials + head.rounded_weight.shape[1] * head.compute_dtype.itemsize
-        count = self._rows_of(head, each, max_scratch_bytes)
+        weight = _row_major(head.rounded_weight)
+        partials, _ = head_launch.row_bytes(weight, _transform(head, 1.0))
+        count = self._rows_of(head, partials + _copies_bytes(head), max_scratch_bytes)
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
             hidden = head.operand(tokens.hidden_rows(part)).contiguous()
             transform = _transform(head, tokens.temperature_rows(part))
             stats = head_launch.head_scores(
-                hidden, head.rounded_weight, tokens.target_rows(part), transform, with_entropy=with_entropy
+                hidden, weight, tokens.target_rows(part), transform, with_entropy=with_entropy
             )
+            del hidden  # before the next copy is made
             parts.append(Statistics(*stats))
         return Statistics.concatenate(parts, head.weight, with_entropy)
 
@@ -92,7 +96,8 @@ class TritonEngine:
         """See `Engine.fused`."""
         from grpo_fused.kernels import head_launch
 
-        weight = head.rounded_weight
+        weight = _row_major(head.rounded_weight)
+        stores = known is None and head.softcap is None
         longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         slab = head_launch.Exponentials.empty(longest, weight, head.gradient_dtype, _transform(head, 1.0))
         sums = GradientSums(
@@ -106,17 +111,22 @@ class TritonEngine:
             place = slab.rows(taken.shape[0])
             if known is None:
                 stats = head_launch.head_scores(
-                    hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=place
-                )
+                    hidden, weight, targets, transform, with_entropy=with_entropy,
+                    exponentials=place if stores else None,
+                )  # fmt: skip
             else:
                 stats = head_launch.RowStatistics(*known.select(part))
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
             parts.append(Statistics(*stats))
-            scale = fp16_scale(dlogp, dentropy) if head.gradient_dtype == torch.float16 else None
+            scale = (
+                fp16_scale(head, transform.temperature, dlogp, dentropy)
+                if head.gradient_dtype == torch.float16
+                else None
+            )
             if scale is not None:
                 dlogp = dlogp * scale
                 dentropy = None if dentropy is None else dentropy * scale
-            if known is None:
+            if stores:
                 head_launch.exponentials_to_dlogits(place, targets, stats, dlogp, dentropy, transform)
             else:
                 head_launch.head_dlogits(hidden, weight, targets, stats, dlogp, dentropy, transform, place.values)
@@ -133,10 +143,20 @@ class TritonEngine:
         return max(count - count % ROW_MULTIPLE if count > ROW_MULTIPLE else count, 1)
 
 
+def _copies_bytes(head: Head) -> int:
+    """For each row: hidden states gathered, then masked, then its fp32 dhidden."""
+    return head.weight.shape[1] * (2 * head.compute_dtype.itemsize + 4)
+
+
+def _row_major(weight: Tensor) -> Tensor:
+    """The weight as kernels read it; one that lies column by column (transposed, every other column) is copied."""
+    return weight if weight.shape[1] == 1 or weight.stride(1) == 1 else weight.contiguous()
+
+
 def _transform(head: Head, temperature: Tensor | float):  # type: ignore[no-untyped-def]
     from grpo_fused.kernels import launch
 
-    bias = None if head.bias is None else head.bias.to(head.statistics_dtype)
+    bias = None if head.bias is None else head.bias.to(head.statistics_dtype).contiguous()
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.float32)
     return launch.RowTransform(bias, head.logit_scale, head.softcap, temperature)

@@ -101,4 +101,5 @@ def _transform(transform: Transform) -> launch.RowTransform:
     temperature = transform.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.float32)
-    return launch.RowTransform(transform.bias, transform.logit_scale, transform.softcap, temperature)
+    bias = None if transform.bias is None else transform.bias.contiguous()
+    return launch.RowTransform(bias, transform.logit_scale, transform.softcap, temperature)

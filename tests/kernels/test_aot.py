@@ -143,9 +143,16 @@ def test_head_kernel_multiplies_on_tensor_cores(head_evidence):
     """wgmma on Hopper, its products not waiting for each other; tensor memory on Blackwell; descriptors on both."""
     cores = {"sm_80": "mma", "sm_86": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
     for row in head_evidence:
-        fp32 = row["table"] == "fp32" and row["arch"] != "gfx942"
-        assert row["tensor_cores"] == ("fma" if fp32 else cores[row["arch"]]), row
         assert not row["serialized"], row
+        if row["mode"] == "pass":
+            continue
+        fp32 = row["table"].startswith("fp32") and row["arch"] != "gfx942"
+        known = {"fma"} if fp32 else {cores[row["arch"]]}
+        if row["table"] == "bf16-unaligned":  # narrow loads may feed another product than the architecture's best
+            known |= {"mma"}
+        assert row["tensor_cores"] in known, row
+        if row["mode"] == "finish":  # gathers rows of the weight
+            continue
         assert row["tma"] == row["wants_tma"], row
         if row["specialized"]:  # dropped in silence where the compiler does not like the loop
             assert row["num_warps"] > row["wants_warps"], row
@@ -163,17 +170,18 @@ flags = dict(HAS_BIAS=False, HAS_SOFTCAP=False, HAS_TEMPERATURES=False, num_warp
 
 for tokens, temperature in ((1, 1.0), (4096, 0.7), (70000, 0.31), (17, 2.0)):
     row = Odd(torch.float32) if tokens % 2 else f
+    if tokens == 17 and CONTROL: flags["num_warps"] = 4
     panels, numbers = -(-tokens // 128), (temperature, 1.0, 1.0)
     for mode in (0, 1, 2):
         head.head_fwd_kernel.warmup(b, b, b if mode else None, None, ids, None, row, row, row, row, row, None, f, f, f,
-            896, 896, 151936, tokens, 151936, 896, panels, 73, 119, 10, 1187, *numbers, MODE=mode, WITH_ENTROPY=True,
+            896, 896, 151936, tokens, 151936, 896, panels, 73, 119, 10, 1187, *numbers, MODE=mode, WITH_ENTROPY=True, E_SCALE=1.0,
             HAS_DENTROPY=False, TMA=False, EVEN_V=True, EVEN_K=True, SPECIALIZED=False, BLOCK_N=128, BLOCK_V=64,
             BLOCK_K=64, num_stages=3, grid=(panels * 119,), **flags)
     head.finish_scores_fwd_kernel.warmup(b, b, None, ids, None, f, f, f, row, row, row, row, 896, 896, tokens, 151936,
         896, 119, *numbers, WITH_ENTROPY=True, EVEN_K=True, BLOCK_N=64, BLOCK_K=64, grid=(panels,), **flags)
-    flags_pass = {k: v for k, v in flags.items() if k not in ("HAS_BIAS", "UPCAST")}
-    head.exponentials_bwd_kernel.warmup(b, f, ids, None, row, row, row, row, row, None, 151936, 151936, 1187, *numbers,
-        HAS_DENTROPY=False, TILES=32, BLOCK_V=128, grid=(tokens,), **flags_pass)
+    flags_pass = {k: v for k, v in flags.items() if k not in ("HAS_BIAS", "HAS_SOFTCAP", "UPCAST")}
+    head.exponentials_bwd_kernel.warmup(b, f, ids, None, row, row, row, row, row, None, 151936, 151936, 1187, temperature, 1.0,
+        HAS_DENTROPY=False, E_SCALE=1.0, TILES=32, BLOCK_V=128, grid=(tokens,), **flags_pass)
 for kernel in (head.head_fwd_kernel, head.finish_scores_fwd_kernel, head.exponentials_bwd_kernel):
     print(len(kernel.device_caches[0][0]))
 """
@@ -182,4 +190,7 @@ for kernel in (head.head_fwd_kernel, head.finish_scores_fwd_kernel, head.exponen
 
 def test_head_kernel_compiles_once_for_all_lengths_and_temperatures():
     """Once for each of the three modes."""
-    assert compiled(COUNT_HEAD).split() == ["3", "1", "1"]
+    assert compiled("CONTROL = False\n" + COUNT_HEAD).split() == ["3", "1", "1"]
+    assert compiled("CONTROL = True\n" + COUNT_HEAD).split() == ["6", "2", "2"], (
+        "the count must see what is compiled in"
+    )
