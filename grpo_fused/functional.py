@@ -126,7 +126,7 @@ def fused_linear_grpo_loss(
         num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
     )  # fmt: skip
     check.check_scratch(max_scratch_bytes)
-    name = engines.choose(impl, device)
+    name = engines.choose(impl, device, _compute_dtype(hidden_states, lm_head_weight))
     number, temperatures = _temperature(temperature, layout)
 
     if name == "reference":
@@ -223,7 +223,7 @@ def fused_linear_logprobs(
         mask=mask, temperature=temperature if isinstance(temperature, Tensor) else None,
     )  # fmt: skip
     check.check_scratch(max_scratch_bytes)
-    name = engines.choose(impl, hidden_states.device)
+    name = engines.choose(impl, hidden_states.device, _compute_dtype(hidden_states, lm_head_weight))
     number, temperatures = _temperature(temperature, layout)
     if name == "reference":
         scores = _reference_logprobs(
@@ -302,7 +302,7 @@ def grpo_loss(
         cu_seqlens=cu_seqlens,
         num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
     )  # fmt: skip
-    if engines.choose(impl, device) == "reference":
+    if engines.choose(impl, device, per_token_logps.dtype) == "reference":
         check.check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
@@ -353,7 +353,7 @@ def selective_logprobs(
         temperature=temperature if isinstance(temperature, Tensor) else None,
     )  # fmt: skip
     number, temperatures = _temperature(temperature, layout)
-    if engines.choose(impl, logits.device) == "reference":
+    if engines.choose(impl, logits.device, logits.dtype) == "reference":
         check.check_token_values(token_ids, mask, logits.shape[-1], temperatures)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         scale = number if temperatures is None else temperatures

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     questions = split_questions(scale.demonstrations, scale.held_out)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, quick=args.quick)
-    engines.choose(args.impl, model.device)  # before the warm-up rather than after it
+    engines.choose(args.impl, model.device, model.dtype)  # before the warm-up rather than after it
     print(
         f"Qwen2 with {sum(parameter.numel() for parameter in model.parameters()):,} parameters; "
         f"{len(questions.demonstrations):,} demonstrations, {len(questions.train):,} questions for GRPO, "
