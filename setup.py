@@ -1,7 +1,7 @@
 """Package layout and the optional native extensions.
 
-`GRPO_FUSED_BUILD` chooses what is compiled: `auto` (the default) what the machine allows, and never fails for it; `none`
-nothing; `cpu` the CPU extension; `cuda` that and the CUDA one. The last two fail with the reason where they cannot.
+`GRPO_FUSED_BUILD` chooses what is compiled: `auto` (the default) what the machine allows, and never fails for it;
+`none` nothing; `cpu` the CPU extension; `cuda` that and the CUDA one. The last two fail with the reason if they cannot.
 
 `kernels/` is installed as `grpo_fused.kernels`. It has no `__init__.py`: a top-level package of that name would shadow
 Hugging Face's `kernels` for everybody who runs from a checkout.
@@ -66,12 +66,18 @@ def cpu_extension() -> Extension:
         libraries=["torch_cpu", "dl"],
         define_macros=DEFINES,
         # GCC 12's own AVX-512 header draws the warnings that are turned off
-        extra_compile_args=["-std=c++20", "-O3", "-fvisibility=hidden", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
-                            "-Wno-ignored-attributes"],
+        extra_compile_args=[
+            "-std=c++20",
+            "-O3",
+            "-fvisibility=hidden",
+            "-Wno-uninitialized",
+            "-Wno-maybe-uninitialized",
+            "-Wno-ignored-attributes",
+        ],
         depends=HEADERS,
         language="c++",
         py_limited_api=True,
-    )  # fmt: skip
+    )
 
 
 def cuda_extension(mode: str) -> Extension:

@@ -45,8 +45,11 @@ class NativeEngine:
         return _WHOLE_CALL
 
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded."""
-        return head.weight.dtype
+        """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
+
+        fp16's range has to wait for the upstream gradient: a loss scale.
+        """
+        return torch.float32 if head.weight.dtype == torch.float16 else head.weight.dtype
 
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
@@ -71,7 +74,8 @@ class NativeEngine:
         """See `Engine.fused`."""
         budget = DEFAULT_SCRATCH_BYTES if max_scratch_bytes is None else max_scratch_bytes
         shape = (tokens.ids.shape[0], head.weight.shape[1])
-        dweight = torch.empty_like(head.weight, memory_format=torch.contiguous_format) if needs.weight else None
+        dtype = self.weight_gradient_dtype(head, shape[0], max_scratch_bytes)
+        dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None
         dhidden = head.weight.new_zeros(shape, dtype=head.product_dtype) if needs.hidden else None
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
