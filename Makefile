@@ -39,9 +39,11 @@ bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products a
 
 # The package is built once more, instrumented, beside the checkout. The loader wants ASan first; leaks are torch's own.
 SANITIZED := build/sanitized
+SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	GRPO_FUSED_BUILD=cpu CFLAGS="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
-	  LDFLAGS="-fsanitize=address,undefined" $(BIN)/python setup.py -q build -b $(SANITIZED) --build-lib $(SANITIZED)/lib
+	GRPO_FUSED_BUILD=cpu CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
+	  $(BIN)/python setup.py -q build -b $(SANITIZED) --build-lib $(SANITIZED)/lib
+	nm -D $(SANITIZED)/lib/grpo_fused/_C.abi3.so | grep -q __asan_report  # that it is instrumented
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" tests/native
 
