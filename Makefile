@@ -34,7 +34,7 @@ lint: $(VENV)/.dev  ## style and types
 bench: $(VENV)/.dev $(VENV)/.native  ## speed of the loss and its peers on this machine
 	$(BIN)/python -m pytest -q benchmarks --benchmark-only
 
-bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side (an hour)
+bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side (most of an hour)
 	$(BIN)/python -m benchmarks.cpu
 
 # The package is built once more, instrumented, beside the checkout. The loader wants ASan first; leaks are torch's own.

@@ -47,49 +47,64 @@ inline __m512 load(const void* kept, int64_t at) {
   }
 }
 
+// The constants of 16 tokens.
+Vector vector_of(const GradientLanes& lanes, int64_t lane, bool dense) {
+  const bool with_entropy = lanes.minus_dentropy != nullptr, with_softcap = lanes.softcap != 0.0f;
+  Vector v;
+  v.offset = _mm512_loadu_ps(lanes.offset + lane);
+  v.log_factor = _mm512_sub_ps(_mm512_sub_ps(v.offset, _mm512_loadu_ps(lanes.max + lane)),
+                               _mm512_loadu_ps(lanes.log_sum + lane));
+  v.minus_dlogp = _mm512_loadu_ps(lanes.minus_dlogp + lane);
+  v.factor = exp_nonpositive(v.log_factor);
+  if (dense) v.factor = _mm512_mul_ps(v.factor, v.minus_dlogp);
+  v.minus_dentropy = with_entropy ? _mm512_loadu_ps(lanes.minus_dentropy + lane) : _mm512_setzero_ps();
+  v.entropy = with_entropy ? _mm512_loadu_ps(lanes.entropy + lane) : _mm512_setzero_ps();
+  v.per_cap = with_softcap ? _mm512_div_ps(_mm512_loadu_ps(lanes.temperature + lane), all(lanes.softcap))
+                           : _mm512_setzero_ps();
+  v.target_value = _mm512_loadu_ps(lanes.target_value + lane);
+  v.target = _mm512_loadu_si512(lanes.target + lane);
+  return v;
+}
+
 template <bool Dense, Operand Kind>
 void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& lanes, uint32_t* across,
           int64_t across_stride, uint32_t* along, float* row_sums) {
   const bool with_entropy = lanes.minus_dentropy != nullptr, with_softcap = lanes.softcap != 0.0f;
-  for (int j = 0; j < kVectors; j++) {
-    const int64_t lane = 16 * j;
-    Vector v;
-    v.offset = _mm512_loadu_ps(lanes.offset + lane);
-    v.log_factor = _mm512_sub_ps(_mm512_sub_ps(v.offset, _mm512_loadu_ps(lanes.max + lane)),
-                                 _mm512_loadu_ps(lanes.log_sum + lane));
-    v.minus_dlogp = _mm512_loadu_ps(lanes.minus_dlogp + lane);
-    v.factor = exp_nonpositive(v.log_factor);
-    if constexpr (Dense) v.factor = _mm512_mul_ps(v.factor, v.minus_dlogp);
-    v.minus_dentropy = with_entropy ? _mm512_loadu_ps(lanes.minus_dentropy + lane) : _mm512_setzero_ps();
-    v.entropy = with_entropy ? _mm512_loadu_ps(lanes.entropy + lane) : _mm512_setzero_ps();
-    v.per_cap = with_softcap ? _mm512_div_ps(_mm512_loadu_ps(lanes.temperature + lane), all(lanes.softcap))
-                             : _mm512_setzero_ps();
-    v.target_value = _mm512_loadu_ps(lanes.target_value + lane);
-    v.target = _mm512_loadu_si512(lanes.target + lane);
-    for (int64_t r = 0; r < rows; r += per_word(Kind)) {
-      const __m512 first = gradient_of<Dense>(load<Kind>(kept, r * stride + lane), v, with_entropy, with_softcap, r);
-      if (row_sums != nullptr) row_sums[r] += _mm512_reduce_add_ps(first);
+  Vector vectors[kVectors];
+  for (int j = 0; j < kVectors; j++) vectors[j] = vector_of(lanes, 16 * j, Dense);
+  const auto at = [&](int64_t row, int j) __attribute__((always_inline)) {
+    return gradient_of<Dense>(load<Kind>(kept, row * stride + 16 * j), vectors[j], with_entropy, with_softcap, row);
+  };
+  for (int64_t r = 0; r < rows; r += per_word(Kind)) {
+    const bool paired = Kind == Operand::bf16 && r + 1 < rows;
+    __m512 sum = _mm512_setzero_ps(), next_sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; j++) {
+      const int64_t lane = 16 * j;
+      const __m512 first = at(r, j);
+      sum = _mm512_add_ps(sum, first);
       if constexpr (Kind == Operand::fp32) {
         if (across != nullptr) _mm512_storeu_ps(reinterpret_cast<float*>(across + r * across_stride + lane), first);
         if (along != nullptr) _mm512_storeu_ps(reinterpret_cast<float*>(along + r * kLanes + lane), first);
       } else {
-        const bool paired = r + 1 < rows;
-        const __m512 second =
-            paired ? gradient_of<Dense>(load<Kind>(kept, (r + 1) * stride + lane), v, with_entropy, with_softcap, r + 1)
-                   : _mm512_setzero_ps();
-        if (row_sums != nullptr && paired) row_sums[r + 1] += _mm512_reduce_add_ps(second);
+        const __m512 second = paired ? at(r + 1, j) : _mm512_setzero_ps();
+        next_sum = _mm512_add_ps(next_sum, second);
         const __m512i low = bf16_words(first), high = bf16_words(second);
         if (along != nullptr) {
           _mm512_storeu_si512(along + r / 2 * kLanes + lane, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
         }
         if (across != nullptr) {
-          uint32_t* at = across + r * across_stride + lane / 2;
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(low));
+          uint32_t* to = across + r * across_stride + lane / 2;
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(low));
           if (paired) {
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(at + across_stride), _mm512_cvtepi32_epi16(high));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + across_stride), _mm512_cvtepi32_epi16(high));
           }
         }
       }
+    }
+    if (row_sums != nullptr) {
+      row_sums[r] += _mm512_reduce_add_ps(sum);
+      if (paired) row_sums[r + 1] += _mm512_reduce_add_ps(next_sum);
     }
   }
 }
