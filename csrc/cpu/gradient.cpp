@@ -12,6 +12,9 @@
 namespace grpo {
 namespace {
 
+// Vocabulary blocks of one product of the second round. A superblock is a multiple of it, or shorter on every machine.
+constexpr int64_t kBlocksOfAProduct = 8;
+
 // What the tiles need of each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
 class Lanes {
  public:
@@ -99,14 +102,6 @@ class ColumnPanels {
  private:
   int64_t chunk_, panels_, pair_;
   Buffer<uint32_t> words_;
-};
-
-// Exponentials and offsets of the tokens of a chunk, in the order of `rows`.
-struct Chunk {
-  const void* kept;
-  int64_t stride;      // elements between rows of the block
-  int64_t panel_step;  // bytes between panels
-  const float* offsets;
 };
 
 class Gradient {
@@ -248,22 +243,26 @@ class Gradient {
     return stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4 + lane * plan_.element_size();
   }
 
-  // dH^T [hidden, tokens] += W^T [hidden, superblock] dz^T [superblock, tokens]
+  // dH^T [hidden, tokens] += W^T [hidden, superblock] dz^T [superblock, tokens], a fixed depth at a time: a micro-kernel
+  // may sum a product's depth in any order, and how long a superblock is depends on the machine.
   void second_round(int64_t superblock, int64_t count) {
     const int64_t last = superblock + count - 1;
     const int64_t vocab_rows = (count - 1) * plan_.block_rows + plan_.rows_of(last);
-    const int64_t depth = ceil_div(vocab_rows, pair_);
+    const int64_t depth = ceil_div(vocab_rows, pair_), step = kBlocksOfAProduct * plan_.block_rows / pair_;
     // rows of W^T that stay in the second-level cache while the token panels pass
-    const int64_t height = std::max<int64_t>(448 * 1024 / (4 * depth) / 6 * 6, 48);
+    const int64_t height = std::max<int64_t>(448 * 1024 / (4 * std::min(depth, step)) / 6 * 6, 48);
     const int64_t strips = ceil_div(plan_.hidden, height), out_panels = padded_ / kLanes;
     const int64_t group = 8, groups = ceil_div(out_panels, group), tasks = strips * groups;
     parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t) {
       const int64_t column = task / groups * height, columns = std::min(height, plan_.hidden - column);
       const int64_t first = task % groups * group;
-      for (int64_t panel = first; panel < std::min(first + group, out_panels); panel++) {
-        float* out = dhidden_.get() + (panel * plan_.hidden + column) * kLanes;
-        plan_.multiply(columns, depth, transposed_.get() + column * transposed_stride_, transposed_stride_,
-                       along_.get() + panel * kLanes * along_depth_, out, kLanes, superblock > 0);
+      for (int64_t k = 0; k < depth; k += step) {
+        for (int64_t panel = first; panel < std::min(first + group, out_panels); panel++) {
+          float* out = dhidden_.get() + (panel * plan_.hidden + column) * kLanes;
+          plan_.multiply(columns, std::min(step, depth - k), transposed_.get() + column * transposed_stride_ + k,
+                         transposed_stride_, along_.get() + (panel * along_depth_ + k) * kLanes, out, kLanes,
+                         superblock > 0 || k > 0);
+        }
       }
     });
   }

@@ -16,14 +16,15 @@ from grpo_fused import _native
 from grpo_fused.engines.base import Coefficients, Gradients, Needs, Scores, TokenObjective, Tokens
 from grpo_fused.engines.head import Head
 
-DEFAULT_SCRATCH_BYTES = 64 * 2**20
-"""Scratch of a call where `max_scratch_bytes` is None. Operands and the fp32 dH take their part of it first (about
-16 bytes for each of N·H, and 2 to 4 MiB a thread); the rest keeps exponentials."""
+SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
+"""Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread where that is more.
+Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread), whatever
+the budget; the rest keeps exponentials."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_BLOCKS_OF_A_ROUND = 8
-"""Vocabulary blocks between two rounds of dH, which each read and write all of it in fp32."""
+_BLOCKS_OF_A_PRODUCT = 8
+"""Vocabulary blocks that dH takes at a time, each time reading and writing all of it in fp32 (`kBlocksOfAProduct`)."""
 
 _WHOLE_CALL = 2**62
 
@@ -72,7 +73,7 @@ class NativeEngine:
         max_scratch_bytes: int | None,
     ) -> tuple[Scores, Gradients]:
         """See `Engine.fused`."""
-        budget = DEFAULT_SCRATCH_BYTES if max_scratch_bytes is None else max_scratch_bytes
+        budget = _default_scratch() if max_scratch_bytes is None else max_scratch_bytes
         shape = (tokens.ids.shape[0], head.weight.shape[1])
         dtype = self.weight_gradient_dtype(head, shape[0], max_scratch_bytes)
         dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None
@@ -189,7 +190,11 @@ class _Plan(NamedTuple):
         blocks = -(-vocab // block_rows)
 
         block_bytes = block_rows * (tokens + columns) * item  # dz of all tokens, and the weight transposed
-        superblock = min(max(_BLOCKS_OF_A_ROUND, 2 * threads), max(budget // 6 // block_bytes, 1), blocks)
+        wanted = -(-2 * threads // _BLOCKS_OF_A_PRODUCT) * _BLOCKS_OF_A_PRODUCT  # two blocks for each thread
+        affordable = max(budget // 6 // block_bytes, 1)
+        if affordable > _BLOCKS_OF_A_PRODUCT:
+            affordable -= affordable % _BLOCKS_OF_A_PRODUCT
+        superblock = min(wanted, affordable, blocks)
         chunk = min(tokens, 2048 // item)
         per_thread = block_rows * (columns * item + chunk * item + 3 * lanes * 4)
         if tokens > chunk:
@@ -201,6 +206,10 @@ class _Plan(NamedTuple):
         fixed += min(in_gradient, panels) * lanes * blocks * 4
         spill = min(max(budget - fixed, 0) // panel_bytes, max(panels - in_gradient, 0))
         return cls(superblock, spill * lanes * vocab * item)
+
+
+def _default_scratch() -> int:
+    return max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
 
 
 def _parts(head: Head, chunks: list[slice], coefficients: Coefficients, needs: Needs, budget: int) -> list[slice]:
