@@ -61,7 +61,9 @@ WITH_BF16 inline __attribute__((always_inline)) void all_rows(int64_t rows, int6
     const bool adds = add || k > 0;
     const uint32_t* slice = b + k * kLanes;
     int64_t i = 0;
-    for (; i + kRows <= rows; i += kRows) rows_of<kRows, Bf16>(length, a + i * lda + k, lda, slice, c + i * ldc, ldc, adds);
+    for (; i + kRows <= rows; i += kRows) {
+      rows_of<kRows, Bf16>(length, a + i * lda + k, lda, slice, c + i * ldc, ldc, adds);
+    }
     switch (rows - i) {
       case 5: rows_of<5, Bf16>(length, a + i * lda + k, lda, slice, c + i * ldc, ldc, adds); break;
       case 4: rows_of<4, Bf16>(length, a + i * lda + k, lda, slice, c + i * ldc, ldc, adds); break;

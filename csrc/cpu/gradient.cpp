@@ -19,7 +19,8 @@ constexpr int64_t kBlocksOfAProduct = 8;
 class Lanes {
  public:
   Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded)
-      : values_(7 * padded), targets_(padded), padded_(padded), softcap_(inputs.softcap), entropy_(g.dentropy != nullptr) {
+      : values_(7 * padded), targets_(padded), padded_(padded), softcap_(inputs.softcap),
+        entropy_(g.dentropy != nullptr) {
     for (int64_t i = 0; i < padded; i++) fill(inputs, g, i);
   }
 
@@ -189,7 +190,8 @@ class Gradient {
     char* out = static_cast<char*>(g_.dweight) + block * plan_.block_rows * plan_.hidden * item;
     for (int64_t p = 0; p < column_panels_; p++) {
       float* sum = sum_.get() + (worker * sums_ + (sums_ > 1 ? p : 0)) * plan_.block_rows * kLanes;
-      plan_.multiply(rows, length / pair_, across, across_stride_, columns_.at(begin, length, p), sum, kLanes, begin > 0);
+      plan_.multiply(rows, length / pair_, across, across_stride_, columns_.at(begin, length, p), sum, kLanes,
+                     begin > 0);
       if (begin + length == padded_) {
         store_gradient(sum, rows, std::min(kLanes, plan_.hidden - p * kLanes), g_.dweight_dtype,
                        out + p * kLanes * item, plan_.hidden);
@@ -243,8 +245,8 @@ class Gradient {
     return stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4 + lane * plan_.element_size();
   }
 
-  // dH^T [hidden, tokens] += W^T [hidden, superblock] dz^T [superblock, tokens], a fixed depth at a time: a micro-kernel
-  // may sum a product's depth in any order, and how long a superblock is depends on the machine.
+  // dH^T [hidden, tokens] += W^T [hidden, superblock] dz^T [superblock, tokens], a fixed depth at a time: how a
+  // micro-kernel sums may depend on the depth, and how long a superblock is depends on the machine.
   void second_round(int64_t superblock, int64_t count) {
     const int64_t last = superblock + count - 1;
     const int64_t vocab_rows = (count - 1) * plan_.block_rows + plan_.rows_of(last);

@@ -126,9 +126,11 @@ void compress_tile(const void* tile, int64_t rows, Operand kind, uint64_t mask, 
       const __mmask16 taken = static_cast<__mmask16>(mask >> (16 * j));
       const int64_t from = r * kLanes + 16 * j;
       if (kind == Operand::bf16) {
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(tile) + from));
+        const uint16_t* source = static_cast<const uint16_t*>(tile) + from;
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
         const __m512i packed = _mm512_maskz_compress_epi32(taken, _mm512_cvtepu16_epi32(x));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + to), _mm512_cvtepi32_epi16(packed));
+        uint16_t* target = static_cast<uint16_t*>(out) + to;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(packed));
       } else {
         const __m512 x = _mm512_loadu_ps(static_cast<const float*>(tile) + from);
         _mm512_storeu_ps(static_cast<float*>(out) + to, _mm512_maskz_compress_ps(taken, x));

@@ -107,8 +107,8 @@ int64_t worker_count(int64_t tasks);
 
 template <class F>
 void parallel_tasks(int64_t tasks, int64_t workers, F&& f) {
-  run_tasks(tasks, workers, [](int64_t task, int64_t worker, void* context) { (*static_cast<F*>(context))(task, worker); },
-            &f);
+  const auto call = [](int64_t task, int64_t worker, void* context) { (*static_cast<F*>(context))(task, worker); };
+  run_tasks(tasks, workers, call, &f);
 }
 
 // Packed hidden states as b of the product z^T = W h^T, for panels of 64 tokens; the last one is padded with zeros.

@@ -73,11 +73,13 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
   check_shape(hidden, "hidden", {N, H});
   check_shape(weight, "weight", {V, H});
   STD_TORCH_CHECK(hidden.is_contiguous(), "hidden must be contiguous");
-  STD_TORCH_CHECK(H == 1 || weight.stride(1) == 1, "rows of weight must be contiguous; got a stride of ", weight.stride(1));
+  STD_TORCH_CHECK(H == 1 || weight.stride(1) == 1, "rows of weight must be contiguous; got a stride of ",
+                  weight.stride(1));
   check(targets, "targets", ScalarType::Long, {N});
   check(temperature, "temperature", ScalarType::Float, {N});
   if (bias) check(*bias, "bias", ScalarType::Float, {V});
-  STD_TORCH_CHECK(std::isfinite(softcap) && softcap >= 0, "softcap must be finite and positive, or 0 for none; got ", softcap);
+  STD_TORCH_CHECK(std::isfinite(softcap) && softcap >= 0, "softcap must be finite and positive, or 0 for none; got ",
+                  softcap);
   const int64_t* ids = data<int64_t>(targets);
   for (int64_t i = 0; i < N; i++) {
     STD_TORCH_CHECK(0 <= ids[i] && ids[i] < V, "targets must be in [0, ", V, "); got ", ids[i], " at ", i);
@@ -95,7 +97,8 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
                             head.plan, panels);
   }
   check(spill, "spill", ScalarType::Byte, {spill.numel()});
-  STD_TORCH_CHECK(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ", spill.numel());
+  STD_TORCH_CHECK(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ",
+                  spill.numel());
   const Store spilled = Store::of(static_cast<char*>(spill.mutable_data_ptr()), spill.numel() / V, head.plan,
                                   panels - in_gradient.panels);
   head.inputs = HeadInputs{hidden.const_data_ptr(), weight.const_data_ptr(), dtype_of(weight, "weight"), compute,

@@ -44,7 +44,8 @@ void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t r
     for (int64_t k = 0; k < columns; k += 16) {
       const __mmask16 mask = first_lanes(depth - k);
       // a masked lane is not accessed: the source may end here
-      const __m512 x = rounded_to(mask == 0 ? _mm512_setzero_ps() : load_as(source, dtype, r * source_stride + k, mask), compute);
+      const __m512 given = mask == 0 ? _mm512_setzero_ps() : load_as(source, dtype, r * source_stride + k, mask);
+      const __m512 x = rounded_to(given, compute);
       if (kind == Operand::bf16) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + k / 2), _mm512_cvtepi32_epi16(bf16_words(x)));
       } else {
