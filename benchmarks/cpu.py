@@ -22,7 +22,7 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,9 +83,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="one small problem, to see that the program works")
     parser.add_argument("--no-peers", action="store_true", help="ours and the bare products only")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<machine>/cpu-<date>.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<machine>/cpu-<date>-<time>.json")
     arguments = parser.parse_args(argv)
-    out = arguments.out or Path("benchmarks/results") / machine_kind() / f"cpu-{date.today()}.json"
+    out = arguments.out or Path("benchmarks/results") / machine_kind() / f"cpu-{datetime.now():%Y-%m-%d-%H%M}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     about = machine("cpu") | {"device": machine_kind(), "native": _native.cpu_available() or native_kernel()}
     report: dict[str, Any] = {"schema": 1, "machine": about, "cases": {}}
