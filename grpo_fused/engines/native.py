@@ -200,7 +200,8 @@ class _Plan(NamedTuple):
         if tokens > chunk:
             per_thread += block_rows * columns * 4
         fixed = superblock * block_bytes + threads * per_thread
-        fixed += tokens * columns * (2 * item + 4) + tokens * (min(blocks, 96) * 12 + 64)
+        # hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
+        fixed += tokens * columns * (2 * item + 8) + tokens * (min(blocks, 96) * 12 + 64)
         in_gradient = kept.numel() * kept.element_size() // (lanes * item * vocab)
         panel_bytes = lanes * (vocab * item + blocks * 4)
         fixed += min(in_gradient, panels) * lanes * blocks * 4
