@@ -11,19 +11,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint bench gpu aot clean
+.PHONY: help demo test test-full lint bench bench-cpu sanitize gpu aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.demo  ## a small language model learns arithmetic by GRPO (about 3 minutes on 2 cores)
+demo: $(VENV)/.demo $(VENV)/.native  ## a small language model learns arithmetic by GRPO (about 3 minutes on 2 cores)
 	$(BIN)/python -m examples.arithmetic
 
-test: $(VENV)/.dev  ## the gate: every layer, a covering sample of the option grid
+test: $(VENV)/.dev $(VENV)/.native  ## the gate: every layer, a covering sample of the option grid
 	$(BIN)/python -m pytest -q
 
-test-full: $(VENV)/.dev  ## the whole option grid
+test-full: $(VENV)/.dev $(VENV)/.native  ## the whole option grid
 	$(BIN)/python -m pytest -q --full
 
 lint: $(VENV)/.dev  ## style and types
@@ -31,23 +31,38 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev  ## speed of the loss and its peers on this machine
+bench: $(VENV)/.dev $(VENV)/.native  ## speed of the loss and its peers on this machine
 	$(BIN)/python -m pytest -q benchmarks --benchmark-only
+
+bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side (most of an hour)
+	$(BIN)/python -m benchmarks.cpu
+
+# The package is built once more, instrumented, beside the checkout. The loader wants ASan first; leaks are torch's own.
+SANITIZED := build/sanitized
+SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	GRPO_FUSED_BUILD=cpu CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
+	  $(BIN)/python setup.py -q build -b $(SANITIZED) --build-lib $(SANITIZED)/lib
+	nm -D $(SANITIZED)/lib/grpo_fused/_C.abi3.so | grep -q __asan_report  # that it is instrumented
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" tests/native
 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often bring their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-gpu:  ## on a GPU: its tests, the head kernel's tuner, the sweep with the peers (results in benchmarks/results/)
+gpu:  ## on a GPU: its tests, the head kernel's tuner, row kernels, the sweep with the peers (benchmarks/results/)
+	$(GPU_PYTHON) setup.py -q build_ext --inplace
 	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 	mkdir -p benchmarks/results
 	$(GPU_PYTHON) -m benchmarks.tune --out benchmarks/results/tune-$$(date +%Y-%m-%d).json
 	$(GPU_PYTHON) -m benchmarks.sweep --device cuda --out benchmarks/results/gpu-$$(date +%Y-%m-%d).json
+	-$(GPU_PYTHON) -m benchmarks.rows --out benchmarks/results/rows-$$(date +%Y-%m-%d).json
 
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
 	$(BIN)/python -m benchmarks.aot
 
 clean:  ## remove what make made
-	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }
@@ -55,6 +70,13 @@ $(VENV)/.torch: constraints.txt
 	@echo "setting up $(VENV) (torch first) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH)
+	@touch $@
+
+# Without a compiler everything works on PyTorch alone; setup.py says in a line what it built. GRPO_FUSED_BUILD=cpu fails
+# instead, none leaves it out.
+$(VENV)/.native: $(VENV)/.torch setup.py $(wildcard csrc/*.h csrc/*/*)
+	@$(PIP) setuptools
+	@$(BIN)/python -W ignore setup.py -q build_ext --inplace
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks import aot_head, aot_rows
+from benchmarks import aot_cuda, aot_head, aot_rows
 
 
 def main() -> None:
@@ -21,7 +22,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the evidence to this file")
     arguments = parser.parse_args()
-    evidence = {"rows": aot_rows.table(), "head": aot_head.table()}
+    evidence: dict[str, Any] = {"rows": aot_rows.table(), "head": aot_head.table()}
+    reason = aot_cuda.missing_tools()
+    if reason is None:
+        evidence["cuda"] = aot_cuda.table()
+    else:
+        print(f"CUDA row kernels: {reason}")
     if arguments.json:
         arguments.json.write_text(json.dumps(evidence, indent=1) + "\n")
 

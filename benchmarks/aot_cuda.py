@@ -183,6 +183,14 @@ def print_table(rows: list[Evidence]) -> None:
         )
 
 
+def table() -> list[dict[str, object]]:
+    """Compile, and print a line for each kernel and architecture; returns them."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = inspect(compile_library(Path(folder) / "rows.so"))
+    print_table(rows)
+    return [asdict(e) for e in rows]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,11 +198,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := missing_tools():
         raise SystemExit(reason)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = inspect(compile_library(Path(folder) / "rows.so"))
-    print_table(rows)
+    rows = table()
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(e) for e in rows], indent=1) + "\n")
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

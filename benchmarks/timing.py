@@ -28,6 +28,13 @@ def interleave(
     calls: dict[str, Callable[[], object]], device: str, *, rounds: int, warmup: int = 1
 ) -> dict[str, dict[str, float]]:
     """Median, p20 and p80 in milliseconds of each call, taken round by round so that drift hits all alike."""
+    return {name: summary(t) for name, t in times_by_round(calls, device, rounds=rounds, warmup=warmup).items()}
+
+
+def times_by_round(
+    calls: dict[str, Callable[[], object]], device: str, *, rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Milliseconds of each call, a list of one value for each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup):
         for call in calls.values():
@@ -35,7 +42,7 @@ def interleave(
     for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(time_once(call, device))
-    return {name: summary(values) for name, values in times.items()}
+    return times
 
 
 def summary(values: list[float]) -> dict[str, float]:

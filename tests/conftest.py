@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+from grpo_fused import engines
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the whole option grid, not only a covering sample")
@@ -26,6 +28,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "full" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "full" not in item.keywords]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for impl in ("native", "triton"):
+        reason = engines.unavailable(impl, torch.device("cpu") if impl == "native" else device, torch.float32)
+        for item in items:
+            if reason is not None and getattr(item, "callspec", None) and item.callspec.params.get("impl") == impl:
+                item.add_marker(pytest.mark.skip(reason=reason))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no GPU")
         for item in items:

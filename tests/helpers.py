@@ -204,6 +204,7 @@ class Precision(NamedTuple):
 PRECISION = {
     "reference": Precision(torch.float64, 1e-10),
     "chunked": Precision(torch.float64, 1e-10),
+    "native": Precision(torch.float32, 2e-5),
     "triton": Precision(torch.float32, 2e-5),
 }
 
@@ -234,11 +235,14 @@ def pack(case: Case) -> Case:
     temperature = options.get("temperature")
     if isinstance(temperature, Tensor) and temperature.dim() == 2:
         options["temperature"] = temperature.reshape(-1)
+    advantages = packed(case.advantages)
+    if case.advantages.dim() == 1 and advantages.shape[0] == int(offsets[-1]):
+        advantages = advantages.unsqueeze(1)  # as many tokens as sequences: [S] would look like one for each token
     return Case(
         packed(case.hidden_states),
         case.lm_head_weight,
         packed(case.completion_ids),
-        packed(case.advantages),
+        advantages,
         packed(case.completion_mask),
         {**options, "cu_seqlens": offsets},
     )

@@ -280,5 +280,5 @@ def test_fp16_gradient_operands_are_lifted_from_underflow(monkeypatch):
     exact = case.to(torch.float64).run(GRPOLossConfig(), impl="reference", **tiny, upstream=1e6)
     monkeypatch.setattr(Head, "gradient_dtype", property(lambda self: torch.float16))
     for scratch in (None, 60_000):
-        got = case.run(GRPOLossConfig(), max_scratch_bytes=scratch, **tiny, upstream=1e6)
+        got = case.run(GRPOLossConfig(), impl="chunked", max_scratch_bytes=scratch, **tiny, upstream=1e6)
         assert frobenius_error(got.dweight, exact.dweight) < 2e-3

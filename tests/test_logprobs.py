@@ -8,7 +8,7 @@ from helpers import PRECISION, frobenius_error, make_case
 
 from grpo_fused import fused_linear_logprobs, selective_logprobs
 
-ENGINES = ["chunked", "triton"]
+ENGINES = ["chunked", "native", "triton"]
 
 
 def objective(out, weights):

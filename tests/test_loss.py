@@ -22,10 +22,14 @@ from hypothesis import strategies as st
 
 from grpo_fused import GRPOLossConfig
 
-ENGINES = ["chunked", "triton"]
-SEVERAL_CHUNKS = {"chunked": 9000, "triton": 1500}  # bytes of scratch for a few tokens of the small vocabulary
+ENGINES = ["chunked", "native", "triton"]
+SEVERAL_CHUNKS = {
+    "chunked": 9000,
+    "native": 1500,
+    "triton": 1500,
+}  # bytes of scratch for a few tokens of the small vocabulary
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BITWISE = {"triton"}  # engines whose scores do not depend on the company by a single bit
+BITWISE = {"native", "triton"}  # engines whose scores do not depend on the company by a single bit
 dtype_id = str
 
 

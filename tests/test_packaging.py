@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -32,7 +35,7 @@ def _environment() -> dict[str, str]:
 def source(tmp_path_factory) -> Path:
     """A copy of what git tracks (or would), so that a build leaves nothing behind in the checkout."""
     target = tmp_path_factory.mktemp("source") / "project"
-    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "grpo_fused", "kernels", "csrc"]
+    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "grpo_fused", "kernels", "csrc", "MANIFEST.in"]
     target.mkdir()
     run("cp", "-r", *[str(ROOT / name) for name in names], str(target), cwd=ROOT)
     return target
@@ -127,14 +130,79 @@ print(hidden.grad.shape)
     assert "torch.Size([2, 3, 4])" in run(sys.executable, "-c", code, cwd=source)
 
 
-def test_build_modes(source):
-    for mode, message in (
-        ("cpu", "no native sources"),
-        ("gpu", "GRPO_FUSED_BUILD must be one of auto, none, cpu, cuda"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "setup.py", "--version"], cwd=source, capture_output=True, text=True,
-            env={**_environment(), "GRPO_FUSED_BUILD": mode},
-        )  # fmt: skip
-        assert done.returncode != 0
-        assert message in done.stderr
+def setup(source: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", *command], cwd=source, capture_output=True, text=True, timeout=300, check=False,
+        env={**_environment(), **env},
+    )  # fmt: skip
+
+
+def test_an_unknown_build_mode_is_refused(source):
+    done = setup(source, "--version", GRPO_FUSED_BUILD="gpu")
+    assert done.returncode != 0
+    assert "GRPO_FUSED_BUILD must be one of auto, none, cpu, cuda; got 'gpu'" in done.stderr
+
+
+NO_COMPILER = {"CXX": "no-such-compiler"}
+
+
+def test_auto_is_pure_without_a_compiler_and_cpu_says_why(source):
+    done = setup(source, "-q", "build_ext", "--build-lib", "build/none", **NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    assert "grpo_fused: without the CPU extension (no C++ compiler (no-such-compiler) was found)" in done.stdout
+    done = setup(source, "--version", GRPO_FUSED_BUILD="cpu", **NO_COMPILER)
+    assert done.returncode != 0
+    assert "GRPO_FUSED_BUILD=cpu: no C++ compiler (no-such-compiler) was found" in done.stderr
+
+
+def test_auto_is_pure_without_torch(source):
+    """As in pip's isolated build environment."""
+    hidden = (
+        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
+    )
+    code = f"{hidden}; import sys; sys.argv = ['setup.py', '-q', 'build_ext']; exec(open('setup.py').read())"
+    assert "torch is not installed where this is built" in run(sys.executable, "-c", code, cwd=source)
+
+
+def test_auto_leaves_out_what_does_not_compile(source):
+    """A compiler that fails: the install goes on, and says so."""
+    done = setup(source, "build", "--build-base", "build/broken", CXX="false", CC="false")
+    assert done.returncode == 0, done.stderr
+    assert not list((source / "build" / "broken").rglob("*.so"))
+    assert "failed" in done.stderr + done.stdout
+    assert list((source / "build" / "broken").rglob("functional.py"))
+
+
+def test_cuda_mode_says_what_is_missing(source):
+    done = setup(source, "--version", GRPO_FUSED_BUILD="cuda", PATH=str(source))
+    assert done.returncode != 0
+    assert "GRPO_FUSED_BUILD=cuda: " in done.stderr
+
+
+def test_none_gives_a_pure_wheel(source, tmp_path):
+    command = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), ".")
+    run(sys.executable, *command, cwd=source, GRPO_FUSED_BUILD="none")
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith("py3-none-any.whl")
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(built).namelist())
+
+
+def test_wheel_holds_the_extension_for_every_python(wheel, python, tmp_path):
+    if shutil.which("g++") is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64")
+    assert "-cp310-abi3-linux" in wheel.name
+    assert "grpo_fused/_C.abi3.so" in zipfile.ZipFile(wheel).namelist()
+    install(python, str(wheel), cwd=tmp_path)
+    code = "from grpo_fused import _native; print(_native._load('_C'))"
+    assert run(str(python), "-c", code, cwd=tmp_path).strip() == "None"
+
+
+def test_sdist_holds_all_sources(source, tmp_path):
+    done = setup(source, "-q", "sdist", "--dist-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        assert str(path.relative_to(ROOT)) in held
+    assert {"setup.py", "kernels/rows.py", "grpo_fused/_native.py"} <= held

@@ -6,20 +6,24 @@ from typing import Literal, get_args
 
 import torch
 
-from grpo_fused.engines import triton
+from grpo_fused.engines import native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
 
 Impl = Literal["auto", "reference", "chunked", "triton", "native"]
 
-_ENGINES: dict[str, Engine] = {"chunked": ChunkedEngine(), "triton": triton.TritonEngine()}
+_ENGINES: dict[str, Engine] = {
+    "chunked": ChunkedEngine(),
+    "native": native.NativeEngine(),
+    "triton": triton.TritonEngine(),
+}
 
 
 def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
-    """The implementation that runs for head products in `dtype`: a named one as named, `auto` by device.
+    """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
-    `auto` takes `chunked` on every device. `triton` is not measured on a chip yet: it will be chosen where it is found
-    faster, and may be named where scores must not depend on the batch by a single bit.
+    That is `native` on a CPU that it supports, `chunked` elsewhere. `triton` is not measured on a chip yet: it will be
+    chosen where it is found faster, and may be named where scores must not depend on the batch by a single bit.
 
     Raises:
         ValueError: `impl` is no implementation's name.
@@ -27,10 +31,12 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}; got {impl!r}")
-    reason = _unavailable(impl, device, dtype)
+    reason = unavailable("native" if impl == "auto" else impl, device, dtype)
+    if impl == "auto":
+        return "native" if reason is None else "chunked"
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
-    return "chunked" if impl == "auto" else impl
+    return impl
 
 
 def choose_without_head(impl: Impl) -> str:
@@ -49,9 +55,7 @@ def engine(name: str) -> Engine:
     return _ENGINES[name]
 
 
-def _unavailable(impl: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    if impl == "triton":
-        return triton.unavailable(device, dtype)
-    if impl == "native":
-        return "the C++ CPU engine is not part of this version"
-    return None
+def unavailable(impl: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why an implementation cannot run for head products in `dtype` on `device`, or None if it can."""
+    checks = {"native": native.unavailable, "triton": triton.unavailable}
+    return checks[impl](device, dtype) if impl in checks else None

@@ -66,9 +66,8 @@ class GRPOTrainer:
                 f"reward_weights must have one weight for each of {len(reward_functions)} reward functions; "
                 f"got {len(weights)}"
             )
-        engines.choose(
-            config.impl, model.device, model.dtype
-        )  # an engine that cannot run says so before the first rollout
+        # an engine that cannot run says so before the first rollout
+        engines.choose(config.impl, model.device, model.dtype)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))

@@ -1,0 +1,37 @@
+// Small products, one panel of 64 lanes wide, and what this machine multiplies with.
+#pragma once
+
+#include <cstdint>
+
+namespace grpo {
+
+// Tokens (or columns of a gradient) that lie side by side along vector lanes.
+constexpr int64_t kLanes = 64;
+
+// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], fp32 accumulation in the order of the depth.
+//
+// A word holds one fp32 number or two bf16 numbers that are neighbours along the depth, so one layout serves both:
+// a is row-major with `lda` words a row, b is [depth, 64] words without gaps. Depth and strides count words.
+using Gemm = void (*)(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
+                      int64_t ldc, bool add);
+
+struct Machine {
+  const char* missing;  // why the engine cannot run here, or nullptr
+  const char* name;     // what multiplies bf16
+  Gemm fp32;
+  Gemm bf16;  // nullptr: bf16 inputs are widened
+};
+
+// Probed once.
+const Machine& machine();
+
+// AVX-512 kernels (gemm_avx512.cpp); `avx512_bf16` needs AVX512-BF16.
+void gemm_avx512_fp32(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
+                      int64_t ldc, bool add);
+void gemm_avx512_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
+                      int64_t ldc, bool add);
+
+// PyTorch's own micro-kernel for AMX (brgemm.cpp), or nullptr where it is missing or fails its self-test.
+Gemm find_brgemm_bf16();
+
+}  // namespace grpo

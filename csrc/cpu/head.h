@@ -1,0 +1,132 @@
+// The head's two operations over plain pointers, and the plan that both follow.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "rows.h"
+
+namespace grpo {
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// Uninitialised memory for vectors.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(std::aligned_alloc(64, std::max<int64_t>(round_up(count * sizeof(T), 64), 64)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* get() const { return data_; }
+  char* get_bytes() const { return reinterpret_cast<char*>(data_); }
+
+ private:
+  T* data_;
+};
+
+// How a head is cut, by its size and types alone: a score must not depend on the tokens it is computed with.
+struct Plan {
+  Operand kind;
+  Gemm multiply;
+  int64_t vocab, hidden;
+  int64_t words;         // of a packed row of weight or hidden states, a multiple of 16
+  int64_t stride;        // of packed rows: not a multiple of a page, whose lines would share one cache set
+  int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache
+  int64_t blocks;
+  int64_t token_chunk;   // tokens whose dz stays there
+
+  static Plan of(int64_t vocab, int64_t hidden, Dtype compute);
+
+  int64_t rows_of(int64_t block) const { return std::min(block_rows, vocab - block * block_rows); }
+  int64_t element_size() const { return kind == Operand::bf16 ? 2 : 4; }
+};
+
+// Where exponentials are kept: tiles [rows of the block, 64] of the leading token panels, one after the other in the
+// memory of the block's rows.
+struct Store {
+  char* base;
+  int64_t row_bytes;
+  int64_t panels;
+
+  // The tile of a panel, numbered within this store.
+  char* tile(const Plan& plan, int64_t block, int64_t panel) const {
+    return base + block * plan.block_rows * row_bytes + panel * plan.rows_of(block) * kLanes * plan.element_size();
+  }
+  static Store of(char* base, int64_t row_bytes, const Plan& plan, int64_t token_panels) {
+    return {base, row_bytes, std::min(row_bytes / (kLanes * plan.element_size()), token_panels)};
+  }
+};
+
+// The inputs that both operations share. All rows are contiguous, except the weight's, which are `weight_stride` apart.
+struct HeadInputs {
+  const void* hidden;  // [tokens, hidden] in the compute dtype
+  const void* weight;  // [vocab, hidden]
+  Dtype weight_dtype, compute;
+  int64_t weight_stride;
+  const float* bias;       // [vocab] or nullptr
+  const int64_t* targets;  // [tokens]
+  const float* temperature;  // [tokens]
+  int64_t tokens;
+  float scale;
+  float softcap;  // 0: none
+  Store in_gradient, spill;  // exponentials of the first panels, and of the next ones
+};
+
+struct Statistics {
+  float *max, *log_sum, *logp, *entropy;  // [tokens]
+  bool with_entropy;
+};
+
+void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);
+
+struct GradientInputs {
+  const int64_t* rows;  // [count] ascending positions of the tokens that have a gradient
+  int64_t count;
+  const float *dlogp, *dentropy;  // [tokens]; dentropy may be nullptr
+  Statistics statistics;
+  const float* offsets;     // [blocks, kept panels * 64] as scoring wrote them
+  int64_t superblock;       // blocks between two rounds of the dH product
+  void* dweight;            // [vocab, hidden] or nullptr
+  Dtype dweight_dtype;
+  float* dhidden;           // [count, hidden] or nullptr
+  float* dbias;             // [vocab] or nullptr
+};
+
+void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);
+
+// f(task, worker) for every task, dealt out as workers come free. f must not throw.
+void run_tasks(int64_t tasks, int64_t workers, void (*f)(int64_t, int64_t, void*), void* context);
+int64_t worker_count(int64_t tasks);
+
+template <class F>
+void parallel_tasks(int64_t tasks, int64_t workers, F&& f) {
+  const auto call = [](int64_t task, int64_t worker, void* context) { (*static_cast<F*>(context))(task, worker); };
+  run_tasks(tasks, workers, call, &f);
+}
+
+// Packed hidden states as b of the product z^T = W h^T, for panels of 64 tokens; the last one is padded with zeros.
+class TokenPanels {
+ public:
+  TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel);
+  const uint32_t* panel(int64_t index) const { return words_.get() + (index - first_) * size_; }
+
+ private:
+  int64_t first_, size_;
+  Buffer<uint32_t> words_;
+};
+
+// z and its exponentials for one tile: the one code path of scoring and of recomputation.
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint32_t* packed_weight,
+                          const uint32_t* token_panel, int64_t block, int64_t panel, float* z,
+                          const TileStatistics& out, void* kept);
+
+void pack_weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* out);
+
+}  // namespace grpo

@@ -1,0 +1,206 @@
+// The operators: everything that a caller can get wrong is refused here, before a pointer is touched.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "head.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using namespace grpo;
+
+void check_machine() {
+  STD_TORCH_CHECK(machine().missing == nullptr, "the native engine cannot run here: ", machine().missing);
+}
+
+Dtype dtype_of(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return Dtype::fp32;
+    case ScalarType::BFloat16: return Dtype::bf16;
+    case ScalarType::Half: return Dtype::fp16;
+    default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+  }
+  return Dtype::fp32;
+}
+
+void check_shape(const Tensor& x, const char* name, std::vector<int64_t> shape) {
+  STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
+  bool same = x.dim() == static_cast<int64_t>(shape.size());
+  std::string expected, came;
+  for (size_t d = 0; d < shape.size(); d++) expected += (d ? ", " : "") + std::to_string(shape[d]);
+  for (int64_t d = 0; d < x.dim(); d++) {
+    came += (d ? ", " : "") + std::to_string(x.size(d));
+    same = same && x.size(d) == shape[d];
+  }
+  STD_TORCH_CHECK(same, name, " must be [", expected, "]; got [", came, "]");
+}
+
+void check(const Tensor& x, const char* name, ScalarType dtype, std::vector<int64_t> shape) {
+  check_shape(x, name, std::move(shape));
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " has the wrong dtype");
+  STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+}
+
+template <class T>
+const T* data(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+
+struct Head {
+  Plan plan;
+  HeadInputs inputs;
+};
+
+// `kept`: dW's storage, [V, H] of any dtype, or empty; `spill`: bytes.
+Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& targets,
+                  const Tensor& temperature, double scale, double softcap, const Tensor& kept, const Tensor& spill) {
+  check_machine();
+  STD_TORCH_CHECK(hidden.dim() == 2, "hidden must be [N, H]; got ", hidden.dim(), " dimensions");
+  STD_TORCH_CHECK(weight.dim() == 2, "weight must be [V, H]; got ", weight.dim(), " dimensions");
+  const int64_t N = hidden.size(0), H = hidden.size(1), V = weight.size(0);
+  STD_TORCH_CHECK(V >= 1 && V < int64_t{1} << 31, "weight must have from 1 to 2^31 rows; got ", V);
+  STD_TORCH_CHECK(H >= 1, "hidden must have at least one column");
+  check_shape(hidden, "hidden", {N, H});
+  check_shape(weight, "weight", {V, H});
+  STD_TORCH_CHECK(hidden.is_contiguous(), "hidden must be contiguous");
+  STD_TORCH_CHECK(H == 1 || weight.stride(1) == 1, "rows of weight must be contiguous; got a stride of ",
+                  weight.stride(1));
+  check(targets, "targets", ScalarType::Long, {N});
+  check(temperature, "temperature", ScalarType::Float, {N});
+  if (bias) check(*bias, "bias", ScalarType::Float, {V});
+  STD_TORCH_CHECK(std::isfinite(softcap) && softcap >= 0, "softcap must be finite and positive, or 0 for none; got ",
+                  softcap);
+  const int64_t* ids = data<int64_t>(targets);
+  for (int64_t i = 0; i < N; i++) {
+    STD_TORCH_CHECK(0 <= ids[i] && ids[i] < V, "targets must be in [0, ", V, "); got ", ids[i], " at ", i);
+  }
+
+  const Dtype compute = dtype_of(hidden, "hidden");
+  Head head{Plan::of(V, H, compute), {}};
+  const int64_t panels = ceil_div(N, kLanes);
+  Store in_gradient{nullptr, 0, 0};
+  if (kept.numel() != 0) {
+    check_shape(kept, "dweight", {V, H});
+    STD_TORCH_CHECK(kept.is_contiguous(), "dweight must be contiguous");
+    dtype_of(kept, "dweight");
+    in_gradient = Store::of(static_cast<char*>(kept.mutable_data_ptr()), H * static_cast<int64_t>(kept.element_size()),
+                            head.plan, panels);
+  }
+  check(spill, "spill", ScalarType::Byte, {spill.numel()});
+  STD_TORCH_CHECK(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ",
+                  spill.numel());
+  const Store spilled = Store::of(static_cast<char*>(spill.mutable_data_ptr()), spill.numel() / V, head.plan,
+                                  panels - in_gradient.panels);
+  head.inputs = HeadInputs{hidden.const_data_ptr(), weight.const_data_ptr(), dtype_of(weight, "weight"), compute,
+                           weight.stride(0), bias ? data<float>(*bias) : nullptr, ids, data<float>(temperature), N,
+                           static_cast<float>(scale), static_cast<float>(softcap), in_gradient, spilled};
+  return head;
+}
+
+Tensor zeros(std::vector<int64_t> shape) {
+  Tensor out = torch::stable::empty(shape, ScalarType::Float);
+  torch::stable::zero_(out);
+  return out;
+}
+
+Statistics rows_of(const Tensor& statistics, int64_t tokens, bool with_entropy) {
+  float* base = static_cast<float*>(statistics.mutable_data_ptr());
+  return {base, base + tokens, base + 2 * tokens, base + 3 * tokens, with_entropy};
+}
+
+std::tuple<Tensor, Tensor> head_scores(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
+                                       Tensor temperature, double scale, double softcap, bool with_entropy, Tensor kept,
+                                       Tensor spill) {
+  const Head head = checked_head(hidden, weight, bias, targets, temperature, scale, softcap, kept, spill);
+  const int64_t kept_panels = head.inputs.in_gradient.panels + head.inputs.spill.panels;
+  Tensor statistics = zeros({4, head.inputs.tokens});
+  Tensor offsets = torch::stable::empty({head.plan.blocks, kept_panels * kLanes}, ScalarType::Float);
+  if (head.inputs.tokens > 0) {
+    score_head(head.plan, head.inputs, rows_of(statistics, head.inputs.tokens, with_entropy),
+               static_cast<float*>(offsets.mutable_data_ptr()));
+  }
+  return {statistics, offsets};
+}
+
+std::tuple<Tensor, Tensor> head_gradient(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
+                                         Tensor temperature, double scale, double softcap, Tensor statistics,
+                                         Tensor offsets, Tensor rows, Tensor dlogp, std::optional<Tensor> dentropy,
+                                         Tensor dweight, Tensor spill, int64_t superblock, bool need_hidden,
+                                         bool need_bias) {
+  const Head head = checked_head(hidden, weight, bias, targets, temperature, scale, softcap, dweight, spill);
+  const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab;
+  const int64_t kept_panels = head.inputs.in_gradient.panels + head.inputs.spill.panels;
+  check(statistics, "statistics", ScalarType::Float, {4, N});
+  check(offsets, "offsets", ScalarType::Float, {head.plan.blocks, kept_panels * kLanes});
+  check(dlogp, "dlogp", ScalarType::Float, {N});
+  if (dentropy) check(*dentropy, "dentropy", ScalarType::Float, {N});
+  check(rows, "rows", ScalarType::Long, {rows.numel()});
+  STD_TORCH_CHECK(superblock >= 1, "superblock must be at least 1; got ", superblock);
+  const int64_t* index = data<int64_t>(rows);
+  const int64_t count = rows.numel();
+  for (int64_t i = 0; i < count; i++) {
+    STD_TORCH_CHECK(index[i] > (i == 0 ? -1 : index[i - 1]) && index[i] < N,
+                    "rows must ascend within [0, ", N, "); got ", index[i], " at ", i);
+  }
+  Tensor dhidden = torch::stable::empty({need_hidden ? count : 0, H}, ScalarType::Float);
+  Tensor dbias = zeros({need_bias ? V : 0});
+  if (count == 0) {
+    if (dweight.numel() != 0) torch::stable::zero_(dweight);
+    return {dhidden, dbias};
+  }
+  const bool need_weight = dweight.numel() != 0;
+  gradient_of_head(head.plan, head.inputs,
+                   {index, count, data<float>(dlogp), dentropy ? data<float>(*dentropy) : nullptr,
+                    rows_of(statistics, N, true), data<float>(offsets), superblock,
+                    need_weight ? dweight.mutable_data_ptr() : nullptr,
+                    need_weight ? dtype_of(dweight, "dweight") : Dtype::fp32,
+                    need_hidden ? static_cast<float*>(dhidden.mutable_data_ptr()) : nullptr,
+                    need_bias ? static_cast<float*>(dbias.mutable_data_ptr()) : nullptr});
+  return {dhidden, dbias};
+}
+
+// (vocabulary rows of a block, bytes of a kept exponential), for a compute dtype of 4 or 2 bytes that is bf16 or not.
+std::vector<int64_t> head_plan(int64_t vocab, int64_t hidden, bool bf16) {
+  check_machine();
+  const Plan plan = Plan::of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
+  return {plan.block_rows, plan.element_size()};
+}
+
+// (why the engine cannot run here, or nothing; what multiplies bf16)
+std::tuple<std::string, std::string> probe() {
+  return {machine().missing == nullptr ? "" : machine().missing, machine().name};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
+  m.def("probe() -> (str, str)");
+  m.def("head_plan(int vocab, int hidden, bool bf16) -> int[]");
+  m.def(
+      "head_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
+      "float softcap, bool with_entropy, Tensor(a!) kept, Tensor(b!) spill) -> (Tensor, Tensor)");
+  m.def(
+      "head_gradient(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
+      "float softcap, Tensor statistics, Tensor offsets, Tensor rows, Tensor dlogp, Tensor? dentropy, "
+      "Tensor(a!) dweight, Tensor spill, int superblock, bool need_hidden, bool need_bias) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
+  m.impl("probe", TORCH_BOX(&probe));
+  m.impl("head_plan", TORCH_BOX(&head_plan));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CPU, m) {
+  m.impl("head_scores", TORCH_BOX(&head_scores));
+  m.impl("head_gradient", TORCH_BOX(&head_gradient));
+}

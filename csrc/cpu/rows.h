@@ -1,0 +1,85 @@
+// Row work on a tile of [rows of the vocabulary, 64 tokens] while it is in cache, and the packing of operands.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.h"
+
+namespace grpo {
+
+enum class Dtype { fp32, bf16, fp16 };
+
+// What an operand's words hold.
+enum class Operand { fp32, bf16 };
+
+inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
+
+// z = softcap(scale * (product + bias)) / temperature
+struct Transform {
+  const float* bias;  // [rows] of the tile, or nullptr
+  float scale;
+  float softcap;                     // 0: none
+  const float* inverse_temperature;  // [64]
+};
+
+// Statistics of one tile, or of the tiles merged so far, [64] each.
+struct TileStatistics {
+  float* max;
+  float* sum;       // of exp(z - max)
+  float* weighted;  // of exp(z - max) * (z - max), or nullptr
+};
+
+// Turn raw products [rows, 64] into z where they stand, with their statistics; `kept` (nullptr: not wanted) receives
+// exp(z - max) [rows, 64] in the operand's type.
+void score_tile(float* z, int64_t rows, const Transform& transform, const TileStatistics& out, Operand kind,
+                void* kept);
+
+// total = total and tile together, in this order.
+void merge_tile(const TileStatistics& total, const TileStatistics& tile);
+
+// What the gradient needs of 64 tokens, [64] each. `scale`: logit scale / temperature.
+struct GradientLanes {
+  const float* offset;       // the maximum that the kept exponentials were taken against
+  const float* max;
+  const float* log_sum;
+  const float* temperature;
+  const float* minus_dlogp;     // -dL/dlogp * scale
+  const float* minus_dentropy;  // -dL/dH * scale, or nullptr
+  const float* entropy;
+  const float* target_value;    // dL/d(product) at the target
+  const int32_t* target;        // row of the tile that is the target; out of range for most tokens
+  float softcap;                // 0: none
+};
+
+// dL/d(product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
+// `across` (nullptr: not wanted): row-major over tokens, `across_stride` words a row: a of the dW product.
+// `along` (nullptr: not wanted): [rows in words, 64]: b of the dH product.
+// `row_sums` (nullptr: not wanted): sums over the tokens are added, [rows].
+void gradient_tile(const void* kept, int64_t stride, int64_t rows, Operand kind, const GradientLanes& lanes,
+                   uint32_t* across, int64_t across_stride, uint32_t* along, float* row_sums);
+
+// Append the lanes of `mask` of each row [rows, 64] to rows of `out`; each row may be written up to 64 elements beyond.
+void compress_tile(const void* tile, int64_t rows, Operand kind, uint64_t mask, void* out, int64_t out_stride);
+
+// Rows of any dtype, rounded to `compute` and written as words; zeros up to `words` a row. The depth may be odd.
+void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
+               Operand kind, uint32_t* out, int64_t words);
+
+// out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
+void transpose_panel(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);
+
+// out [columns][..., at `at`] = transpose of packed rows [rows][stride], with vocabulary neighbours in a word.
+// rows: a multiple of 32; depth: a multiple of 16 words.
+void transpose_block(const uint32_t* rows, int64_t count, int64_t stride, int64_t depth, Operand kind, uint32_t* out,
+                     int64_t out_stride);
+
+// out [tokens in words][64] = columns [first, first + 64) of packed rows, neighbouring rows in a word.
+void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, Operand kind, uint32_t* out);
+
+// A panel of dW [rows, 64] (stride 64) rounded into `columns` columns of the result.
+void store_gradient(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out, int64_t out_stride);
+
+// out [64][columns] = the transpose of a panel of dH^T [columns, 64].
+void transpose_gradient(const float* panel, int64_t columns, int64_t tokens, float* out, int64_t out_stride);
+
+}  // namespace grpo

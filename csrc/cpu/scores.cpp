@@ -1,0 +1,146 @@
+// Log-probs and entropies: one product, its row work done while a tile is in cache.
+#include <cmath>
+
+#include "head.h"
+
+namespace grpo {
+
+Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
+  const Machine& here = machine();
+  Plan plan{};
+  plan.kind = compute == Dtype::bf16 && here.bf16 != nullptr ? Operand::bf16 : Operand::fp32;
+  plan.multiply = plan.kind == Operand::bf16 ? here.bf16 : here.fp32;
+  plan.vocab = vocab;
+  plan.hidden = hidden;
+  plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
+  plan.stride = plan.words % 256 == 0 ? plan.words + 16 : plan.words;
+  // 448 KiB of packed weight beside 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache
+  plan.block_rows = std::clamp<int64_t>(448 * 1024 / (4 * plan.words) / 32 * 32, 64, 256);
+  plan.blocks = ceil_div(vocab, plan.block_rows);
+  plan.token_chunk = 512 * per_word(plan.kind);
+  return plan;
+}
+
+TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel)
+    : first_(first_panel), size_(plan.words * kLanes), words_((last_panel - first_panel) * plan.words * kLanes) {
+  const int64_t row_bytes = plan.hidden * (inputs.compute == Dtype::fp32 ? 4 : 2);
+  const int64_t workers = worker_count(last_panel - first_panel);
+  const Buffer<uint32_t> rows(workers * kLanes * plan.words);
+  parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
+    const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
+    uint32_t* packed = rows.get() + worker * kLanes * plan.words;
+    pack_rows(static_cast<const char*>(inputs.hidden) + token * row_bytes, inputs.compute, plan.hidden, count,
+              plan.hidden, inputs.compute, plan.kind, packed, plan.words);
+    std::fill(packed + count * plan.words, packed + kLanes * plan.words, 0u);
+    transpose_panel(packed, plan.words, plan.words, words_.get() + task * size_);
+  });
+}
+
+void pack_weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* out) {
+  const int64_t item = inputs.weight_dtype == Dtype::fp32 ? 4 : 2;
+  const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
+  pack_rows(static_cast<const char*>(inputs.weight) + first * inputs.weight_stride * item, inputs.weight_dtype,
+            inputs.weight_stride, rows, plan.hidden, inputs.compute, plan.kind, out, plan.stride);
+  // the transposition takes 32 rows at a time
+  std::fill(out + rows * plan.stride, out + round_up(rows, 32) * plan.stride, 0u);
+}
+
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint32_t* packed_weight,
+                          const uint32_t* token_panel, int64_t block, int64_t panel, float* z,
+                          const TileStatistics& out, void* kept) {
+  const int64_t rows = plan.rows_of(block), token = panel * kLanes;
+  float inverse_temperature[kLanes];
+  for (int64_t j = 0; j < kLanes; j++) {
+    inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
+  }
+  plan.multiply(rows, plan.words, packed_weight, plan.stride, token_panel, z, kLanes, false);
+  const Transform transform{inputs.bias == nullptr ? nullptr : inputs.bias + block * plan.block_rows, inputs.scale,
+                            inputs.softcap, inverse_temperature};
+  score_tile(z, rows, transform, out, plan.kind, kept);
+}
+
+namespace {
+
+// Vocabulary ranges whose statistics are made one after the other; fixed, and merged in order, so that a score does not
+// depend on which thread took which.
+constexpr int64_t kSplits = 96;
+
+// Statistics of all tokens for one range: rows max, sum, weighted of [tokens, padded] each.
+struct Partial {
+  float* base;
+  int64_t padded;
+  bool with_entropy;
+
+  TileStatistics at(int64_t panel) const {
+    float* p = base + panel * kLanes;
+    return {p, p + padded, with_entropy ? p + 2 * padded : nullptr};
+  }
+};
+
+void finish(const HeadInputs& inputs, const Statistics& out, const Partial& total, const float* target_logit) {
+  for (int64_t t = 0; t < inputs.tokens; t++) {
+    const float max = total.base[t], sum = total.base[total.padded + t];
+    const float log_sum = std::log(sum);
+    out.max[t] = max;
+    out.log_sum[t] = log_sum;
+    const float logp = (target_logit[t] - max) - log_sum;
+    out.logp[t] = logp > 0.0f ? 0.0f : logp;
+    if (out.with_entropy) {
+      const float entropy = log_sum - total.base[2 * total.padded + t] / sum;
+      out.entropy[t] = entropy < 0.0f ? 0.0f : entropy;
+    }
+  }
+}
+
+}  // namespace
+
+void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets) {
+  const int64_t panels = ceil_div(inputs.tokens, kLanes), padded = panels * kLanes;
+  const int64_t kept_panels = inputs.in_gradient.panels + inputs.spill.panels;
+  const int64_t splits = std::min(kSplits, plan.blocks), workers = worker_count(splits);
+  const int64_t partial_size = (out.with_entropy ? 3 : 2) * padded;
+  const TokenPanels tokens(plan, inputs, 0, panels);
+  const Buffer<float> partials(splits * partial_size), target_logit(padded);
+  const Buffer<uint32_t> weights(workers * plan.block_rows * plan.stride);
+  const Buffer<float> tiles(workers * plan.block_rows * kLanes);
+
+  parallel_tasks(splits, workers, [&](int64_t split, int64_t worker) {
+    const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
+    uint32_t* weight = weights.get() + worker * plan.block_rows * plan.stride;
+    float* z = tiles.get() + worker * plan.block_rows * kLanes;
+    const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
+    for (int64_t block = begin; block < end; block++) {
+      pack_weight_block(plan, inputs, block, weight);
+      const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
+      for (int64_t panel = 0; panel < panels; panel++) {
+        float own[3 * kLanes];
+        const TileStatistics fresh{own, own + kLanes, out.with_entropy ? own + 2 * kLanes : nullptr};
+        const TileStatistics& tile = block == begin ? partial.at(panel) : fresh;
+        void* kept = nullptr;
+        if (panel < inputs.in_gradient.panels) {
+          kept = inputs.in_gradient.tile(plan, block, panel);
+        } else if (panel < kept_panels) {
+          kept = inputs.spill.tile(plan, block, panel - inputs.in_gradient.panels);
+        }
+        exponentials_of_tile(plan, inputs, weight, tokens.panel(panel), block, panel, z, tile, kept);
+        if (kept != nullptr) {
+          std::copy(tile.max, tile.max + kLanes, offsets + (block * kept_panels + panel) * kLanes);
+        }
+        if (block != begin) merge_tile(partial.at(panel), tile);
+        for (int64_t t = panel * kLanes; t < std::min((panel + 1) * kLanes, inputs.tokens); t++) {
+          const int64_t row = inputs.targets[t] - first;
+          if (row >= 0 && row < rows) target_logit.get()[t] = z[row * kLanes + t % kLanes];
+        }
+      }
+    }
+  });
+
+  const Partial total{partials.get(), padded, out.with_entropy};
+  for (int64_t split = 1; split < splits; split++) {
+    const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
+    for (int64_t panel = 0; panel < panels; panel++) merge_tile(total.at(panel), partial.at(panel));
+  }
+  finish(inputs, out, total, target_logit.get());
+}
+
+}  // namespace grpo

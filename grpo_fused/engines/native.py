@@ -1,0 +1,237 @@
+"""The C++ engine of the CPU: three head products for every objective, whatever its coefficients depend on.
+
+Scoring leaves the exponentials of the logits behind, in the memory that dW will be written to: that of a bf16 head
+holds H tokens of them. What does not fit goes to scratch, and what does not fit there is computed again. So all rows
+can be scored before the first coefficient is needed, and rows that turn out to have none cost no gradient work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fused import _native
+from grpo_fused.engines.base import Coefficients, Gradients, Needs, TokenObjective, Tokens
+from grpo_fused.engines.head import Head
+from grpo_fused.engines.rows import Statistics
+
+SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
+"""Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread where that is more.
+Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread), whatever
+the budget; the rest keeps exponentials."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_BLOCKS_OF_A_PRODUCT = 8
+"""Vocabulary blocks that dH takes at a time, each time reading and writing all of it in fp32 (`kBlocksOfAProduct`)."""
+
+_WHOLE_CALL = 2**62
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the engine cannot run on `device` in the compute dtype `dtype`, or None if it can."""
+    if device.type != "cpu":
+        return f"the native engine runs on the CPU, the tensors are on {device}"
+    if dtype not in DTYPES:
+        return f"the native engine computes in float32, bfloat16 and float16, not in {dtype}"
+    return _native.cpu_available()
+
+
+class NativeEngine:
+    """See the module. Scores do not change by a bit with the company or the number of threads they are made in."""
+
+    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+        """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first."""
+        return _WHOLE_CALL
+
+    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+        """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
+
+        fp16's range has to wait for the upstream gradient: a loss scale.
+        """
+        return torch.float32 if head.weight.dtype == torch.float16 else head.weight.dtype
+
+    def score(
+        self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
+    ) -> Statistics:
+        """See `Engine.score`."""
+        call = _Call(head, tokens, rows, head.weight.new_empty(0), head.weight.new_empty(0, dtype=torch.uint8))
+        return call.score(with_entropy).scores(with_entropy)
+
+    def fused(
+        self,
+        head: Head,
+        tokens: Tokens,
+        rows: Tensor,
+        chunks: list[slice],
+        coefficients: Coefficients,
+        needs: Needs,
+        *,
+        known: Statistics | None,
+        with_entropy: bool,
+        skip_zeros: bool,
+        max_scratch_bytes: int | None,
+    ) -> tuple[Statistics, Gradients]:
+        """See `Engine.fused`; known scores are made again with the exponentials, at the price of the product alone."""
+        budget = _default_scratch() if max_scratch_bytes is None else max_scratch_bytes
+        shape = (tokens.ids.shape[0], head.weight.shape[1])
+        dtype = self.weight_gradient_dtype(head, shape[0], max_scratch_bytes)
+        dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None
+        dhidden = head.weight.new_zeros(shape, dtype=head.product_dtype) if needs.hidden else None
+        dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.bias else None
+        kept = head.weight.new_empty(0) if dweight is None else dweight
+        worked, scores = 0, []
+        for part in _parts(head, chunks, coefficients, needs, budget):
+            plan = _Plan.of(head, part.stop - part.start, kept, budget)
+            call = _Call(head, tokens, rows[part], kept, head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8))
+            stats = call.score(with_entropy)
+            scores.append(stats.scores(with_entropy))
+            dlogp, dentropy = coefficients(part, stats.logp, stats.entropy if with_entropy else None)
+            chosen = _rows_with_gradient(dlogp, dentropy) if skip_zeros else _all_rows(dlogp)
+            part_dhidden, part_dbias = call.gradient(stats, chosen, dlogp, dentropy, plan.superblock, needs)
+            worked += chosen.shape[0]
+            if dhidden is not None:
+                dhidden.index_copy_(0, rows[part][chosen], part_dhidden.to(dhidden.dtype))
+            if dbias is not None:
+                dbias += part_dbias
+        if not scores and dweight is not None:
+            dweight.zero_()
+        return Statistics.concatenate(scores, head.weight, with_entropy), Gradients(dhidden, dweight, dbias, worked)
+
+
+class _Scored(NamedTuple):
+    """What scoring found."""
+
+    rows: Tensor
+    """[4, K] fp32: maximum, log of the sum of exponentials, log-prob, entropy"""
+    offsets: Tensor
+    """[blocks, tokens kept] what the kept exponentials were taken against"""
+
+    @property
+    def logp(self) -> Tensor:
+        return self.rows[2]
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.rows[3]
+
+    def scores(self, with_entropy: bool) -> Statistics:
+        return Statistics(self.rows[0], self.rows[1], self.logp, self.entropy if with_entropy else None)
+
+
+class _Call:
+    """The arguments that scoring and gradient share."""
+
+    def __init__(self, head: Head, tokens: Tokens, rows: Tensor, kept: Tensor, spill: Tensor) -> None:
+        self.kept, self.spill = kept, spill
+        temperature = tokens.temperature_rows(rows)
+        if not isinstance(temperature, Tensor):
+            temperature = torch.full(rows.shape, temperature, device=rows.device)
+        # rows of the weight may be apart, their elements not
+        adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
+        self.arguments = (
+            head.operand(tokens.hidden_rows(rows)).contiguous(),
+            head.weight if adjacent else head.weight.contiguous(),
+            None if head.bias is None else head.bias.to(torch.float32).contiguous(),
+            tokens.target_rows(rows),
+            temperature.to(torch.float32),
+            head.logit_scale,
+            0.0 if head.softcap is None else float(head.softcap),
+        )
+
+    def score(self, with_entropy: bool) -> _Scored:
+        """One product; exponentials are left in `kept` and `spill`."""
+        return _Scored(*torch.ops.grpo_fused_C.head_scores(*self.arguments, with_entropy, self.kept, self.spill))
+
+    def gradient(
+        self,
+        statistics: _Scored,
+        rows: Tensor,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+        superblock: int,
+        needs: Needs,
+    ) -> tuple[Tensor, Tensor]:
+        """(dH [rows, H], db [V]) fp32, empty where not needed; dW goes to `kept`. Two products."""
+        return torch.ops.grpo_fused_C.head_gradient(
+            *self.arguments,
+            *statistics,
+            rows,
+            dlogp.to(torch.float32).contiguous(),
+            None if dentropy is None else dentropy.to(torch.float32).contiguous(),
+            self.kept,
+            self.spill,
+            superblock,
+            needs.hidden,
+            needs.bias,
+        )
+
+
+class _Plan(NamedTuple):
+    """How the scratch budget of a call is spent."""
+
+    superblock: int
+    """vocabulary blocks whose dz is held at a time"""
+    spill_bytes: int
+    """for exponentials of tokens that do not fit dW's storage"""
+
+    @classmethod
+    def of(cls, head: Head, count: int, kept: Tensor, budget: int) -> _Plan:
+        """What operands, partial results and the threads' blocks leave of the budget holds exponentials."""
+        vocab, width = head.weight.shape
+        block_rows, item = _native.head_plan(vocab, width, head.compute_dtype)
+        threads = torch.get_num_threads()
+        lanes = _native.LANES
+        panels = -(-count // lanes)
+        tokens, columns = panels * lanes, -(-width // lanes) * lanes
+        blocks = -(-vocab // block_rows)
+
+        block_bytes = block_rows * (tokens + columns) * item  # dz of all tokens, and the weight transposed
+        wanted = -(-2 * threads // _BLOCKS_OF_A_PRODUCT) * _BLOCKS_OF_A_PRODUCT  # two blocks for each thread
+        affordable = max(budget // 6 // block_bytes, 1)
+        if affordable > _BLOCKS_OF_A_PRODUCT:
+            affordable -= affordable % _BLOCKS_OF_A_PRODUCT
+        superblock = min(wanted, affordable, blocks)
+        chunk = min(tokens, 2048 // item)
+        per_thread = block_rows * (columns * item + chunk * item + 3 * lanes * 4)
+        if tokens > chunk:
+            per_thread += block_rows * columns * 4
+        fixed = superblock * block_bytes + threads * per_thread
+        # hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
+        fixed += tokens * columns * (2 * item + 8) + tokens * (min(blocks, 96) * 12 + 64)
+        in_gradient = kept.numel() * kept.element_size() // (lanes * item * vocab)
+        panel_bytes = lanes * (vocab * item + blocks * 4)
+        fixed += min(in_gradient, panels) * lanes * blocks * 4
+        spill = min(max(budget - fixed, 0) // panel_bytes, max(panels - in_gradient, 0))
+        return cls(superblock, spill * lanes * vocab * item)
+
+
+def _default_scratch() -> int:
+    return max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
+
+
+def _parts(head: Head, chunks: list[slice], coefficients: Coefficients, needs: Needs, budget: int) -> list[slice]:
+    """The chunks; where no dW can hold exponentials, cut to what scratch can, if the coefficients allow a cut."""
+    whole = isinstance(coefficients, TokenObjective) and coefficients.config.needs_sequence
+    if needs.weight or whole:
+        return chunks
+    item = _native.head_plan(head.vocab_size, head.weight.shape[1], head.compute_dtype)[1]
+    rows = max(budget // 2 // (_native.LANES * head.vocab_size * item), 1) * _native.LANES
+    return [
+        slice(start, min(start + rows, chunk.stop))
+        for chunk in chunks
+        for start in range(chunk.start, chunk.stop, rows)
+    ]
+
+
+def _rows_with_gradient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """[K] int64: rows with a coefficient; all where leaving some out would not save a panel."""
+    rows = (dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).nonzero().squeeze(1)
+    saves = -(-rows.shape[0] // _native.LANES) < -(-dlogp.shape[0] // _native.LANES)
+    return rows if saves else _all_rows(dlogp)
+
+
+def _all_rows(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[0], device=like.device)

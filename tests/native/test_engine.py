@@ -1,0 +1,319 @@
+"""The native engine against the fp64 reference, and what it promises beside: bitwise scores, bounded scratch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    assert_same,
+    config_id,
+    covering_configs,
+    frobenius_error,
+    make_case,
+    make_config,
+    pack,
+    rounding_error_of_gradients,
+)
+
+from grpo_fused import _native, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.engines import native
+
+LOW = (torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.usefixtures("cpu_extension")
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("config", covering_configs(), ids=config_id)
+def test_objectives_in_fp32(config):
+    case = make_case(1, B=5, T=40, H=33, V=301, dtype=torch.float32)
+    want = case.to(torch.float64).run(config, impl="reference")
+    assert_same(case.run(config, impl="native"), want, tol=2e-5)
+
+
+HEADS = {
+    "plain": {},
+    "bias": {"lm_head_bias": torch.linspace(-2, 2, 517)},
+    "scale": {"logit_scale": 0.5},
+    "softcap": {"softcap": 6.0},
+    "temperature": {"temperature": 0.7},
+    "temperature-sequences": {"temperature": torch.linspace(0.6, 1.5, 4)},
+    "temperature-tokens": {"temperature": torch.linspace(0.6, 1.5, 100).view(4, 25)},
+    "all": {"lm_head_bias": torch.linspace(-1, 1, 517), "logit_scale": 1.3, "softcap": 8.0, "temperature": 1.4},
+}
+
+
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("entropy", [0.0, 0.05], ids=["", "entropy"])
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_in_fp32(head, entropy, scratch):
+    """H = 40 of fp32: dW holds no whole panel of tokens, so scratch keeps all exponentials or none."""
+    case = make_case(2, B=4, T=25, H=40, V=517, dtype=torch.float32, **HEADS[head])
+    config = make_config("grpo", entropy_coef=entropy)
+    want = case.to(torch.float64).run(config, impl="reference")
+    assert_same(case.run(config, impl="native", max_scratch_bytes=scratch), want, tol=2e-5)
+
+
+# (N, H, V): one of everything; odd; several panels, blocks and superblocks; more tokens than a chunk of dW holds
+SHAPES = [(1, 1, 1), (3, 5, 1), (1, 7, 3), (65, 33, 257), (130, 200, 5000), (1100, 70, 300)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, dtype):
+    N, H, V = shape
+    case = make_case(3, B=1, T=N, H=H, V=V, dtype=dtype, masked=0.1 if N > 1 else 0.0, extras=False)
+    exact = case.to(torch.float64)
+    config = make_config("dapo")
+    want = exact.run(config, impl="reference")
+    got = case.run(config, impl="native")
+    assert (got.out.per_token_logps - want.out.per_token_logps).abs().max() <= 1e-4
+    best = (
+        {"dhidden": 1e-5, "dweight": 1e-5}
+        if dtype == torch.float32
+        else rounding_error_of_gradients(exact, config, dtype)
+    )
+    for name, gradient in want.gradients().items():
+        if gradient.any():
+            assert frobenius_error(got.gradients()[name], gradient) <= 2 * best[name], name
+        else:  # one token of vocabulary, or all clipped
+            assert not got.gradients()[name].any()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("entropy", [0.0, 0.05], ids=["", "entropy"])
+@pytest.mark.parametrize("softcap", [None, 20.0], ids=["", "softcap"])
+def test_low_precision_keeps_the_contract(dtype, entropy, softcap):
+    case = make_case(4, B=4, T=64, H=128, V=3000, dtype=dtype, logit_std=5.0, extras=False, softcap=softcap)
+    exact = case.to(torch.float64)
+    config = make_config("dapo", entropy_coef=entropy)
+    want, got = exact.run(config, impl="reference"), case.run(config, impl="native")
+    assert (got.out.per_token_logps - want.out.per_token_logps).abs().max() <= 1e-4
+    assert (got.out.entropies - want.out.entropies).abs().max() <= 1e-4
+    if softcap is None:
+        best = rounding_error_of_gradients(exact, config, dtype)
+        for name, error in best.items():
+            assert frobenius_error(got.gradients()[name], want.gradients()[name]) <= 2 * error, name
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)],
+    ids=str,
+)
+def test_mixed_dtypes(hidden, weight):
+    case = make_case(5, B=3, T=50, H=96, V=700, dtype=torch.float32)
+    case.hidden_states, case.lm_head_weight = case.hidden_states.to(hidden), case.lm_head_weight.to(weight)
+    want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
+    got = case.run(make_config("dapo"), impl="native")
+    assert (got.out.per_token_logps - want.out.per_token_logps).abs().max() <= 1e-4
+    for name, gradient in got.gradients().items():
+        assert frobenius_error(gradient, want.gradients()[name]) <= (2e-5 if gradient.dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_autocast_rounds_the_fp32_master(dtype):
+    case = make_case(6, B=3, T=50, H=96, V=700, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        got = case.run(make_config("dapo"), impl="native")
+    want = case.to(dtype).to(torch.float64).run(make_config("dapo"), impl="reference")
+    assert (got.out.per_token_logps - want.out.per_token_logps).abs().max() <= 1e-4
+    assert got.dweight is not None
+    assert got.dweight.dtype == torch.float32
+    assert frobenius_error(got.dweight, want.dweight) <= 4e-3
+
+
+@pytest.mark.parametrize("scratch", [None, 2**18], ids=["", "several-parts"])
+@pytest.mark.parametrize("frozen", ["hidden_states", "lm_head_weight"])
+def test_a_frozen_side_gets_no_gradient_and_changes_none(frozen, scratch):
+    case = make_case(7, B=4, T=64, H=48, V=600, dtype=torch.float32)
+    config = make_config("dapo", beta=0.1)
+    tensors = {"hidden_states": case.hidden_states.clone(), "lm_head_weight": case.lm_head_weight.clone()}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name != frozen)
+    options = {k: v for k, v in case.options.items() if k != "sampling_per_token_logps"}
+    out = fused_linear_grpo_loss(
+        **tensors, completion_ids=case.completion_ids, advantages=case.advantages,
+        completion_mask=case.completion_mask, config=config, impl="native", max_scratch_bytes=scratch, **options,
+    )  # fmt: skip
+    out.loss.backward()
+    want = case.to(torch.float64).run(config, impl="reference")
+    assert tensors[frozen].grad is None
+    trained, gradient = (
+        ("hidden_states", want.dhidden) if frozen == "lm_head_weight" else ("lm_head_weight", want.dweight)
+    )
+    assert frobenius_error(tensors[trained].grad, gradient) <= 2e-5
+
+
+def test_packed_and_not_contiguous():
+    case = make_case(8, B=4, T=30, H=24, V=200, dtype=torch.float32)
+    config = make_config("grpo", importance_sampling_level="sequence", beta=0.1)
+    want = case.to(torch.float64).run(config, impl="reference")
+    packed = pack(case)
+    assert_same(packed.run(config, impl="native"), pack(case.to(torch.float64)).run(config, impl="reference"), tol=2e-5)
+    for weight in (case.lm_head_weight.T.contiguous().T, torch.cat([case.lm_head_weight] * 2, 1)[:, :24]):
+        assert not weight.is_contiguous()
+        case.lm_head_weight = weight
+        assert_same(case.run(config, impl="native"), want, tol=2e-5)
+    case.hidden_states = torch.cat([case.hidden_states] * 2, 2)[:, :, :24]
+    assert_same(case.run(config, impl="native"), want, tol=2e-5)
+
+
+def test_banned_tokens_and_masked_garbage():
+    """A bias of -inf bans a token; masked positions may hold anything."""
+    case = make_case(9, B=3, T=30, H=16, V=300, dtype=torch.float32, extras=False)
+    case.options["lm_head_bias"] = torch.where(torch.arange(300) < 290, 0.0, -torch.inf)
+    case.completion_ids.clamp_(max=280)
+    config = make_config("dapo", entropy_coef=0.01)
+    want = case.to(torch.float64).run(config, impl="reference")
+    case.hidden_states[~case.completion_mask] = torch.nan
+    case.completion_ids[~case.completion_mask] = -100
+    got = case.run(config, impl="native")
+    for name, gradient in got.gradients().items():
+        assert frobenius_error(gradient, want.gradients()[name]) <= 2e-5, name
+
+
+def test_nothing_active():
+    case = make_case(10, B=2, T=5, H=8, V=20, dtype=torch.float32)
+    case.completion_mask[:] = False
+    got = case.run(make_config("dapo"), impl="native")
+    assert got.out.loss == 0
+    assert all((gradient == 0).all() for gradient in got.gradients().values())
+
+
+def test_rows_without_a_coefficient_cost_no_gradient():
+    """Clipped rows are known only after scoring; they are dropped between the phases."""
+    case = make_case(11, B=4, T=100, H=32, V=400, dtype=torch.float32, drift=1.0, masked=0.0, extras=False)
+    want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
+    got = case.run(make_config("dapo"), impl="native")
+    assert 0 < got.out.metrics["gradient_tokens"] < 0.8 * 400
+    assert_same(got, want, tol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_score_does_not_depend_on_its_company_or_the_threads(dtype, threads):
+    case = make_case(12, B=1, T=333, H=100, V=3001, dtype=dtype, masked=0.0, extras=False)
+    hidden, ids = case.hidden_states[0], case.completion_ids[0]
+
+    def score(rows):
+        out = fused_linear_logprobs(hidden[rows], case.lm_head_weight, ids[rows], with_entropy=True, impl="native")
+        return torch.stack(out)
+
+    everything = torch.arange(333)
+    whole = score(everything)
+    order = torch.randperm(333)
+    assert torch.equal(score(order), whole[:, order])
+    for part in everything.split([1, 31, 64, 100, 137]):
+        assert torch.equal(score(part), whole[:, part])
+    trained = case.run(make_config("dapo"), impl="native").out
+    assert torch.equal(trained.per_token_logps[0], whole[0])
+    threads(1)
+    assert torch.equal(score(everything), whole)
+
+
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_do_not_depend_on_the_threads(dtype, scratch, threads):
+    case = make_case(13, B=4, T=80, H=100, V=9001, dtype=dtype, extras=False)
+    config = make_config("dapo", entropy_coef=0.01)
+
+    def run(count):
+        threads(count)
+        return case.run(config, impl="native", max_scratch_bytes=scratch).gradients()
+
+    first = run(1)
+    for count in (1, 2, 5):
+        for name, gradient in run(count).items():
+            assert torch.equal(gradient, first[name]), (name, count)
+
+
+def test_on_policy_ratios_are_exactly_one():
+    case = make_case(14, B=4, T=40, H=64, V=900, dtype=torch.bfloat16, masked=0.0, extras=False)
+    old = fused_linear_logprobs(
+        case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask, impl="native"
+    ).logps
+    case.options["old_per_token_logps"] = old
+    out = case.run(make_config("dapo"), impl="native").out
+    assert torch.equal(out.per_token_logps, old)
+
+
+def test_torch_compile_of_a_caller():
+    case = make_case(15, B=2, T=20, H=16, V=100, dtype=torch.float32)
+
+    def loss(hidden):
+        return fused_linear_grpo_loss(
+            hidden, case.lm_head_weight, case.completion_ids, case.advantages, case.completion_mask, impl="auto"
+        ).loss  # fmt: skip
+
+    hidden = case.hidden_states.requires_grad_()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    (got,) = torch.autograd.grad(compiled(hidden), hidden)
+    (want,) = torch.autograd.grad(loss(hidden), hidden)
+    assert torch.equal(got, want)
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+import torch
+from grpo_fused import fused_linear_grpo_loss
+
+def high_water():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def call(rows, vocab):
+    hidden = torch.randn(1, rows, 64).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, 64).bfloat16().requires_grad_()
+    ids = torch.zeros(1, rows, dtype=torch.int64)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = high_water()
+    loss = fused_linear_grpo_loss(hidden, weight, ids, torch.ones(1), impl="native", max_scratch_bytes=24 * 2**20).loss
+    loss.backward()
+    return high_water() - before - hidden.grad.nbytes - weight.grad.nbytes
+
+call(8, 100)  # the libraries' own memory
+print(call(1024, 151936))
+"""
+
+
+def test_scratch_is_bounded():
+    """Peak memory of a process beyond inputs and gradients; bf16 logits would be 304 MiB, 24 are allowed."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the peak cannot be reset here: {error}")
+    root = Path(engines.__file__).parents[2]  # where the tested package is, and its extension
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        2**20 < int(done.stdout) <= (24 + 4) * 2**20
+    )  # beside scratch: per-token vectors, the backward's copies of dH
+
+
+def test_named_engine_says_why_it_cannot_run(monkeypatch):
+    case = make_case(17, B=1, T=3)
+    with pytest.raises(RuntimeError, match=r"impl='native' cannot run on cpu: .*not in torch\.float64"):
+        case.run(make_config("dapo"), impl="native")
+    cuda = native.unavailable(torch.device("cuda", 0), torch.float32)
+    assert cuda is not None
+    assert "runs on the CPU" in cuda
+    monkeypatch.setattr(_native, "_cpu_reason", "this processor has no AVX-512")
+    with pytest.raises(RuntimeError, match="this processor has no AVX-512"):
+        case.to(torch.float32).run(make_config("dapo"), impl="native")
+    assert engines.choose("auto", torch.device("cpu"), torch.float32) == "chunked"
+    case.to(torch.float32).run(make_config("dapo"))
+
+
+def test_auto_takes_it():
+    assert engines.choose("auto", torch.device("cpu"), torch.bfloat16) == "native"
+    assert engines.choose("auto", torch.device("cpu"), torch.float64) == "chunked"

@@ -1,0 +1,112 @@
+"""The operators themselves: their fake implementations, and that a wrong call is refused before memory is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fused import _native
+
+pytestmark = pytest.mark.usefixtures("cpu_extension")
+N, H, V = 70, 40, 300
+
+
+def scores(**changes):
+    arguments = {
+        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": None, "targets": torch.randint(0, V, (N,)),
+        "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "with_entropy": True,
+        "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
+    }  # fmt: skip
+    return tuple(arguments.values())
+
+
+def gradient(**changes):
+    *inputs, _, kept, spill = scores()
+    statistics, offsets = torch.ops.grpo_fused_C.head_scores(*inputs, True, kept, spill)
+    arguments = {
+        **dict(zip(("hidden", "weight", "bias", "targets", "temperature", "scale", "softcap"), inputs, strict=True)),
+        "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
+        "dentropy": torch.randn(N), "dweight": kept, "spill": spill, "superblock": 2, "need_hidden": True,
+        "need_bias": True, **changes,
+    }  # fmt: skip
+    return tuple(arguments.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype):
+    inputs = scores(hidden=torch.randn(N, H).to(dtype), kept=torch.zeros(V, 128).to(dtype)[:, :H].contiguous())
+    torch.library.opcheck(torch.ops.grpo_fused_C.head_scores.default, inputs)
+    if dtype == torch.float32:
+        torch.library.opcheck(torch.ops.grpo_fused_C.head_gradient.default, gradient())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": torch.full((N,), V)}, rf"targets must be in \[0, {V}\); got {V} at 0"),
+        ({"targets": torch.full((N,), -1)}, "got -1 at 0"),
+        ({"targets": torch.zeros(N, dtype=torch.int32)}, "targets has the wrong dtype"),
+        ({"targets": torch.zeros(N - 1, dtype=torch.int64)}, rf"targets must be \[{N}\]; got \[{N - 1}\]"),
+        ({"targets": torch.zeros(2 * N, dtype=torch.int64)[::2]}, "targets must be contiguous"),
+        ({"hidden": torch.randn(N, H + 1)}, rf"weight must be \[{V}, {H + 1}\]; got \[{V}, {H}\]"),
+        ({"hidden": torch.randn(H, N).T}, "hidden must be contiguous"),
+        ({"hidden": torch.randn(N)}, r"hidden must be \[N, H\]; got 1 dimensions"),
+        ({"hidden": torch.randn(N, 0), "weight": torch.randn(V, 0)}, "at least one column"),
+        ({"hidden": torch.randn(N, H).double()}, "hidden must be float32, bfloat16 or float16"),
+        ({"weight": torch.randn(H, V).T}, "rows of weight must be contiguous"),
+        ({"weight": torch.randn(0, H)}, "weight must have from 1 to 2.31 rows; got 0"),
+        ({"weight": torch.zeros(V, H, dtype=torch.int32)}, "weight must be float32, bfloat16 or float16"),
+        ({"bias": torch.zeros(V - 1)}, rf"bias must be \[{V}\]"),
+        ({"temperature": torch.ones(N, 1)}, r"temperature must be \[70\]; got \[70, 1\]"),
+        ({"softcap": float("nan")}, "softcap must be finite"),
+        ({"kept": torch.empty(V, H - 1)}, r"dweight must be \[300, 40\]; got \[300, 39\]"),
+        ({"kept": torch.empty(H, V).T}, "dweight must be contiguous"),
+        ({"spill": torch.empty(V * 64 * 4 + 1, dtype=torch.uint8)}, "the same number of bytes for each of 300 rows"),
+    ],
+)  # fmt: skip
+def test_wrong_scores_are_refused(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.grpo_fused_C.head_scores(*scores(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": torch.tensor([0, 0])}, r"rows must ascend within \[0, 70\); got 0 at 1"),
+        ({"rows": torch.tensor([69, 70])}, "got 70 at 1"),
+        ({"rows": torch.tensor([-1])}, "got -1 at 0"),
+        ({"statistics": torch.zeros(3, N)}, r"statistics must be \[4, 70\]; got \[3, 70\]"),
+        ({"offsets": torch.zeros(1, 64)}, r"offsets must be \[2, 64\]; got \[1, 64\]"),
+        ({"dlogp": torch.zeros(N - 1)}, r"dlogp must be \[70\]"),
+        ({"dentropy": torch.zeros(N).double()}, "dentropy has the wrong dtype"),
+        ({"superblock": 0}, "superblock must be at least 1; got 0"),
+    ],
+)
+def test_wrong_gradients_are_refused(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.grpo_fused_C.head_gradient(*gradient(**changes))
+
+
+def test_no_tokens():
+    inputs = scores(hidden=torch.randn(0, H), targets=torch.zeros(0, dtype=torch.int64), temperature=torch.ones(0))
+    statistics, offsets = torch.ops.grpo_fused_C.head_scores(*inputs)
+    assert statistics.shape == (4, 0)
+    assert offsets.shape[1] == 0
+    dweight = torch.full((V, H), torch.nan)
+    dhidden, dbias = torch.ops.grpo_fused_C.head_gradient(*gradient(rows=torch.arange(0), dweight=dweight))
+    assert dhidden.shape == (0, H)
+    assert (dbias == 0).all()
+    assert (dweight == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_block_plan_agrees_with_the_kept_layout(dtype):
+    """The fake implementation counts the same tokens as the real one, in dW and in scratch."""
+    hidden, weight = torch.randn(500, 200).to(dtype), torch.randn(1000, 200).to(dtype)
+    kept, spill = torch.empty_like(weight), torch.empty(1000 * 64 * 4 * 2, dtype=torch.uint8)
+    _, offsets = torch.ops.grpo_fused_C.head_scores(
+        hidden, weight, None, torch.zeros(500, dtype=torch.int64), torch.ones(500), 1.0, 0.0, False, kept, spill
+    )
+    block_rows, lanes = _native.kept_layout(hidden, weight, kept, spill)
+    assert offsets.shape == (-(-1000 // block_rows), lanes)
+    assert lanes > 2 * 64
