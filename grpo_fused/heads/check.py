@@ -1,14 +1,15 @@
 """The self-check: what was read from a model is held against what the model itself computes.
 
 The model runs once on eight tokens, its own head in fp32 and on inputs chosen here. Running the whole forward, rather
-than the head's code alone, is what makes this work for every architecture: only the model's forward knows what stands
-between backbone and head, what it does to the logits, and what its backbone returns. A pre-hook on the head widens its
-input to fp32 and sets its size, so that the logits reach from 1 nat to beyond the softcap: on a freshly made model every
-cap would look like none.
+than the head's code alone or with a stand-in for the backbone, is what makes this work for every architecture: only the
+model's forward knows what its backbone returns, what stands between that and the head, and what it does to the logits.
+A pre-hook on the head widens its input to fp32 and sets its size, so that the logits reach from 1 to beyond the softcap:
+on a freshly made model every cap would look like none.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.functional import fused_linear_logprobs
-from grpo_fused.heads.form import HeadForm, candidate_forms
+from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts
 from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
 
@@ -52,8 +53,8 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
     renewed when the head's shape or dtype, its config fields, or its active adapters change.
 
     Args:
-        model: A Hugging Face causal LM, or any module with `get_output_embeddings()` (or `lm_head`), `config` (optional)
-            and a forward that takes `input_ids` and returns logits. Wrappers (DDP, torch.compile, peft) are looked
+        model: A Hugging Face causal LM, or any module with `get_output_embeddings()` (or `lm_head`), perhaps a
+            `config`, and a forward that takes `input_ids` and returns logits. Wrappers (DDP, torch.compile, peft) are looked
             through.
         check: False takes the config at its word, and costs no pass. True runs `check_head` at the first call; where
             parameters are sharded, on all ranks.
@@ -65,8 +66,8 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
     Raises:
         TypeError: No single head; a weight that is quantised, packed or sharded.
-        ValueError: A head that the linear form does not express (what the model gave is in the message); an adapter that
-            cannot be folded in; an encoder-decoder.
+        ValueError: A head that the linear form does not express (what the model gave is in the message); an adapter
+            that cannot be folded in; an encoder-decoder.
         RuntimeError: The model does not call its head, or calls it more than once.
     """
     inner = unwrap(model)
@@ -117,8 +118,8 @@ def check_head(model: nn.Module, *, cached: bool = True) -> HeadForm:
             return form
         complaint = complaint or problem
     raise ValueError(
-        f"the head of {type(inner).__name__} is not softcap(logit_scale * (h W^T + b)) as its config describes it, so fused "
-        f"log-probs would be those of another model. Read: {forms[0]}. The model's own head: {complaint}"
+        f"the head of {type(inner).__name__} is not softcap(logit_scale * (h W^T + b)) as its config describes it, so "
+        f"fused log-probs would be those of another model. Read: {forms[0]}. The model's own head: {complaint}"
         + (f". {len(forms) - 1} other meanings of these fields do not agree either" if len(forms) > 1 else "")
     )
 
@@ -158,10 +159,10 @@ def _run_own_head(model: nn.Module, head: nn.Module, weight: Tensor, form: HeadF
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise RuntimeError(f"the model must call its head with the hidden states alone; got {len(args)} arguments")
         rows.append(_rows(args[0].to(wide), weight, form))
-        return (rows[-1].view(1, *rows[-1].shape),)
+        return (rows[-1].view(args[0].shape),)
 
     def keep_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        products.append(output[0].clone())  # some models cap in place
+        products.append(output.reshape(-1, output.shape[-1]).clone())  # some models cap in place
 
     with _undisturbed(model), ExitStack() as hooks:
         hooks.callback(head.register_forward_pre_hook(choose_input).remove)
@@ -170,12 +171,12 @@ def _run_own_head(model: nn.Module, head: nn.Module, weight: Tensor, form: HeadF
         output = torch.func.functional_call(model, widened, (), _token_inputs(model, weight), tie_weights=False)
     if len(rows) != 1:
         raise RuntimeError(
-            f"{type(model).__name__} must call its output head once for each pass; it was called {len(rows)} times. A model "
-            "that multiplies by the head's weight itself, or has several heads, is not supported"
+            f"{type(model).__name__} must call its output head once for each pass; it was called {len(rows)} times. A "
+            "model that multiplies by the head's weight itself, or has several heads, is not supported"
         )
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     logits = output[0] if logits is None else logits
-    return _Answer(rows[0], products[0], logits.reshape(-1, logits.shape[-1])[-NUM_TOKENS:])
+    return _Answer(rows[0], products[0], logits.reshape(-1, logits.shape[-1]))
 
 
 def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
@@ -190,7 +191,10 @@ def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
     # the first row stays as large as the model made it
     peaks = [None, *PEAKS, *((8.0, 128.0) if cap is None else (0.5 * cap, 2.0 * cap))]
     largest = _products(rows, weight, None).abs().amax(-1) * abs(form.logit_scale)
-    gains = [1.0 if peak is None or u == 0 else peak / u for peak, u in zip(peaks, largest.tolist(), strict=True)]
+    gains = [
+        1.0 if peak is None or u == 0 else peak / u
+        for peak, u in zip(itertools.cycle(peaks), largest.tolist(), strict=False)
+    ]
     return rows * rows.new_tensor(gains).unsqueeze(-1)
 
 
@@ -208,12 +212,10 @@ def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     table = getattr(embeddings, "weight", weight)
     size = min(table.shape[0], weight.shape[0]) if isinstance(table, Tensor) and table.dim() == 2 else weight.shape[0]
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     special = {
         value
-        for source in (config, text)
-        for name, value in vars(source if source is not None else object).items()
+        for source in configs(model)
+        for name, value in vars(source).items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     ids = [i for i in range(min(size, 64 + len(special))) if i not in special] or [0]
@@ -253,8 +255,9 @@ def _disagreement(answer: _Answer, weight: Tensor, bias: Tensor | None, form: He
     """None where the model's logits are those of the form, else what they are instead."""
     logits = answer.logits.double()
     given = _inputs(form, weight, bias)
-    if logits.shape != (NUM_TOKENS, form.vocab_size):
-        return f"logits of shape {tuple(answer.logits.shape)}, expected ({NUM_TOKENS}, {form.vocab_size})"
+    shape = (answer.hidden_states.shape[0], form.vocab_size)
+    if logits.shape != shape:
+        return f"logits of shape {tuple(answer.logits.shape)}, expected {shape}"
     products = _products(answer.hidden_states, given["lm_head_weight"], given["lm_head_bias"]).double()
     expected = products * form.logit_scale
     if form.softcap is not None:
@@ -279,8 +282,8 @@ def _describe(answer: _Answer, products: Tensor, logits: Tensor) -> str:
         return "its logits are not finite"
     if constant:
         return (
-            f"{len(constant)} of its logits do not depend on the hidden states (masked tokens), the first is that of token "
-            f"{constant[0]}"
+            f"{len(constant)} of its logits do not depend on the hidden states (masked tokens), the first is that of "
+            f"token {constant[0]}"
         )
     if own.shape[-1] >= products.shape[-1]:
         off = float((own[:, : products.shape[-1]] - products).abs().max())
@@ -291,8 +294,8 @@ def _describe(answer: _Answer, products: Tensor, logits: Tensor) -> str:
     peaks = logits.abs().amax(-1)
     low = answer.logits.dtype in (torch.float16, torch.bfloat16)
     return (
-        f"from the smallest rows to the largest its logits are {float(factors[0]):.6g} to {float(factors[-1]):.6g} times "
-        f"h W^T + b (one number: a scale; falling: a softcap) and at most {float(peaks.max()):.6g}"
+        f"from the smallest rows to the largest its logits are {float(factors[0]):.6g} to {float(factors[-1]):.6g} "
+        f"times h W^T + b (one number: a scale; falling: a softcap) and at most {float(peaks.max()):.6g}"
         + (f"; it rounds them to {answer.logits.dtype}" if low else "")
     )
 
@@ -301,7 +304,7 @@ def _check_fused(answer: _Answer, weight: Tensor, bias: Tensor | None, form: Hea
     """The fused function itself, for the likeliest, the least likely and random tokens of each row."""
     log_probs = answer.logits.double().log_softmax(-1)
     generator = torch.Generator().manual_seed(0)
-    anything = torch.randint(form.vocab_size, (2, NUM_TOKENS), generator=generator).to(log_probs.device)
+    anything = torch.randint(form.vocab_size, (2, len(log_probs)), generator=generator).to(log_probs.device)
     ids = torch.cat([log_probs.argmax(-1).unsqueeze(0), log_probs.argmin(-1).unsqueeze(0), anything])
     rows = answer.hidden_states.expand(ids.shape[0], -1, -1)
     fused = fused_linear_logprobs(rows, token_ids=ids, **_inputs(form, weight, bias)).logps.double()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import NamedTuple
 
@@ -64,8 +64,7 @@ def candidate_forms(model: nn.Module, weight_rows: int) -> list[HeadForm]:
 
     The first takes every field at its usual meaning; each further one deviates in more of them.
     """
-    configs = _configs(model)
-    options = list(_field_options(configs))
+    options = list(_field_options(configs(model)))
     # by how many fields deviate from their usual meaning, and then in the order of the fields
     choices = sorted(itertools.product(*(range(len(o)) for o in options)), key=lambda c: sum(i > 0 for i in c))
     forms: dict[tuple[float, float | None, int], HeadForm] = {}
@@ -85,7 +84,7 @@ def candidate_forms(model: nn.Module, weight_rows: int) -> list[HeadForm]:
     return list(forms.values())
 
 
-def _configs(model: nn.Module) -> list[object]:
+def configs(model: nn.Module) -> list[object]:
     """The text config of a nested one, then the outer one: which of them holds a field differs between models."""
     config = getattr(model, "config", None)
     if config is None:
@@ -95,33 +94,32 @@ def _configs(model: nn.Module) -> list[object]:
     return [text] if text is config else [text, config]
 
 
-def _field_options(configs: Iterable[object]) -> Iterator[list[_Option]]:
-    configs = list(configs)
+def _field_options(sources: Sequence[object]) -> Iterator[list[_Option]]:
     for name in SOFTCAPS:
-        value = _number(configs, name)
+        value = _number(sources, name)
         if value is not None and value > 0:
             yield [_Option(1.0, value, None, f"config.{name}={value:g} caps"), _UNUSED]
     for name in FACTORS:
-        value = _number(configs, name)
+        value = _number(sources, name)
         if value is not None:
             yield [_Option(value, None, None, f"config.{name}={value:g} multiplies"), _UNUSED]
-    value = _number(configs, DIVISOR)
+    value = _number(sources, DIVISOR)
     if value is not None:
         divides = _Option(1.0 / value, None, None, f"config.{DIVISOR}={value:g} divides")
         multiplies = _Option(value, None, None, f"config.{DIVISOR}={value:g} multiplies")
-        model_types = [str(getattr(config, "model_type", "")) for config in configs]
+        model_types = [str(getattr(config, "model_type", "")) for config in sources]
         if any(model_type.startswith(_DIVISOR_MULTIPLIES) for model_type in model_types):
             yield [multiplies, divides, _UNUSED]
         else:
             yield [divides, multiplies, _UNUSED]
-    value = _number(configs, UNPADDED)
+    value = _number(sources, UNPADDED)
     if value is not None and value >= 1:
         yield [_Option(1.0, None, int(value), f"config.{UNPADDED}={int(value)} keeps that many logits"), _UNUSED]
 
 
-def _number(configs: Iterable[object], name: str) -> float | None:
+def _number(sources: Sequence[object], name: str) -> float | None:
     """A finite number other than 0, or None: MPT's `logit_scale` may be the name of a formula, Cohere's None."""
-    for config in configs:
+    for config in sources:
         value = getattr(config, name, None)
         if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) != 0.0:
             return float(value)

@@ -27,8 +27,8 @@ class CapturedHeadInput:
         """
         if len(self._inputs) != 1:
             raise RuntimeError(
-                f"the model must call its output head once for each pass; it was called {len(self._inputs)} times. A model "
-                "that multiplies by the head's weight itself, or has several heads, is not supported"
+                f"the model must call its output head once for each pass; it was called {len(self._inputs)} times. A "
+                "model that multiplies by the head's weight itself, or has several heads, is not supported"
             )
         return self._inputs[0]
 
@@ -80,8 +80,8 @@ def head_hidden_states(
 ) -> Tensor:
     """The states that the model's head would multiply, from the model's own forward; no logits are made.
 
-    Position t predicts token t + 1, so that with `hidden = head_hidden_states(model, ids)` the log-probs of `ids[:, 1:]`
-    are `fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps`.
+    Position t predicts token t + 1, so that with `hidden = head_hidden_states(model, ids)` the log-probs of
+    `ids[:, 1:]` are `fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps`.
 
     Args:
         model: Causal LM (`capture_head_input` says which).
@@ -111,8 +111,8 @@ def head_hidden_states(
     if kwargs.get("logits_to_keep") is None and hidden_states.shape[:-1] != input_ids.shape:
         raise RuntimeError(
             f"the head must see one state for each of input_ids, {tuple(input_ids.shape)}; it saw "
-            f"{tuple(hidden_states.shape[:-1])} (virtual tokens of prompt tuning, or images?). Use capture_head_input and "
-            "pick the positions"
+            f"{tuple(hidden_states.shape[:-1])} (virtual tokens of prompt tuning, or images?). Use capture_head_input "
+            "and pick the positions"
         )
     return hidden_states
 

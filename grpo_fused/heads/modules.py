@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_OWN = ("weight", "bias", "parametrizations")
+"""Parameters whose values reach the logits through `head.weight` and `head.bias`."""
+
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -43,8 +46,8 @@ def output_head(model: nn.Module) -> nn.Module:
 def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight [V, H] and bias [V] (or None) that the head multiplies by now.
 
-    An unmerged LoRA adapter is folded in: W + s B A as one new tensor of at least fp32, differentiable in A and B (and in
-    W, unless frozen). Lower precision would round the adapter away.
+    An unmerged LoRA adapter is folded in: W + s B A as one new tensor of at least fp32, differentiable in A and B (and
+    in W, unless frozen). Lower precision would round the adapter away.
 
     Raises:
         ValueError: An adapter that cannot be folded in, or a weight that is not [V, H] and here.
@@ -56,8 +59,15 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
         return _adapted(head)
     if hasattr(head, "original_module"):  # peft's other training wrapper: single rows of the weight are trained
         raise ValueError(
-            f"an lm head under {type(head).__name__} computes with replaced rows, which lm_head_inputs does not express; "
-            "merge them first (peft: merge_and_unload)"
+            f"an lm head under {type(head).__name__} computes with replaced rows, which lm_head_inputs does not "
+            "express; merge them first (peft: merge_and_unload)"
+        )
+    # An adapter of an unknown kind usually starts at zero: no comparison would see it before it has learned something.
+    further = [name for name, _ in head.named_parameters() if name.split(".")[0] not in _OWN]
+    if further:
+        raise ValueError(
+            f"an lm head must have a weight and perhaps a bias; {type(head).__name__} also has {', '.join(further)}, "
+            "which W and b do not express: merge it into the weight first"
         )
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
     _check_weight(weight, head)
@@ -153,12 +163,12 @@ def _check_plain_lora(layer: Any, name: str) -> None:
             f"adapter {name!r} on the lm head must be two nn.Linear to be folded in; got "
             f"{type(layer.lora_A[name]).__name__} and {type(layer.lora_B[name]).__name__}"
         )
-    dropout = layer.lora_dropout[name] if name in layer.lora_dropout else None
-    p = float(getattr(dropout, "p", 0.0))
-    if dropout is not None and dropout.training and p > 0:
+    dropout = layer.lora_dropout[name]
+    p = float(getattr(dropout, "p", 0.0))  # peft puts an Identity where it is 0
+    if dropout.training and p > 0:
         raise ValueError(
-            f"adapter {name!r} on the lm head has lora_dropout={p} in training mode: its output is random, and no weight "
-            "gives it; set lora_dropout to 0, or put the model in eval mode"
+            f"adapter {name!r} on the lm head has lora_dropout={p} in training mode: its output is random, and no "
+            "weight gives it; set lora_dropout to 0, or put the model in eval mode"
         )
 
 
