@@ -1,10 +1,10 @@
 """The self-check: what was read from a model is held against what the model itself computes.
 
 The model runs once on eight tokens, its own head in fp32 and on inputs chosen here. Running the whole forward, rather
-than the head's code alone or with a stand-in for the backbone, is what makes this work for every architecture: only the
-model's forward knows what its backbone returns, what stands between that and the head, and what it does to the logits.
-A pre-hook on the head widens its input to fp32 and sets its size, so that the logits reach from 1 to beyond the softcap:
-on a freshly made model every cap would look like none.
+than the head's code alone or with a stand-in for the backbone, is what makes this work for every architecture: only
+the model's forward knows what its backbone returns, what stands between that and the head, and what it does to the
+logits. A pre-hook on the head widens its input to fp32 and sets its size, so that the logits reach from 1 to beyond the
+softcap: on a freshly made model every cap would look like none.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
     Args:
         model: A Hugging Face causal LM, or any module with `get_output_embeddings()` (or `lm_head`), perhaps a
-            `config`, and a forward that takes `input_ids` and returns logits. Wrappers (DDP, torch.compile, peft) are looked
-            through.
+            `config`, and a forward that takes `input_ids` and returns logits. Wrappers (DDP, torch.compile, peft) are
+            looked through.
         check: False takes the config at its word, and costs no pass. True runs `check_head` at the first call; where
             parameters are sharded, on all ranks.
 
@@ -109,14 +109,15 @@ def check_head(model: nn.Module, *, cached: bool = True) -> HeadForm:
     if cached and key in known:
         return known[key]
     complaint = ""
-    for form in forms:
-        answer = _run_own_head(inner, head, weight, form)
-        problem = _disagreement(answer, weight, bias, form)
-        if problem is None:
-            _check_fused(answer, weight, bias, form)
-            known[key] = form
-            return form
-        complaint = complaint or problem
+    with _undisturbed(inner):
+        for form in forms:
+            answer = _run_own_head(inner, head, weight, form)
+            problem = _disagreement(answer, weight, bias, form)
+            if problem is None:
+                _check_fused(answer, weight, bias, form)
+                known[key] = form
+                return form
+            complaint = complaint or problem
     raise ValueError(
         f"the head of {type(inner).__name__} is not softcap(logit_scale * (h W^T + b)) as its config describes it, so "
         f"fused log-probs would be those of another model. Read: {forms[0]}. The model's own head: {complaint}"
@@ -164,7 +165,7 @@ def _run_own_head(model: nn.Module, head: nn.Module, weight: Tensor, form: HeadF
     def keep_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         products.append(output.reshape(-1, output.shape[-1]).clone())  # some models cap in place
 
-    with _undisturbed(model), ExitStack() as hooks:
+    with ExitStack() as hooks:
         hooks.callback(head.register_forward_pre_hook(choose_input).remove)
         hooks.callback(head.register_forward_hook(keep_output).remove)
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
@@ -201,9 +202,7 @@ def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
 def _products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[T, V] = rows W^T + b in the precision of the rows; the weight is widened block by block."""
     block = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
-    with ieee_products():
-        parts = [rows @ w.to(rows.dtype).T for w in weight.split(block)]
-    products = torch.cat(parts, dim=-1)
+    products = torch.cat([rows @ w.to(rows.dtype).T for w in weight.split(block)], dim=-1)
     return products if bias is None else products + bias
 
 
