@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypedDict
 
@@ -73,12 +73,11 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
     inner = unwrap(model)
     head = output_head(inner)
     weight, bias = head_tensors(head)
-    form = check_head(model) if check else candidate_forms(inner, weight.shape[0])[0]
+    form = _confirmed(inner, head, weight, bias) if check else candidate_forms(inner, weight.shape[0])[0]
     return _inputs(form, weight, bias)
 
 
-@torch.no_grad()
-def check_head(model: nn.Module, *, cached: bool = True) -> HeadForm:
+def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, cached: bool = True) -> HeadForm:
     """Runs the model's own head in fp32 on a few hidden states and holds the fused log-probs against it.
 
     Eight tokens go through the whole model (no gradients, eval mode, no cache). The head gets fp32 copies of its
@@ -90,6 +89,8 @@ def check_head(model: nn.Module, *, cached: bool = True) -> HeadForm:
 
     Args:
         model: As for `lm_head_inputs`.
+        inputs: Keyword arguments for the model's forward, for one that does not run on `input_ids` alone; about eight
+            tokens are enough. Whatever was confirmed with them holds for `lm_head_inputs` too.
         cached: False checks again what has been checked before.
 
     Returns:
@@ -97,11 +98,23 @@ def check_head(model: nn.Module, *, cached: bool = True) -> HeadForm:
 
     Raises:
         ValueError: No form agrees within 1e-4 * max(1, max|z| / 32) nats.
-        TypeError, RuntimeError: As `lm_head_inputs`.
+        RuntimeError: The model's forward fails on these inputs; it does not call its head exactly once.
+        TypeError: As `lm_head_inputs`.
     """
     inner = unwrap(model)
     head = output_head(inner)
-    weight, bias = head_tensors(head)
+    return _confirmed(inner, head, *head_tensors(head), inputs=inputs, cached=cached)
+
+
+@torch.no_grad()
+def _confirmed(
+    inner: nn.Module,
+    head: nn.Module,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Mapping[str, object] | None = None,
+    cached: bool = True,
+) -> HeadForm:
     forms = candidate_forms(inner, weight.shape[0])
     has_bias = None if bias is None else bias.dtype
     key = (tuple(forms), weight.shape, weight.dtype, weight.device, has_bias, adapter_state(head))
@@ -111,7 +124,9 @@ def check_head(model: nn.Module, *, cached: bool = True) -> HeadForm:
     complaint = ""
     with _undisturbed(inner):
         for form in forms:
-            answer = _run_own_head(inner, head, weight, form)
+            answer = _run_own_head(
+                inner, head, weight, form, _token_inputs(inner, weight) if inputs is None else inputs
+            )
             problem = _disagreement(answer, weight, bias, form)
             if problem is None:
                 _check_fused(answer, weight, bias, form)
@@ -142,7 +157,9 @@ class _Answer(NamedTuple):
     """[T, V'] the model's logits"""
 
 
-def _run_own_head(model: nn.Module, head: nn.Module, weight: Tensor, form: HeadForm) -> _Answer:
+def _run_own_head(
+    model: nn.Module, head: nn.Module, weight: Tensor, form: HeadForm, inputs: Mapping[str, object]
+) -> _Answer:
     wide = torch.promote_types(weight.dtype, torch.float32)
     names = [name for name, module in model.named_modules() if module is head]
     if not names:
@@ -169,7 +186,13 @@ def _run_own_head(model: nn.Module, head: nn.Module, weight: Tensor, form: HeadF
         hooks.callback(head.register_forward_pre_hook(choose_input).remove)
         hooks.callback(head.register_forward_hook(keep_output).remove)
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
-        output = torch.func.functional_call(model, widened, (), _token_inputs(model, weight), tie_weights=False)
+        try:
+            output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(model).__name__} must run on {', '.join(inputs)} for its head to be checked; it raised "
+                f"{type(error).__name__}: {error}. If it needs other inputs, pass them: check_head(model, inputs=...)"
+            ) from error
     if len(rows) != 1:
         raise RuntimeError(
             f"{type(model).__name__} must call its output head once for each pass; it was called {len(rows)} times. A "

@@ -273,7 +273,9 @@ def test_the_message_names_fields_and_values() -> None:
     model = build("gemma2")
     answer, model.config.final_logit_softcapping = model.forward, 20.0
     model.forward = lambda *a, **k: _with_logits(answer(*a, **k), lambda z: z * 3)
-    with pytest.raises(ValueError, match=r"config.final_logit_softcapping=20 caps.*at most (59.9|60).*1 other meanings"):
+    with pytest.raises(
+        ValueError, match=r"config.final_logit_softcapping=20 caps.*at most (59.9|60).*1 other meanings"
+    ):
         check_head(model)
 
 
@@ -376,7 +378,7 @@ def test_the_model_is_left_as_it_was(way_out: str) -> None:
         if way_out == "passes":
             check_head(model)
         else:
-            with pytest.raises(ValueError if way_out == "refuses" else AttributeError):
+            with pytest.raises(ValueError if way_out == "refuses" else RuntimeError):
                 check_head(model)
         assert torch.is_grad_enabled()
     assert Snapshot(model) == before
@@ -401,6 +403,20 @@ def test_the_check_runs_once() -> None:
     check_head(model, cached=False)
     assert model.calls == 7
     lm_head_inputs(Linear(), check=False)
+
+
+def test_a_model_that_needs_other_inputs() -> None:
+    class Spoken(Linear):
+        def forward(self, input_ids: Tensor, language: int | None = None) -> Any:
+            if language is None:
+                raise ValueError("unknown language")
+            return super().forward(input_ids)
+
+    model = Spoken()
+    with pytest.raises(RuntimeError, match=r"must run on input_ids .* ValueError: unknown language.*inputs=\.\.\."):
+        lm_head_inputs(model)
+    check_head(model, inputs={"input_ids": torch.arange(11)[None], "language": 1})
+    assert lm_head_inputs(model)["lm_head_weight"] is model.lm_head.weight
 
 
 def test_wrappers_are_looked_through() -> None:
