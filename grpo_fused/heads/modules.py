@@ -35,7 +35,7 @@ def output_head(model: nn.Module) -> nn.Module:
         )
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else getattr(model, "lm_head", None)
-    if not isinstance(head, nn.Module):
+    if not isinstance(head, nn.Module) or isinstance(head, (nn.ModuleList, nn.ModuleDict)):
         raise TypeError(
             f"model must be a causal LM with one output head (get_output_embeddings() or lm_head); "
             f"{type(model).__name__} gives {type(head).__name__}"

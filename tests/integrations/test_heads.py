@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,24 +11,11 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-from integrations.tiny import ARCHITECTURES, build, build_vision, log_probs, sharpen, token_ids
-from transformers import (
-    ChameleonConfig,
-    ChameleonForConditionalGeneration,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from integrations.tiny import ARCHITECTURES, LinearLM, build, build_vision, fused, log_probs, token_ids
 
 from grpo_fused import capture_head_input, check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
 
 TOL = 1e-4  # the contract while |z| <= 32
-
-
-def fused(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    hidden_states = head_hidden_states(model, ids)
-    return fused_linear_logprobs(hidden_states[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model), **options).logps
 
 
 def assert_right(model: Any, ids: Tensor | None = None) -> None:
@@ -71,25 +57,18 @@ def test_the_cases_can_fail(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("gemma3", (1.0, 22.0)), ("granite4_vision", (0.25, None)), ("muse_glimmer", (0.4, 22.0))],
+    ("name", "text", "expected"),
+    [
+        ("muse_glimmer", {"output_multiplier": 0.4, "final_logit_softcapping": 22.0}, (0.4, 22.0)),
+        ("hyperclovax_vision_v2", {"logits_scaling": 0.5}, (0.5, None)),
+        ("gemma3", {"final_logit_softcapping": 22.0}, (1.0, None)),  # the field is there, and this class does not cap
+        ("qwen3_vl", {}, (1.0, None)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_nested_configs(name: str, expected: tuple[float, float | None]) -> None:
-    options = {"gemma3": {}, "granite4_vision": {"logits_scaling": 4.0}, "muse_glimmer": {"output_multiplier": 0.4}}
-    config = SimpleNamespace(**{"final_logit_softcapping": expected[1], **options[name]})
-    config.get_text_config = lambda: config
-    outer = SimpleNamespace(get_text_config=lambda: config, model_type=name)
-    model = Linear(scale=expected[0], cap=expected[1])
-    model.config = outer
-    form = check_head(model)
-    assert form[:2] == pytest.approx(expected)
-
-
-def test_a_vision_language_model_by_its_text_config() -> None:
-    model = build_vision("gemma3")
-    assert check_head(model).softcap is None  # its class has the field, and does not cap
-    model.config.text_config.final_logit_softcapping = 22.0
-    assert check_head(model).softcap is None
+def test_nested_configs(name: str, text: dict[str, float], expected: tuple[float, float | None]) -> None:
+    model = build_vision(name, **text)
+    assert check_head(model)[:2] == pytest.approx(expected)
     assert_right(model)
 
 
@@ -164,278 +143,14 @@ def test_gradients_are_those_through_the_models_logits(name: str) -> None:
         ), parameter
 
 
-class Linear(nn.Module):
-    """A causal LM that nobody registered: a table, a head, and what `answer` makes of the head's output."""
-
-    def __init__(self, scale: float = 1.0, cap: float | None = None, hidden: int = 16, vocab: int = 40) -> None:
-        super().__init__()
-        self.table = nn.Embedding(vocab, hidden)
-        self.lm_head = nn.Linear(hidden, vocab, bias=False)
-        self.scale, self.cap, self.calls = scale, cap, 0
-
-    def answer(self, logits: Tensor) -> Tensor:
-        logits = logits * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-    def forward(self, input_ids: Tensor) -> Any:
-        self.calls += 1
-        return SimpleNamespace(logits=self.answer(self.lm_head(self.table(input_ids))))
-
-
 def test_a_module_without_transformers() -> None:
-    model = Linear()
+    model = LinearLM()
     ids = torch.randint(40, (2, 6))
     torch.testing.assert_close(fused(model, ids), log_probs(model(ids).logits, ids))
     with pytest.raises(TypeError, match="one output head"):
         lm_head_inputs(nn.Linear(3, 3))
     with pytest.raises(TypeError, match="must be a torch.nn.Module; got dict"):
         lm_head_inputs({})  # type: ignore[arg-type]
-
-
-def scaled(z: Tensor) -> Tensor:
-    return z * 1.001
-
-
-def capped(z: Tensor) -> Tensor:
-    return 50.0 * torch.tanh(z / 50.0)
-
-
-def masked(z: Tensor) -> Tensor:
-    z[..., 7] = torch.finfo(z.dtype).min
-    return z
-
-
-def biased(z: Tensor) -> Tensor:
-    return z + torch.linspace(0, 0.01, z.shape[-1])
-
-
-def permuted(z: Tensor) -> Tensor:
-    return z.roll(1, -1)
-
-
-def truncated(z: Tensor) -> Tensor:
-    return z[..., :-3]
-
-
-def widened(z: Tensor) -> Tensor:
-    return torch.cat([z, z[..., :1]], -1)
-
-
-def rounded(z: Tensor) -> Tensor:
-    return z.bfloat16()
-
-
-def broken(z: Tensor) -> Tensor:
-    return z * float("nan")
-
-
-LIES = {
-    scaled: "to 1.001 times",
-    capped: "falling: a softcap",
-    masked: r"1 of its logits do not depend on the hidden states \(masked tokens\), the first is that of token 7",
-    biased: "log-probs differ by",
-    permuted: "log-probs differ by",
-    truncated: r"logits of shape \(8, 117\), expected \(8, 120\)",
-    widened: r"logits of shape \(8, 121\), expected \(8, 120\)",
-    rounded: "rounds them to torch.bfloat16",
-    broken: "not finite",
-}
-
-
-class Liar(Qwen2ForCausalLM):
-    """Does in secret what its config does not say."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(*args, **kwargs)
-        out.logits = self.lie(out.logits)
-        return out
-
-
-@pytest.mark.parametrize("sharp", [True, False], ids=["sharp", "as-initialised"])
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_a_model_that_lies_is_refused(lie: Any, sharp: bool) -> None:
-    """On a freshly initialised model too, whose logits are too small to show a cap of 50."""
-    torch.manual_seed(0)
-    model = Liar(build("qwen2").config).eval()
-    model.lie = lambda z: z
-    if sharp:
-        sharpen(model)
-    check_head(model, cached=False)
-    model.lie = lie
-    with pytest.raises(ValueError, match=LIES[lie]) as caught:
-        check_head(model, cached=False)
-    assert "Liar" in str(caught.value)
-    assert "logit_scale=1, softcap=None, vocab_size=120 (no field of the config)" in str(caught.value)
-    assert lm_head_inputs(model, check=False)["logit_scale"] == 1.0  # who skips the check is believed
-
-
-def test_the_message_names_fields_and_values() -> None:
-    model = build("gemma2")
-    answer, model.config.final_logit_softcapping = model.forward, 20.0
-    model.forward = lambda *a, **k: _with_logits(answer(*a, **k), lambda z: z * 3)
-    with pytest.raises(
-        ValueError, match=r"config.final_logit_softcapping=20 caps.*at most (59.9|60).*1 other meanings"
-    ):
-        check_head(model)
-
-
-def _with_logits(out: Any, change: Any) -> Any:
-    out.logits = change(out.logits)
-    return out
-
-
-def test_a_head_module_that_computes_something_else_is_refused() -> None:
-    class Doubling(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    model = Linear()
-    model.lm_head = Doubling(16, 40, bias=False)
-    with pytest.raises(ValueError, match="its head module itself differs from h W"):
-        lm_head_inputs(model)
-
-
-def test_a_field_that_the_model_does_not_read_is_not_believed() -> None:
-    model = build("qwen2")
-    model.config.final_logit_softcapping = 5.0
-    model.config.logit_scale = 0.1
-    assert lm_head_inputs(model)["softcap"] is None
-    assert lm_head_inputs(model)["logit_scale"] == 1.0
-
-
-def test_what_the_linear_form_cannot_express_is_refused() -> None:
-    vq = {"embed_dim": 8, "num_embeddings": 4, "latent_channels": 8, "resolution": 8, "base_channels": 32,
-          "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}  # fmt: skip
-    vocabulary = {"<image>": 9, **{f"IMGIMG{c}Z": 10 + i for i, c in enumerate("ABCD")}}
-    config = ChameleonConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                             num_attention_heads=4, num_key_value_heads=2, vq_config=vq, vocabulary_map=vocabulary,
-                             pad_token_id=0)  # fmt: skip
-    with pytest.raises(ValueError, match="masked tokens"):
-        lm_head_inputs(ChameleonForConditionalGeneration(config))
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        lm_head_inputs(t5)
-    with pytest.raises(TypeError, match="one output head"):
-        lm_head_inputs(Qwen2Model(build("qwen2").config))
-
-
-class Packed(nn.Parameter):
-    """As quantisation libraries do: a subclass that says it is floating point."""
-
-
-def test_weights_that_are_not_plain_are_refused() -> None:
-    model = Linear()
-    weight = model.lm_head.weight
-    for bad, error, match in (
-        (nn.Parameter(weight.to(torch.int8), requires_grad=False), TypeError, "quantised or packed"),
-        (nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False), TypeError, "float8"),
-        (weight.detach().as_subclass(Packed), TypeError, "Packed"),
-        (nn.Parameter(torch.empty(0)), ValueError, r"shape \(0,\); it is sharded"),
-        (nn.Parameter(weight.flatten()), ValueError, "gather it first"),
-        (nn.Parameter(weight.to("meta")), ValueError, "offloaded"),
-    ):
-        model.lm_head.weight = bad
-        with pytest.raises(error, match=match):
-            lm_head_inputs(model)
-
-
-def test_an_unknown_adapter_is_refused_even_while_it_is_zero() -> None:
-    model = Linear()
-    model.lm_head.lora_B = nn.Parameter(torch.zeros(40, 2))
-    with pytest.raises(ValueError, match="also has lora_B"):
-        lm_head_inputs(model)
-
-
-class Snapshot:
-    """Everything that a look at a model must leave alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modes = [m.training for m in model.modules()]
-        self.parameters = [(n, id(p), p.detach().clone()) for n, p in model.named_parameters()]
-        self.buffers = [(n, id(b), b.clone()) for n, b in model.named_buffers()]
-        self.hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for m in model.modules()]
-        self.random = torch.get_rng_state()
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Snapshot)
-        pairs = zip(self.parameters + self.buffers, other.parameters + other.buffers, strict=True)
-        return (
-            (self.modes, self.hooks) == (other.modes, other.hooks)
-            and all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in pairs)
-            and torch.equal(self.random, other.random)
-        )
-
-
-@pytest.mark.parametrize("way_out", ["passes", "refuses", "raises"])
-def test_the_model_is_left_as_it_was(way_out: str) -> None:
-    torch.manual_seed(0)
-    model = Liar(build("qwen2", attention_dropout=0.5).config).bfloat16().train()
-    model.model.layers[0].eval()
-    model.gradient_checkpointing_enable()
-    model.lie = {"passes": lambda z: z, "refuses": lambda z: z * 2, "raises": lambda z: z.no_such}[way_out]
-    before = Snapshot(model)
-    with torch.enable_grad():
-        if way_out == "passes":
-            check_head(model)
-        else:
-            with pytest.raises(ValueError if way_out == "refuses" else RuntimeError):
-                check_head(model)
-        assert torch.is_grad_enabled()
-    assert Snapshot(model) == before
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(ZeroDivisionError), capture_head_input(model):
-        raise ZeroDivisionError
-    assert Snapshot(model) == before
-
-
-def test_the_check_runs_once() -> None:
-    model = Linear()
-    model.config = SimpleNamespace(final_logit_softcapping=None)
-    lm_head_inputs(model)
-    lm_head_inputs(model)
-    assert model.calls == 1
-    model.config.final_logit_softcapping = 9.0  # another config: two meanings to ask about
-    lm_head_inputs(model)
-    assert model.calls == 3
-    model.lm_head = nn.Linear(16, 40)
-    assert lm_head_inputs(model)["lm_head_bias"] is model.lm_head.bias
-    assert model.calls == 5
-    check_head(model, cached=False)
-    assert model.calls == 7
-    lm_head_inputs(Linear(), check=False)
-
-
-def test_a_model_that_needs_other_inputs() -> None:
-    class Spoken(Linear):
-        def forward(self, input_ids: Tensor, language: int | None = None) -> Any:
-            if language is None:
-                raise ValueError("unknown language")
-            return super().forward(input_ids)
-
-    model = Spoken()
-    with pytest.raises(RuntimeError, match=r"must run on input_ids .* ValueError: unknown language.*inputs=\.\.\."):
-        lm_head_inputs(model)
-    check_head(model, inputs={"input_ids": torch.arange(11)[None], "language": 1})
-    assert lm_head_inputs(model)["lm_head_weight"] is model.lm_head.weight
-
-
-def test_wrappers_are_looked_through() -> None:
-    model, ids = build("gemma2"), token_ids()
-    want = fused(model, ids)
-    wrapped = nn.DataParallel(model)  # without a GPU it calls its module
-    torch.testing.assert_close(fused(wrapped, ids), want, rtol=0, atol=0)
-    compiled = torch.compile(model, backend="eager")
-    assert lm_head_inputs(compiled)["softcap"] == 20.0
-
-
-def test_the_check_is_in_fp32_under_autocast_and_fast_products() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")  # bf16 products, where the processor has them
-        with torch.autocast("cpu", torch.bfloat16):
-            assert check_head(build("gemma2")).softcap == 20.0
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def test_hidden_states_of_some_positions() -> None:
@@ -448,23 +163,6 @@ def test_hidden_states_of_some_positions() -> None:
         head_hidden_states(model, ids, labels=ids)
     with pytest.raises(RuntimeError, match="it was called 0 times"), capture_head_input(model) as captured:
         _ = captured.hidden_states
-
-
-def test_a_head_that_is_not_called_once_is_refused() -> None:
-    class Direct(Linear):
-        def forward(self, input_ids: Tensor) -> Any:
-            return SimpleNamespace(logits=self.table(input_ids) @ self.lm_head.weight.T)
-
-    class Twice(Linear):
-        def forward(self, input_ids: Tensor) -> Any:
-            self.lm_head(self.table(input_ids))
-            return super().forward(input_ids)
-
-    for model, times in ((Direct(), 0), (Twice(), 2)):
-        with pytest.raises(RuntimeError, match=f"called {times} times"):
-            lm_head_inputs(model)
-        with pytest.raises(RuntimeError, match=f"called {times} times"):
-            head_hidden_states(model, torch.tensor([[1, 2]]))
 
 
 def test_transformers_is_not_imported() -> None:

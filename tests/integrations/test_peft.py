@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-from integrations.tiny import build, log_probs, token_ids
+from integrations.tiny import build, fused, log_probs, token_ids
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 
 from grpo_fused import check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
 HEAD = ["q_proj", "lm_head"]
 
 
@@ -31,12 +32,6 @@ def learn(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
             parameter.add_(0.3 * torch.randn_like(parameter))
-
-
-def fused(model: Any, ids: Tensor) -> Tensor:
-    return fused_linear_logprobs(
-        head_hidden_states(model, ids)[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)
-    ).logps
 
 
 def own(model: Any, ids: Tensor) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 
 VOCAB = 120
 COMMON: dict[str, Any] = {
@@ -101,6 +104,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "modernbert-decoder": Architecture({**COMMON, "sep_token_id": 2, "cls_token_id": 1}, has_bias=True),
     "bert-generation": Architecture({**COMMON, "is_decoder": True}, has_bias=True),
+    "gemma3n_text": Architecture(
+        {
+            **COMMON,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        softcap=30.0,
+    ),
+    "gemma4_text": Architecture(
+        {**COMMON, "vocab_size_per_layer_input": VOCAB, "global_head_dim": 8, "final_logit_softcapping": 25.0},
+        softcap=25.0,
+    ),
+    # divides the hidden states by a width multiplier, before the head
+    "inkling_text": Architecture(
+        {**COMMON, "unpadded_vocab_size": 101, "logits_mup_width_multiplier": 3.0}, vocab_size=101
+    ),
     "inkling2_text": Architecture(
         {**COMMON, "unpadded_vocab_size": 101, "final_logit_softcapping": 18.0}, softcap=18.0, vocab_size=101
     ),
@@ -164,3 +185,23 @@ def token_ids(vocab: int = VOCAB - 20, shape: tuple[int, int] = (2, 9)) -> Tenso
 def log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     """[B, T - 1] of the tokens after the first, as a trainer computes them from logits."""
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+def fused(model: Any, ids: Tensor) -> Tensor:
+    """The same without logits, as the package computes them."""
+    hidden_states = head_hidden_states(model, ids)
+    return fused_linear_logprobs(hidden_states[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps
+
+
+class LinearLM(nn.Module):
+    """A causal LM that nobody registered: a table and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.lm_head = nn.Linear(16, 40, bias=False)
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor) -> Any:
+        self.calls += 1
+        return SimpleNamespace(logits=self.lm_head(self.table(input_ids)))
