@@ -170,6 +170,7 @@ setup(
     packages=[
         "grpo_fused",
         "grpo_fused.engines",
+        "grpo_fused.heads",
         "grpo_fused.kernels",
         "grpo_fused.rewards",
         "grpo_fused.trainer",

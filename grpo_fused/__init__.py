@@ -7,6 +7,7 @@ import os as _os
 from grpo_fused.advantages import group_advantages
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, LogprobOutput
 
 # In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
@@ -21,9 +22,13 @@ __all__ = [
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogprobOutput",
+    "capture_head_input",
+    "check_head",
     "fused_linear_grpo_loss",
     "fused_linear_logprobs",
     "group_advantages",
     "grpo_loss",
+    "head_hidden_states",
+    "lm_head_inputs",
     "selective_logprobs",
 ]

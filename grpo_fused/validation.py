@@ -122,9 +122,9 @@ def _check_head_weight(weight: object) -> None:
         adapter = hasattr(weight, "lora_A") or hasattr(weight, "base_layer")
         why = (
             "an adapter on the head must be merged or folded into one weight first (peft: merge_and_unload), since its "
-            "base weight alone would score another model"
+            "base weight alone would score another model; or let lm_head_inputs(model) fold it in"
             if adapter
-            else "pass its .weight, and its .bias as lm_head_bias"
+            else "pass its .weight, and its .bias as lm_head_bias, or **lm_head_inputs(model)"
         )
         raise TypeError(f"lm_head_weight must be a tensor [V, H]; got a module {type(weight).__name__}: {why}")
     _check_tensor(weight, "lm_head_weight")

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused import engines, group_advantages
+from grpo_fused import check_head, engines, group_advantages
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.metrics import Metrics, append_jsonl, format_row
 from grpo_fused.trainer.rollout import Rollout, decode_completions, generate_rollout, special_token_ids
@@ -39,6 +39,7 @@ class GRPOTrainer:
     Raises:
         ValueError: The data set is too small, its rows disagree, or the weights do not match the functions.
         TypeError: A reward function is not callable.
+        TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
         RuntimeError: The named engine cannot run on the model's device.
 
     Source: DeepSeekMath (arXiv 2402.03300, algorithm 1).
@@ -68,6 +69,7 @@ class GRPOTrainer:
             )
         # an engine that cannot run says so before the first rollout
         engines.choose(config.impl, model.device, model.dtype)
+        check_head(model)  # and a head that the fused loss cannot express is refused now
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))

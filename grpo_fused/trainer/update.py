@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from grpo_fused import fused_linear_grpo_loss
+from grpo_fused import fused_linear_grpo_loss, lm_head_inputs
 from grpo_fused.config import TOKEN_NORMALIZED
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.metrics import Metrics
-from grpo_fused.trainer.policy import completion_hidden_states, head_parameters, score_rollout
+from grpo_fused.trainer.policy import completion_hidden_states, score_rollout
 from grpo_fused.trainer.rollout import Rollout
 
 AVERAGED = ("kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean")
@@ -78,18 +78,16 @@ def accumulate_gradients(
     num_sequences = len(rollout.completion_ids)
     num_tokens = max(int(rollout.completion_mask.sum()), 1)
     token_normalized = config.loss.loss_type in TOKEN_NORMALIZED
-    weight, bias = head_parameters(model)
     metrics: Metrics = {"loss": 0.0}
     for start in range(0, num_sequences, config.micro_batch_size):
         rows = slice(start, start + config.micro_batch_size)
         micro = rollout.rows(rows.start, rows.stop)
         out = fused_linear_grpo_loss(
             completion_hidden_states(model, micro),
-            weight,
-            micro.completion_ids,
-            advantages[rows],
-            micro.completion_mask,
-            lm_head_bias=bias,
+            completion_ids=micro.completion_ids,
+            advantages=advantages[rows],
+            completion_mask=micro.completion_mask,
+            **lm_head_inputs(model),  # each time: a folded adapter's graph lives for one backward
             old_per_token_logps=None if old_logps is None else old_logps[rows],
             ref_per_token_logps=None if ref_logps is None else ref_logps[rows],
             num_items_in_batch=float(num_tokens) if token_normalized else None,

@@ -1,0 +1,338 @@
+"""The self-check: what was read from a model is held against what the model itself computes.
+
+The model runs once on eight tokens, its own head in fp32 and on inputs chosen here. Running the whole forward, rather
+than the head's code alone or with a stand-in for the backbone, is what makes this work for every architecture: only
+the model's forward knows what its backbone returns, what stands between that and the head, and what it does to the
+logits. A pre-hook on the head widens its input to fp32 and sets its size, so that the logits reach from 1 to beyond the
+softcap: on a freshly made model every cap would look like none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, ieee_products
+from grpo_fused.functional import fused_linear_logprobs
+from grpo_fused.heads.form import HeadForm, candidate_forms, configs
+from grpo_fused.heads.hidden import accepts
+from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
+
+TOLERANCE = 1e-4
+"""Nats, while |z| <= 32; beyond in proportion. A bf16 comparison would refuse correct models: its rounding is 6e-2."""
+
+NUM_TOKENS = 8
+PEAKS = (1.0, 4.0, 16.0, 32.0, 64.0)
+"""Largest |logit| of the rows, before a softcap: from where no cap is seen to where one of 50 takes a third."""
+
+_verified: weakref.WeakKeyDictionary[nn.Module, dict[object, HeadForm]] = weakref.WeakKeyDictionary()
+
+
+class LMHeadInputs(TypedDict):
+    """The keyword arguments of the fused functions that describe a head."""
+
+    lm_head_weight: Tensor
+    lm_head_bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+
+def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
+    """What the fused functions must know of a model's head, verified against the model itself.
+
+        fused_linear_logprobs(head_hidden_states(model, ids)[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model))
+
+    gives the model's own log-probs, computed in fp32. Call it for each pass: the weight of a head with an unmerged LoRA
+    adapter is a new tensor, W + s B A, whose graph lives for one backward. After the first call the check is a look-up,
+    renewed when the head's shape or dtype, its config fields, or its active adapters change.
+
+    Args:
+        model: A Hugging Face causal LM, or any module with `get_output_embeddings()` (or `lm_head`), perhaps a
+            `config`, and a forward that takes `input_ids` and returns logits. Wrappers (DDP, torch.compile, peft) are
+            looked through.
+        check: False takes the config at its word, and costs no pass. True runs `check_head` at the first call; where
+            parameters are sharded, on all ranks.
+
+    Returns:
+        `lm_head_weight` `[V, H]` and `lm_head_bias` `[V]` or None: the model's own parameters (a view of the first rows
+        where the model drops the others' logits), or new fp32 tensors with adapters folded in; differentiable.
+        `logit_scale`, a float, and `softcap`, a float or None.
+
+    Raises:
+        TypeError: No single head; a weight that is quantised, packed or sharded.
+        ValueError: A head that the linear form does not express (what the model gave is in the message); an adapter
+            that cannot be folded in; an encoder-decoder.
+        RuntimeError: The model does not call its head, or calls it more than once.
+    """
+    inner = unwrap(model)
+    head = output_head(inner)
+    weight, bias = head_tensors(head)
+    form = _confirmed(inner, head, weight, bias) if check else candidate_forms(inner, weight.shape[0])[0]
+    return _inputs(form, weight, bias)
+
+
+def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, cached: bool = True) -> HeadForm:
+    """Runs the model's own head in fp32 on a few hidden states and holds the fused log-probs against it.
+
+    Eight tokens go through the whole model (no gradients, eval mode, no cache). The head gets fp32 copies of its
+    parameters and, in place of its input, four of the model's states and four random ones, scaled so that the largest
+    logits are 1 to 64 and beyond the softcap. Over the whole vocabulary, the log-softmax of the model's logits must be
+    that of the form read from the config, or else that of another form which its fields can mean; then
+    `fused_linear_logprobs` must give the same for a sample of tokens. Modes, parameters, hooks and random states of the
+    model are left as they were.
+
+    Args:
+        model: As for `lm_head_inputs`.
+        inputs: Keyword arguments for the model's forward, for one that does not run on `input_ids` alone; about eight
+            tokens are enough. Whatever was confirmed with them holds for `lm_head_inputs` too.
+        cached: False checks again what has been checked before.
+
+    Returns:
+        `HeadForm(logit_scale, softcap, vocab_size, fields)`: the form that the model confirmed.
+
+    Raises:
+        ValueError: No form agrees within 1e-4 * max(1, max|z| / 32) nats.
+        RuntimeError: The model's forward fails on these inputs; it does not call its head exactly once.
+        TypeError: As `lm_head_inputs`.
+    """
+    inner = unwrap(model)
+    head = output_head(inner)
+    return _confirmed(inner, head, *head_tensors(head), inputs=inputs, cached=cached)
+
+
+@torch.no_grad()
+def _confirmed(
+    inner: nn.Module,
+    head: nn.Module,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Mapping[str, object] | None = None,
+    cached: bool = True,
+) -> HeadForm:
+    forms = candidate_forms(inner, weight.shape[0])
+    has_bias = None if bias is None else bias.dtype
+    key = (tuple(forms), weight.shape, weight.dtype, weight.device, has_bias, adapter_state(head))
+    known = _verified.setdefault(inner, {})
+    if cached and key in known:
+        return known[key]
+    complaint = ""
+    with _undisturbed(inner):
+        for form in forms:
+            answer = _run_own_head(
+                inner, head, weight, form, _token_inputs(inner, weight) if inputs is None else inputs
+            )
+            problem = _disagreement(answer, weight, bias, form)
+            if problem is None:
+                _check_fused(answer, weight, bias, form)
+                known[key] = form
+                return form
+            complaint = complaint or problem
+    raise ValueError(
+        f"the head of {type(inner).__name__} is not softcap(logit_scale * (h W^T + b)) as its config describes it, so "
+        f"fused log-probs would be those of another model. Read: {forms[0]}. The model's own head: {complaint}"
+        + (f". {len(forms) - 1} other meanings of these fields do not agree either" if len(forms) > 1 else "")
+    )
+
+
+def _inputs(form: HeadForm, weight: Tensor, bias: Tensor | None) -> LMHeadInputs:
+    if form.vocab_size < weight.shape[0]:
+        weight, bias = weight[: form.vocab_size], None if bias is None else bias[: form.vocab_size]
+    return LMHeadInputs(lm_head_weight=weight, lm_head_bias=bias, logit_scale=form.logit_scale, softcap=form.softcap)
+
+
+class _Answer(NamedTuple):
+    """What the model's own head made of the rows."""
+
+    hidden_states: Tensor
+    """[T, H] fp32, the head's input"""
+    products: Tensor
+    """[T, V] the head's own output"""
+    logits: Tensor
+    """[T, V'] the model's logits"""
+
+
+def _run_own_head(
+    model: nn.Module, head: nn.Module, weight: Tensor, form: HeadForm, inputs: Mapping[str, object]
+) -> _Answer:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    names = [name for name, module in model.named_modules() if module is head]
+    if not names:
+        raise RuntimeError(f"the output head of {type(model).__name__} must be one of its modules; it is not")
+    prefix = f"{names[0]}." if names[0] else ""
+    widened = {
+        prefix + name: parameter.detach().to(wide)
+        for name, parameter in head.named_parameters(remove_duplicate=False)
+        if parameter.is_floating_point()
+    }
+    rows: list[Tensor] = []
+    products: list[Tensor] = []
+
+    def choose_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            raise RuntimeError(f"the model must call its head with the hidden states alone; got {len(args)} arguments")
+        rows.append(_rows(args[0].to(wide), weight, form))
+        return (rows[-1].view(args[0].shape),)
+
+    def keep_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        products.append(output.reshape(-1, output.shape[-1]).clone())  # some models cap in place
+
+    with ExitStack() as hooks:
+        hooks.callback(head.register_forward_pre_hook(choose_input).remove)
+        hooks.callback(head.register_forward_hook(keep_output).remove)
+        # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
+        try:
+            output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(model).__name__} must run on {', '.join(inputs)} for its head to be checked; it raised "
+                f"{type(error).__name__}: {error}. If it needs other inputs, pass them: check_head(model, inputs=...)"
+            ) from error
+    if len(rows) != 1:
+        raise RuntimeError(
+            f"{type(model).__name__} must call its output head once for each pass; it was called {len(rows)} times. A "
+            "model that multiplies by the head's weight itself, or has several heads, is not supported"
+        )
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    logits = output[0] if logits is None else logits
+    return _Answer(rows[0], products[0], logits.reshape(-1, logits.shape[-1]))
+
+
+def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
+    """[T, H]: the model's own states and random ones in turn, scaled to logits of every size that matters."""
+    own = own.reshape(-1, own.shape[-1])
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(own.shape, generator=generator, dtype=torch.float32).to(own)
+    usable = own.isfinite().all(-1) & (own != 0).any(-1)
+    usable[1::2] = False
+    rows = torch.where(usable.unsqueeze(-1), own, rows)
+    cap = form.softcap
+    # the first row stays as large as the model made it
+    peaks = [None, *PEAKS, *((8.0, 128.0) if cap is None else (0.5 * cap, 2.0 * cap))]
+    largest = _products(rows, weight, None).abs().amax(-1) * abs(form.logit_scale)
+    gains = [
+        1.0 if peak is None or u == 0 else peak / u
+        for peak, u in zip(itertools.cycle(peaks), largest.tolist(), strict=False)
+    ]
+    return rows * rows.new_tensor(gains).unsqueeze(-1)
+
+
+def _products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, V] = rows W^T + b in the precision of the rows; the weight is widened block by block."""
+    block = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
+    products = torch.cat([rows @ w.to(rows.dtype).T for w in weight.split(block)], dim=-1)
+    return products if bias is None else products + bias
+
+
+def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
+    """Eight ordinary tokens: none that the config names as special, which may stand for an image."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    table = getattr(embeddings, "weight", weight)
+    size = min(table.shape[0], weight.shape[0]) if isinstance(table, Tensor) and table.dim() == 2 else weight.shape[0]
+    special = {
+        value
+        for source in configs(model)
+        for name, value in vars(source).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    ids = [i for i in range(min(size, 64 + len(special))) if i not in special] or [0]
+    ids = [ids[(7 * t + 3) % len(ids)] for t in range(NUM_TOKENS)]
+    device = table.device if isinstance(table, Tensor) else weight.device
+    input_ids = torch.tensor([ids], device=device)
+    inputs: dict[str, Any] = {"input_ids": input_ids}
+    if accepts(model, "attention_mask"):
+        inputs["attention_mask"] = torch.ones_like(input_ids)
+    if accepts(model, "use_cache"):
+        inputs["use_cache"] = False
+    return inputs
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode, fp32 as fp32, eager; and everything as before on the way out, by an exception too."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=sorted(devices, key=str)))
+        for kind in {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(ieee_products())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            for module, _ in modes:
+                module.training = False  # not eval(): some modules merge weights there
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _disagreement(answer: _Answer, weight: Tensor, bias: Tensor | None, form: HeadForm) -> str | None:
+    """None where the model's logits are those of the form, else what they are instead."""
+    logits = answer.logits.double()
+    given = _inputs(form, weight, bias)
+    shape = (answer.hidden_states.shape[0], form.vocab_size)
+    if logits.shape != shape:
+        return f"logits of shape {tuple(answer.logits.shape)}, expected {shape}"
+    products = _products(answer.hidden_states, given["lm_head_weight"], given["lm_head_bias"]).double()
+    expected = products * form.logit_scale
+    if form.softcap is not None:
+        expected = form.softcap * (expected / form.softcap).tanh()
+    error = (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().amax(-1)
+    if (error <= _allowed(expected)).all():
+        return None
+    worst = float(error.nan_to_num(nan=float("inf")).max())
+    return f"log-probs differ by {worst:.3g} nats; {_describe(answer, products, logits)}"
+
+
+def _allowed(logits: Tensor) -> Tensor:
+    """[T] nats."""
+    return TOLERANCE * (logits.abs().amax(-1) / 32.0).clamp(min=1.0)
+
+
+def _describe(answer: _Answer, products: Tensor, logits: Tensor) -> str:
+    """What the model's logits are, in the words of someone who must find out why."""
+    own = answer.products.double()
+    constant = ((logits == logits[:1]).all(0) & (products != products[:1]).any(0)).nonzero().flatten().tolist()
+    if not logits.isfinite().all():
+        return "its logits are not finite"
+    if constant:
+        return (
+            f"{len(constant)} of its logits do not depend on the hidden states (masked tokens), the first is that of "
+            f"token {constant[0]}"
+        )
+    if own.shape[-1] >= products.shape[-1]:
+        off = float((own[:, : products.shape[-1]] - products).abs().max())
+        if off > TOLERANCE * max(1.0, float(products.abs().max()) / 32.0):
+            return f"its head module itself differs from h W^T + b by {off:.3g}"
+    by_size = products.abs().amax(-1).argsort()
+    factors = ((logits * products).sum(-1) / (products * products).sum(-1))[by_size]
+    peaks = logits.abs().amax(-1)
+    low = answer.logits.dtype in (torch.float16, torch.bfloat16)
+    return (
+        f"from the smallest rows to the largest its logits are {float(factors[0]):.6g} to {float(factors[-1]):.6g} "
+        f"times h W^T + b (one number: a scale; falling: a softcap) and at most {float(peaks.max()):.6g}"
+        + (f"; it rounds them to {answer.logits.dtype}" if low else "")
+    )
+
+
+def _check_fused(answer: _Answer, weight: Tensor, bias: Tensor | None, form: HeadForm) -> None:
+    """The fused function itself, for the likeliest, the least likely and random tokens of each row."""
+    log_probs = answer.logits.double().log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    anything = torch.randint(form.vocab_size, (2, len(log_probs)), generator=generator).to(log_probs.device)
+    ids = torch.cat([log_probs.argmax(-1).unsqueeze(0), log_probs.argmin(-1).unsqueeze(0), anything])
+    rows = answer.hidden_states.expand(ids.shape[0], -1, -1)
+    fused = fused_linear_logprobs(rows, token_ids=ids, **_inputs(form, weight, bias)).logps.double()
+    error = (fused - log_probs.gather(-1, ids.T).T).abs().amax(0)
+    if not (error <= _allowed(answer.logits.double())).all():
+        raise ValueError(
+            f"fused log-probs differ from those of the model's own head by {float(error.max()):.3g} nats, although its "
+            f"logits are those of {form}"
+        )

@@ -1,0 +1,123 @@
+"""The hidden states that a head multiplies, taken from the model's own forward without making its logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from grpo_fused.heads.modules import output_head, unwrap
+
+
+class CapturedHeadInput:
+    """What `capture_head_input` yields: the head's input, once the model has run."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """`[B, T, H]`, in the graph of the forward pass.
+
+        Raises:
+            RuntimeError: The model has not run, has run without calling its head, or has called it more than once.
+        """
+        if len(self._inputs) != 1:
+            raise RuntimeError(
+                f"the model must call its output head once for each pass; it was called {len(self._inputs)} times. A "
+                "model that multiplies by the head's weight itself, or has several heads, is not supported"
+            )
+        return self._inputs[0]
+
+
+@contextmanager
+def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
+    """Makes `model(...)` stop at its head: no logits are made, and the head's input is kept.
+
+    The input is what the head's matrix multiplies, after the final norm and whatever else the model does before (a
+    prediction head in ModernBERT-decoder, a division by a width multiplier in Inkling). `get_decoder()`'s output would
+    miss these. What the model returns as logits meanwhile is a placeholder of zeros, `[B, T, 1]`.
+
+    Args:
+        model: Causal LM. One pass within the `with`; wrappers (DDP, torch.compile, peft) may be called.
+
+    Yields:
+        `CapturedHeadInput`; its `hidden_states` are `[B, T, H]` in the dtype of the body.
+
+    Raises:
+        TypeError, ValueError: The model is not a causal LM with one head.
+
+    Example::
+
+        with capture_head_input(model) as captured:
+            model(input_ids=input_ids, attention_mask=attention_mask)
+        out = fused_linear_logprobs(captured.hidden_states[:, :-1], token_ids=input_ids[:, 1:], **lm_head_inputs(model))
+    """
+    head = output_head(unwrap(model))
+    captured = CapturedHeadInput()
+
+    def keep(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        captured._inputs.append(hidden_states)
+        return hidden_states.new_zeros((*hidden_states.shape[:-1], 1))
+
+    # The instance's attribute hides the class's method, and accelerate keeps its own there: put back what was.
+    before = head.__dict__.get("forward")
+    head.forward = keep
+    try:
+        yield captured
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
+
+
+def head_hidden_states(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """The states that the model's head would multiply, from the model's own forward; no logits are made.
+
+    Position t predicts token t + 1, so that with `hidden = head_hidden_states(model, ids)` the log-probs of
+    `ids[:, 1:]` are `fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps`.
+
+    Args:
+        model: Causal LM (`capture_head_input` says which).
+        input_ids: `[B, T]` integers.
+        attention_mask: `[B, T]`, or None.
+        **kwargs: Further arguments of the model (`position_ids`, `pixel_values`, `logits_to_keep`, ...). `use_cache` is
+            False unless given.
+
+    Returns:
+        `[B, T, H]` (fewer positions with `logits_to_keep`), in the dtype of the body and its autograd graph.
+
+    Raises:
+        TypeError: `labels` are given: there are no logits for a loss.
+        RuntimeError: The head is not called exactly once, or sees other positions than those of `input_ids`.
+
+    Equivalent: the input of `model.get_output_embeddings()` in `model(input_ids, attention_mask, **kwargs)`.
+    """
+    if kwargs.get("labels") is not None:
+        raise TypeError("head_hidden_states takes no labels: without logits the model cannot make a loss")
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask
+    if accepts(model, "use_cache"):
+        kwargs.setdefault("use_cache", False)
+    with capture_head_input(model) as captured:
+        model(input_ids=input_ids, **kwargs)
+    hidden_states = captured.hidden_states
+    if kwargs.get("logits_to_keep") is None and hidden_states.shape[:-1] != input_ids.shape:
+        raise RuntimeError(
+            f"the head must see one state for each of input_ids, {tuple(input_ids.shape)}; it saw "
+            f"{tuple(hidden_states.shape[:-1])} (virtual tokens of prompt tuning, or images?). Use capture_head_input "
+            "and pick the positions"
+        )
+    return hidden_states
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward takes the keyword."""
+    parameters = inspect.signature(unwrap(model).forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,288 @@
+"""The self-check: it refuses what is not the linear form, can fail, runs once, and leaves the model alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+from integrations.tiny import LinearLM, build, fused, sharpen, token_ids
+from transformers import (
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from grpo_fused import capture_head_input, check_head, head_hidden_states, lm_head_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
+
+
+def scaled(z: Tensor) -> Tensor:
+    return z * 1.001
+
+
+def capped(z: Tensor) -> Tensor:
+    return 50.0 * torch.tanh(z / 50.0)
+
+
+def masked(z: Tensor) -> Tensor:
+    z[..., 7] = torch.finfo(z.dtype).min
+    return z
+
+
+def biased(z: Tensor) -> Tensor:
+    return z + torch.linspace(0, 0.01, z.shape[-1])
+
+
+def permuted(z: Tensor) -> Tensor:
+    return z.roll(1, -1)
+
+
+def truncated(z: Tensor) -> Tensor:
+    return z[..., :-3]
+
+
+def widened(z: Tensor) -> Tensor:
+    return torch.cat([z, z[..., :1]], -1)
+
+
+def rounded(z: Tensor) -> Tensor:
+    return z.bfloat16()
+
+
+def broken(z: Tensor) -> Tensor:
+    return z * float("nan")
+
+
+LIES = {
+    scaled: "to 1.001 times",
+    capped: "falling: a softcap",
+    masked: r"1 of its logits do not depend on the hidden states \(masked tokens\), the first is that of token 7",
+    biased: "log-probs differ by",
+    permuted: "log-probs differ by",
+    truncated: r"logits of shape \(8, 117\), expected \(8, 120\)",
+    widened: r"logits of shape \(8, 121\), expected \(8, 120\)",
+    rounded: "rounds them to torch.bfloat16",
+    broken: "not finite",
+}
+
+
+class Liar(Qwen2ForCausalLM):
+    """Does in secret what its config does not say."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = self.lie(out.logits)
+        return out
+
+
+@pytest.mark.parametrize("sharp", [True, False], ids=["sharp", "as-initialised"])
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_a_model_that_lies_is_refused(lie: Any, sharp: bool) -> None:
+    """On a freshly initialised model too, whose logits are too small to show a cap of 50."""
+    torch.manual_seed(0)
+    model = Liar(build("qwen2").config).eval()
+    model.lie = lambda z: z
+    if sharp:
+        sharpen(model)
+    check_head(model, cached=False)
+    model.lie = lie
+    with pytest.raises(ValueError, match=LIES[lie]) as caught:
+        check_head(model, cached=False)
+    assert "Liar" in str(caught.value)
+    assert "logit_scale=1, softcap=None, vocab_size=120 (no field of the config)" in str(caught.value)
+    assert lm_head_inputs(model, check=False)["logit_scale"] == 1.0  # who skips the check is believed
+
+
+def test_the_message_names_fields_and_values() -> None:
+    model = build("gemma2")
+    answer, model.config.final_logit_softcapping = model.forward, 20.0
+    model.forward = lambda *a, **k: _with_logits(answer(*a, **k), lambda z: z * 3)
+    with pytest.raises(
+        ValueError, match=r"config.final_logit_softcapping=20 caps.*at most (59.9|60).*1 other meanings"
+    ):
+        check_head(model)
+
+
+def _with_logits(out: Any, change: Any) -> Any:
+    out.logits = change(out.logits)
+    return out
+
+
+def test_a_head_module_that_computes_something_else_is_refused() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = LinearLM()
+    model.lm_head = Doubling(16, 40, bias=False)
+    with pytest.raises(ValueError, match="its head module itself differs from h W"):
+        lm_head_inputs(model)
+
+
+def test_a_field_that_the_model_does_not_read_is_not_believed() -> None:
+    model = build("qwen2")
+    model.config.final_logit_softcapping = 5.0
+    model.config.logit_scale = 0.1
+    assert lm_head_inputs(model)["softcap"] is None
+    assert lm_head_inputs(model)["logit_scale"] == 1.0
+
+
+def test_what_the_linear_form_cannot_express_is_refused() -> None:
+    vq = {"embed_dim": 8, "num_embeddings": 4, "latent_channels": 8, "resolution": 8, "base_channels": 32,
+          "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}  # fmt: skip
+    vocabulary = {"<image>": 9, **{f"IMGIMG{c}Z": 10 + i for i, c in enumerate("ABCD")}}
+    config = ChameleonConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=2, vq_config=vq, vocabulary_map=vocabulary,
+                             pad_token_id=0)  # fmt: skip
+    with pytest.raises(ValueError, match="masked tokens"):
+        lm_head_inputs(ChameleonForConditionalGeneration(config))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        lm_head_inputs(t5)
+    with pytest.raises(TypeError, match="one output head"):
+        lm_head_inputs(Qwen2Model(build("qwen2").config))
+
+
+class Packed(nn.Parameter):
+    """As quantisation libraries do: a subclass that says it is floating point."""
+
+
+def test_weights_that_are_not_plain_are_refused() -> None:
+    model = LinearLM()
+    weight = model.lm_head.weight
+    for bad, error, match in (
+        (nn.Parameter(weight.to(torch.int8), requires_grad=False), TypeError, "quantised or packed"),
+        (nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False), TypeError, "float8"),
+        (weight.detach().as_subclass(Packed), TypeError, "Packed"),
+        (nn.Parameter(torch.empty(0)), ValueError, r"shape \(0,\); it is sharded"),
+        (nn.Parameter(weight.flatten()), ValueError, "gather it first"),
+        (nn.Parameter(weight.to("meta")), ValueError, "offloaded"),
+    ):
+        model.lm_head.weight = bad
+        with pytest.raises(error, match=match):
+            lm_head_inputs(model)
+
+
+def test_an_unknown_adapter_is_refused_even_while_it_is_zero() -> None:
+    model = LinearLM()
+    model.lm_head.lora_B = nn.Parameter(torch.zeros(40, 2))
+    with pytest.raises(ValueError, match="also has lora_B"):
+        lm_head_inputs(model)
+
+
+class Snapshot:
+    """Everything that a look at a model must leave alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modes = [m.training for m in model.modules()]
+        self.parameters = [(n, id(p), p.detach().clone()) for n, p in model.named_parameters()]
+        self.buffers = [(n, id(b), b.clone()) for n, b in model.named_buffers()]
+        self.hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for m in model.modules()]
+        self.random = torch.get_rng_state()
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Snapshot)
+        pairs = zip(self.parameters + self.buffers, other.parameters + other.buffers, strict=True)
+        return (
+            (self.modes, self.hooks) == (other.modes, other.hooks)
+            and all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in pairs)
+            and torch.equal(self.random, other.random)
+        )
+
+
+@pytest.mark.parametrize("way_out", ["passes", "refuses", "raises"])
+def test_the_model_is_left_as_it_was(way_out: str) -> None:
+    torch.manual_seed(0)
+    model = Liar(build("qwen2", attention_dropout=0.5).config).bfloat16().train()
+    model.model.layers[0].eval()
+    model.gradient_checkpointing_enable()
+    model.lie = {"passes": lambda z: z, "refuses": lambda z: z * 2, "raises": lambda z: z.no_such}[way_out]
+    before = Snapshot(model)
+    with torch.enable_grad():
+        if way_out == "passes":
+            check_head(model)
+        else:
+            with pytest.raises(ValueError if way_out == "refuses" else RuntimeError):
+                check_head(model)
+        assert torch.is_grad_enabled()
+    assert Snapshot(model) == before
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ZeroDivisionError), capture_head_input(model):
+        raise ZeroDivisionError
+    assert Snapshot(model) == before
+
+
+def test_the_check_runs_once() -> None:
+    model = LinearLM()
+    model.config = SimpleNamespace(final_logit_softcapping=None)
+    lm_head_inputs(model)
+    lm_head_inputs(model)
+    assert model.calls == 1
+    model.config.final_logit_softcapping = 9.0  # another config: two meanings to ask about
+    lm_head_inputs(model)
+    assert model.calls == 3
+    model.lm_head = nn.Linear(16, 40)
+    assert lm_head_inputs(model)["lm_head_bias"] is model.lm_head.bias
+    assert model.calls == 5
+    check_head(model, cached=False)
+    assert model.calls == 7
+    lm_head_inputs(LinearLM(), check=False)
+
+
+def test_a_model_that_needs_other_inputs() -> None:
+    class Spoken(LinearLM):
+        def forward(self, input_ids: Tensor, language: int | None = None) -> Any:
+            if language is None:
+                raise ValueError("unknown language")
+            return super().forward(input_ids)
+
+    model = Spoken()
+    with pytest.raises(RuntimeError, match=r"must run on input_ids .* ValueError: unknown language.*inputs=\.\.\."):
+        lm_head_inputs(model)
+    check_head(model, inputs={"input_ids": torch.arange(11)[None], "language": 1})
+    assert lm_head_inputs(model)["lm_head_weight"] is model.lm_head.weight
+
+
+def test_wrappers_are_looked_through() -> None:
+    model, ids = build("gemma2"), token_ids()
+    want = fused(model, ids)
+    wrapped = nn.DataParallel(model)  # without a GPU it calls its module
+    torch.testing.assert_close(fused(wrapped, ids), want, rtol=0, atol=0)
+    compiled = torch.compile(model, backend="eager")
+    assert lm_head_inputs(compiled)["softcap"] == 20.0
+
+
+def test_the_check_is_in_fp32_under_autocast_and_fast_products() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")  # bf16 products, where the processor has them
+        with torch.autocast("cpu", torch.bfloat16):
+            assert check_head(build("gemma2")).softcap == 20.0
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_head_that_is_not_called_once_is_refused() -> None:
+    class Direct(LinearLM):
+        def forward(self, input_ids: Tensor) -> Any:
+            return SimpleNamespace(logits=self.table(input_ids) @ self.lm_head.weight.T)
+
+    class Twice(LinearLM):
+        def forward(self, input_ids: Tensor) -> Any:
+            self.lm_head(self.table(input_ids))
+            return super().forward(input_ids)
+
+    for model, times in ((Direct(), 0), (Twice(), 2)):
+        with pytest.raises(RuntimeError, match=f"called {times} times"):
+            lm_head_inputs(model)
+        with pytest.raises(RuntimeError, match=f"called {times} times"):
+            head_hidden_states(model, torch.tensor([[1, 2]]))

@@ -1,0 +1,170 @@
+"""The heads of real models: what lm_head_inputs reads gives the model's own log-probs, or it raises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+from integrations.tiny import ARCHITECTURES, LinearLM, build, build_vision, fused, log_probs, token_ids
+
+from grpo_fused import capture_head_input, check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
+
+TOL = 1e-4  # the contract while |z| <= 32
+
+
+def assert_right(model: Any, ids: Tensor | None = None) -> None:
+    """Fused log-probs of given tokens are those of the model's own logits, which do not lie near zero."""
+    ids = token_ids() if ids is None else ids
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        got = fused(model, ids)
+    assert logits.dtype == torch.float32
+    tol = TOL * max(1.0, float(logits.abs().max()) / 32)
+    torch.testing.assert_close(got, log_probs(logits, ids), rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_log_probs_are_the_models_own(name: str) -> None:
+    model, want = build(name), ARCHITECTURES[name]
+    form = check_head(model)
+    assert form.logit_scale == pytest.approx(want.logit_scale)
+    assert (form.softcap, form.vocab_size) == (want.softcap, want.vocab_size)
+    inputs = lm_head_inputs(model)
+    assert (inputs["lm_head_bias"] is not None) == want.has_bias
+    assert inputs["lm_head_weight"].shape[0] == want.vocab_size
+    with torch.no_grad():
+        peak = float(model(input_ids=token_ids(), use_cache=False).logits.abs().max())
+    assert peak > 0.9 * (want.softcap or 5.0)  # the case can tell a cap from none
+    assert_right(model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "recurrent_gemma", "falcon_h1", "phi"])
+def test_the_cases_can_fail(name: str) -> None:
+    """Without the scale, cap or bias that was found, the same comparison fails by nats."""
+    model, ids = build(name), token_ids()
+    inputs: Any = {**lm_head_inputs(model), "logit_scale": 1.0, "softcap": None, "lm_head_bias": None}
+    with torch.no_grad():
+        hidden_states = head_hidden_states(model, ids)
+        got = fused_linear_logprobs(hidden_states[:, :-1], token_ids=ids[:, 1:], **inputs).logps
+        want = log_probs(model(ids, use_cache=False).logits, ids)
+    assert (got - want).abs().max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("muse_glimmer", {"output_multiplier": 0.4, "final_logit_softcapping": 22.0}, (0.4, 22.0)),
+        ("hyperclovax_vision_v2", {"logits_scaling": 0.5}, (0.5, None)),
+        ("gemma3", {"final_logit_softcapping": 22.0}, (1.0, None)),  # the field is there, and this class does not cap
+        ("qwen3_vl", {}, (1.0, None)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nested_configs(name: str, text: dict[str, float], expected: tuple[float, float | None]) -> None:
+    model = build_vision(name, **text)
+    assert check_head(model)[:2] == pytest.approx(expected)
+    assert_right(model)
+
+
+def test_a_transform_before_the_decoder_is_part_of_the_hidden_states() -> None:
+    model, ids = build("modernbert-decoder"), token_ids()
+    with torch.no_grad():
+        of_backbone = model.model(ids).last_hidden_state[:, :-1]
+        wrong = fused_linear_logprobs(of_backbone, token_ids=ids[:, 1:], **lm_head_inputs(model)).logps
+        right = fused(model, ids)
+    assert (wrong - right).abs().max() > 1.0
+
+
+@pytest.mark.parametrize("multiple", [None, 64], ids=["odd", "padded"])
+def test_a_resized_vocabulary(multiple: int | None) -> None:
+    model = build("qwen2")
+    check_head(model)
+    model.resize_token_embeddings(131, pad_to_multiple_of=multiple)
+    assert lm_head_inputs(model)["lm_head_weight"].shape[0] == (131 if multiple is None else 192)
+    assert_right(model, token_ids(131))
+
+
+def widen_head_input(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0].float(),)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi"])
+def test_an_fp32_head_over_a_bf16_body(name: str) -> None:
+    model = build(name, tie_word_embeddings=False).bfloat16()
+    head = model.get_output_embeddings().float()
+    assert lm_head_inputs(model)["lm_head_weight"].dtype == torch.float32
+    assert head_hidden_states(model, token_ids()).dtype == torch.bfloat16
+    bare = fused(model, token_ids())
+    # the model itself cannot run so: a trainer that makes such a head also widens its input
+    head.register_forward_pre_hook(widen_head_input)
+    torch.testing.assert_close(fused(model, token_ids()), bare, rtol=0, atol=0)
+    assert_right(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "granite", "modernbert-decoder"])
+def test_a_low_precision_model_is_scored_in_fp32(name: str, dtype: torch.dtype) -> None:
+    """Against its own hidden states through its own head in float64."""
+    model, ids = build(name).to(dtype), token_ids()
+    inputs = lm_head_inputs(model)
+    with torch.no_grad():
+        hidden_states = head_hidden_states(model, ids)
+        got = fused(model, ids)
+        z = hidden_states.double() @ inputs["lm_head_weight"].double().T * inputs["logit_scale"]
+        z = z if inputs["lm_head_bias"] is None else z + inputs["lm_head_bias"].double() * inputs["logit_scale"]
+        z = z if inputs["softcap"] is None else inputs["softcap"] * (z / inputs["softcap"]).tanh()
+    torch.testing.assert_close(got.double(), log_probs(z, ids), rtol=0, atol=TOL * max(1.0, float(z.abs().max()) / 32))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "modernbert-decoder", "inkling2_text", "phi"])
+def test_gradients_are_those_through_the_models_logits(name: str) -> None:
+    """Of every parameter: a tied embedding gets both of its parts, a transform before the head its own."""
+    ids = token_ids()
+    gradients = []
+    for own in (True, False):
+        model = build(name)
+        logps = log_probs(model(input_ids=ids, use_cache=False).logits, ids) if own else fused(model, ids)
+        (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    want, got = gradients
+    assert sum(g is not None for g in want.values()) > 5
+    for parameter, gradient in want.items():
+        if gradient is None:
+            assert got[parameter] is None
+            continue
+        assert (
+            torch.linalg.vector_norm(got[parameter] - gradient) <= 1e-4 * torch.linalg.vector_norm(gradient) + 1e-6
+        ), parameter
+
+
+def test_a_module_without_transformers() -> None:
+    model = LinearLM()
+    ids = torch.randint(40, (2, 6))
+    torch.testing.assert_close(fused(model, ids), log_probs(model(ids).logits, ids))
+    with pytest.raises(TypeError, match="one output head"):
+        lm_head_inputs(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="must be a torch.nn.Module; got dict"):
+        lm_head_inputs({})  # type: ignore[arg-type]
+
+
+def test_hidden_states_of_some_positions() -> None:
+    model, ids = build("qwen2"), token_ids()
+    whole = head_hidden_states(model, ids)
+    assert whole.requires_grad
+    mask = torch.ones_like(ids)
+    torch.testing.assert_close(head_hidden_states(model, ids, mask, logits_to_keep=3), whole[:, -3:])
+    with pytest.raises(TypeError, match="no labels"):
+        head_hidden_states(model, ids, labels=ids)
+    with pytest.raises(RuntimeError, match="it was called 0 times"), capture_head_input(model) as captured:
+        _ = captured.hidden_states
+
+
+def test_transformers_is_not_imported() -> None:
+    code = "import sys, grpo_fused.heads; sys.exit(bool({'transformers', 'peft'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

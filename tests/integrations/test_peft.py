@@ -1,0 +1,234 @@
+"""Adapters of peft: on the backbone, on the head, merged, disabled; folded in exactly or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+from integrations.tiny import build, fused, log_probs, token_ids
+from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
+
+from grpo_fused import check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
+HEAD = ["q_proj", "lm_head"]
+
+
+def adapted(name: str = "qwen2", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model with a LoRA adapter that has learned something: B is not zero."""
+    options = {"r": 4, "lora_alpha": 6, "target_modules": HEAD, "task_type": "CAUSAL_LM", **options}
+    model = get_peft_model(build(name, tie_word_embeddings=False).to(dtype), LoraConfig(**options)).eval()
+    learn(model)
+    return model
+
+
+@torch.no_grad()
+def learn(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def own(model: Any, ids: Tensor) -> Tensor:
+    return log_probs(model(input_ids=ids, use_cache=False).logits.float(), ids)
+
+
+def assert_right(model: Any) -> Tensor:
+    ids = token_ids()
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        got = fused(model, ids)
+    torch.testing.assert_close(
+        got, log_probs(logits, ids), rtol=0, atol=1e-4 * max(1.0, float(logits.abs().max()) / 32)
+    )
+    return got
+
+
+def base_log_probs(model: Any) -> Tensor:
+    with torch.no_grad(), model.disable_adapter():
+        return own(model, token_ids())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], HEAD], ids=["backbone", "head"])
+def test_lora_and_its_reference(name: str, targets: list[str]) -> None:
+    model = adapted(name, target_modules=targets)
+    policy = assert_right(model)
+    with model.disable_adapter():
+        reference = assert_right(model)
+    assert (policy - reference).abs().max() > 0.05
+    torch.testing.assert_close(reference, base_log_probs(model), rtol=0, atol=2e-4)
+    torch.testing.assert_close(assert_right(model), policy, rtol=0, atol=0)  # enabled again
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"lora_bias": True},
+        {"rank_pattern": {"lm_head": 2}, "alpha_pattern": {"lm_head": 16}},
+        {"init_lora_weights": "gaussian"},
+        {"lora_dropout": 0.5},  # in eval mode
+    ],
+    ids=["rslora", "lora-bias", "own-rank", "gaussian", "dropout"],
+)
+def test_forms_of_lora_on_the_head(options: dict[str, Any]) -> None:
+    model = adapted(**options)
+    assert (assert_right(model) - base_log_probs(model)).abs().max() > 0.05
+
+
+def test_lora_on_a_head_with_a_bias() -> None:
+    assert_right(adapted("phi", lora_bias=True))
+
+
+def test_gradients_reach_the_adapter_and_not_the_frozen_weight() -> None:
+    ids = token_ids()
+    gradients = []
+    for score in (own, fused):
+        model = adapted()
+        logps = score(model, ids)
+        (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    want, got = gradients
+    reached = [n for n, g in want.items() if g is not None]
+    assert sum("lm_head.lora_" in n for n in reached) == 2
+    assert sum("q_proj.lora_" in n for n in reached) == 4
+    assert [n for n, g in got.items() if g is not None] == reached
+    for name in reached:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4 * float(want[name].abs().max()))
+
+
+def test_a_bf16_model_does_not_round_the_adapter_away() -> None:
+    """Adapters of fp32 over bf16, as peft makes them: W + s B A in bf16 would round both."""
+    model, ids = adapted(dtype=torch.bfloat16), token_ids()
+    layer = model.get_output_embeddings()
+    inputs = lm_head_inputs(model)
+    assert (inputs["lm_head_weight"].dtype, layer.base_layer.weight.dtype) == (torch.float32, torch.bfloat16)
+    a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    exact = layer.base_layer.weight.double() + layer.scaling["default"] * b @ a
+    with torch.no_grad():
+        hidden_states = head_hidden_states(model, ids)
+        want = log_probs(hidden_states.double() @ exact.T, ids)
+        rounded = log_probs(hidden_states.double() @ exact.bfloat16().double().T, ids)
+        torch.testing.assert_close(fused(model, ids).double(), want, rtol=0, atol=3e-4)
+    assert (rounded - want).abs().max() > 1e-2
+
+
+def test_several_adapters_and_their_switches() -> None:
+    model = adapted()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=HEAD))
+    learn(model)
+    first = assert_right(model)
+    model.set_adapter("second")
+    second = assert_right(model)
+    model.base_model.set_adapter(["default", "second"])
+    both = assert_right(model)
+    assert min((first - second).abs().max(), (first - both).abs().max(), (second - both).abs().max()) > 0.05
+
+
+def test_merged_adapters() -> None:
+    model = adapted()
+    policy = assert_right(model)
+    model.merge_adapter()
+    torch.testing.assert_close(assert_right(model), policy, rtol=0, atol=5e-4)
+    with model.disable_adapter(), pytest.raises(ValueError, match=r"\['default'\] are merged .* but disabled"):
+        lm_head_inputs(model)
+    model.unmerge_adapter()
+    torch.testing.assert_close(assert_right(model), policy, rtol=0, atol=5e-4)
+    torch.testing.assert_close(assert_right(model.merge_and_unload()), policy, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi"])
+def test_modules_to_save(name: str) -> None:
+    model = adapted(name, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    wrapper = model.get_output_embeddings()
+    inputs = lm_head_inputs(model)
+    assert inputs["lm_head_weight"] is wrapper.modules_to_save["default"].weight
+    policy = assert_right(model)
+    with model.disable_adapter():
+        assert lm_head_inputs(model)["lm_head_weight"] is wrapper.original_module.weight
+        reference = assert_right(model)
+    assert (policy - reference).abs().max() > 0.5
+    fused(model, token_ids()).sum().backward()
+    assert inputs["lm_head_weight"].grad is not None
+    assert wrapper.original_module.weight.grad is None
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))  # has no copy of the head
+    model.base_model.set_adapter("default")
+    assert_right(model)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["q_proj", "lm_head"]], ids=["embedding", "head"])
+@pytest.mark.filterwarnings("ignore:.*tie.*:UserWarning")
+def test_lora_on_one_side_of_tied_embeddings(targets: list[str]) -> None:
+    model = get_peft_model(build("gemma2", tie_word_embeddings=True), LoraConfig(target_modules=targets)).eval()
+    learn(model)
+    assert_right(model)
+
+
+def test_what_no_weight_expresses_is_refused() -> None:
+    for options, match in (
+        ({"use_dora": True}, "Dora.*not a plain LoRA"),
+        ({"trainable_token_indices": {"lm_head": [3, 4]}, "target_modules": ["q_proj"]}, "replaced rows"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            lm_head_inputs(adapted(**options))
+    model = adapted(lora_dropout=0.5).train()
+    with pytest.raises(ValueError, match=r"lora_dropout=0.5 in training mode"):
+        lm_head_inputs(model)
+    for config in (
+        IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+        VeraConfig(target_modules=["lm_head"], r=4),
+    ):
+        model = get_peft_model(build("qwen2", tie_word_embeddings=False), config)
+        with pytest.raises(ValueError, match="is not a LoRA|must be two nn.Linear|merge it first"):
+            lm_head_inputs(model)
+        with model.disable_adapter():
+            lm_head_inputs(model)
+
+
+def test_a_module_is_no_weight() -> None:
+    """The fused functions themselves refuse a head whose adapter was not folded in."""
+    model, ids = adapted(), token_ids()
+    with pytest.raises(TypeError, match="an adapter on the head must be merged"):
+        fused_linear_logprobs(head_hidden_states(model, ids), model.get_output_embeddings(), ids)
+
+
+def test_prompt_tuning_moves_positions() -> None:
+    model = get_peft_model(build("qwen2"), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
+    check_head(model)
+    with pytest.raises(RuntimeError, match=r"one state for each of input_ids, \(2, 9\); it saw \(2, 12\)"):
+        head_hidden_states(model, token_ids())
+
+
+def test_the_check_leaves_the_adapters_alone() -> None:
+    model = adapted(lora_dropout=0.0).train()
+    before = {n: (p.clone(), p.requires_grad) for n, p in model.named_parameters()}
+    check_head(model)
+    assert all(torch.equal(p, before[n][0]) and p.requires_grad == before[n][1] for n, p in model.named_parameters())
+    assert all(m.training for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def test_the_trainer_trains_an_adapted_head() -> None:
+    """Two micro-batches: each folds the adapter in anew, since a graph lives for one backward."""
+    pytest.importorskip("tqdm")
+    from grpo_fused import GRPOLossConfig
+    from grpo_fused.trainer import GRPOTrainerConfig, Rollout
+    from grpo_fused.trainer.update import accumulate_gradients
+
+    model = adapted()
+    ids, mask = token_ids(shape=(4, 3)), torch.ones(4, 3, dtype=torch.bool)
+    rollout = Rollout(prompt_ids=ids, prompt_mask=mask, completion_ids=ids + 1, completion_mask=mask)
+    gradients = []
+    for micro_batch_size in (4, 2):
+        config = GRPOTrainerConfig(loss=GRPOLossConfig(), micro_batch_size=micro_batch_size)
+        model.zero_grad()
+        accumulate_gradients(model, rollout, torch.tensor([1.0, -1.0, 0.5, -0.5]), None, None, config)
+        gradients.append([p.grad for n, p in model.named_parameters() if "lm_head.lora" in n])
+    for whole, halves in zip(*gradients, strict=True):
+        assert whole.abs().max() > 0
+        torch.testing.assert_close(halves, whole, rtol=1e-3, atol=1e-5)
