@@ -9,6 +9,7 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, LogprobOutput
+from grpo_fused.parallel import ParallelGroups
 
 # In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
 _root = _os.path.dirname(__path__[0])
@@ -22,6 +23,7 @@ __all__ = [
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogprobOutput",
+    "ParallelGroups",
     "capture_head_input",
     "check_head",
     "fused_linear_grpo_loss",

@@ -21,6 +21,7 @@ from grpo_fused.engines.rows import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
+from grpo_fused.parallel import Groups, TokenParallel, VocabParallel, agree
 from grpo_fused.pipeline import (
     Execution,
     run_logits_gradient,
@@ -39,13 +40,29 @@ def _plain(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _tokens(hidden: Tensor, ids: Tensor, mask: Tensor | None, temperature: Tensor | float) -> Tokens:
+def _tokens(
+    hidden: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | float,
+    vocab: VocabParallel | None = None,
+) -> Tokens:
+    flat = ids.reshape(-1).to(torch.int64)
     return Tokens(
         hidden_states=_flat(hidden),
-        ids=ids.reshape(-1).to(torch.int64),
+        ids=flat if vocab is None else flat - vocab.first,
         mask=torch.ones_like(ids, dtype=torch.bool).view(-1) if mask is None else mask.reshape(-1) != 0,
         temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
+        vocab=vocab,
     )
+
+
+def _vocab(groups: Groups, what: dict[str, int | str], weight: Tensor, ids: Tensor) -> VocabParallel | None:
+    """The head's other slices, once all ranks have been seen to make the same call."""
+    if groups.vocab is None:
+        return None
+    agree(groups.vocab, what, weight.device)
+    return VocabParallel(groups.vocab, weight.shape[0], ids.reshape(-1))
 
 
 def _head(
@@ -97,6 +114,7 @@ def linear_grpo_loss(
     compute_dtype: torch.dtype,
     max_scratch_bytes: int | None,
     compact: bool,
+    groups: str,
     with_metrics: bool,
     need_hidden: bool,
     need_weight: bool,
@@ -114,19 +132,31 @@ def linear_grpo_loss(
         num_items_in_batch=num_items_in_batch,
     )
     with _plain(hidden_states.device):
-        check_token_values(completion_ids, completion_mask, lm_head_weight.shape[0], temperatures)
+        known = Groups.decode(groups)
+        call = {"loss options": config, "compute dtype": str(compute_dtype), "hidden size": hidden_states.shape[-1],
+                "engine": impl, "with_metrics": int(with_metrics), "gradients": f"{need_hidden} {need_weight} {need_bias}"}  # fmt: skip
+        vocab = _vocab(known, {**call, "tokens": completion_ids.numel()}, lm_head_weight, completion_ids)
+        ranks = None
+        if known.tokens is not None:
+            per_token = layout.is_per_token(advantages)
+            agree(known.tokens, {**call, "advantages per token": int(per_token)}, lm_head_weight.device)
+            ranks = TokenParallel(
+                known.tokens, layout.num_tokens, layout.num_sequences, known.split_sequences, lm_head_weight.device
+            )
+        vocab_size = lm_head_weight.shape[0] if vocab is None else vocab.total
+        check_token_values(completion_ids, completion_mask, vocab_size, temperatures)
         check_loss_values(inputs, layout)
         head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
         scale = temperature if temperatures is None else temperatures
         result = run_loss(
             engines.engine(impl),
             head,
-            _tokens(hidden_states, completion_ids, completion_mask, scale),
+            _tokens(hidden_states, completion_ids, completion_mask, scale, vocab),
             inputs,
             layout,
             GRPOLossConfig.decode(config),
             Needs(need_hidden, need_weight, need_bias),
-            Execution(max_scratch_bytes, compact, with_metrics),
+            Execution(max_scratch_bytes, compact, with_metrics, ranks),
         )
         dhidden, dweight, dbias, _ = result.gradients
         names = _loss_metric_names(config, ref_per_token_logps, with_metrics)
@@ -164,6 +194,7 @@ def _(  # type: ignore[no-untyped-def]
     compute_dtype,
     max_scratch_bytes,
     compact,
+    groups,
     with_metrics,
     need_hidden,
     need_weight,
@@ -179,7 +210,7 @@ def _(  # type: ignore[no-untyped-def]
         statistics,
         torch.empty_like(statistics) if with_entropy else _unneeded(loss),
         loss.new_empty(len(_loss_metric_names(config, ref_per_token_logps, with_metrics)), dtype=torch.float32),
-        *_fake_gradients(head, hidden_states, completion_ids, impl, max_scratch_bytes, needs),
+        *_fake_gradients(head, hidden_states, completion_ids, impl, max_scratch_bytes, groups, needs),
     )
 
 
@@ -198,15 +229,17 @@ def linear_logprobs(
     compute_dtype: torch.dtype,
     max_scratch_bytes: int | None,
     compact: bool,
+    groups: str,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logps, entropies or empty, maxima, log sums); the backward takes them all."""
     with _plain(hidden_states.device):
-        check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
+        vocab = _vocab_of_scores(groups, hidden_states, lm_head_weight, token_ids, compute_dtype, impl, with_entropy)
+        check_token_values(token_ids, mask, lm_head_weight.shape[0] if vocab is None else vocab.total, temperatures)
         scores = run_logprobs(
             engines.engine(impl),
             _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
-            _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures),
+            _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures, vocab),
             with_entropy=with_entropy,
             how=Execution(max_scratch_bytes, compact, with_metrics=False),
         )
@@ -228,6 +261,7 @@ def _(  # type: ignore[no-untyped-def]
     compute_dtype,
     max_scratch_bytes,
     compact,
+    groups,
     with_entropy,
 ):
     head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
@@ -257,16 +291,18 @@ def linear_logprobs_backward(
     compute_dtype: torch.dtype,
     max_scratch_bytes: int | None,
     compact: bool,
+    groups: str,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias), empty where not needed, from the scores of `linear_logprobs` or, anew, without."""
     with _plain(hidden_states.device):
+        vocab = _vocab_of_scores(groups, hidden_states, lm_head_weight, token_ids, compute_dtype, impl, False)
         dhidden, dweight, dbias, _ = run_logprobs_gradient(
             engines.engine(impl),
             _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
-            _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures),
+            _tokens(hidden_states, token_ids, mask, temperature if temperatures is None else temperatures, vocab),
             _known_scores(logps, entropies, maxima, log_sums),
             None if dlogps is None else dlogps.reshape(-1),
             None if dentropies is None else dentropies.reshape(-1),
@@ -301,13 +337,14 @@ def _(  # type: ignore[no-untyped-def]
     compute_dtype,
     max_scratch_bytes,
     compact,
+    groups,
     need_hidden,
     need_weight,
     need_bias,
 ):
     head = _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype)
     return _fake_gradients(
-        head, hidden_states, token_ids, impl, max_scratch_bytes, Needs(need_hidden, need_weight, need_bias)
+        head, hidden_states, token_ids, impl, max_scratch_bytes, groups, Needs(need_hidden, need_weight, need_bias)
     )
 
 
@@ -340,7 +377,7 @@ def grpo_objective(
     with _plain(per_token_logps.device):
         check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
-        batch = TokenBatch.build(inputs, layout, options, dtype)
+        batch, _ = TokenBatch.build(inputs, layout, options, dtype)
         logp = torch.where(batch.mask, per_token_logps.reshape(-1).to(dtype), 0.0)
         entropy = None if entropies is None else torch.where(batch.mask, entropies.reshape(-1).to(dtype), 0.0)
         result = evaluate(logp, entropy, batch, options)
@@ -432,6 +469,22 @@ def _(dlogps, dentropies, logits, token_ids, mask, temperatures, temperature):  
     return logits.new_empty(logits.shape)
 
 
+def _vocab_of_scores(
+    groups: str,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    compute_dtype: torch.dtype,
+    impl: str,
+    with_entropy: bool,
+) -> VocabParallel | None:
+    call: dict[str, int | str] = {
+        "tokens": ids.numel(), "hidden size": hidden.shape[-1], "compute dtype": str(compute_dtype), "engine": impl,
+        "with_entropy": int(with_entropy),
+    }  # fmt: skip
+    return _vocab(Groups.decode(groups), call, weight, ids)
+
+
 def _known_scores(
     logps: Tensor | None, entropies: Tensor | None, maxima: Tensor | None, log_sums: Tensor | None
 ) -> Statistics | None:
@@ -451,10 +504,11 @@ def _fake_scores(like: Tensor, token_ids: Tensor, dtype: torch.dtype, with_entro
 
 
 def _fake_gradients(
-    head: Head, hidden: Tensor, token_ids: Tensor, impl: str, max_scratch_bytes: int | None, needs: Needs
+    head: Head, hidden: Tensor, token_ids: Tensor, impl: str, max_scratch_bytes: int | None, groups: str, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight = head.weight
-    dtype = engines.engine(impl).weight_gradient_dtype(head, token_ids.numel(), max_scratch_bytes)
+    most = token_ids.numel() if Groups.decode(groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
+    dtype = engines.engine(impl).weight_gradient_dtype(head, most, max_scratch_bytes)
     return (
         hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.hidden else _unneeded(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.weight else _unneeded(weight),

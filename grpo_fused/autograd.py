@@ -22,6 +22,8 @@ class HeadCall(NamedTuple):
     compute_dtype: torch.dtype
     max_scratch_bytes: int | None
     compact: bool
+    groups: str = ""
+    """`ParallelGroups.encoded`"""
 
 
 class LossCall(NamedTuple):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout
+
+if TYPE_CHECKING:
+    from grpo_fused.parallel import TokenParallel
 
 LOWEST_LOGP = -1e4
 """The objective's floor for log-probs, nats. An impossible token (-inf: its logit is masked) counts as this, so that
@@ -53,8 +57,19 @@ class TokenBatch:
     is_ratio: Tensor | None
 
     @classmethod
-    def build(cls, inputs: LossInputs, layout: Layout, config: GRPOLossConfig, dtype: torch.dtype) -> TokenBatch:
-        """Flatten the inputs of a call; everything a masked position holds is replaced by a neutral value."""
+    def build(
+        cls,
+        inputs: LossInputs,
+        layout: Layout,
+        config: GRPOLossConfig,
+        dtype: torch.dtype,
+        ranks: TokenParallel | None = None,
+    ) -> tuple[TokenBatch, Tensor | None]:
+        """Flatten the inputs of a call; everything a masked position holds is replaced by a neutral value.
+
+        Returns the tokens of all ranks, and the positions of this one's among them ([n] int64, ascending); None where
+        there is one rank.
+        """
         device = inputs.advantages.device
         sequence = layout.sequence_ids(device)
         if inputs.completion_mask is None:
@@ -77,22 +92,30 @@ class TokenBatch:
         if is_ratio is not None and is_ratio.shape != layout.shape:
             is_ratio = is_ratio.reshape(-1).index_select(0, sequence)
 
+        flat = {
+            "mask": mask,
+            "sequence": sequence,
+            "advantages": advantages,
+            "old": logps(inputs.old_per_token_logps),
+            "ref": logps(inputs.ref_per_token_logps),
+            "sampling": logps(inputs.sampling_per_token_logps),
+            "is_ratio": active(is_ratio, 1.0),
+        }
+        num_sequences, mine = layout.num_sequences, None
+        if ranks is not None:
+            flat, mine = _of_all_ranks(flat, ranks)
+            num_sequences, mask, sequence = ranks.num_sequences, flat["mask"], flat["sequence"]
         counts = mask.to(torch.float64)
-        lengths = _segment_sum(counts, _offsets(sequence, layout.num_sequences))
+        lengths = _segment_sum(counts, _offsets(sequence, num_sequences))
         weight = _aggregation_weight(mask, sequence, lengths, counts.sum(), inputs.num_items_in_batch, config)
-        return cls(
-            mask=mask,
-            sequence=sequence,
-            advantages=advantages,
+        batch = cls(
+            **flat,
             weight=weight.to(dtype),
             lengths=lengths.to(dtype),
             total=counts.sum().to(dtype),
             advantage_per_token=layout.is_per_token(inputs.advantages),
-            old=logps(inputs.old_per_token_logps),
-            ref=logps(inputs.ref_per_token_logps),
-            sampling=logps(inputs.sampling_per_token_logps),
-            is_ratio=active(is_ratio, 1.0),
         )
+        return batch, mine
 
     def select(self, rows: Tensor | slice) -> TokenBatch:
         """The tokens at `rows` ([K] int64, ascending); lengths and weights stay those of the whole call."""
@@ -133,6 +156,19 @@ class TokenBatch:
         if config.needs_sequence:  # its other tokens shape a sequence's ratio, so it goes as a whole
             matters = self.mask & (self.of_sequence(self.sequence_sum(matters.to(torch.float32))) > 0)
         return matters
+
+
+def _of_all_ranks(flat: dict[str, Any], ranks: TokenParallel) -> tuple[dict[str, Any], Tensor]:
+    """The tensors of all ranks in the order of their sequences, in one collective; and this rank's positions."""
+    given = {name: x for name, x in flat.items() if x is not None}
+    given["sequence"] = flat["sequence"] + ranks.first_sequence
+    # fp64 holds sequence numbers and fp32 values exactly
+    table = ranks.gather(torch.stack([x.to(torch.float64) for x in given.values()], dim=1))
+    mine = ranks.arrange(table[:, list(given).index("sequence")].to(torch.int64))
+    if ranks.order is not None:
+        table = table[ranks.order]
+    every = {name: table[:, k].to(x.dtype) for k, (name, x) in enumerate(given.items())}
+    return {name: every.get(name) for name in flat}, mine
 
 
 def _offsets(sequence: Tensor, num_sequences: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fused import engines, reference
@@ -16,6 +17,7 @@ from grpo_fused.engines.reference import loss_from_logprobs
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import loss_metric_names, metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
+from grpo_fused.parallel import ParallelGroups, whole
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -42,6 +44,7 @@ def fused_linear_grpo_loss(
     max_scratch_bytes: int | None = None,
     compact: bool = True,
     with_metrics: bool = True,
+    process_group: dist.ProcessGroup | ParallelGroups | None = None,
 ) -> GRPOLossOutput:
     """GRPO loss from hidden states and the lm-head weight; the logits of the batch are never held at once.
 
@@ -79,6 +82,14 @@ def fused_linear_grpo_loss(
             masked rows too (and ignores them), and gives the same results.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
             `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
+        process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of the
+            vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
+            number of rows); ids are those of the whole vocabulary. `ParallelGroups` also knows groups whose ranks hold
+            other tokens of the batch: the loss and all metrics are then those of all ranks, and gradients those of that
+            loss. A framework that averages gradients over W ranks wants the loss times W.
+
+    A weight that is a `DTensor` (FSDP2) is gathered for the call, and its gradient comes back in the same sharding,
+    averaged over the mesh as FSDP2 does.
 
     Returns:
         `GRPOLossOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `per_token_logps`,
@@ -101,6 +112,7 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
+    lm_head_weight, lm_head_bias = whole(lm_head_weight), None if lm_head_bias is None else whole(lm_head_bias)
     check.check_ids(completion_ids, cu_seqlens)
     layout = Layout.of(completion_ids, cu_seqlens)
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
@@ -130,6 +142,7 @@ def fused_linear_grpo_loss(
     number, temperatures = _temperature(temperature, layout)
 
     if name == "reference":
+        check.check_one_process(process_group)
         scores = _reference_logprobs(
             hidden_states, lm_head_weight, lm_head_bias, completion_ids, completion_mask,
             number if temperatures is None else temperatures, logit_scale, softcap,
@@ -154,6 +167,7 @@ def fused_linear_grpo_loss(
         compute_dtype=_compute_dtype(hidden_states, lm_head_weight),
         max_scratch_bytes=max_scratch_bytes,
         compact=compact,
+        groups="" if process_group is None else ParallelGroups.of(process_group).encoded,
         with_metrics=with_metrics,
         need_hidden=tracks and hidden_states.requires_grad,
         need_weight=tracks and lm_head_weight.requires_grad,
@@ -183,6 +197,7 @@ def fused_linear_logprobs(
     impl: Impl = "auto",
     max_scratch_bytes: int | None = None,
     compact: bool = True,
+    process_group: dist.ProcessGroup | ParallelGroups | None = None,
 ) -> LogprobOutput:
     """Log-probabilities (and entropies) of given tokens, from hidden states and the lm-head weight.
 
@@ -202,6 +217,9 @@ def fused_linear_logprobs(
         with_entropy: also return the Shannon entropy of each token's distribution, in nats.
         impl, max_scratch_bytes, compact: as in `fused_linear_grpo_loss`.
 
+        process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; tokens of other ranks
+            have no part in a log-prob.
+
     Returns:
         `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 inputs); entropies are None unless asked for.
 
@@ -214,6 +232,7 @@ def fused_linear_logprobs(
         logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         entropies = -(log_p.exp() * log_p).sum(-1)
     """
+    lm_head_weight, lm_head_bias = whole(lm_head_weight), None if lm_head_bias is None else whole(lm_head_bias)
     layout = _token_layout(token_ids, "token_ids")
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
     check.check_mask(mask, token_ids, "mask")
@@ -226,6 +245,7 @@ def fused_linear_logprobs(
     name = engines.choose(impl, hidden_states.device, _compute_dtype(hidden_states, lm_head_weight))
     number, temperatures = _temperature(temperature, layout)
     if name == "reference":
+        check.check_one_process(process_group)
         scores = _reference_logprobs(
             hidden_states, lm_head_weight, lm_head_bias, token_ids, mask,
             number if temperatures is None else temperatures, logit_scale, softcap,
@@ -240,6 +260,7 @@ def fused_linear_logprobs(
         compute_dtype=_compute_dtype(hidden_states, lm_head_weight),
         max_scratch_bytes=max_scratch_bytes,
         compact=compact,
+        groups="" if process_group is None else ParallelGroups.of(process_group).encoded,
     )
     logps, entropies = LinearLogprobs.apply(
         hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, call, with_entropy

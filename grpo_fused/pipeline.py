@@ -25,6 +25,7 @@ from grpo_fused.engines.rows import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics
 from grpo_fused.objective import evaluate
+from grpo_fused.parallel import TokenParallel
 
 
 class Execution(NamedTuple):
@@ -33,6 +34,8 @@ class Execution(NamedTuple):
     max_scratch_bytes: int | None
     compact: bool
     with_metrics: bool
+    ranks: TokenParallel | None = None
+    """where other ranks have other tokens of the batch"""
 
 
 class LossResult(NamedTuple):
@@ -67,12 +70,17 @@ def run_loss(
     how: Execution,
 ) -> LossResult:
     """Loss, scores, metrics and gradients of one call."""
-    batch = TokenBatch.build(inputs, layout, config, head.statistics_dtype)
-    call = _LossCall(engine, head, tokens, batch, config, needs, how)
-    rows = _choose_rows(batch, layout, config, needs, how)
+    batch, mine = TokenBatch.build(inputs, layout, config, head.statistics_dtype, how.ranks)
+    matters = batch.may_have_gradient(config)  # to the loss, too: the others add exactly 0 to it
+    own = batch
+    if mine is not None:
+        own, matters = batch.select(mine), matters[mine]
+    call = _LossCall(engine, head, tokens, batch, mine, config, needs, how)
+    rows = _choose_rows(own, matters, layout, config, needs, how)
     call.score(rows.scored_only)
-    chunk_rows = engine.chunk_rows(head, how.max_scratch_bytes)
-    chunks = _one_pass_chunks(rows, config, chunk_rows)
+    chunk_rows = _chunk_rows(engine, head, tokens, how)
+    split = how.ranks is not None and how.ranks.split
+    chunks = _one_pass_chunks(rows, config, chunk_rows, split=split)
     if not needs.any():
         call.score(rows.gradient)
         gradients = Gradients(None, None, None, 0)
@@ -82,11 +90,12 @@ def run_loss(
         call.score(rows.gradient)
         gradients = call.gradient_of_scored(rows.gradient, chunk_rows)
 
-    logp, entropy = call.scores.logp, call.scores.entropy
+    logp, entropy = call.of_all_ranks()
     result = evaluate(logp, entropy, batch, config)
-    metrics = {"gradient_tokens": torch.full_like(batch.total, gradients.tokens)}
+    worked = gradients.tokens if how.ranks is None else how.ranks.sum(gradients.tokens, logp.device)
+    metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
     metrics |= compute_metrics(result, entropy, batch, config, complete=how.with_metrics)
-    return LossResult(result.loss, logp, entropy, metrics, gradients)
+    return LossResult(result.loss, call.scores.logp, call.scores.entropy, metrics, gradients)
 
 
 class _LossCall:
@@ -98,11 +107,14 @@ class _LossCall:
         head: Head,
         tokens: Tokens,
         batch: TokenBatch,
+        mine: Tensor | None,
         config: GRPOLossConfig,
         needs: Needs,
         how: Execution,
     ) -> None:
         self.engine, self.head, self.tokens = engine, head, tokens
+        self.own = batch if mine is None else batch.select(mine)  # the positions of this rank among those of all
+        self.mine = mine
         self.batch, self.config, self.needs, self.how = batch, config, needs, how
         self.with_entropy = how.with_metrics or config.needs_entropy
         self.scores = _no_scores(tokens, head.statistics_dtype, self.with_entropy)
@@ -116,27 +128,39 @@ class _LossCall:
             scores = self.engine.score(
                 self.head, self.tokens, rows, with_entropy=self.with_entropy, max_scratch_bytes=scratch
             )
-            self._place(rows, scores)
+            self._place(rows, self.tokens.merged(rows, scores))
+
+    def of_all_ranks(self) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies of the whole batch."""
+        logp, entropy = self.scores.logp, self.scores.entropy
+        if self.how.ranks is None:
+            return logp, entropy
+        together = self.how.ranks.gather(logp.unsqueeze(1) if entropy is None else torch.stack([logp, entropy], dim=1))
+        return together[:, 0], None if entropy is None else together[:, 1]
 
     def one_pass(self, rows: Tensor, chunks: list[slice]) -> Gradients:
         """Scores and gradients of `rows` together: three products."""
-        coefficients = TokenObjective(self.batch.select(rows), self.config)
+        coefficients = TokenObjective(self.own.select(rows), self.config)
         scores, gradients = self._fused(rows, chunks, coefficients, None, self.with_entropy)
         self._place(rows, scores)
         return gradients
 
     def gradient_of_scored(self, rows: Tensor, chunk_rows: int) -> Gradients:
         """Gradients once all is scored: three more products, for the rows that turned out to have one."""
-        result = evaluate(self.scores.logp, self.scores.entropy, self.batch, self.config)
+        logp, entropy = self.of_all_ranks()
+        result = evaluate(logp, entropy, self.batch, self.config)
+        dlogp, dentropy = result.dlogp, result.dentropy
+        if self.mine is not None:
+            dlogp, dentropy = dlogp[self.mine], None if dentropy is None else dentropy[self.mine]
         if self.how.compact:
-            rows = rows[(_has_coefficient(result.dlogp, result.dentropy)[rows]).nonzero().squeeze(1)]
+            rows = rows[(_has_coefficient(dlogp, dentropy)[rows]).nonzero().squeeze(1)]
 
         def coefficients(part: slice, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             where = rows[part]
-            return result.dlogp[where], None if result.dentropy is None else result.dentropy[where]
+            return dlogp[where], None if dentropy is None else dentropy[where]
 
         chunks = even_chunks(rows.shape[0], chunk_rows)
-        return self._fused(rows, chunks, coefficients, self.scores.select(rows), result.dentropy is not None)[1]
+        return self._fused(rows, chunks, coefficients, self.scores.select(rows), dentropy is not None)[1]
 
     def _fused(
         self,
@@ -173,7 +197,7 @@ def run_logprobs(engine: Engine, head: Head, tokens: Tokens, *, with_entropy: bo
     if rows.shape[0]:
         scratch = how.max_scratch_bytes
         scores = engine.score(head, tokens, rows, with_entropy=with_entropy, max_scratch_bytes=scratch)
-        _place(scores, rows, tokens.mask, out)
+        _place(tokens.merged(rows, scores), rows, tokens.mask, out)
     return out
 
 
@@ -204,7 +228,7 @@ def run_logprobs_gradient(
         head,
         tokens,
         rows,
-        even_chunks(rows.shape[0], engine.chunk_rows(head, how.max_scratch_bytes)),
+        even_chunks(rows.shape[0], _chunk_rows(engine, head, tokens, how)),
         coefficients,
         needs,
         known=None if scores is None else scores.select(rows),
@@ -240,6 +264,11 @@ def _clean_coefficients(
     return dlogp, None if dentropy is None else torch.where(tokens.mask, dentropy.to(dtype), zero)
 
 
+def _chunk_rows(engine: Engine, head: Head, tokens: Tokens, how: Execution) -> int:
+    rows = engine.chunk_rows(head, how.max_scratch_bytes)
+    return rows if tokens.vocab is None else tokens.vocab.smallest(rows)
+
+
 def even_chunks(count: int, chunk_rows: int) -> list[slice]:
     """`count` rows in chunks of `chunk_rows`."""
     return [slice(start, min(start + chunk_rows, count)) for start in range(0, count, chunk_rows)]
@@ -258,23 +287,24 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> list[slice] | None:
     return [*chunks, slice(start, stop)] if stop > start else chunks
 
 
-def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int) -> list[slice] | None:
+def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, split: bool) -> list[slice] | None:
     """Chunks within which every coefficient can be known, or None where scoring must come first."""
-    if config.needs_batch:
+    if config.needs_batch or (split and config.needs_sequence):
         return None
     if not config.needs_sequence:
         return even_chunks(rows.gradient.shape[0], chunk_rows)
     return None if rows.sequence_lengths is None else sequence_chunks(rows.sequence_lengths, chunk_rows)
 
 
-def _choose_rows(batch: TokenBatch, layout: Layout, config: GRPOLossConfig, needs: Needs, how: Execution) -> _Rows:
+def _choose_rows(
+    batch: TokenBatch, matters: Tensor, layout: Layout, config: GRPOLossConfig, needs: Needs, how: Execution
+) -> _Rows:
     device = batch.mask.device
     if not how.compact:
         everything = torch.arange(layout.num_tokens, device=device)
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)
 
-    matters = batch.may_have_gradient(config)  # to the loss, too: the others add exactly 0 to it
     # the entropy quantile is taken over all active tokens, so all of them are scored
     scored = batch.mask if how.with_metrics or config.needs_batch else matters
     gradient = matters if needs.any() else torch.zeros_like(matters)

@@ -332,3 +332,9 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def _abridged(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
+
+
+def check_one_process(process_group: object) -> None:
+    """The reference knows one process only."""
+    if process_group is not None:
+        raise ValueError("impl='reference' is of one process; got a process_group")

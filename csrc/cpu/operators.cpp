@@ -82,7 +82,8 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
                   softcap);
   const int64_t* ids = data<int64_t>(targets);
   for (int64_t i = 0; i < N; i++) {
-    STD_TORCH_CHECK(0 <= ids[i] && ids[i] < V, "targets must be in [0, ", V, "); got ", ids[i], " at ", i);
+    STD_TORCH_CHECK(-1 <= ids[i] && ids[i] < V, "targets must be in [0, ", V, "), or -1 for another rank's; got ", ids[i],
+                    " at ", i);
   }
 
   const Dtype compute = dtype_of(hidden, "hidden");

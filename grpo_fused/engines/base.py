@@ -14,6 +14,7 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.head import Head
 from grpo_fused.engines.rows import Statistics
 from grpo_fused.objective import evaluate
+from grpo_fused.parallel import VocabParallel
 
 
 class Tokens(NamedTuple):
@@ -27,6 +28,8 @@ class Tokens(NamedTuple):
     """[N] bool"""
     temperature: Tensor | float
     """a number or [N]"""
+    vocab: VocabParallel | None = None
+    """where the head is a slice of the vocabulary: `ids` are this slice's then, or anything where another rank's"""
 
     def hidden_rows(self, rows: Tensor) -> Tensor:
         """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked whatever they hold."""
@@ -38,8 +41,23 @@ class Tokens(NamedTuple):
         return torch.where(self.mask[rows].unsqueeze(1), hidden, 0.0)
 
     def target_rows(self, rows: Tensor) -> Tensor:
-        """[K] int64: target ids at `rows`, 0 where masked."""
-        return torch.where(self.mask[rows], self.ids[rows], 0)
+        """[K] int64: target ids at `rows`, 0 where masked or another rank's."""
+        known = self.mask if self.vocab is None else self.mask & self.vocab.owned
+        return torch.where(known[rows], self.ids[rows], 0)
+
+    def gradient_targets(self, rows: Tensor) -> Tensor:
+        """[K] int64: the same, -1 where the target is another rank's: its entry is none of this head's."""
+        targets = self.target_rows(rows)
+        return targets if self.vocab is None else torch.where(self.vocab.owned[rows] | ~self.mask[rows], targets, -1)
+
+    @property
+    def most_chunks_of(self) -> int:
+        """N, or more where other ranks may cut the call into more chunks than this one would."""
+        return self.ids.shape[0] if self.vocab is None else 2**62
+
+    def merged(self, rows: Tensor, scores: Statistics) -> Statistics:
+        """Scores of `rows` over the whole vocabulary, from this head's."""
+        return scores if self.vocab is None else self.vocab.merged(rows, scores)
 
     def temperature_rows(self, rows: Tensor) -> Tensor | float:
         """The temperature at `rows`, 1 where masked."""
@@ -105,7 +123,7 @@ class Engine(Protocol):
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
     ) -> Statistics:
-        """Statistics, log-probs (and entropies) of the tokens at `rows` ([K] int64, ascending): one head product."""
+        """Statistics, log-probs (and entropies) over this head of the tokens at `rows` ([K] int64, ascending): one head product."""
         ...
 
     def fused(
@@ -125,6 +143,7 @@ class Engine(Protocol):
         """Scores of `rows` and the gradients of their coefficients, chunk by chunk: three head products.
 
         `known` are the scores of `rows` where they have been made: an engine may build on them, or make them again.
+        Scores are `Tokens.merged` before coefficients are asked for, and `Tokens.gradient_targets` say whose entry is here.
         `skip_zeros` lets the engine look at the coefficients of a chunk and leave out rows where they are 0.
         """
         ...

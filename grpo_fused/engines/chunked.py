@@ -151,12 +151,13 @@ class ChunkedEngine:
         """See `Engine.fused`."""
         longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         work = self._workspace(head, longest, _Plan.of(head, max_scratch_bytes))
-        dtype = self.weight_gradient_dtype(head, tokens.ids.shape[0], max_scratch_bytes)
+        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, max_scratch_bytes)
         sums = GradientSums(head, tokens, needs, dtype)
         parts = []
         for part in chunks:
             taken = rows[part]
-            if isinstance(coefficients, TokenObjective) and head.gradient_dtype != torch.float16:
+            one_pass = tokens.vocab is None and head.gradient_dtype != torch.float16
+            if one_pass and isinstance(coefficients, TokenObjective):
                 batch = coefficients.batch.select(part)
                 one = work.loss(tokens, taken, batch, coefficients.config, with_entropy)
                 if one is not None:
@@ -168,6 +169,7 @@ class ChunkedEngine:
                 work.logits(tokens, taken)
             else:
                 stats = work.score(tokens, taken, with_entropy)
+                stats = tokens.merged(taken, stats) if known is None else known.select(part)
             parts.append(stats)
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
             kept = _nonzero_rows(dlogp, dentropy) if skip_zeros and work.row_work.picks_rows else None
@@ -221,7 +223,7 @@ class _Workspace:
         out = self.gradients[: rows.shape[0], : self.head.vocab_size]
         raw = self.slab[: rows.shape[0] if kept is None else None, : self.head.vocab_size]
         transform = self._transform(tokens, rows)
-        targets = tokens.target_rows(rows)
+        targets = tokens.gradient_targets(rows)
         self.row_work.gradient(
             raw, kept, targets, statistics, dlogp, dentropy, transform, out, block_rows=self.block_rows
         )

@@ -83,16 +83,20 @@ class NativeEngine:
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
         worked, scores = 0, []
-        for part in _parts(head, chunks, coefficients, needs, budget):
+        # ranks with other slices would cut elsewhere
+        parts = chunks if tokens.vocab is not None else _parts(head, chunks, coefficients, needs, budget)
+        for part in parts:
             plan = _Plan.of(head, part.stop - part.start, kept, budget)
             call = _Call(head, tokens, rows[part], kept, head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8))
-            stats = call.score(with_entropy)
+            stats = call.score(with_entropy).merged(tokens, rows[part], with_entropy)
             scores.append(stats.scores(with_entropy))
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy if with_entropy else None)
             chosen = _rows_with_gradient(dlogp, dentropy) if skip_zeros else _all_rows(dlogp)
             part_dhidden, part_dbias = call.gradient(stats, chosen, dlogp, dentropy, plan.superblock, needs)
             worked += chosen.shape[0]
             if dhidden is not None:
+                if tokens.vocab is not None:
+                    part_dhidden = tokens.vocab.start_sum(part_dhidden)()
                 dhidden.index_copy_(0, rows[part][chosen], part_dhidden.to(dhidden.dtype))
             if dbias is not None:
                 dbias += part_dbias
@@ -117,6 +121,14 @@ class _Scored(NamedTuple):
     def entropy(self) -> Tensor:
         return self.rows[3]
 
+    def merged(self, tokens: Tokens, rows: Tensor, with_entropy: bool) -> _Scored:
+        """The same over the whole vocabulary."""
+        if tokens.vocab is None:
+            return self
+        merged = tokens.merged(rows, self.scores(with_entropy))
+        entropy = self.entropy if merged.entropy is None else merged.entropy
+        return _Scored(torch.stack([merged.max, merged.log_sum, merged.logp, entropy]), self.offsets)
+
     def scores(self, with_entropy: bool) -> Statistics:
         return Statistics(self.rows[0], self.rows[1], self.logp, self.entropy if with_entropy else None)
 
@@ -135,7 +147,7 @@ class _Call:
             head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
             head.weight if adjacent else head.weight.contiguous(),
             None if head.bias is None else head.bias.to(torch.float32).contiguous(),
-            tokens.target_rows(rows),
+            tokens.gradient_targets(rows),
             temperature.to(torch.float32),
             head.logit_scale,
             0.0 if head.softcap is None else float(head.softcap),

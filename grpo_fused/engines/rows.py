@@ -128,7 +128,7 @@ class RowWork(Protocol):
         Args:
             raw: [R, V] as `statistics` left it.
             rows: [K] int64 ascending, the rows of `raw` to use; None for all. The other arguments are of these alone.
-            targets: [K] int64.
+            targets: [K] int64; -1 where the target's logit is none of these.
             statistics: of the K rows.
             dlogp: [K] coefficient on the log-prob.
             dentropy: [K] coefficient on the entropy, or None.
@@ -232,17 +232,16 @@ def _gradient(z: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor,
     dz = (z - statistics.max.unsqueeze(1)).sub_(statistics.log_sum.unsqueeze(1)).clamp_(min=LOWEST_LOG_P)
     # 1 - p of the target from expm1: a confident token's gradient keeps its digits
     at_target = -torch.expm1(statistics.logp) * dlogp
+    here, targets = targets >= 0, targets.clamp(min=0).unsqueeze(1)
     if dentropy is None:
         dz.exp_().mul_(-dlogp.unsqueeze(1))
     else:
         assert statistics.entropy is not None
         slope = (dz + statistics.entropy.unsqueeze(1)).mul_(-dentropy.unsqueeze(1)).sub_(dlogp.unsqueeze(1))
         dz.exp_()
-        at_target += dz.gather(1, targets.unsqueeze(1)).squeeze(1) * (
-            slope.gather(1, targets.unsqueeze(1)).squeeze(1) + dlogp
-        )
+        at_target += dz.gather(1, targets).squeeze(1) * (slope.gather(1, targets).squeeze(1) + dlogp)
         dz.mul_(slope)
-    return dz.scatter_(1, targets.unsqueeze(1), at_target.unsqueeze(1))
+    return dz.scatter_(1, targets, torch.where(here, at_target, dz.gather(1, targets).squeeze(1)).unsqueeze(1))
 
 
 def _row_blocks(count: int, block_rows: int) -> list[slice]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class GradientSums:
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], weight.shape[1])
         self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.hidden else None
+        self.pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self.weight: Tensor | None = None
         self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
 
@@ -36,7 +39,10 @@ class GradientSums:
             dhidden = self.head.hidden_gradient(dlogits)
             if scale is not None:
                 dhidden = dhidden / scale
-            self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
+            if self.tokens.vocab is not None:  # summed while the product for the weight runs
+                self.pending.append((rows, self.tokens.vocab.start_sum(dhidden)))
+            else:
+                self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.weight:
             self._add_weight(dlogits, self.head.operand(self.tokens.hidden_rows(rows)), scale)
         if self.needs.bias:
@@ -54,6 +60,9 @@ class GradientSums:
 
     def result(self) -> Gradients:
         """What has been added; zeros where nothing was."""
+        for rows, summed in self.pending:
+            assert self.hidden is not None
+            self.hidden.index_copy_(0, rows, summed().to(self.hidden.dtype))
         if self.needs.weight and self.weight is None:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)

@@ -101,7 +101,7 @@ class TritonEngine:
         longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         slab = head_launch.Exponentials.empty(longest, weight, head.gradient_dtype, _transform(head, 1.0))
         sums = GradientSums(
-            head, tokens, needs, self.weight_gradient_dtype(head, tokens.ids.shape[0], max_scratch_bytes)
+            head, tokens, needs, self.weight_gradient_dtype(head, tokens.most_chunks_of, max_scratch_bytes)
         )
         parts = []
         for part in chunks:
@@ -114,8 +114,10 @@ class TritonEngine:
                     hidden, weight, targets, transform, with_entropy=with_entropy,
                     exponentials=place if stores else None,
                 )  # fmt: skip
+                stats = head_launch.RowStatistics(*tokens.merged(taken, Statistics(*stats)))
             else:
                 stats = head_launch.RowStatistics(*known.select(part))
+            targets = tokens.gradient_targets(taken)
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
             parts.append(Statistics(*stats))
             scale = (

@@ -1,0 +1,132 @@
+"""The head over many GPUs: bytes, FLOP and time of a step by layout. A model: nothing of it has been measured.
+
+    python -m benchmarks.scaling                                  # 8 to 1024 H200s
+    python -m benchmarks.scaling --hidden 896 --tokens 1048576 --inter-gb-per-s 25
+
+What is communicated follows `communication`, which the tests hold against the counted traffic of real process groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+
+class Machine(NamedTuple):
+    """A GPU and its links; bytes/s are what one GPU sends and receives at a time."""
+
+    products: float = 790e12
+    """bf16 FLOP/s of the library's GEMM on an H200, measured with PyTorch"""
+    intra: float = 450e9
+    """NVLink 4 within a node, one direction, by the vendor's datasheet"""
+    inter: float = 50e9
+    """400 Gb/s InfiniBand a GPU, by the vendor's datasheet"""
+    gpus_per_node: int = 8
+    latency: float = 20e-6
+    """of a collective, an assumption"""
+
+
+class Layout(NamedTuple):
+    """How the ranks share the head."""
+
+    vocab: int
+    """ranks that hold slices of the vocabulary (TP)"""
+    data: int
+    """ranks with sequences of their own (DP)"""
+    context: int = 1
+    """ranks with parts of the same sequences (SP, CP)"""
+
+    @property
+    def ranks(self) -> int:
+        """GPUs."""
+        return self.vocab * self.data * self.context
+
+
+class Communication(NamedTuple):
+    """Numbers that one rank contributes to collectives in a call."""
+
+    statistics: int
+    """fp32, all-gathered over `vocab`"""
+    hidden_gradient: int
+    """fp32, all-reduced over `vocab`"""
+    objective: int
+    """fp64 before the loss and fp32 after it, all-gathered over `data` x `context`"""
+
+
+def communication(
+    scored: int, with_gradient: int, width: int, layout: Layout, *, with_entropy: bool = True, fields: int = 5
+) -> Communication:
+    """Of a rank with `scored` tokens, of which `with_gradient` have one, and hidden states of `width`.
+
+    `fields` are what the objective reads of a token: mask, sequence, advantage, and old, ref, sampling log-probs and
+    importance ratio where given.
+    """
+    return Communication(
+        statistics=(3 + with_entropy) * scored if layout.vocab > 1 else 0,
+        hidden_gradient=width * with_gradient if layout.vocab > 1 else 0,
+        objective=(fields + 1 + with_entropy) * scored if layout.data * layout.context > 1 else 0,
+    )
+
+
+class Step(NamedTuple):
+    """Seconds of a step of the head, and its memory."""
+
+    products: float
+    vocab_links: float
+    """statistics and the hidden states' gradient, within the vocabulary's ranks"""
+    token_links: float
+    """the objective's numbers, and the weight's gradient over the ranks with other tokens"""
+    weight_gb: float
+    """bf16 weight and gradient of a rank"""
+
+    @property
+    def total(self) -> float:
+        """Without overlap: what a rank waits for at most."""
+        return self.products + self.vocab_links + self.token_links
+
+
+def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine, *, first_score: bool = False) -> Step:
+    """Forward and backward of `tokens` in all; `first_score`: objectives that score before they have a gradient."""
+    mine = tokens / (layout.data * layout.context)
+    rows = vocab / layout.vocab
+    product = 2 * mine * width * rows / machine.products
+    sent = communication(int(mine), int(mine), width, layout)
+    inner = machine.intra if layout.vocab <= machine.gpus_per_node else machine.inter
+    spread = layout.ranks > machine.gpus_per_node
+    outer = machine.inter if spread else machine.intra
+    v, t = layout.vocab, layout.data * layout.context
+    vocab_bytes = 4 * sent.statistics * (v - 1) + 2 * 4 * sent.hidden_gradient * (v - 1) / v
+    # fp64 fields before, two fp32 numbers after; the weight's gradient in bf16, reduce-scattered and gathered
+    token_bytes = (8 * 5 + 4 * 2) * mine * (t - 1) + (2 * 2 * width * rows * (t - 1) / t if t > 1 else 0)
+    return Step(
+        products=(4 if first_score else 3) * product,
+        vocab_links=vocab_bytes / inner + (2 * machine.latency if v > 1 else 0),
+        token_links=token_bytes / outer + (3 * machine.latency if t > 1 else 0),
+        weight_gb=2 * 2 * width * rows / 1e9,
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--tokens", type=int, default=2**20, help="of a step, over all GPUs")
+    parser.add_argument("--intra-gb-per-s", type=float, default=Machine().intra / 1e9)
+    parser.add_argument("--inter-gb-per-s", type=float, default=Machine().inter / 1e9)
+    given = parser.parse_args()
+    machine = Machine(intra=given.intra_gb_per_s * 1e9, inter=given.inter_gb_per_s * 1e9)
+    print(f"H = {given.hidden}, V = {given.vocab}, {given.tokens} tokens a step; milliseconds by the model, not measured")
+    print(f"{'GPUs':>5} {'vocab':>6} {'tokens':>7} {'products':>9} {'vocab links':>12} {'token links':>12} {'total':>8}  GB")
+    for ranks in (8, 32, 128, 512, 1024):
+        for vocab in (1, 2, 4, 8):
+            layout = Layout(vocab, ranks // vocab)
+            s = step(given.tokens, given.hidden, given.vocab, layout, machine)
+            print(
+                f"{ranks:5} {vocab:6} {layout.data:7} {1e3 * s.products:9.2f} {1e3 * s.vocab_links:12.2f} "
+                f"{1e3 * s.token_links:12.2f} {1e3 * s.total:8.2f}  {s.weight_gb:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""A call shared by several ranks: slices of the vocabulary, and tokens of one batch. All on `torch.distributed`.
+
+Vocabulary: every rank scores the same tokens against its rows of the weight. What it found of each token (maximum, log
+of the sum, entropy, and the log-prob where it owns the target) goes to all ranks in one collective for each chunk, 3 or
+4 numbers a token; merged in the order of the ranks, so that all have the same bits. Gradients of the weight are local;
+those of the hidden states are summed over the ranks, H numbers a token, while the product for the weight runs.
+
+Tokens: every rank has other tokens. What the objective knows of them (at most 7 numbers a token) goes to all ranks
+before the loss, log-probs and entropies after the scores. Every rank then evaluates the objective and the metrics of
+the whole batch, which costs nothing beside the head: normalisers, quantiles, sequences that lie on several ranks and
+all metrics are those of one process.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from grpo_fused.engines.rows import Statistics
+
+_NEVER = -1e4  # stands for log 0 where it meets a factor of 0
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Which ranks share a call, as `process_group=` takes it; a plain `ProcessGroup` there is `vocab`."""
+
+    vocab: dist.ProcessGroup | None = None
+    """Ranks with the same tokens and a slice of the head each: rank r owns the entries after those of rank r - 1."""
+    tokens: dist.ProcessGroup | None = None
+    """Ranks with other tokens of the same batch, and the same (slice of the) head."""
+    split_sequences: bool = False
+    """Whether sequence b of every rank of `tokens` is a part of one sequence (context parallelism), in the order of the
+    ranks. Otherwise each rank has sequences of its own."""
+
+    @classmethod
+    def of(cls, given: dist.ProcessGroup | ParallelGroups | None) -> ParallelGroups:
+        """Groups from what the caller gave.
+
+        Raises:
+            TypeError: It is neither a group nor `ParallelGroups`.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, ParallelGroups):
+            return given
+        if isinstance(given, dist.ProcessGroup):
+            return cls(vocab=given)
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or ParallelGroups; got {type(given)}")
+
+    @property
+    def encoded(self) -> str:
+        """The groups by name, as an operator takes them; empty where a call is one process's."""
+        names = [group.group_name if group is not None else "" for group in (self.vocab, self.tokens)]
+        return "|".join([*names, "split" if self.split_sequences else ""]) if any(names) else ""
+
+
+class Groups(NamedTuple):
+    """Inside an operator: the groups of a call, None where there is one rank."""
+
+    vocab: dist.ProcessGroup | None
+    tokens: dist.ProcessGroup | None
+    split_sequences: bool
+
+    @classmethod
+    def decode(cls, encoded: str) -> Groups:
+        """The groups that `ParallelGroups.encoded` named."""
+        if not encoded:
+            return cls(None, None, False)
+        vocab, tokens, split = encoded.split("|")
+        groups = [_resolve(name) for name in (vocab, tokens)]
+        return cls(groups[0], groups[1], bool(split))
+
+
+def _resolve(name: str) -> dist.ProcessGroup | None:
+    if not name:
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    return group if dist.get_world_size(group) > 1 else None
+
+
+@dataclass
+class Traffic:
+    """Collectives of this process in a `counting` block, and the numbers that it contributed to each kind."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, numbers: int) -> None:
+        """Count one collective."""
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.numbers[kind] = self.numbers.get(kind, 0) + numbers
+
+
+_counters: list[Traffic] = []
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Count what is communicated in the block: `statistics`, `hidden gradient`, `objective`, `agreement`, `sizes`."""
+    traffic = Traffic()
+    _counters.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counters.remove(traffic)
+
+
+def _count(kind: str, x: Tensor) -> None:
+    for traffic in _counters:
+        traffic.add(kind, x.numel())
+
+
+def _all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[P, ...]: `x` of every rank."""
+    _count(kind, x)
+    out = x.new_empty((dist.get_world_size(group), *x.shape))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    gather(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def agree(group: dist.ProcessGroup, what: dict[str, int | str], device: torch.device) -> None:
+    """Raise `ValueError` on every rank, naming ranks and values, unless all give the same for each of `what`."""
+    numbers = [value if isinstance(value, int) else zlib.crc32(value.encode()) for value in what.values()]
+    rows = _all_gather("agreement", torch.tensor(numbers, dtype=torch.int64, device=device), group).tolist()
+    if all(row == rows[0] for row in rows):
+        return
+    everything: list[Any] = [None] * len(rows)
+    dist.all_gather_object(everything, what, group=group)
+    for name in what:
+        values = [given[name] for given in everything]
+        if any(value != values[0] for value in values):
+            found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ValueError(f"all ranks of a process group must give the same {name}; got {found}")
+
+
+class VocabParallel:
+    """A head of which this rank holds some rows."""
+
+    def __init__(self, group: dist.ProcessGroup, local_size: int, ids: Tensor) -> None:
+        self.group = group
+        sizes = _all_gather("sizes", torch.tensor([local_size], dtype=torch.int64, device=ids.device), group)
+        counts = [int(n) for n in sizes.view(-1).tolist()]
+        self.first = sum(counts[: dist.get_rank(group)])
+        self.total = sum(counts)
+        self.owned = (ids >= self.first) & (ids < self.first + local_size)
+        """[N] bool: tokens whose target is among this rank's rows."""
+
+    def merged(self, rows: Tensor, local: Statistics) -> Statistics:
+        """Statistics over the whole vocabulary of the tokens at `rows`, from every rank's; one collective."""
+        from grpo_fused.engines.rows import Statistics
+
+        logp = torch.where(self.owned[rows], local.logp, -math.inf)
+        parts = [local.max, local.log_sum, logp]
+        if local.entropy is not None:
+            parts.append(local.log_sum - local.entropy)  # sum of p (z - max), p and max of this rank
+        every = _all_gather("statistics", torch.stack(parts), self.group)
+        m = every[:, 0].amax(0)
+        shift = (every[:, 0] - m).clamp(min=_NEVER)
+        log_parts = shift + every[:, 1]
+        log_sum = log_parts.logsumexp(0)
+        share = log_parts - log_sum
+        entropy = None
+        if local.entropy is not None:
+            moment = (share.exp() * (every[:, 3] + shift)).sum(0)
+            entropy = (log_sum - moment).clamp(min=0.0)
+        return Statistics(m, log_sum, (every[:, 2] + share).amax(0).clamp(max=0.0), entropy)
+
+    def smallest(self, count: int) -> int:
+        """The least of all ranks' `count`: ranks with larger slices have room for fewer tokens, and all go together."""
+        count = min(count, 2**62)
+        return int(_all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
+
+    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum `x` over the ranks, in fp32 at least; the result is what the returned function gives."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        _count("hidden gradient", wide)
+        work = dist.all_reduce(wide, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return wide.to(x.dtype)
+
+        return finish
+
+
+class TokenParallel:
+    """A batch of which this rank holds some tokens."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, num_tokens: int, num_sequences: int, split: bool, device: torch.device
+    ) -> None:
+        self.group, self.split = group, split
+        mine = torch.tensor([num_tokens, num_sequences], dtype=torch.int64, device=device)
+        sizes = _all_gather("sizes", mine, group).tolist()
+        self.token_counts = [row[0] for row in sizes]
+        counts = [row[1] for row in sizes]
+        rank = dist.get_rank(group)
+        if split and any(count != counts[0] for count in counts):
+            found = ", ".join(f"rank {r}: {count}" for r, count in enumerate(counts))
+            raise ValueError(f"ranks that split sequences must have the same number of them; got {found}")
+        self.first_sequence = 0 if split else sum(counts[:rank])
+        self.num_sequences = counts[0] if split else sum(counts)
+        self.first_token = sum(self.token_counts[:rank])
+        self.order: Tensor | None = None
+        """[N] int64: the tokens of all ranks in the order of their sequences; None where they come in it."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[N, ...] in the order of the batch: `x` [n, ...] of every rank."""
+        longest = max(self.token_counts)
+        padded = x.new_zeros((longest, *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        every = _all_gather("objective", padded, self.group)
+        joined = torch.cat([part[:count] for part, count in zip(every, self.token_counts, strict=True)])
+        return joined if self.order is None else joined[self.order]
+
+    def arrange(self, sequence: Tensor) -> Tensor:
+        """Set the order from the sequence of each token in the order of the ranks; returns this rank's positions."""
+        mine = torch.arange(len(sequence), device=sequence.device)
+        if self.split:
+            self.order = sequence.sort(stable=True).indices
+            inverse = torch.empty_like(self.order)
+            inverse[self.order] = mine
+            mine = inverse
+        rank = dist.get_rank(self.group)
+        return mine[self.first_token : self.first_token + self.token_counts[rank]]
+
+    def sum(self, count: int, device: torch.device) -> int:
+        """`count` summed over the ranks."""
+        return int(_all_gather("sizes", torch.tensor([count], device=device), self.group).sum())
+
+
+def whole(x: Tensor) -> Tensor:
+    """A sharded parameter (`DTensor`) gathered; its gradient is averaged over the mesh, in the parameter's sharding."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    if not isinstance(x, DTensor):
+        return x
+    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)

@@ -1,0 +1,204 @@
+"""What ranks do in the tests; results are plain numbers and arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import Case, Result, pack
+
+from grpo_fused import GRPOLossConfig, ParallelGroups, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.parallel import counting
+
+
+def plain(result: Result, traffic: Any) -> dict[str, Any]:
+    """Tensors as arrays, for the way between processes."""
+    out = result.out
+    values = {"loss": out.loss, "logps": out.per_token_logps, **result.gradients(), **out.metrics}
+    if out.entropies is not None:
+        values["entropies"] = out.entropies
+    arrays = {name: x.detach().double().numpy() for name, x in values.items()}
+    return {**arrays, "calls": dict(traffic.calls), "numbers": dict(traffic.numbers)}
+
+
+def slices(sizes: list[int]) -> list[slice]:
+    """Rows of the ranks."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def of_vocabulary(case: Case, part: slice) -> Case:
+    """The case with some rows of its head."""
+    bias = case.options.get("lm_head_bias")
+    options = {**case.options, "lm_head_bias": None if bias is None else bias[part]}
+    return Case(case.hidden_states, case.lm_head_weight[part], case.completion_ids, case.advantages,
+                case.completion_mask, options)  # fmt: skip
+
+
+def vocab_loss(rank: int, group: Any, case: Case, config: Any, impl: str, sizes: list[int], options: dict) -> dict:
+    """The loss with a slice of the head on every rank."""
+    mine = of_vocabulary(case, slices(sizes)[rank])
+    with counting() as traffic:
+        result = mine.run(config, impl=impl, process_group=group, **options)
+    return plain(result, traffic)
+
+
+def vocab_logprobs(rank: int, group: Any, case: Case, impl: str, sizes: list[int]) -> dict:
+    """Log-probs and entropies, and gradients of a loss of both."""
+    mine = of_vocabulary(case, slices(sizes)[rank])
+    hidden = mine.hidden_states.detach().requires_grad_()
+    weight = mine.lm_head_weight.detach().requires_grad_()
+    out = fused_linear_logprobs(
+        hidden, weight, mine.completion_ids, mine.completion_mask, with_entropy=True, impl=impl, process_group=group
+    )
+    (out.logps.sin().sum() + (out.entropies * 0.3).sum()).backward()
+    arrays = {"logps": out.logps, "entropies": out.entropies, "dhidden": hidden.grad, "dweight": weight.grad}
+    return {name: x.detach().double().numpy() for name, x in arrays.items()}
+
+
+def rows_of(case: Case, rows: slice | torch.Tensor) -> Case:
+    """Some sequences of a padded case."""
+    size = case.completion_ids.shape[0]
+
+    def part(x: Any) -> Any:
+        return x[rows] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == size else x
+
+    options = {name: part(value) if name != "lm_head_bias" else value for name, value in case.options.items()}
+    return Case(part(case.hidden_states), case.lm_head_weight, part(case.completion_ids), part(case.advantages),
+                part(case.completion_mask), options)  # fmt: skip
+
+
+def columns_of(case: Case, columns: slice) -> Case:
+    """Some positions of every sequence of a padded case."""
+    shape = case.completion_ids.shape
+
+    def part(x: Any) -> Any:
+        return x[:, columns] if isinstance(x, torch.Tensor) and x.shape[:2] == shape else x
+
+    options = {name: part(value) if name != "lm_head_bias" else value for name, value in case.options.items()}
+    return Case(part(case.hidden_states), case.lm_head_weight, part(case.completion_ids), part(case.advantages),
+                part(case.completion_mask), options)  # fmt: skip
+
+
+def token_loss(
+    rank: int, group: Any, case: Case, config: Any, impl: str, parts: list[slice], how: str, options: dict
+) -> dict:
+    """The loss with some of the sequences, or some positions of every sequence, on every rank."""
+    mine = columns_of(case, parts[rank]) if how == "split" else rows_of(case, parts[rank])
+    mine = pack(mine) if how == "packed" else mine
+    groups = ParallelGroups(tokens=group, split_sequences=how == "split")
+    with counting() as traffic:
+        result = mine.run(config, impl=impl, process_group=groups, **options)
+    return plain(result, traffic)
+
+
+def disagreeing(rank: int, group: Any, case: Case, configs: list, changes: list[dict]) -> str:
+    """The error that a rank sees when its call is not the others'."""
+    mine = of_vocabulary(case, slices([15, 14])[rank])
+    for name, value in changes[rank].items():
+        setattr(mine, name, value)
+    try:
+        mine.run(configs[rank], process_group=group)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def one_fails(rank: int, group: Any, case: Case) -> str:
+    """Rank 1 raises before its first collective; what becomes of rank 0, in a group that waits 5 seconds."""
+    import datetime
+
+    import torch.distributed as dist
+
+    short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5))
+    mine = of_vocabulary(case, slices([15, 14])[rank])
+    if rank == 1:
+        mine.completion_ids = mine.completion_ids.float()
+    try:
+        mine.run(GRPOLossConfig(), process_group=short)
+    except (RuntimeError, TypeError) as error:
+        return type(error).__name__
+    return "no error"
+
+
+def checkpointed_and_accumulated(rank: int, group: Any, case: Case, sizes: list[int]) -> dict:
+    """Two micro-batches through an activation-checkpointed call: dW adds up."""
+    from torch.utils.checkpoint import checkpoint
+
+    mine = of_vocabulary(case, slices(sizes)[rank])
+    weight = mine.lm_head_weight.detach().requires_grad_()
+    for part in (slice(0, 2), slice(2, 4)):
+        some = rows_of(mine, part)
+        hidden = some.hidden_states.detach().requires_grad_()
+
+        def loss(hidden: torch.Tensor, weight: torch.Tensor, some: Case = some) -> torch.Tensor:
+            return fused_linear_grpo_loss(
+                hidden, weight, some.completion_ids, some.advantages, some.completion_mask, process_group=group,
+                old_per_token_logps=some.options["old_per_token_logps"], num_items_in_batch=7.0,
+            ).loss  # fmt: skip
+
+        checkpoint(loss, hidden, weight, use_reentrant=False).backward()
+    return {"dweight": weight.grad.double().numpy()}
+
+
+def sharded(rank: int, group: Any, case: Case, tied: bool) -> dict:
+    """FSDP2: a small model whose head (and embedding, if tied) is sharded; gradients as FSDP2 gives them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = small_model(tied)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    some = rows_of(case, slice(2 * rank, 2 * rank + 2))
+    model(some).backward()
+    return {name: p.grad.full_tensor().double().numpy() for name, p in model.named_parameters()}
+
+
+def data_parallel(rank: int, group: Any, case: Case, tied: bool) -> dict:
+    """DDP on the same."""
+    model = torch.nn.parallel.DistributedDataParallel(small_model(tied), process_group=group)
+    some = rows_of(case, slice(2 * rank, 2 * rank + 2))
+    model(some).backward()
+    return {name.removeprefix("module."): p.grad.double().numpy() for name, p in model.named_parameters()}
+
+
+class SmallModel(torch.nn.Module):
+    """Embedding, one layer, and the fused loss of the head on it."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(29, 12)
+        self.layer = torch.nn.Linear(12, 12)
+        self.lm_head = torch.nn.Linear(12, 29, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, case: Case) -> torch.Tensor:
+        """The loss of a case, whose ids stand for its prompt too."""
+        hidden = self.layer(self.embedding(case.completion_ids)).tanh()
+        return fused_linear_grpo_loss(
+            hidden, self.lm_head.weight, case.completion_ids, case.advantages.float(), case.completion_mask,
+            config=GRPOLossConfig(loss_type="grpo"),
+        ).loss  # fmt: skip
+
+
+def small_model(tied: bool) -> SmallModel:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return SmallModel(tied)
+
+
+def sharded_weight(rank: int, group: Any, case: Case) -> dict:
+    """A head that is a DTensor when the loss gets it: outside of FSDP's forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(distribute_tensor(case.lm_head_weight, mesh, [Shard(0)]))
+    some = rows_of(case, slice(2 * rank, 2 * rank + 2))
+    out = fused_linear_grpo_loss(
+        some.hidden_states, weight, some.completion_ids, some.advantages, some.completion_mask,
+        config=GRPOLossConfig(loss_type="grpo"),
+    )  # fmt: skip
+    out.loss.backward()
+    return {"placements": str(weight.grad.placements), "dweight": weight.grad.full_tensor().double().numpy()}

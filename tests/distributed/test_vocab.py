@@ -1,0 +1,112 @@
+"""Slices of the vocabulary on 2 and 4 ranks: loss, scores, metrics and gradients of one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from distributed.jobs import slices, vocab_logprobs, vocab_loss
+from helpers import PRECISION, config_id, make_case, make_config
+
+from grpo_fused import fused_linear_logprobs
+
+ENGINES = ["chunked", "native", "triton"]
+CONFIGS = [
+    make_config("dapo", beta=0.1),
+    make_config("dapo", importance_sampling_level="sequence", beta=0.1, entropy_coef=0.05),
+    make_config("cispo", top_entropy_quantile=0.5, entropy_coef=0.1),
+    make_config("vespo"),
+    make_config("gmpo", beta=0.1),
+]
+OPTIONS = {"temperature": 0.7, "lm_head_bias": torch.linspace(-2, 2, 29, dtype=torch.float64), "logit_scale": 1.3}
+
+
+def close(got, want, tol: float, name: str) -> None:
+    want = np.asarray(want)
+    size = max(np.abs(want[np.isfinite(want)]).max(initial=0.0), 1e-3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tol * size, err_msg=name)
+
+
+def assert_is_one_process(results, want, sizes, tol) -> None:
+    parts = slices(sizes)
+    for rank, got in enumerate(results):
+        close(got["loss"], want.out.loss.detach().numpy(), tol, "loss")
+        close(got["logps"], want.out.per_token_logps.numpy(), tol, "logps")
+        close(got["dhidden"], want.dhidden.numpy(), tol, "dhidden")
+        close(got["dweight"], want.dweight[parts[rank]].numpy(), tol, f"dweight of rank {rank}")
+        if want.dbias is not None:
+            close(got["dbias"], want.dbias[parts[rank]].numpy(), tol, f"dbias of rank {rank}")
+        for name, value in want.out.metrics.items():
+            if name != "gradient_tokens":
+                close(got[name], value.double().numpy(), max(tol, 1e-6), name)
+    for got in results[1:]:  # ranks must take the same decisions: the same bits
+        assert np.array_equal(got["logps"], results[0]["logps"])
+        assert np.array_equal(got["loss"], results[0]["loss"])
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+@pytest.mark.parametrize("sizes", [[15, 14], [1, 3, 20, 5]], ids=str)
+def test_loss_is_that_of_one_process(sizes, config, impl, workers):
+    dtype, tol = PRECISION[impl]
+    case = make_case(1, **OPTIONS).to(dtype)
+    want = case.to(torch.float64).run(config, impl="reference")
+    assert_is_one_process(workers.run(vocab_loss, len(sizes), case, config, impl, sizes, {}), want, sizes, tol)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_several_chunks_and_no_compaction(impl, workers):
+    dtype, tol = PRECISION[impl]
+    case = make_case(2, **OPTIONS).to(dtype)
+    config, sizes = make_config("dapo", beta=0.1, entropy_coef=0.1), [20, 9]
+    want = case.to(torch.float64).run(config, impl="reference")
+    scratch = {"chunked": 9000, "native": 1500, "triton": 2500}[impl]
+    for options in ({"max_scratch_bytes": scratch}, {"compact": False}):
+        assert_is_one_process(workers.run(vocab_loss, 2, case, config, impl, sizes, options), want, sizes, tol)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_logprobs_are_those_of_one_process(impl, workers):
+    dtype, tol = PRECISION[impl]
+    case = make_case(3).to(dtype)
+    sizes = [10, 12, 7]
+    hidden, weight = case.hidden_states.double().requires_grad_(), case.lm_head_weight.double().requires_grad_()
+    out = fused_linear_logprobs(
+        hidden, weight, case.completion_ids, case.completion_mask, with_entropy=True, impl="reference"
+    )
+    (out.logps.sin().sum() + (out.entropies * 0.3).sum()).backward()
+    for rank, got in enumerate(workers.run(vocab_logprobs, 3, case, impl, sizes)):
+        close(got["logps"], out.logps.detach().numpy(), tol, "logps")
+        close(got["entropies"], out.entropies.detach().numpy(), tol, "entropies")
+        close(got["dhidden"], hidden.grad.numpy(), tol, "dhidden")
+        close(got["dweight"], weight.grad[slices(sizes)[rank]].numpy(), tol, "dweight")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(dtype, workers):
+    """dH is summed over the ranks in fp32."""
+    case = make_case(4, B=4, T=12, H=32, V=120, dtype=dtype, logit_std=3.0)
+    config, sizes = make_config("dapo"), [50, 70]
+    want = case.to(torch.float64).run(config, impl="reference")
+    eps = torch.finfo(dtype).eps
+    for rank, got in enumerate(workers.run(vocab_loss, 2, case, config, "auto", sizes, {})):
+        close(got["logps"], want.out.per_token_logps.numpy(), 1e-5, "logps")
+        for name, full in (("dhidden", want.dhidden), ("dweight", want.dweight[slices(sizes)[rank]])):
+            error = np.linalg.norm(got[name] - full.numpy()) / np.linalg.norm(full.numpy())
+            assert error <= 2 * eps, name
+
+
+def test_communication_is_counted(workers):
+    """4 numbers a scored token in one collective a chunk, H a token with a gradient, and a handshake."""
+    case = make_case(5).to(torch.float32)
+    for impl, scratch, chunks in (("native", None, 1), ("chunked", 3000, None)):
+        (got, _) = workers.run(vocab_loss, 2, case, make_config("dapo"), impl, [15, 14], {"max_scratch_bytes": scratch})
+        active = int(case.completion_mask.sum())
+        assert got["numbers"]["statistics"] == 4 * active
+        assert got["numbers"]["hidden gradient"] == 12 * int(got["gradient_tokens"])
+        assert got["calls"]["statistics"] == got["calls"]["hidden gradient"]
+        if chunks is not None:
+            assert got["calls"]["statistics"] == chunks
+        else:
+            assert got["calls"]["statistics"] > 1
+        assert set(got["numbers"]) == {"statistics", "hidden gradient", "agreement", "sizes"}
