@@ -171,6 +171,8 @@ setup(
         "grpo_fused",
         "grpo_fused.engines",
         "grpo_fused.heads",
+        "grpo_fused.integrations",
+        "grpo_fused.integrations.liger",
         "grpo_fused.kernels",
         "grpo_fused.rewards",
         "grpo_fused.trainer",

@@ -1,0 +1,1 @@
+"""Other libraries' programs on our kernels: `integrations.trl`, `integrations.liger`."""
