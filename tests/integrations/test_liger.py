@@ -128,8 +128,10 @@ def test_module(liger, loss_type, level, name):
         **OPTIONS[name],
     }
     theirs, ours = (module(**options, compiled=False, chunk_size=2) for module in (liger, FusedLinearGRPOLoss))
-    inputs = problem(1)
-    assert_same(run(ours, inputs, upstream=1.7), run(theirs, inputs, upstream=1.7), **TOL)
+    inputs = problem(4, B=6, drift=0.7)
+    want = run(theirs, inputs, upstream=1.7)
+    assert loss_type in ("sapo", "vespo") or want[1][-1] > 0  # something is clipped
+    assert_same(run(ours, inputs, upstream=1.7), want, **TOL)
     without = {**inputs, "old_per_token_logps": None}
     assert_same(run(ours, without), run(theirs, without), **TOL)
 
@@ -310,6 +312,15 @@ def test_delta_without_a_clip(liger):
         FusedLinearGRPOLoss(loss_type="cispo", delta=1.5)
 
 
+def test_vespo_ratios_of_masked_tokens(liger):
+    """They do not count; in Liger's product over a sequence they do."""
+    inputs = {**problem(2), "vllm_is_ratio": torch.rand(4, 7) + 0.5}
+    changed = dict(inputs, vllm_is_ratio=torch.where(inputs["attention_mask"] == 0, 1.7, inputs["vllm_is_ratio"]))
+    theirs, ours = (module(loss_type="vespo", compiled=False) for module in (liger, FusedLinearGRPOLoss))
+    assert run(ours, inputs)[0] == run(ours, changed)[0]
+    assert not torch.isclose(run(theirs, inputs)[0], run(theirs, changed)[0])
+
+
 @pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
 def test_sequence_level_that_liger_refuses(loss_type):
     inputs = problem(12)
@@ -419,6 +430,30 @@ def test_luspo_from_logits(liger_triton):
     assert_close(ours[0].double(), loss.sum(1).mean().detach(), **TOL)
     assert (gradient - leaf.grad).norm() / leaf.grad.norm() < 3e-5
     assert (their_gradient - leaf.grad).norm() / leaf.grad.norm() > 0.2
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_delta_within_the_clip_range(liger_triton, level):
+    """delta < c < 1 + eps_high, A < 0: min(delta A, c A) is c A, whose gradient Liger's kernel takes for clipped."""
+    inputs = logits_problem(3)
+    inputs["advantages"] = -inputs["advantages"].abs()
+    leaf = inputs["logits"].double().requires_grad_()
+    logp = (leaf[:, :-1] / 0.9).log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    mask, A = inputs["completion_mask"], inputs["advantages"].unsqueeze(1)
+    inputs["old_logp"] = (logp.detach() - 0.2).float()  # c = 1.22
+    log_ratio = logp - inputs["old_logp"]
+    if level == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    r = log_ratio.exp()
+    loss = (-torch.minimum(r.clamp(max=1.1) * A, r.clamp(0.8, 1.4) * A) * mask).sum() / mask.sum()
+    loss.backward()
+    options = {"delta": 1.1, "importance_sampling_level": level, "reduce": True, "beta": 0.0}
+    ours, gradient = run_logits(grpo_loss_from_logits, inputs, torch.tensor(1.0), **options)
+    theirs, their_gradient = run_logits(liger_triton, inputs, torch.tensor(1.0), **options)
+    assert_close(ours[0].double(), loss.detach(), **TOL)
+    assert_close(theirs[0].double(), loss.detach(), **TOL)
+    assert (gradient - leaf.grad).norm() / leaf.grad.norm() < 3e-5
+    assert their_gradient.norm() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -17,6 +17,7 @@ What differs from Liger, on purpose:
 - any number of tokens in a sequence; Liger's kernels stop at 65,535, CUDA's limit on that axis of a grid;
 - masked positions add nothing and get no gradient whatever they hold; log-ratios are clamped at +-20 before they are
   exponentiated, where Liger overflows to inf and NaN;
+- a bad token with a ratio between `delta` and 1 + `eps_high` keeps its gradient, which `triton_grpo_loss` drops;
 - vespo's `vllm_is_ratio` counts on active tokens only;
 - options that a loss type does not read raise when they are set, instead of being ignored; cispo, sapo and vespo work
   at `importance_sampling_level="sequence"`, too, which Liger refuses.

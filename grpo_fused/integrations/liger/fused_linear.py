@@ -49,8 +49,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         fused_linear_grpo_loss(_input, lin_weight, selected_token_ids, advantages, attention_mask, lm_head_bias=bias,
                                config=GRPOLossConfig(beta=0.04, use_bias_correction_kl=False), ...).loss
 
-    Source: liger-kernel 0.8.5, `liger_kernel/chunked_loss/grpo_loss.py`, for the interface; this page's specification
-    of the objectives is `GRPOLossConfig`.
+    Source: liger-kernel 0.8.5, `liger_kernel/chunked_loss/grpo_loss.py`, for the interface; the objectives are those
+    of `GRPOLossConfig`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0; see `importance_sampling_correction`.
             num_items_in_batch: What dapo, cispo and vespo divide by, over all processes: it is divided by their number
                 and counts as at least 1. The other loss types do not read it. By default the active tokens of the call,
-                averaged over processes where `torch.distributed` is initialised.
+                averaged over processes (a collective call) where `torch.distributed` is initialised.
 
         Returns:
             `(loss, metrics)`: a 0-d fp32 loss (fp64 for fp64 inputs), differentiable in `_input`, `lin_weight` and

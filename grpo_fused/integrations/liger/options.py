@@ -45,7 +45,7 @@ def as_config(
     read: dict[str, Any] = {"loss_type": loss_type, "importance_sampling_level": importance_sampling_level}
     for name, value in options.items():
         ours = _OUR_NAMES.get(name, name)
-        if name in defaults and (value is None) != (defaults[name] is None) and value is None:
+        if value is None and defaults.get(name) is not None:
             raise ValueError(f"{name} must be a number; got None")
         if ours.startswith(("epsilon", "sapo")) and not value > 0:
             raise ValueError(f"{name} must be > 0; got {value}")
