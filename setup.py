@@ -173,6 +173,7 @@ setup(
         "grpo_fused.heads",
         "grpo_fused.integrations",
         "grpo_fused.integrations.liger",
+        "grpo_fused.integrations.trl",
         "grpo_fused.kernels",
         "grpo_fused.rewards",
         "grpo_fused.trainer",

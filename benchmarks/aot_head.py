@@ -90,7 +90,7 @@ def _tables() -> dict[str, Any]:
         "bf16": head_configs.HEAD_CONFIGS,
         "fp32": head_configs.FP32_CONFIGS,
         "bf16-unaligned": head_configs.UNALIGNED_CONFIGS,
-        "fp32-unaligned": head_configs.UNALIGNED_CONFIGS,
+        "fp32-unaligned": head_configs.FP32_UNALIGNED_CONFIGS,
     }
 
 
@@ -130,7 +130,10 @@ def _compile_small(variant: Variant) -> Any:
     flags = {"HAS_TEMPERATURES": True, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_DENTROPY": full, "E_SCALE": 1.0,
              "WITH_ENTROPY": True, "EVEN_K": variant.even, "UPCAST": False}  # fmt: skip
     if variant.mode == "finish":
-        kernel, small = head.finish_scores_fwd_kernel, finish_config(device)
+        kernel, small = (
+            head.finish_scores_fwd_kernel,
+            finish_config(device, torch.float32 if variant.dtype == "fp32" else torch.bfloat16),
+        )
         flags |= {"BLOCK_N": small.block_n, "BLOCK_K": config.block_k}
     else:
         kernel, small = head.exponentials_bwd_kernel, pass_config(device, config.block_v)

@@ -100,14 +100,13 @@ HEAD_CONFIGS: dict[str, HeadTable] = {
 }
 """bf16 and fp16, by architecture."""
 
-_UNALIGNED = _same(HeadConfig(64, 64, 32, num_warps=8, num_stages=3, store_stages=3))
+_UNALIGNED = _same(HeadConfig(64, 32, 32, num_warps=8, num_stages=3, store_stages=3))
 
 UNALIGNED_CONFIGS: dict[str, HeadTable] = {
-    # rows that do not start at 16 bytes (H no multiple of 8): loads are narrow, and larger tiles spill
     **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"), _UNALIGNED),
     "gfx942": _same(HeadConfig(64, 64, 32, num_warps=4, num_stages=2, store_stages=2)),
 }
-"""Any dtype, by architecture."""
+"""bf16 and fp16 whose rows do not start at 16 bytes (H no multiple of 8): loads are narrow, and larger tiles spill."""
 
 _FP32 = _same(HeadConfig(64, 32, 32, num_warps=8, num_stages=3, store_stages=3))
 
@@ -116,6 +115,13 @@ FP32_CONFIGS: dict[str, HeadTable] = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"), _FP32),
     "gfx942": _same(HeadConfig(64, 64, 32, num_warps=4, num_stages=2, store_stages=2)),
     "interpreter": HEAD_CONFIGS["interpreter"],
+}
+
+_FP32_UNALIGNED = _same(HeadConfig(32, 32, 32, num_warps=8, num_stages=2, store_stages=2))
+
+FP32_UNALIGNED_CONFIGS: dict[str, HeadTable] = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"), _FP32_UNALIGNED),
+    "gfx942": _same(HeadConfig(64, 64, 32, num_warps=4, num_stages=2, store_stages=2)),
 }
 
 CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
@@ -136,10 +142,10 @@ def head_config(
 ) -> HeadConfig:
     """The configuration for a head [V, H]: scores, or dlogits (`gradient`); `aligned` as `is_aligned` unless given."""
     arch = architecture(weight.device)
+    wide = weight.dtype == torch.float32
+    table = (FP32_CONFIGS if wide else HEAD_CONFIGS)[arch]
     if not (is_aligned(weight) if aligned is None else aligned):
-        table = UNALIGNED_CONFIGS.get(arch, HEAD_CONFIGS[arch])
-    else:
-        table = (FP32_CONFIGS if weight.dtype == torch.float32 else HEAD_CONFIGS)[arch]
+        table = (FP32_UNALIGNED_CONFIGS if wide else UNALIGNED_CONFIGS).get(arch, table)
     if gradient:
         return table.gradient
     return table.plain if transform.bias is None and transform.softcap is None else table.capped
@@ -158,9 +164,11 @@ class FinishConfig(NamedTuple):
     num_warps: int
 
 
-def finish_config(device: torch.device) -> FinishConfig:
-    """64 tokens a program: the smallest tile of a Hopper product, 128 programs for 8192 tokens."""
-    return FinishConfig(16, 1) if device.type == "cpu" else FinishConfig(64, 8)
+def finish_config(device: torch.device, dtype: torch.dtype) -> FinishConfig:
+    """64 tokens a program, the smallest tile of a Hopper product: 128 programs for 8192 tokens; fp32 would spill."""
+    if device.type == "cpu":
+        return FinishConfig(16, 1)
+    return FinishConfig(32, 4) if dtype == torch.float32 else FinishConfig(64, 8)
 
 
 class PassConfig(NamedTuple):

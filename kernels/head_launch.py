@@ -103,7 +103,7 @@ def head_scores(
             max_ptr=part_max, total_ptr=part_total, moment_ptr=part_moment, offset_ptr=offsets,
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
-        finish = finish_config(hidden.device)
+        finish = finish_config(hidden.device, hidden.dtype)
         number, temperatures = _temperature(transform)
         finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
             hidden, weight, transform.bias, targets, temperatures, part_max, part_total, part_moment, stats.max,

@@ -132,7 +132,7 @@ class _Call:
         # rows of the weight may be apart, their elements not
         adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
         self.arguments = (
-            head.operand(tokens.hidden_rows(rows)).contiguous(),
+            head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
             head.weight if adjacent else head.weight.contiguous(),
             None if head.bias is None else head.bias.to(torch.float32).contiguous(),
             tokens.target_rows(rows),
@@ -181,7 +181,7 @@ class _Plan(NamedTuple):
     def of(cls, head: Head, count: int, kept: Tensor, budget: int) -> _Plan:
         """What operands, partial results and the threads' blocks leave of the budget holds exponentials."""
         vocab, width = head.weight.shape
-        block_rows, item = _native.head_plan(vocab, width, head.compute_dtype)
+        block_rows, item = _native.head_plan(vocab, width, _product_dtype(head))
         threads = torch.get_num_threads()
         lanes = _native.LANES
         panels = -(-count // lanes)
@@ -208,6 +208,11 @@ class _Plan(NamedTuple):
         return cls(superblock, spill * lanes * vocab * item)
 
 
+def _product_dtype(head: Head) -> torch.dtype:
+    """A softcap's slope comes from kept exponentials, and does not survive their rounding to bf16 where it is flat."""
+    return head.compute_dtype if head.softcap is None else torch.float32
+
+
 def _default_scratch() -> int:
     return max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
 
@@ -217,7 +222,7 @@ def _parts(head: Head, chunks: list[slice], coefficients: Coefficients, needs: N
     whole = isinstance(coefficients, TokenObjective) and coefficients.config.needs_sequence
     if needs.weight or whole:
         return chunks
-    item = _native.head_plan(head.vocab_size, head.weight.shape[1], head.compute_dtype)[1]
+    item = _native.head_plan(head.vocab_size, head.weight.shape[1], _product_dtype(head))[1]
     rows = max(budget // 2 // (_native.LANES * head.vocab_size * item), 1) * _native.LANES
     return [
         slice(start, min(start + rows, chunk.stop))

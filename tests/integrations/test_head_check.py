@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from grpo_fused import capture_head_input, check_head, head_hidden_states, lm_head_inputs
+from grpo_fused import (
+    LogprobOutput,
+    capture_head_input,
+    check_head,
+    fused_linear_logprobs,
+    head_hidden_states,
+    lm_head_inputs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
 
@@ -128,6 +136,38 @@ def test_a_head_module_that_computes_something_else_is_refused() -> None:
         lm_head_inputs(model)
 
 
+def test_directions_that_no_state_takes_are_checked_too() -> None:
+    """Half of the rows are random: eight tokens span little of what training will reach."""
+
+    class Crooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 5 * x[..., :1] * torch.linspace(0, 1, 40)
+
+    model = LinearLM()
+    model.lm_head = Crooked(16, 40, bias=False)
+    with torch.no_grad():
+        model.table.weight[:, 0] = 0.0
+    with pytest.raises(ValueError, match="its head module itself differs"):
+        lm_head_inputs(model)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_states_that_say_nothing_are_replaced(value: float) -> None:
+    model = LinearLM()
+    torch.nn.init.constant_(model.table.weight, value)
+    assert check_head(model).logit_scale == 1.0
+
+
+def test_the_fused_function_itself_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(*args: Any, **kwargs: Any) -> LogprobOutput:
+        out = fused_linear_logprobs(*args, **kwargs)
+        return out._replace(logps=out.logps - 1e-3)
+
+    monkeypatch.setattr("grpo_fused.heads.check.fused_linear_logprobs", off)
+    with pytest.raises(ValueError, match=r"fused log-probs differ .* by 0\.001"):
+        check_head(LinearLM())
+
+
 def test_a_field_that_the_model_does_not_read_is_not_believed() -> None:
     model = build("qwen2")
     model.config.final_logit_softcapping = 5.0
@@ -221,6 +261,22 @@ def test_the_model_is_left_as_it_was(way_out: str) -> None:
     assert Snapshot(model) == before
 
 
+def test_statistics_of_training_are_not_touched() -> None:
+    class Normalised(LinearLM):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+
+        def forward(self, input_ids: Tensor) -> Any:
+            self.norm(self.table(input_ids).flatten(0, 1))
+            return super().forward(input_ids)
+
+    model = Normalised().train()
+    before = Snapshot(model)
+    check_head(model)
+    assert Snapshot(model) == before
+
+
 def test_the_check_runs_once() -> None:
     model = LinearLM()
     model.config = SimpleNamespace(final_logit_softcapping=None)
@@ -252,13 +308,31 @@ def test_a_model_that_needs_other_inputs() -> None:
     assert lm_head_inputs(model)["lm_head_weight"] is model.lm_head.weight
 
 
-def test_wrappers_are_looked_through() -> None:
+def test_a_compiled_model() -> None:
+    """Captured inputs and logits in turn: the placeholder must not be compiled into the model."""
     model, ids = build("gemma2"), token_ids()
-    want = fused(model, ids)
-    wrapped = nn.DataParallel(model)  # without a GPU it calls its module
-    torch.testing.assert_close(fused(wrapped, ids), want, rtol=0, atol=0)
-    compiled = torch.compile(model, backend="eager")
-    assert lm_head_inputs(compiled)["softcap"] == 20.0
+    with torch.no_grad():
+        want, logits = fused(model, ids), model(input_ids=ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(fused(compiled, ids), want, rtol=0, atol=0)
+            torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, logits)
+    assert check_head(compiled).softcap == 20.0
+
+
+def test_a_data_parallel_model(tmp_path: Path) -> None:
+    model, alone, ids = build("gemma2"), build("gemma2"), token_ids()
+    torch.testing.assert_close(fused(nn.DataParallel(model), ids), fused(alone, ids), rtol=0, atol=0)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            fused(parallel, ids).sum().backward()
+            fused(alone, ids).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
 
 
 def test_the_check_is_in_fp32_under_autocast_and_fast_products() -> None:

@@ -44,6 +44,16 @@ def test_log_probs_are_the_models_own(name: str) -> None:
     assert_right(model)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "hyperclovax", "falcon_h1", "inkling2_text"])
+def test_the_config_at_its_word(name: str) -> None:
+    """Without the check, fields have their usual meaning, which depends on the model for logits_scaling."""
+    model = build(name)
+    unchecked, checked = lm_head_inputs(model, check=False), lm_head_inputs(model)
+    for key in ("logit_scale", "softcap"):
+        assert unchecked[key] == checked[key]
+    assert unchecked["lm_head_weight"].shape == checked["lm_head_weight"].shape
+
+
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "recurrent_gemma", "falcon_h1", "phi"])
 def test_the_cases_can_fail(name: str) -> None:
     """Without the scale, cap or bias that was found, the same comparison fails by nats."""
@@ -64,7 +74,7 @@ def test_the_cases_can_fail(name: str) -> None:
         ("gemma3", {"final_logit_softcapping": 22.0}, (1.0, None)),  # the field is there, and this class does not cap
         ("qwen3_vl", {}, (1.0, None)),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["muse_glimmer", "hyperclovax_vision_v2", "gemma3", "qwen3_vl"],
 )
 def test_nested_configs(name: str, text: dict[str, float], expected: tuple[float, float | None]) -> None:
     model = build_vision(name, **text)

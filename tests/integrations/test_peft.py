@@ -103,9 +103,12 @@ def test_gradients_reach_the_adapter_and_not_the_frozen_weight() -> None:
         torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4 * float(want[name].abs().max()))
 
 
-def test_a_bf16_model_does_not_round_the_adapter_away() -> None:
-    """Adapters of fp32 over bf16, as peft makes them: W + s B A in bf16 would round both."""
+@pytest.mark.parametrize("widen", [True, False], ids=["fp32-adapter", "bf16-adapter"])
+def test_a_bf16_model_does_not_round_the_adapter_away(widen: bool) -> None:
+    """Adapters of fp32 over bf16, as peft makes them, or of bf16: W + s B A in bf16 would round both."""
     model, ids = adapted(dtype=torch.bfloat16), token_ids()
+    if not widen:
+        model.bfloat16()
     layer = model.get_output_embeddings()
     inputs = lm_head_inputs(model)
     assert (inputs["lm_head_weight"].dtype, layer.base_layer.weight.dtype) == (torch.float32, torch.bfloat16)

@@ -11,7 +11,14 @@ from helpers import frobenius_error, make_case, make_config
 pytest.importorskip("triton")
 
 from grpo_fused.kernels import head_configs
-from grpo_fused.kernels.head_configs import CANDIDATES, FP32_CONFIGS, HEAD_CONFIGS, UNALIGNED_CONFIGS, HeadConfig
+from grpo_fused.kernels.head_configs import (
+    CANDIDATES,
+    FP32_CONFIGS,
+    FP32_UNALIGNED_CONFIGS,
+    HEAD_CONFIGS,
+    UNALIGNED_CONFIGS,
+    HeadConfig,
+)
 from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
 from grpo_fused.kernels.launch import RowStatistics, RowTransform
 
@@ -226,7 +233,12 @@ def test_weights_that_a_descriptor_cannot_describe():
 
 def test_splits_cover_every_head():
     """Tiles are covered once, whatever V and H; a token's partial statistics stay small; N has no say."""
-    tables = [*HEAD_CONFIGS.values(), *UNALIGNED_CONFIGS.values(), *FP32_CONFIGS.values()]
+    tables = [
+        *HEAD_CONFIGS.values(),
+        *UNALIGNED_CONFIGS.values(),
+        *FP32_UNALIGNED_CONFIGS.values(),
+        *FP32_CONFIGS.values(),
+    ]
     configs = {config for table in tables for config in table} | {c for cs in CANDIDATES.values() for c in cs}
     for config in configs:
         for V, H in ((1, 1), (29, 12), (32000, 2048), (151936, 896), (262208, 4096), (50304, 768)):

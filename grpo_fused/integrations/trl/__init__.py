@@ -1,0 +1,53 @@
+"""TRL on our kernels: one line, and the same losses, metrics and weights.
+
+    from grpo_fused.integrations.trl import patch_trl
+    patch_trl()                       # GRPO, RLOO, DPO, KTO and SFT trainers score tokens by `fused_linear_logprobs`
+
+    from grpo_fused.integrations.trl import FusedGRPOTrainer
+    trainer = FusedGRPOTrainer(...)   # in place of GRPOTrainer: loss and gradients in one pass over the head
+
+Releases of TRL whose fused head is known: see `SUPPORTED`. Importing this with another one raises.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+SUPPORTED = {
+    "1.15": "trl.trainer.utils._ChunkedLogProbFunction; without Triton TRL itself has none there, ours runs",
+    "1.16": "trl.trainer.utils._ChunkedLogProbFunction",
+}
+"""Release (all patch releases of it) to what of it is replaced."""
+
+
+def check_version(installed: str | None) -> None:
+    """Raise `ImportError` unless the fused head of this TRL release is known."""
+    known = ", ".join(f"{release}.*" for release in SUPPORTED)
+    if installed is None:
+        raise ImportError(f"grpo_fused.integrations.trl needs trl ({known}); it is not installed")
+    if ".".join(installed.split(".")[:2]) not in SUPPORTED:
+        raise ImportError(f"grpo_fused.integrations.trl knows the fused head of trl {known}; found trl {installed}")
+
+
+def _installed() -> str | None:
+    try:
+        return version("trl")
+    except PackageNotFoundError:
+        return None
+
+
+check_version(_installed())
+
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, patch_trl, unpatch_trl, use_fused_head  # noqa: E402
+from grpo_fused.integrations.trl.trainer import FusedGMPOTrainer, FusedGRPOTrainer  # noqa: E402
+
+__all__ = [
+    "SUPPORTED",
+    "FusedGMPOTrainer",
+    "FusedGRPOTrainer",
+    "FusedLogProbFunction",
+    "check_version",
+    "patch_trl",
+    "unpatch_trl",
+    "use_fused_head",
+]

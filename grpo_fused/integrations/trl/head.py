@@ -1,0 +1,219 @@
+"""TRL's fused head replaced: same arguments, same five results, our kernels.
+
+TRL's trainers all score tokens through `trl.trainer.utils._ChunkedLogProbFunction.apply`, which they look up at every
+call. Putting `FusedLogProbFunction` there switches every trainer at once, also those that exist already.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fused import engines
+from grpo_fused.autograd import HeadCall
+from grpo_fused.functional import _compute_dtype
+from grpo_fused.heads import head_hidden_states, lm_head_inputs
+from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
+from grpo_fused.integrations.trl.statistics import extra_statistics
+
+OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_TRAINERS = ("grpo_trainer", "rloo_trainer", "dpo_trainer", "kto_trainer", "sft_trainer")
+
+
+class FusedLogProbFunction:
+    """Stands for `trl.kernels.ChunkedLogProbFunction`: arguments, results and differentiability are its."""
+
+    impl: engines.Impl = "auto"
+    max_scratch_bytes: int | None = None
+
+    @classmethod
+    def apply(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Per-token log-probs and what else is asked for, each `[N]` fp32.
+
+        Args:
+            hidden: [N, H]
+            weight: [V, H]
+            bias: [V] or None
+            targets: [N] int64
+            temperature: what the logits are divided by
+            chunk_size: TRL's width of a tile; ours have their own
+            final_logit_softcapping: softcap, applied after the scale and before the temperature
+            logit_scale: what the logits are multiplied by
+            outputs: among `OPTIONAL_OUTPUTS`
+
+        Returns:
+            log-probs; entropy (differentiable too); log sum of squared probabilities, mean of the logits after scale,
+            cap and temperature, and whether the target is the first maximum, which take one more head product if asked
+            for. None for what is not.
+        """
+        compute = _compute_dtype(hidden, weight)
+        call = HeadCall(
+            temperatures=None,
+            temperature=float(temperature),
+            logit_scale=float(logit_scale),
+            softcap=final_logit_softcapping,
+            impl=engines.choose(cls.impl, hidden.device, compute),
+            compute_dtype=compute,
+            max_scratch_bytes=cls.max_scratch_bytes,
+            compact=True,
+        )
+        logps, entropies = PredictedLogprobs.apply(
+            hidden, weight, bias, targets, call, "entropy" in outputs, current_prediction()
+        )
+        extras = extra_statistics(
+            hidden, weight, bias, targets, call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs]
+        )
+        return (
+            logps,
+            entropies if "entropy" in outputs else None,
+            extras.get("log_sum_sq_probs"),
+            extras.get("mean_logits"),
+            extras.get("is_top1"),
+        )
+
+
+_lock = threading.RLock()
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
+    """Score tokens by our kernels in every trainer of TRL, until `unpatch_trl`; more often is once.
+
+    Trainers made from now on also check, at construction, that the head which TRL reads off the model's configuration
+    is the model's (`RuntimeError` if not: TRL would be silently wrong).
+
+    Args:
+        head: `FusedLogProbFunction`, or a subclass with another `impl` or `max_scratch_bytes`.
+    """
+    with _lock:
+        if not _replaced:
+            _put(head)
+
+
+def unpatch_trl() -> None:
+    """Put TRL's own head back; does nothing where it is there."""
+    with _lock:
+        while _replaced:
+            module, name, value = _replaced.pop()
+            setattr(module, name, value)
+
+
+@contextmanager
+def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> Iterator[None]:
+    """`patch_trl` for a block, after which TRL is as it was: `with use_fused_head(): trainer.train()`."""
+    from trl.trainer import utils
+
+    with _lock:
+        already = bool(_replaced)
+        if already:
+            before, utils._ChunkedLogProbFunction = utils._ChunkedLogProbFunction, head
+        else:
+            _put(head)
+    try:
+        yield
+    finally:
+        with _lock:
+            if already:
+                utils._ChunkedLogProbFunction = before
+            else:
+                unpatch_trl()
+
+
+def _put(head: type[FusedLogProbFunction]) -> None:
+    from trl.trainer import utils
+
+    checked = _checking(utils.add_fused_lm_head)
+    replacements = [(utils, "_ChunkedLogProbFunction", head), (utils, "add_fused_lm_head", checked)]
+    replacements += [
+        (importlib.import_module(f"trl.trainer.{name}"), "add_fused_lm_head", checked) for name in _TRAINERS
+    ]
+    for module, name, value in replacements:
+        _replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+
+
+def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
+    def add_checked_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+        check_trl_reads_the_head(model)
+        add_fused_lm_head(model, *args, **kwargs)
+
+    return add_checked_fused_lm_head
+
+
+@torch.no_grad()
+def check_trl_reads_the_head(model: Any) -> None:
+    """Raise unless what TRL makes of a model's configuration is the model's own head.
+
+    Raises:
+        RuntimeError: TRL takes another scale or softcap, other hidden states, or more rows of the weight than the model
+            does. TRL 1.16 does so without a word (recurrent_gemma, modernbert-decoder, Inkling: off by several nats).
+        ValueError: The head is none that the fused form can express, see `grpo_fused.check_head`.
+    """
+    head = lm_head_inputs(model)
+    name = type(model).__name__
+    for field, value in trl_head(model).items():
+        if value != head[field]:  # type: ignore[literal-required]
+            raise RuntimeError(
+                f"TRL's fused head takes {field}={value} for {name}, whose own head has {head[field]}: "  # type: ignore[literal-required]
+                "its log-probs would be wrong"
+            )
+    module: Any = output_head(model)
+    if hasattr(module, "base_layer") and not module.merged:
+        raise RuntimeError(
+            f"TRL's fused head multiplies by the weight under the adapter on the head of {name}, and would never train "
+            "the adapter: leave the head out of target_modules"
+        )
+    rows = module.weight.shape[0]
+    if rows != head["lm_head_weight"].shape[0]:
+        raise RuntimeError(
+            f"TRL's fused head takes all {rows} rows of the head of {name}, which has "
+            f"{head['lm_head_weight'].shape[0]} logits: its log-probs would be wrong"
+        )
+    base: Any = unwrap(model)
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    ids = torch.arange(1, 5, device=head["lm_head_weight"].device).remainder(rows).unsqueeze(0)
+    training = base.training
+    base.eval()
+    try:
+        backbone = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        own = head_hidden_states(base, ids)
+    finally:
+        base.train(training)
+    if own.shape != backbone.shape or not torch.allclose(own, backbone, rtol=1e-3, atol=1e-3):
+        raise RuntimeError(
+            f"TRL's fused head takes the backbone's last hidden states, and {name} does something to them before its "
+            "head: its log-probs would be wrong"
+        )
+
+
+def trl_head(model: Any) -> dict[str, float | None]:
+    """(logit_scale, softcap) as TRL reads them off a model's configuration."""
+    config = model.config.get_text_config()
+    scale = next(
+        (value for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")
+         if (value := getattr(config, name, None)) is not None), None,
+    )  # fmt: skip
+    if scale is None and getattr(config, "logits_scaling", None) is not None:
+        scale = config.logits_scaling if config.model_type == "hyperclovax" else 1 / config.logits_scaling
+    return {
+        "logit_scale": 1.0 if scale is None else float(scale),
+        "softcap": getattr(config, "final_logit_softcapping", None),
+    }

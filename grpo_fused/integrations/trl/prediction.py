@@ -1,0 +1,224 @@
+"""Log-probs whose gradient has been made before anybody asked for it.
+
+A trainer's loss formula stands between the log-probs and their gradient, so an autograd function that returns log-probs
+must recompute the head product in its backward: four products. But what the formula is going to do is known from the
+trainer's options. `PredictedLogprobs` therefore makes the gradients of the predicted loss in its forward, in one pass
+over the head (three products), and remembers the predicted coefficients g* = dL*/dlogp. When the real coefficients g
+arrive and are a multiple of g*, so are the gradients. Where they are not, nothing is lost but time: the gradients are
+made from g. The host's formula stays in force, with its metrics, its accumulation and its parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from grpo_fused import _ops
+from grpo_fused.autograd import HeadCall
+from grpo_fused.config import GRPOLossConfig
+
+TOLERANCE = 5e-6
+"""|g - a g*| up to this share of max |g| is rounding: both are fp32 evaluations of one formula."""
+
+
+@dataclass
+class Counts:
+    """How often predictions came true."""
+
+    fused: int = 0
+    recomputed: int = 0
+
+
+@dataclass
+class Prediction:
+    """The loss that a trainer is about to compute from the log-probs of a batch of completions."""
+
+    config: GRPOLossConfig
+    completion_mask: Tensor
+    """[B, T]: the positions that are scored"""
+    loss_mask: Tensor
+    """[B, T]: those that count in the loss"""
+    tensors: dict[str, Tensor | None]
+    """keyword arguments of the loss operators: advantages, old_per_token_logps and so on, [B], [B, 1] or [B, T]"""
+    counts: Counts = field(default_factory=Counts)
+
+    def packed(self, num_rows: int, device: torch.device) -> _Packed | None:
+        """The same for `num_rows` rows of hidden states; None where rows cannot be told."""
+        mask = self.completion_mask.to(device) != 0
+        batch, length = mask.shape
+        count = int(mask.sum())
+        if num_rows == count:  # TRL's compact form: scored positions only
+            rows = torch.arange(count, device=device)
+        elif batch and num_rows % batch == 0 and num_rows // batch >= length:  # every position, completions last
+            width = num_rows // batch
+            grid = torch.arange(num_rows, device=device).view(batch, width)[:, width - length :]
+            rows = grid[mask]
+        else:
+            return None
+        if count in (0, batch):
+            return None  # nothing to gain; and one value for each sequence would look like one for each token
+        lengths = mask.sum(1)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
+        loss_mask = self.loss_mask.to(device)[mask] != 0
+        return _Packed(rows, {**tensors, "completion_mask": loss_mask, "cu_seqlens": offsets})
+
+    @staticmethod
+    def _pack(x: Tensor, mask: Tensor) -> Tensor:
+        if x.dim() == 0:
+            return x
+        if x.dim() == 1 or (x.shape[1] == 1 and mask.shape[1] != 1):
+            return x.reshape(-1, 1)  # one for each sequence
+        return x.detach()[mask]
+
+
+class _Packed(NamedTuple):
+    rows: Tensor
+    tensors: dict[str, Tensor | None]
+
+
+_prediction: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction", default=None)
+
+
+def current_prediction() -> Prediction | None:
+    """What the loss that is being computed is going to do, if it has been announced."""
+    return _prediction.get()
+
+
+@contextlib.contextmanager
+def predict(prediction: Prediction | None) -> Iterator[None]:
+    """Announce the loss that will be computed from the log-probs asked for in this block."""
+    token = _prediction.set(prediction)
+    try:
+        yield
+    finally:
+        _prediction.reset(token)
+
+
+class PredictedLogprobs(torch.autograd.Function):
+    """(logps, entropies) of [N, H] hidden states; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        call: HeadCall,
+        with_entropy: bool,
+        prediction: Prediction | None,
+    ) -> Any:
+        ctx.call, ctx.with_entropy, ctx.prediction = call, with_entropy, prediction
+        ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad[:3]
+        packed = prediction.packed(hidden.shape[0], hidden.device) if prediction is not None and any(needs) else None
+        if prediction is None or packed is None:
+            logps, entropies, maxima, log_sums = _ops.linear_logprobs(
+                hidden, weight, bias, targets, None, *call, with_entropy
+            )
+            ctx.prediction = None
+            ctx.save_for_backward(hidden, weight, bias, targets, logps, entropies, maxima, log_sums)
+        else:
+            logps, entropies, *predicted = _predicted(hidden, weight, bias, targets, call, needs, prediction, packed)
+            ctx.save_for_backward(hidden, weight, bias, targets, packed.rows, *predicted)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logps, entropies
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
+        if not ctx.with_entropy:
+            dentropies = None
+        if dlogps is None and dentropies is None:
+            return (None,) * 7
+        needs = ctx.needs_input_grad[:3]
+        hidden, weight, bias, targets, *saved = ctx.saved_tensors
+        if ctx.prediction is None:
+            logps, entropies, maxima, log_sums = saved
+            scores = (logps, entropies if ctx.with_entropy else None, maxima, log_sums)
+        else:
+            rows, gstar, hstar, dhidden, dweight, dbias = saved
+            scale = _multiple(dlogps, dentropies, rows, gstar, hstar)
+            if scale is not None:
+                ctx.prediction.counts.fused += 1
+                full = torch.zeros_like(hidden)
+                if needs[0]:
+                    full[rows] = (dhidden * scale).to(hidden.dtype)
+                return (
+                    full if needs[0] else None,
+                    (dweight * scale).to(weight.dtype) if needs[1] else None,
+                    (dbias * scale).to(bias.dtype) if needs[2] else None,
+                    *(None,) * 4,
+                )
+            ctx.prediction.counts.recomputed += 1
+            scores = (None, None, None, None)
+        with _gathered(weight, bias):
+            dhidden, dweight, dbias = _ops.linear_logprobs_backward(
+                dlogps, dentropies, *scores, hidden, weight, bias, targets, None, *ctx.call, *needs
+            )
+        return (
+            dhidden.to(hidden.dtype) if needs[0] else None,
+            dweight.to(weight.dtype) if needs[1] else None,
+            dbias.to(bias.dtype) if needs[2] else None,
+            *(None,) * 4,
+        )
+
+
+def _predicted(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    call: HeadCall,
+    needs: tuple[bool, bool, bool],
+    prediction: Prediction,
+    packed: _Packed,
+) -> tuple[Tensor, ...]:
+    """(logps, entropies) of all rows, 0 where not scored, then g* for log-probs and entropies, dH, dW and db."""
+    config = prediction.config.encoded
+    rows = packed.rows
+    _loss, logps, entropies, _metrics, dhidden, dweight, dbias = _ops.linear_grpo_loss(
+        hidden[rows], weight, bias, targets[rows], **packed.tensors, **call._asdict(), config=config,
+        with_metrics=True, need_hidden=needs[0], need_weight=needs[1], need_bias=needs[2],
+    )  # fmt: skip
+    _loss, _logps, _entropies, _metrics, gstar, hstar = _ops.grpo_objective(
+        logps, entropies.nan_to_num(), **packed.tensors, config=config
+    )
+    out = logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, logps)
+    entropy_out = torch.zeros_like(out).index_copy_(0, rows, entropies)
+    return out, entropy_out, gstar, hstar, dhidden, dweight, dbias
+
+
+def _multiple(
+    dlogps: Tensor | None, dentropies: Tensor | None, rows: Tensor, gstar: Tensor, hstar: Tensor
+) -> Tensor | None:
+    """a with (g, h) = a (g*, h*), or None where there is none. Looks at the values: one synchronisation."""
+    size = rows.shape[0]
+    g = gstar.new_zeros(size) if dlogps is None else dlogps[rows].to(gstar.dtype)
+    h = gstar.new_zeros(size) if dentropies is None else dentropies[rows].to(gstar.dtype)
+    got = torch.cat([g, h])
+    want = torch.cat([gstar, hstar if hstar.shape == gstar.shape else torch.zeros_like(gstar)])
+    square = want.square().sum()
+    scale = torch.where(square > 0, (got * want).sum() / square, 0.0)
+    off = (got - scale * want).abs().max()
+    asked = [x.abs().sum() for x in (dlogps, dentropies) if x is not None]
+    elsewhere = sum(asked) > got.abs().sum() * (1 + 1e-4)  # a gradient at positions that were not predicted
+    return scale if bool((off <= TOLERANCE * got.abs().max()) & ~elsewhere) else None
+
+
+@contextlib.contextmanager
+def _gathered(weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+    """The whole head under DeepSpeed ZeRO-3, as TRL does in its own backward."""
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+    with maybe_gather_lm_head_ctx(weight, bias):
+        yield

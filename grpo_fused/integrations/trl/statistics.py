@@ -1,0 +1,53 @@
+"""Statistics of the softmax that TRL logs for some of its trainers, none of them differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_fused.autograd import HeadCall
+from grpo_fused.engines.head import Head, ieee_products
+from grpo_fused.engines.rows import Transform
+from grpo_fused.engines.scratch import scratch_budget
+
+_TEMPORARIES = 3  # z, its exponentials, and what is made of them
+
+
+@torch.no_grad()
+def extra_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: HeadCall, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Each of `names` as [N]: `log_sum_sq_probs`, `mean_logits` (fp32) and `is_top1` (bool); one head product.
+
+    With z the logits after scale, cap and temperature and p their softmax: log sum_j p_j^2; the mean of z_j; and
+    whether the target is the first j where z_j is largest.
+    """
+    if not names:
+        return {}
+    wide = None if bias is None else bias.float()
+    head = Head(weight, wide, call.logit_scale, call.softcap, call.compute_dtype)
+    transform = Transform(wide, call.logit_scale, call.softcap, call.temperature)
+    budget = scratch_budget(hidden.device, call.max_scratch_bytes)
+    rows = max(budget // (4 * _TEMPORARIES * max(weight.shape[0], 1)), 1)
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    with torch.autocast(hidden.device.type, enabled=False), ieee_products():
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            block = head.operand(hidden[part])
+            z = torch.empty((block.shape[0], weight.shape[0]), dtype=head.statistics_dtype, device=hidden.device)
+            head.logits_into(z, block)
+            transform.apply_(z)
+            if "mean_logits" in parts:
+                parts["mean_logits"].append(z.mean(1))
+            if "is_top1" in parts:
+                parts["is_top1"].append(z.argmax(1) == targets[part])
+            if "log_sum_sq_probs" in parts:
+                e = z.sub_(z.amax(1, keepdim=True)).exp_()
+                parts["log_sum_sq_probs"].append(e.square().sum(1).log() - 2 * e.sum(1).log())
+    empty = hidden.new_zeros(0, dtype=torch.float32)
+    return {
+        name: torch.cat(values) if values else empty.to(torch.bool if name == "is_top1" else empty.dtype)
+        for name, values in parts.items()
+    }

@@ -1,0 +1,163 @@
+"""TRL's GRPO and GMPO trainers with the whole loss fused: one pass over the head in place of two.
+
+The trainers stay TRL's: its `_compute_loss` makes the loss, the metrics and the adaptive entropy bonus, so that every
+option of `GRPOConfig`, and every one that a later release adds, is honoured. Ours announce what that loss is going to
+be, and the head makes its gradients while it scores (see `prediction`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
+
+from grpo_fused import engines
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, check_trl_reads_the_head, use_fused_head
+from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
+
+_MODEL_MEAN = ("dapo", "cispo", "vespo")
+"""Loss types whose normaliser spans the generation batch."""
+
+
+class _FusedLoss:
+    """What both trainers add to TRL's."""
+
+    loss_counts: Counts
+    """`fused`: losses whose gradients came with the scores; `recomputed`: those that took another pass."""
+
+    def __init__(
+        self, *args: Any, impl: engines.Impl = "auto", max_scratch_bytes: int | None = None, **kwargs: Any
+    ) -> None:
+        self.loss_counts = Counts()
+        self._head: type[FusedLogProbFunction] = type(
+            "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
+        )
+        super().__init__(*args, **kwargs)
+        for model in (self.model, self.ref_model):  # type: ignore[attr-defined]
+            if model is not None:
+                check_trl_reads_the_head(model)
+        self._warned = False
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        with use_fused_head(self._head):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self.loss_counts.recomputed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a loss of TRL was not the one that its options say, so its gradients took another pass over the head "
+                "(they are exact all the same); see `loss_counts` for how often",
+                stacklevel=2,
+            )
+        prediction = self.predict_loss(inputs) if torch.is_grad_enabled() else None
+        with predict(prediction):
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+    def predict_loss(self, inputs: dict[str, Any]) -> Prediction | None:
+        """The loss that TRL will make of a batch, up to a common factor; None where it is not known."""
+        mask = inputs["completion_mask"]
+        loss_mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
+        config = self.loss_config()
+        kl, off_policy = config.beta != 0.0, config.off_policy_mask_threshold is not None
+        ratio = inputs.get("importance_sampling_ratio")
+        if config.loss_type != "vespo" and not (self.use_vllm and self.vllm_importance_sampling_correction):  # type: ignore[attr-defined]
+            ratio = None
+        return Prediction(
+            config,
+            mask,
+            loss_mask,
+            {
+                "advantages": inputs["advantages"],
+                "old_per_token_logps": inputs.get("old_per_token_logps"),
+                "ref_per_token_logps": inputs["ref_per_token_logps"] if kl else None,
+                "sampling_per_token_logps": inputs.get("sampling_per_token_logps") if off_policy else None,
+                "importance_sampling_ratio": ratio,
+                "num_items_in_batch": self._num_items(inputs, config),
+            },
+            self.loss_counts,
+        )
+
+    def loss_config(self) -> GRPOLossConfig:
+        """The options of the loss as they stand at this step."""
+        args = self.args  # type: ignore[attr-defined]
+        given: dict[str, Any] = {"loss_type": self.loss_type}  # type: ignore[attr-defined]
+        if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):  # type: ignore[attr-defined]
+            given |= {"epsilon": self.epsilon_low, "epsilon_high": self.epsilon_high, "delta": args.delta}  # type: ignore[attr-defined]
+        elif self.loss_type == "cispo":  # type: ignore[attr-defined]
+            given |= {"epsilon_high": self.epsilon_high}  # type: ignore[attr-defined]
+        elif self.loss_type == "sapo":  # type: ignore[attr-defined]
+            given |= {name: getattr(args, name) for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
+        elif self.loss_type == "vespo":  # type: ignore[attr-defined]
+            names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+            given |= {name: getattr(args, name) for name in names}
+        if self.loss_type == "dr_grpo":  # type: ignore[attr-defined]
+            given |= {"max_completion_length": self.max_completion_length}  # type: ignore[attr-defined]
+        return GRPOLossConfig(
+            **given,
+            beta=self.beta,  # type: ignore[attr-defined]
+            use_bias_correction_kl=args.use_bias_correction_kl,
+            importance_sampling_level=self.importance_sampling_level,  # type: ignore[attr-defined]
+            off_policy_mask_threshold=self.off_policy_mask_threshold,  # type: ignore[attr-defined]
+            top_entropy_quantile=self.top_entropy_quantile,  # type: ignore[attr-defined]
+            entropy_coef=self._entropy_coef(),
+        )
+
+    def _entropy_coef(self) -> float:
+        """The bonus that this step applies, relative to a policy term before it is divided by accumulation steps."""
+        if not getattr(self, "_entropy_bonus_enabled", False):
+            return 0.0
+        coef = self.entropy_coef  # type: ignore[attr-defined]
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:  # type: ignore[attr-defined]
+            coef = 0.0
+        return float(coef / self._accumulation()) if self.loss_type in _MODEL_MEAN else float(coef)  # type: ignore[attr-defined]
+
+    def _accumulation(self) -> float:
+        return self.current_gradient_accumulation_steps if self.model.training else 1.0  # type: ignore[attr-defined]
+
+    def _num_items(self, inputs: dict[str, Any], config: GRPOLossConfig) -> Tensor | None:
+        if config.loss_type not in _MODEL_MEAN:
+            return None
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes  # type: ignore[attr-defined]
+        if self.model.training:  # type: ignore[attr-defined]
+            items = items * self.current_gradient_accumulation_steps / self.args.steps_per_generation  # type: ignore[attr-defined]
+        return items
+
+
+class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):  # type: ignore[misc]
+    """`trl.GRPOTrainer` with the loss fused: same arguments, losses, metrics and weights, and two more arguments.
+
+    Args:
+        impl: engine of the head, see `fused_linear_grpo_loss`.
+        max_scratch_bytes: temporary memory of the head.
+
+    Raises:
+        RuntimeError: At construction, if TRL reads the head's scale or softcap wrongly for this model.
+    """
+
+
+class FusedGMPOTrainer(_FusedLoss, GMPOTrainer):  # type: ignore[misc]
+    """`trl.experimental.gmpo.GMPOTrainer` with the loss fused; see `FusedGRPOTrainer`."""
+
+    def loss_config(self) -> GRPOLossConfig:
+        """The options of the loss; TRL's GMPO applies no bias correction, no entropy bonus and no off-policy mask."""
+        return GRPOLossConfig(
+            loss_type="gmpo",
+            beta=self.beta,
+            epsilon=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            use_bias_correction_kl=GRPOLossConfig().use_bias_correction_kl,
+            top_entropy_quantile=self.top_entropy_quantile,
+        )
+
+    def predict_loss(self, inputs: dict[str, Any]) -> Prediction | None:
+        """See `FusedGRPOTrainer`; rollout-engine corrections are no part of TRL's GMPO loss."""
+        known = super().predict_loss(inputs)
+        if known is not None:
+            known.tensors["importance_sampling_ratio"] = None
+        return known

@@ -1,0 +1,232 @@
+"""TRL's trainers on our head, held against stock ones: losses, logged metrics and weights after several steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from integrations.trl_runs import Run, save_small_model, train
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from grpo_fused.integrations import trl as ours
+
+EXACT = 1e-5
+TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small_model(tmp_path_factory.mktemp("model") / "small")
+
+
+def assert_same_run(got: Run, want: Run, *, weights: float = EXACT) -> None:
+    """Losses, every logged number and every weight; the run must have done something."""
+    assert max(map(abs, want.losses)) > 1e-4
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=EXACT, atol=EXACT)
+    assert len(got.logs) == len(want.logs)
+    for mine, theirs in zip(got.logs, want.logs, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - set(TIMES):
+            if theirs[name] is None:
+                assert mine[name] is None
+                continue
+            a, b = float(mine[name]), float(theirs[name])
+            assert (math.isnan(a) and math.isnan(b)) or abs(a - b) <= EXACT * max(1.0, abs(b)), (name, a, b)
+    assert got.weights.keys() == want.weights.keys()
+    moved = max((want.weights[name] - want.initial[name]).abs().max() for name in want.weights)
+    assert moved > 1e-4
+    for name, weight in want.weights.items():
+        difference = (got.weights[name] - weight).abs().max()
+        assert difference <= weights * max(1.0, weight.abs().max()), (name, difference)
+    # relative to how far they went, too: weights that hardly move would agree in any case
+    apart = math.sqrt(sum((got.weights[n] - want.weights[n]).square().sum().item() for n in want.weights))
+    length = math.sqrt(sum((want.weights[n] - want.initial[n]).square().sum().item() for n in want.weights))
+    assert apart <= 10 * weights * length
+
+
+def both(folder: Any, tmp_path: Any, *, ours_as: Any = ours.FusedGRPOTrainer, **options: Any) -> tuple[Run, Run]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (
+            train(ours_as, GRPOConfig, folder, tmp_path, **options),
+            train(GRPOTrainer, GRPOConfig, folder, tmp_path, **options),
+        )
+
+
+LOSSES = {
+    "grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}, "luspo": {}, "cispo": {"epsilon_high": 1.2}, "sapo": {},
+    "vespo": {},
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "steps-per-generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "iterations": {"num_iterations": 2},
+    "truncated-masked": {"mask_truncated_completions": True, "max_completion_length": 24},
+    "entropy-quantile": {"top_entropy_quantile": 0.4, "num_iterations": 2},
+    "entropy-bonus": {"entropy_coef": 0.05, "gradient_accumulation_steps": 2},
+    "entropy-adaptive": {"use_adaptive_entropy": True, "entropy_target": 1.0, "entropy_coef": 0.02},
+    "off-policy-mask": {"off_policy_mask_threshold": 0.001, "num_iterations": 3},
+    "fp32-head": {"cast_lm_head_to_fp32": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "delta": {"delta": 1.1, "num_iterations": 2},
+    "no-bias-correction": {"use_bias_correction_kl": False, "num_iterations": 2},
+    "sync-ref": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    "temperature": {"temperature": 0.7, "num_iterations": 2},
+}
+
+
+def covering_runs() -> list[tuple[str, str, float, str]]:
+    """Every pair of (loss type, level), (loss type, beta), (loss type, setting), (level, setting), (beta, setting)."""
+    wanted = set()
+    factors = [list(LOSSES), ["token", "sequence"], [0.0, 0.1], list(SETTINGS)]
+    for (i, first), (j, second) in itertools.combinations(enumerate(factors), 2):
+        wanted |= {(i, a, j, b) for a in first for b in second}
+    runs = []
+    candidates = [c for c in itertools.product(*factors) if allowed(*c)]
+    wanted &= {(i, c[i], j, c[j]) for c in candidates for i, j in itertools.combinations(range(4), 2)}
+    while wanted:
+        best = max(candidates, key=lambda c: len(pairs(c) & wanted))
+        runs.append(best)
+        wanted -= pairs(best)
+    return runs
+
+
+def pairs(run: tuple) -> set:
+    return {(i, run[i], j, run[j]) for i, j in itertools.combinations(range(len(run)), 2)}
+
+
+def allowed(loss: str, level: str, beta: float, setting: str) -> bool:
+    if setting == "delta" and loss in ("cispo", "sapo", "vespo"):
+        return False
+    return not (setting in ("sync-ref", "no-bias-correction") and beta == 0.0)
+
+
+RUNS = covering_runs()
+GATE = RUNS[:: max(len(RUNS) // 40, 1)]
+
+
+def run_options(loss: str, level: str, beta: float, setting: str) -> dict[str, Any]:
+    options = {"loss_type": loss, "importance_sampling_level": level, "beta": beta, **LOSSES[loss], **SETTINGS[setting]}
+    if setting not in ("accumulation", "steps-per-generation"):
+        options = {"num_iterations": 2, "max_steps": 4, **options}  # on-policy, the losses are 0
+    return options
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=[] if run in GATE else [pytest.mark.full]) for run in RUNS],
+    ids=lambda run: "-".join(map(str, run)),
+)
+def test_fused_trainer_is_stock_trainer(run, folder, tmp_path):
+    options = run_options(*run)
+    got, want = both(folder, tmp_path, **options)
+    assert_same_run(got, want)
+    assert got.trainer.loss_counts.recomputed == 0, "the loss was not the predicted one"
+    assert got.trainer.loss_counts.fused == len(got.losses)
+
+
+def test_tool_mask(folder, tmp_path):
+    """Tokens that a tool wrote are in the completion and out of the loss."""
+
+    def with_tool_mask(base: type) -> type:
+        class Trainer(base):
+            def _generate_and_score_completions(self, inputs):
+                batch = super()._generate_and_score_completions(inputs)
+                ids = batch["completion_ids"]
+                batch["tool_mask"] = (ids % 3 != 0).to(batch["completion_mask"].dtype)
+                batch["num_items_in_batch"] = (batch["tool_mask"] * batch["completion_mask"]).sum()
+                return batch
+
+        return Trainer
+
+    for loss_type in ("dapo", "grpo"):
+        options = run_options(loss_type, "token", 0.1, "iterations")
+        got = train(with_tool_mask(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
+        want = train(with_tool_mask(GRPOTrainer), GRPOConfig, folder, tmp_path, **options)
+        assert_same_run(got, want)
+        assert got.trainer.loss_counts.recomputed == 0
+
+
+def test_tied_embeddings(tmp_path):
+    folder = save_small_model(tmp_path / "tied", tied=True)
+    got, want = both(folder, tmp_path, **run_options("dapo", "token", 0.1, "accumulation"))
+    assert_same_run(got, want)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_lora(folder, tmp_path, beta):
+    """A frozen head: one product of three is saved, and nothing of it moves."""
+    peft = pytest.importorskip("peft")
+
+    def config():
+        return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    options = run_options("dapo", "token", beta, "iterations") | {"learning_rate": 0.1}
+    got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
+    want = train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
+    assert_same_run(got, want)
+    assert not any("lm_head" in name for name in want.weights)
+
+
+def test_mixture_of_experts(tmp_path):
+    """The router's auxiliary loss joins the fused one."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=42, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, router_aux_loss_coef=0.05,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20.0)
+    model.save_pretrained(tmp_path / "moe")
+    got, want = both(tmp_path / "moe", tmp_path, **run_options("dapo", "token", 0.0, "iterations"))
+    assert_same_run(got, want)
+    assert "aux_loss" in got.logs[0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_gmpo_twin(folder, tmp_path, beta):
+    options = {"beta": beta, "num_iterations": 2, "max_steps": 4}
+    got = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, **options)
+    want = train(GMPOTrainer, GMPOConfig, folder, tmp_path, **options)
+    assert_same_run(got, want)
+    assert got.trainer.loss_counts.recomputed == 0
+
+
+def test_a_loss_that_nobody_foresaw_is_exact_all_the_same(folder, tmp_path):
+    """A subclass with a formula of its own: the prediction fails, the gradients are made again, and it is said."""
+
+    def altered(base: type) -> type:
+        class Trainer(base):
+            def get_high_entropy_mask(self, entropies, mask, threshold):
+                return (entropies > 0.5) & mask.bool()
+
+        return Trainer
+
+    options = run_options("dapo", "token", 0.1, "entropy-quantile")
+    with pytest.warns(UserWarning, match="took another pass over the head"):
+        got = train(altered(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
+    want = train(altered(GRPOTrainer), GRPOConfig, folder, tmp_path, **options)
+    assert_same_run(got, want)
+    assert got.trainer.loss_counts.recomputed > 0
+
+
+def test_engine_and_scratch_can_be_chosen(folder, tmp_path):
+    options = run_options("grpo", "sequence", 0.1, "iterations")
+    got = train(
+        ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="chunked", max_scratch_bytes=40_000, **options
+    )
+    assert_same_run(got, train(GRPOTrainer, GRPOConfig, folder, tmp_path, **options))
+    with pytest.raises(ValueError, match="impl must be one of"):
+        train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="fast", **options)

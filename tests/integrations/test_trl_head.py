@@ -1,0 +1,244 @@
+"""`FusedLogProbFunction` in the place of TRL's: its five results, its gradients, and every trainer that uses them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from integrations.trl_runs import build_tokenizer, dataset, reward, save_small_model
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer import utils
+
+from grpo_fused.integrations.trl import FusedLogProbFunction, check_version, patch_trl, unpatch_trl, use_fused_head
+from grpo_fused.integrations.trl.head import check_trl_reads_the_head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [(1.0, None, 1.0), (0.7, None, 0.5), (1.3, 5.0, 1.0)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_five_results(options, with_bias, dtype):
+    temperature, softcap, scale = options
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 24, generator=g).to(dtype)
+    weight = torch.randn(83, 24, generator=g).to(dtype)
+    weight[50] = weight[7]  # a tie: only the first of the two is the top
+    hidden[3] = weight[7] * 2
+    hidden[4] = weight[7] * 2
+    targets = torch.randint(0, 83, (37,), generator=g)
+    targets[3], targets[4] = 7, 50
+    bias = torch.randn(83, generator=g).to(dtype) if with_bias else None
+    if bias is not None:
+        bias[50] = bias[7]
+    call = (targets, temperature, 16, softcap, scale)
+    got = FusedLogProbFunction.apply(hidden, weight, bias, *call)
+    wide = [None if x is None else x.double() for x in (hidden, weight, bias)]
+    z = wide[0] @ wide[1].T + (0 if bias is None else wide[2])
+    z = z * scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    log_p = z.log_softmax(1)
+    want = [
+        log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(1),
+        (2 * log_p).logsumexp(1), z.mean(1), z.argmax(1) == targets,
+    ]  # fmt: skip
+    for mine, exact in zip(got[:4], want[:4], strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got[4], want[4])
+    assert got[4][3]
+    assert not got[4][4]
+    theirs = ChunkedLogProbFunction.apply(hidden, weight, bias, *call)
+    assert [x.dtype for x in got] == [x.dtype for x in theirs]
+    assert [x.shape for x in got] == [x.shape for x in theirs]
+    only = FusedLogProbFunction.apply(hidden, weight, bias, *call, ("log_probs", "is_top1"))
+    assert [x is None for x in only] == [False, True, True, True, False]
+
+
+def test_gradients_are_trls():
+    """Through log-probs and entropies, in fp32."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight, bias = (
+        torch.randn(19, 24, generator=g),
+        torch.randn(83, 24, generator=g),
+        torch.randn(83, generator=g),
+    )
+    targets = torch.randint(0, 83, (19,), generator=g)
+    a, b = torch.randn(2, 19, generator=g)
+    grads = []
+    for function in (FusedLogProbFunction, ChunkedLogProbFunction):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        out = function.apply(*leaves, targets, 0.8, 16, 4.0, 1.2, ("entropy",))
+        ((out[0] * a).sum() + (out[1] * b).sum()).backward()
+        grads.append([x.grad for x in leaves])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_autocast_is_closer_to_float64_than_trl():
+    g = torch.Generator().manual_seed(2)
+    hidden = torch.randn(64, 128, generator=g)
+    weight = torch.randn(3000, 128, generator=g) * (4.8 / 128**0.5)
+    targets = torch.randint(0, 3000, (64,), generator=g)
+    exact = (hidden.bfloat16().double() @ weight.bfloat16().double().T).log_softmax(1)
+    exact = exact.gather(1, targets.unsqueeze(1)).squeeze(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 512, None, 1.0, ())[0]
+        theirs = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 512, None, 1.0, ())[0]
+    ours_off, trl_off = ((x.double() - exact).abs().max().item() for x in (mine, theirs))
+    assert ours_off < 1e-4
+    assert trl_off > 1e-2
+
+
+def test_patch_and_unpatch():
+    before = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
+    patch_trl()
+    patch_trl()
+    assert utils._ChunkedLogProbFunction is FusedLogProbFunction
+    unpatch_trl()
+    assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
+    unpatch_trl()
+    with use_fused_head():
+        assert utils._ChunkedLogProbFunction is FusedLogProbFunction
+    assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
+    with pytest.raises(ZeroDivisionError), use_fused_head():
+        1 / 0  # noqa: B018
+    assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
+
+
+def test_unknown_versions_are_refused():
+    check_version("1.15.3")
+    check_version("1.16.0")
+    for bad in ("1.14.2", "1.17.0", "0.29.1", "2.0.0"):
+        with pytest.raises(ImportError, match=rf"knows the fused head of trl 1.15.\*, 1.16.\*; found trl {bad}"):
+            check_version(bad)
+    with pytest.raises(ImportError, match="needs trl .*; it is not installed"):
+        check_version(None)
+
+
+def rloo(folder, out):
+    from trl import RLOOConfig, RLOOTrainer
+
+    return RLOOTrainer, RLOOConfig, {
+        "reward_funcs": reward, "train_dataset": dataset(),
+        "args": {"num_generations": 4, "max_completion_length": 8, "beta": 0.1},
+    }  # fmt: skip
+
+
+def dpo(folder, out):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [{"prompt": row["prompt"], "chosen": " w1 w2 w3", "rejected": " w4 w5"} for row in dataset()]
+    return DPOTrainer, DPOConfig, {"train_dataset": Dataset.from_list(rows), "args": {}}
+
+
+def kto(folder, out):
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": row["prompt"], "completion": f" w{i} w{i + 1} w{i + 2}", "label": i % 2 == 0}
+        for i, row in enumerate(dataset())
+    ]
+    return KTOTrainer, KTOConfig, {"train_dataset": Dataset.from_list(rows), "args": {}}
+
+
+def sft(folder, out):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"text": row["prompt"] + " w1 w2 w3"} for row in dataset()]
+    return SFTTrainer, SFTConfig, {"train_dataset": Dataset.from_list(rows), "args": {}}
+
+
+@pytest.mark.parametrize("which", [rloo, dpo, kto, sft], ids=lambda f: f.__name__)
+def test_other_trainers_run_on_our_head(which, tmp_path):
+    """The same logs and weights as with TRL's head, and ours was really called."""
+    from transformers import set_seed
+
+    folder = save_small_model(tmp_path / "small")
+    calls = []
+
+    class Counting(FusedLogProbFunction):
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            calls.append(args)
+            return super().apply(*args)
+
+    def run() -> Any:
+        set_seed(0)
+        trainer_class, config_class, given = which(folder, tmp_path)
+        options = {
+            "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 0.003,
+            "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True,
+            "bf16": False, "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0.0,
+            "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}, **given.pop("args"),
+        }  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = trainer_class(
+                model=str(folder), args=config_class(**options), processing_class=build_tokenizer(), **given
+            )
+            before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+            trainer.train()
+        moved = max((x - before[name]).abs().max() for name, x in trainer.model.named_parameters())
+        return trainer, moved
+
+    want, moved = run()
+    with use_fused_head(Counting):
+        got, _ = run()
+    assert calls
+    assert moved > 1e-5
+    for mine, theirs in zip(got.state.log_history, want.state.log_history, strict=True):
+        for name in theirs.keys() - {"step_time"}:
+            if "runtime" not in name and "per_second" not in name and theirs[name] is not None:
+                assert mine[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-5), name
+    for (name, mine), theirs in zip(got.model.named_parameters(), want.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_models_whose_head_trl_misreads_are_refused(tmp_path):
+    """recurrent_gemma: another name for the softcap. modernbert-decoder: a transform before the head."""
+    from transformers import (
+        ModernBertDecoderConfig,
+        ModernBertDecoderForCausalLM,
+        RecurrentGemmaConfig,
+        RecurrentGemmaForCausalLM,
+    )  # fmt: skip
+
+    torch.manual_seed(0)
+    gemma = RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            vocab_size=42, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+            lru_width=32, logits_soft_cap=5.0, attention_window_size=16,
+        )
+    )  # fmt: skip
+    with pytest.raises(
+        RuntimeError, match="TRL's fused head takes softcap=None for RecurrentGemma.*, whose own head has 5.0"
+    ):
+        check_trl_reads_the_head(gemma)
+    bert = ModernBertDecoderForCausalLM(
+        ModernBertDecoderConfig(
+            vocab_size=42, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            pad_token_id=0, bos_token_id=1, eos_token_id=1, cls_token_id=1, sep_token_id=1, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="does something to them before its head"):
+        check_trl_reads_the_head(bert)
+    with use_fused_head(), pytest.raises(RuntimeError, match="softcap"):
+        utils.add_fused_lm_head(gemma)
+
+
+def test_adapter_on_the_head_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = save_small_model(tmp_path / "small")
+    from transformers import Qwen2ForCausalLM
+
+    config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(folder), config)
+    with pytest.raises(RuntimeError, match="leave the head out of target_modules"):
+        check_trl_reads_the_head(model)

@@ -1,0 +1,95 @@
+"""Short real training runs of TRL's trainers on a small model, to hold ours against stock ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+
+WORDS = [f"w{i}" for i in range(40)]
+STEPS = 3
+
+
+def save_small_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    """A two-layer Qwen2 whose head's logits spread over several nats (reference models are reloaded by path)."""
+    config = Qwen2Config(
+        vocab_size=len(WORDS) + 2, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(25.0 if not tied else 10.0)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A word is a token."""
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "<eos>", *WORDS])}, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def dataset() -> Any:
+    from datasets import Dataset
+
+    g = random.Random(0)
+    return Dataset.from_list([{"prompt": " ".join(g.choices(WORDS, k=g.randint(2, 5)))} for _ in range(16)])
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Uneven within a group: the share of low word numbers, and the length."""
+    return [
+        sum(int(w[1:]) < 13 for w in text.split() if w[1:].isdigit()) / 4 + 0.1 * len(text.split())
+        for text in completions
+    ]
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    losses: list[float]
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    initial: dict[str, torch.Tensor]
+    trainer: Any
+
+
+def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, peft: Any = None, **options: Any) -> Run:
+    """A few optimizer steps of plain SGD (Adam amplifies rounding where gradients are nearly 0)."""
+    set_seed(0)
+    extra = {k: options.pop(k) for k in ("impl", "max_scratch_bytes") if k in options}
+    arguments = {
+        "output_dir": str(out), "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8,
+        "max_steps": STEPS, "learning_rate": 0.003, "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1,
+        "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True,
+        "max_grad_norm": 0.0, "seed": 0, "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"},
+        **options,
+    }  # fmt: skip
+    trainer = trainer_class(
+        model=str(folder), reward_funcs=reward, args=config_class(**arguments), train_dataset=dataset(),
+        processing_class=build_tokenizer(), peft_config=peft, **extra,
+    )  # fmt: skip
+    losses: list[float] = []
+    original = trainer._compute_loss
+
+    def recording(model: Any, inputs: Any) -> torch.Tensor:
+        loss = original(model, inputs)
+        losses.append(loss.item())
+        return loss
+
+    trainer._compute_loss = recording
+    initial = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
+    trainer.train()
+    weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
+    return Run(losses, trainer.state.log_history, weights, initial, trainer)
