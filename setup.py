@@ -172,6 +172,7 @@ setup(
         "grpo_fused.engines",
         "grpo_fused.heads",
         "grpo_fused.integrations",
+        "grpo_fused.integrations.liger",
         "grpo_fused.integrations.trl",
         "grpo_fused.kernels",
         "grpo_fused.rewards",

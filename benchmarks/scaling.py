@@ -116,8 +116,9 @@ def main() -> None:
     parser.add_argument("--inter-gb-per-s", type=float, default=Machine().inter / 1e9)
     given = parser.parse_args()
     machine = Machine(intra=given.intra_gb_per_s * 1e9, inter=given.inter_gb_per_s * 1e9)
-    print(f"H = {given.hidden}, V = {given.vocab}, {given.tokens} tokens a step; milliseconds by the model, not measured")
-    print(f"{'GPUs':>5} {'vocab':>6} {'tokens':>7} {'products':>9} {'vocab links':>12} {'token links':>12} {'total':>8}  GB")
+    print(f"H = {given.hidden}, V = {given.vocab}, {given.tokens} tokens a step; milliseconds by the model")
+    header = ("GPUs", "vocab", "tokens", "products", "vocab links", "token links", "total")
+    print("{:>5} {:>6} {:>7} {:>9} {:>12} {:>12} {:>8}  GB".format(*header))
     for ranks in (8, 32, 128, 512, 1024):
         for vocab in (1, 2, 4, 8):
             layout = Layout(vocab, ranks // vocab)

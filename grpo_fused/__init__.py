@@ -8,8 +8,9 @@ from grpo_fused.advantages import group_advantages
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
-from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, LogprobOutput
+from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, ImportanceSamplingOutput, LogprobOutput
 from grpo_fused.parallel import ParallelGroups
+from grpo_fused.rollout_corrections import importance_sampling_correction
 
 # In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
 _root = _os.path.dirname(__path__[0])
@@ -22,6 +23,7 @@ __all__ = [
     "AdvantageOutput",
     "GRPOLossConfig",
     "GRPOLossOutput",
+    "ImportanceSamplingOutput",
     "LogprobOutput",
     "ParallelGroups",
     "capture_head_input",
@@ -31,6 +33,7 @@ __all__ = [
     "group_advantages",
     "grpo_loss",
     "head_hidden_states",
+    "importance_sampling_correction",
     "lm_head_inputs",
     "selective_logprobs",
 ]

@@ -133,8 +133,14 @@ def linear_grpo_loss(
     )
     with _plain(hidden_states.device):
         known = Groups.decode(groups)
-        call = {"loss options": config, "compute dtype": str(compute_dtype), "hidden size": hidden_states.shape[-1],
-                "engine": impl, "with_metrics": int(with_metrics), "gradients": f"{need_hidden} {need_weight} {need_bias}"}  # fmt: skip
+        call: dict[str, int | str] = {
+            "loss options": config,
+            "compute dtype": str(compute_dtype),
+            "hidden size": hidden_states.shape[-1],
+            "engine": impl,
+            "with_metrics": int(with_metrics),
+            "gradients": f"{need_hidden} {need_weight} {need_bias}",
+        }
         vocab = _vocab(known, {**call, "tokens": completion_ids.numel()}, lm_head_weight, completion_ids)
         ranks = None
         if known.tokens is not None:
@@ -377,7 +383,7 @@ def grpo_objective(
     with _plain(per_token_logps.device):
         check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
-        batch, _ = TokenBatch.build(inputs, layout, options, dtype)
+        batch = TokenBatch.build(inputs, layout, options, dtype)
         logp = torch.where(batch.mask, per_token_logps.reshape(-1).to(dtype), 0.0)
         entropy = None if entropies is None else torch.where(batch.mask, entropies.reshape(-1).to(dtype), 0.0)
         result = evaluate(logp, entropy, batch, options)

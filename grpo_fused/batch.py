@@ -57,19 +57,20 @@ class TokenBatch:
     is_ratio: Tensor | None
 
     @classmethod
-    def build(
+    def build(cls, inputs: LossInputs, layout: Layout, config: GRPOLossConfig, dtype: torch.dtype) -> TokenBatch:
+        """Flatten the inputs of a call; everything a masked position holds is replaced by a neutral value."""
+        return cls.of_all_ranks(inputs, layout, config, dtype, None)[0]
+
+    @classmethod
+    def of_all_ranks(
         cls,
         inputs: LossInputs,
         layout: Layout,
         config: GRPOLossConfig,
         dtype: torch.dtype,
-        ranks: TokenParallel | None = None,
+        ranks: TokenParallel | None,
     ) -> tuple[TokenBatch, Tensor | None]:
-        """Flatten the inputs of a call; everything a masked position holds is replaced by a neutral value.
-
-        Returns the tokens of all ranks, and the positions of this one's among them ([n] int64, ascending); None where
-        there is one rank.
-        """
+        """The tokens of all ranks, and the positions of this one's among them ([n] int64), None where it has all."""
         device = inputs.advantages.device
         sequence = layout.sequence_ids(device)
         if inputs.completion_mask is None:
@@ -92,7 +93,7 @@ class TokenBatch:
         if is_ratio is not None and is_ratio.shape != layout.shape:
             is_ratio = is_ratio.reshape(-1).index_select(0, sequence)
 
-        flat = {
+        flat: dict[str, Any] = {
             "mask": mask,
             "sequence": sequence,
             "advantages": advantages,

@@ -23,8 +23,7 @@ TOKEN_NORMALIZED = frozenset({"dapo", "cispo", "vespo"})
 _DEFAULT_EPSILON = float("0.2")
 _DEFAULT_EPSILON_GMPO = 0.4
 
-# Which loss types read an option; an option that is missing here is read by all of them.
-_USED_BY: dict[str, frozenset[str]] = {
+USED_BY: dict[str, frozenset[str]] = {
     "epsilon": PPO_FAMILY | {"gmpo"},
     "epsilon_high": PPO_FAMILY | {"gmpo", "cispo"},
     "delta": PPO_FAMILY,
@@ -39,6 +38,7 @@ _USED_BY: dict[str, frozenset[str]] = {
     "vespo_lambda_neg": frozenset({"vespo"}),
     "off_policy_mask_threshold": frozenset(get_args(LossType)) - {"gmpo"},
 }
+"""Which loss types read an option; one that is missing here is read by all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class GRPOLossConfig:
 
     def _check_loss_type_uses_options(self) -> None:
         for f in fields(self):
-            users = _USED_BY.get(f.name)
+            users = USED_BY.get(f.name)
             if users is not None and self.loss_type not in users and getattr(self, f.name) != f.default:
                 raise ValueError(
                     f"{f.name}={getattr(self, f.name)!r} is not used by loss_type={self.loss_type!r} "

@@ -82,8 +82,8 @@ def fused_linear_grpo_loss(
             masked rows too (and ignores them), and gives the same results.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
             `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
-        process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of the
-            vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
+        process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
+            the vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
             number of rows); ids are those of the whole vocabulary. `ParallelGroups` also knows groups whose ranks hold
             other tokens of the batch: the loss and all metrics are then those of all ranks, and gradients those of that
             loss. A framework that averages gradients over W ranks wants the loss times W.
@@ -216,7 +216,6 @@ def fused_linear_logprobs(
         softcap: c in `c * tanh(logits / c)`, > 0.
         with_entropy: also return the Shannon entropy of each token's distribution, in nats.
         impl, max_scratch_bytes, compact: as in `fused_linear_grpo_loss`.
-
         process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; tokens of other ranks
             have no part in a log-prob.
 

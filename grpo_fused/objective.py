@@ -66,6 +66,35 @@ class Objective(NamedTuple):
     """[R] KL estimate with its bias correction; None without reference log-probs."""
 
 
+class TokenLoss(NamedTuple):
+    """What each token adds to the loss before it is weighted and summed."""
+
+    loss: Tensor
+    """[R] policy term with its masks and factors, + beta * KL; 0 where masked."""
+    kl: Tensor | None
+    """[R] KL estimate with its bias correction, 0 where masked; None without reference log-probs."""
+    ratio: Tensor
+    """[R] c before delta."""
+
+
+def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> TokenLoss:
+    """The loss of each token, for configurations that read no entropies. `batch.weight` does not enter.
+
+    Its derivative towards an upstream gradient u ([R]) is `evaluate(...).dlogp` with `batch.weight` = u.
+    """
+    assert not config.needs_entropy
+    zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
+    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
+    ratio = _importance_ratio(logp, batch, config)
+    policy, _ = _policy(logp, ratio, None, batch, config)
+    loss = _policy_factor(logp, None, batch, config) * policy.loss
+    kl, _, _ = _kl(logp, ratio, batch, config)
+    if kl is not None:
+        kl = torch.where(batch.mask, kl, zero)
+        loss = loss + config.beta * kl
+    return TokenLoss(torch.where(batch.mask, loss, zero), kl, ratio.value)
+
+
 def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Objective:
     """Loss and coefficients of `batch`, whose tokens have log-probs `logp` and entropies `entropy` ([R] each)."""
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)

@@ -42,3 +42,13 @@ class AdvantageOutput(NamedTuple):
     """0-d int64: samples that no reward function judged."""
     zero_std_groups: Tensor
     """0-d int64: groups whose judged samples (two or more) all have the same reward, so that nothing can be learnt."""
+
+
+class ImportanceSamplingOutput(NamedTuple):
+    """Result of `importance_sampling_correction`."""
+
+    ratio: Tensor
+    """fp32 (fp64 for fp64 inputs), as `importance_sampling_ratio` takes it: shaped like the log-probs in the token
+    modes, `[B, 1]` (`[S, 1]` packed) in the sequence modes."""
+    metrics: dict[str, Tensor]
+    """0-d fp32 tensors on the device, by TRL's names."""

@@ -84,9 +84,10 @@ class Groups(NamedTuple):
 def _resolve(name: str) -> dist.ProcessGroup | None:
     if not name:
         return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    group = _resolve_process_group(name)
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
     return group if dist.get_world_size(group) > 1 else None
 
 

@@ -70,7 +70,7 @@ def run_loss(
     how: Execution,
 ) -> LossResult:
     """Loss, scores, metrics and gradients of one call."""
-    batch, mine = TokenBatch.build(inputs, layout, config, head.statistics_dtype, how.ranks)
+    batch, mine = TokenBatch.of_all_ranks(inputs, layout, config, head.statistics_dtype, how.ranks)
     matters = batch.may_have_gradient(config)  # to the loss, too: the others add exactly 0 to it
     own = batch
     if mine is not None:

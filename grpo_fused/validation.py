@@ -253,7 +253,8 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     device = inputs.advantages.device
     if not values_are_checked(device):
         return
-    _check_offsets(inputs.advantages, layout)
+    _check_offsets(layout)
+    _check_one_meaning(inputs.advantages, layout)
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     mask = inputs.completion_mask
@@ -278,7 +279,46 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
         refuse("importance_sampling_ratio", ~(ratio.isfinite() & (ratio >= 0)), "be finite and >= 0")
 
 
-def _check_offsets(advantages: Tensor, layout: Layout) -> None:
+def check_rollout_logps(
+    old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Two log-probs and a mask for each token, [B, T], or [N] with `cu_seqlens`."""
+    old, sampling = "old_per_token_logps", "sampling_per_token_logps"
+    for name, value in ((old, old_per_token_logps), (sampling, sampling_per_token_logps)):
+        _check_tensor(value, name)
+        _check_floating(value, name)
+    _check_packing(old_per_token_logps, cu_seqlens, old)
+    _check_shape(sampling_per_token_logps, sampling, [tuple(old_per_token_logps.shape)])
+    check_mask(mask, old_per_token_logps, "mask")
+    check_devices(**{old: old_per_token_logps, sampling: sampling_per_token_logps}, mask=mask, cu_seqlens=cu_seqlens)
+
+
+def check_ratio_bounds(clip_min: float | None, clip_max: float | None, *, required: bool) -> None:
+    """0 <= clip_min < clip_max, 0 < clip_max; at least one of them where `required`."""
+    if clip_max is not None and _check_number(clip_max, "clip_max") <= 0:
+        raise ValueError(f"clip_max must be > 0, or None; got {clip_max}")
+    if clip_min is not None and _check_number(clip_min, "clip_min") < 0:
+        raise ValueError(f"clip_min must be >= 0, or None; got {clip_min}")
+    if clip_min is not None and clip_max is not None and clip_min >= clip_max:
+        raise ValueError(f"clip_min must be below clip_max; got {clip_min} and {clip_max}")
+    if required and clip_min is None and clip_max is None:
+        raise ValueError("a truncating mode needs clip_min or clip_max; got None for both")
+
+
+def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layout: Layout) -> None:
+    """Offsets that cover the tokens, masks of 0 and 1, and old log-probs that are numbers where a token is active."""
+    if not values_are_checked(old_per_token_logps.device):
+        return
+    _check_offsets(layout)
+    if mask is not None and mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("a mask must hold only 0 and 1 (or be bool); got other values")
+    bad = old_per_token_logps.isnan() | (old_per_token_logps == math.inf)
+    count = int((bad if mask is None else bad & (mask != 0)).sum())
+    if count:
+        raise ValueError(f"old_per_token_logps must not be NaN or +inf on active tokens; got {count} otherwise")
+
+
+def _check_offsets(layout: Layout) -> None:
     if layout.cu_seqlens is None:
         return
     offsets = layout.cu_seqlens.tolist()
@@ -286,6 +326,12 @@ def _check_offsets(advantages: Tensor, layout: Layout) -> None:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the number of tokens, {layout.num_tokens}; got {_abridged(offsets)}"
         )
+
+
+def _check_one_meaning(advantages: Tensor, layout: Layout) -> None:
+    if layout.cu_seqlens is None:
+        return
+    offsets = layout.cu_seqlens.tolist()
     one_each = offsets == list(range(len(offsets)))
     if advantages.dim() == 1 and advantages.shape[0] == layout.num_tokens == layout.num_sequences and not one_each:
         raise ValueError(

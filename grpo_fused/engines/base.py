@@ -123,7 +123,7 @@ class Engine(Protocol):
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
     ) -> Statistics:
-        """Statistics, log-probs (and entropies) over this head of the tokens at `rows` ([K] int64, ascending): one head product."""
+        """Statistics, log-probs (and entropies) over this head of the tokens at `rows` ([K] int64): one product."""
         ...
 
     def fused(
@@ -143,7 +143,7 @@ class Engine(Protocol):
         """Scores of `rows` and the gradients of their coefficients, chunk by chunk: three head products.
 
         `known` are the scores of `rows` where they have been made: an engine may build on them, or make them again.
-        Scores are `Tokens.merged` before coefficients are asked for, and `Tokens.gradient_targets` say whose entry is here.
+        Scores are `Tokens.merged` before coefficients are asked for; `Tokens.gradient_targets` say whose entry is here.
         `skip_zeros` lets the engine look at the coefficients of a chunk and leave out rows where they are 0.
         """
         ...

@@ -1,0 +1,58 @@
+"""The cost model's communication is what process groups are seen to communicate; the example runs under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.jobs import token_loss, vocab_loss
+from helpers import make_case, make_config
+
+from benchmarks.scaling import Layout, Machine, communication, step
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_vocabulary_ranks(workers):
+    case = make_case(1, B=4).to(torch.float32)
+    for got in workers.run(vocab_loss, 2, case, make_config("dapo", beta=0.1), "chunked", [15, 14], {}):
+        scored, worked = int(case.completion_mask.sum()), int(got["gradient_tokens"])
+        want = communication(scored, worked, 12, Layout(vocab=2, data=1))
+        assert got["numbers"]["statistics"] == want.statistics
+        assert got["numbers"]["hidden gradient"] == want.hidden_gradient
+        assert want.objective == 0
+
+
+def test_token_ranks(workers):
+    case = make_case(2, B=6)
+    case.completion_mask[:] = True
+    parts = [slice(0, 3), slice(3, 6)]
+    for got in workers.run(token_loss, 2, case, make_config("dapo", beta=0.1), "chunked", parts, "rows", {}):
+        assert got["numbers"]["objective"] == communication(21, 21, 12, Layout(vocab=1, data=2)).objective
+
+
+def test_model_keeps_its_proportions():
+    """Twice the ranks halve the products; within a node, slices cost links and save the weight's gradient."""
+    machine = Machine()
+    one, two = (step(2**20, 4096, 151936, Layout(1, n), machine) for n in (64, 128))
+    assert one.products == pytest.approx(2 * two.products)
+    whole, sliced = step(2**20, 4096, 151936, Layout(1, 64), machine), step(2**20, 4096, 151936, Layout(8, 8), machine)
+    assert sliced.token_links < whole.token_links
+    assert sliced.vocab_links > whole.vocab_links == 0
+    assert sliced.weight_gb == pytest.approx(whole.weight_gb / 8)
+
+
+def test_example_under_torchrun():
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.vocab_parallel", "--small"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 2
+    for line in lines:
+        errors = [float(part.split()[1].rstrip(",;")) for part in line.split("relative errors ")[1].split("dW")[:1]]
+        assert errors[0] < 1e-2
