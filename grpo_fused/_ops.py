@@ -137,6 +137,7 @@ def linear_grpo_loss(
             "loss options": config,
             "compute dtype": str(compute_dtype),
             "hidden size": hidden_states.shape[-1],
+            "device": hidden_states.device.type,
             "engine": impl,
             "with_metrics": int(with_metrics),
             "gradients": f"{need_hidden} {need_weight} {need_bias}",

@@ -103,6 +103,11 @@ def check_head(
             f"hidden_states must be [{', '.join(map(str, token_ids.shape))}, H] to go with {ids_name} of shape "
             f"{_shape(token_ids)}; got {_shape(hidden_states)}"
         )
+    if lm_head_weight.numel() == 0 and hasattr(lm_head_weight, "ds_shape"):
+        raise ValueError(
+            f"lm_head_weight must be [V, H]; DeepSpeed ZeRO-3 has partitioned it ({tuple(lm_head_weight.ds_shape)}): "
+            "enter deepspeed.zero.GatheredParameters around the call and its backward"
+        )
     if lm_head_weight.dim() != 2 or lm_head_weight.shape[1] != hidden_states.shape[-1]:
         raise ValueError(
             f"lm_head_weight must be [V, {hidden_states.shape[-1]}] to go with hidden_states of shape "

@@ -202,3 +202,16 @@ def sharded_weight(rank: int, group: Any, case: Case) -> dict:
     )  # fmt: skip
     out.loss.backward()
     return {"placements": str(weight.grad.placements), "dweight": weight.grad.full_tensor().double().numpy()}
+
+
+def grid_loss(rank: int, group: Any, case: Case, config: Any, impl: str, rows: list[slice], sizes: list[int]) -> dict:
+    """Rank 2 t + v has slice v of the vocabulary and part t of the batch."""
+    import torch.distributed as dist
+
+    made = {name: dist.new_group(ranks) for name, ranks in
+            {"v0": [0, 1], "v1": [2, 3], "t0": [0, 2], "t1": [1, 3]}.items()}  # fmt: skip
+    mine = of_vocabulary(rows_of(case, rows[rank // 2]), slices(sizes)[rank % 2])
+    groups = ParallelGroups(vocab=made[f"v{rank // 2}"], tokens=made[f"t{rank % 2}"])
+    with counting() as traffic:
+        result = mine.run(config, impl=impl, process_group=groups)
+    return plain(result, traffic)

@@ -9,6 +9,7 @@ from distributed.jobs import (
     checkpointed_and_accumulated,
     data_parallel,
     disagreeing,
+    grid_loss,
     one_fails,
     rows_of,
     sharded,
@@ -17,7 +18,7 @@ from distributed.jobs import (
     small_model,
 )
 from distributed.test_vocab import close
-from helpers import make_case, make_config
+from helpers import PRECISION, make_case, make_config
 
 from grpo_fused import GRPOLossConfig, ParallelGroups, fused_linear_grpo_loss
 
@@ -106,3 +107,30 @@ def test_wrong_groups_are_refused():
         case.run(make_config("dapo"), process_group=ParallelGroups(), impl="reference")
     plain = case.run(make_config("dapo"))
     assert np.array_equal(case.run(make_config("dapo"), process_group=ParallelGroups()).dweight, plain.dweight)
+
+
+def test_a_weight_that_zero_3_has_partitioned_is_refused():
+    case = make_case(7)
+    case.lm_head_weight = torch.nn.Parameter(torch.empty(0).double())
+    case.lm_head_weight.ds_shape = torch.Size((29, 12))
+    with pytest.raises(
+        ValueError, match=r"ZeRO-3 has partitioned it \(\(29, 12\)\): enter deepspeed.zero.GatheredParameters"
+    ):
+        fused_linear_grpo_loss(case.hidden_states, case.lm_head_weight, case.completion_ids, case.advantages)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "native", "triton"])
+def test_slices_and_batches_at_once(impl, workers):
+    """4 ranks: 2 slices of the vocabulary x 2 halves of the batch."""
+    dtype, tol = PRECISION[impl]
+    case = make_case(8, B=6).to(dtype)
+    config = make_config("cispo", beta=0.1, top_entropy_quantile=0.6, entropy_coef=0.05)
+    want = case.to(torch.float64).run(config, impl="reference")
+    rows, columns = [slice(0, 2), slice(2, 6)], slices([16, 13])
+    results = workers.run(grid_loss, 4, case, config, impl, rows, [16, 13])
+    for rank, got in enumerate(results):
+        close(got["loss"], want.out.loss.detach().numpy(), tol, "loss")
+        close(got["logps"], want.out.per_token_logps[rows[rank // 2]].numpy(), tol, "logps")
+        close(got["dhidden"], want.dhidden[rows[rank // 2]].numpy(), 10 * tol, "dhidden")
+    for v in range(2):
+        close(results[v]["dweight"] + results[2 + v]["dweight"], want.dweight[columns[v]].numpy(), tol, "dweight")
