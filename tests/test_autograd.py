@@ -252,11 +252,11 @@ def _operator_calls():
     head = (None, 0.9, 1.0, None)
     yield _ops.linear_grpo_loss, (
         h, w, None, ids, case.advantages.float(), mask, old, ref, None, None, None, None, *head, config, "chunked",
-        torch.float32, None, True, True, True, True, False,
+        torch.float32, None, True, "", True, True, True, False,
     )  # fmt: skip
-    yield _ops.linear_logprobs, (h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True)
+    yield _ops.linear_logprobs, (h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, "", True)
     yield _ops.linear_logprobs_backward, (
-        old, None, old, None, old.flatten(), old.flatten(), h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, True, True, False,
+        old, None, old, None, old.flatten(), old.flatten(), h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, "", True, True, False,
     )  # fmt: skip
     yield _ops.grpo_objective, (
         old * 1.01, old.abs(), case.advantages.float(), mask, old, ref, None, None, None, None, config,

@@ -41,8 +41,8 @@ def arguments(case, config, scratch):
         "ref_per_token_logps": None, "sampling_per_token_logps": None, "importance_sampling_ratio": None,
         "num_items_in_batch": None, "cu_seqlens": None, "temperatures": None, "temperature": 1.0, "logit_scale": 1.0,
         "softcap": 20.0, "config": config.encoded, "impl": "chunked", "compute_dtype": case.hidden_states.dtype,
-        "max_scratch_bytes": scratch, "compact": True, "with_metrics": True, "need_hidden": True, "need_weight": True,
-        "need_bias": False,
+        "max_scratch_bytes": scratch, "compact": True, "groups": "", "with_metrics": True, "need_hidden": True,
+        "need_weight": True, "need_bias": False,
     }  # fmt: skip
     return (case.hidden_states, case.lm_head_weight, None), inputs
 
