@@ -122,7 +122,7 @@ def _confirmed(
     if cached and key in known:
         return known[key]
     complaint = ""
-    with _undisturbed(inner):
+    with undisturbed(inner):
         for form in forms:
             answer = _run_own_head(
                 inner, head, weight, form, _token_inputs(inner, weight) if inputs is None else inputs
@@ -253,7 +253,7 @@ def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode, fp32 as fp32, eager; and everything as before on the way out, by an exception too."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

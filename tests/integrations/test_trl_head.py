@@ -97,12 +97,12 @@ def test_patch_and_unpatch():
     before = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
     patch_trl()
     patch_trl()
-    assert utils._ChunkedLogProbFunction is FusedLogProbFunction
+    assert utils._ChunkedLogProbFunction is not before[0]
     unpatch_trl()
     assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
     unpatch_trl()
     with use_fused_head():
-        assert utils._ChunkedLogProbFunction is FusedLogProbFunction
+        assert utils._ChunkedLogProbFunction is not before[0]
     assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
     with pytest.raises(ZeroDivisionError), use_fused_head():
         1 / 0  # noqa: B018
@@ -242,3 +242,45 @@ def test_adapter_on_the_head_is_refused(tmp_path):
     model = peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(folder), config)
     with pytest.raises(RuntimeError, match="leave the head out of target_modules"):
         check_trl_reads_the_head(model)
+
+
+def test_threads_and_nested_blocks_keep_their_own_head():
+    import threading
+
+    before = utils._ChunkedLogProbFunction
+    seen: dict[str, str] = {}
+    arguments = (torch.randn(3, 4), torch.randn(5, 4), None, torch.tensor([0, 1, 2]), 1.0, 16, None, 1.0, ())
+    started, go_on = threading.Event(), threading.Event()
+
+    def named(name: str) -> type[FusedLogProbFunction]:
+        class Named(FusedLogProbFunction):
+            @classmethod
+            def apply(cls, *args: Any) -> Any:
+                seen[threading.current_thread().name] = name
+                return super().apply(*args)
+
+        return Named
+
+    def other() -> None:
+        with use_fused_head(named("other")):
+            started.set()
+            go_on.wait()
+            utils._ChunkedLogProbFunction.apply(*arguments)
+
+    thread = threading.Thread(target=other, name="second")
+    patch_trl(named("first"))
+    patch_trl(named("patched"))
+    with use_fused_head(named("block")):
+        thread.start()
+        started.wait()
+        utils._ChunkedLogProbFunction.apply(*arguments)
+        assert seen["MainThread"] == "block"
+    utils._ChunkedLogProbFunction.apply(*arguments)
+    assert seen["MainThread"] == "patched"
+    unpatch_trl()
+    utils._ChunkedLogProbFunction.apply(*arguments)  # TRL's own here, ours still in the other thread's block
+    assert seen["MainThread"] == "patched"
+    go_on.set()
+    thread.join()
+    assert seen["second"] == "other"
+    assert utils._ChunkedLogProbFunction is before

@@ -10,6 +10,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from grpo_fused import engines
 from grpo_fused.autograd import HeadCall
 from grpo_fused.functional import _compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
+from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.statistics import extra_statistics
@@ -92,10 +94,22 @@ class FusedLogProbFunction:
 
 _lock = threading.RLock()
 _replaced: list[tuple[Any, str, Any]] = []
+_patched: type[FusedLogProbFunction] | None = None  # by `patch_trl`
+_blocks = 0  # of `use_fused_head` that are running, in all threads
+_of_block: ContextVar[type[FusedLogProbFunction] | None] = ContextVar("grpo_fused_head", default=None)
+
+
+class _Dispatch:
+    """What stands in TRL's place: the head of the running block, else that of `patch_trl`, else TRL's own."""
+
+    @staticmethod
+    def apply(*args: Any) -> Any:
+        own = next(value for _, name, value in _replaced if name == "_ChunkedLogProbFunction")
+        return (_of_block.get() or _patched or own).apply(*args)
 
 
 def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
-    """Score tokens by our kernels in every trainer of TRL, until `unpatch_trl`; more often is once.
+    """Score tokens by our kernels in every trainer of TRL, until `unpatch_trl`; the last call counts.
 
     Trainers made from now on also check, at construction, that the head which TRL reads off the model's configuration
     is the model's (`RuntimeError` if not: TRL would be silently wrong).
@@ -103,56 +117,62 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     Args:
         head: `FusedLogProbFunction`, or a subclass with another `impl` or `max_scratch_bytes`.
     """
+    global _patched
     with _lock:
-        if not _replaced:
-            _put(head)
+        _patched = head
+        _install()
 
 
 def unpatch_trl() -> None:
-    """Put TRL's own head back; does nothing where it is there."""
+    """Put TRL's own head back, but in running blocks of `use_fused_head`."""
+    global _patched
     with _lock:
-        while _replaced:
-            module, name, value = _replaced.pop()
-            setattr(module, name, value)
+        _patched = None
+        _restore()
 
 
 @contextmanager
 def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> Iterator[None]:
-    """`patch_trl` for a block, after which TRL is as it was: `with use_fused_head(): trainer.train()`."""
-    from trl.trainer import utils
-
+    """`patch_trl` for a block and its thread: `with use_fused_head(): trainer.train()`."""
+    global _blocks
     with _lock:
-        already = bool(_replaced)
-        if already:
-            before, utils._ChunkedLogProbFunction = utils._ChunkedLogProbFunction, head
-        else:
-            _put(head)
+        _blocks += 1
+        _install()
+    token = _of_block.set(head)
     try:
         yield
     finally:
+        _of_block.reset(token)
         with _lock:
-            if already:
-                utils._ChunkedLogProbFunction = before
-            else:
-                unpatch_trl()
+            _blocks -= 1
+            _restore()
 
 
-def _put(head: type[FusedLogProbFunction]) -> None:
+def _install() -> None:
+    if _replaced:
+        return
     from trl.trainer import utils
 
     checked = _checking(utils.add_fused_lm_head)
-    replacements = [(utils, "_ChunkedLogProbFunction", head), (utils, "add_fused_lm_head", checked)]
-    replacements += [
-        (importlib.import_module(f"trl.trainer.{name}"), "add_fused_lm_head", checked) for name in _TRAINERS
-    ]
+    replacements = [(utils, "_ChunkedLogProbFunction", _Dispatch), (utils, "add_fused_lm_head", checked)]
+    for name in _TRAINERS:
+        replacements.append((importlib.import_module(f"trl.trainer.{name}"), "add_fused_lm_head", checked))
     for module, name, value in replacements:
         _replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
 
+def _restore() -> None:
+    if _patched is None and _blocks == 0:
+        while _replaced:
+            module, name, value = _replaced.pop()
+            setattr(module, name, value)
+
+
 def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     def add_checked_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
-        check_trl_reads_the_head(model)
+        if (_of_block.get() or _patched) is not None:  # not in a thread that only shares the module
+            check_trl_reads_the_head(model)
         add_fused_lm_head(model, *args, **kwargs)
 
     return add_checked_fused_lm_head
@@ -190,13 +210,10 @@ def check_trl_reads_the_head(model: Any) -> None:
     base: Any = unwrap(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     ids = torch.arange(1, 5, device=head["lm_head_weight"].device).remainder(rows).unsqueeze(0)
-    training = base.training
-    base.eval()
-    try:
+    with undisturbed(base):
+        base.eval()
         backbone = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
         own = head_hidden_states(base, ids)
-    finally:
-        base.train(training)
     if own.shape != backbone.shape or not torch.allclose(own, backbone, rtol=1e-3, atol=1e-3):
         raise RuntimeError(
             f"TRL's fused head takes the backbone's last hidden states, and {name} does something to them before its "

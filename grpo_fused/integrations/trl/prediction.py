@@ -4,8 +4,8 @@ A trainer's loss formula stands between the log-probs and their gradient, so an 
 must recompute the head product in its backward: four products. But what the formula is going to do is known from the
 trainer's options. `PredictedLogprobs` therefore makes the gradients of the predicted loss in its forward, in one pass
 over the head (three products), and remembers the predicted coefficients g* = dL*/dlogp. When the real coefficients g
-arrive and are a multiple of g*, so are the gradients. Where they are not, nothing is lost but time: the gradients are
-made from g. The host's formula stays in force, with its metrics, its accumulation and its parallelism.
+arrive and are a multiple of g*, row by row, so are the gradients. Where they are not, the gradients are made from g, at
+the price of three products more. The host's formula stays in force, with its metrics, accumulation and parallelism.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_fused.autograd import HeadCall
 from grpo_fused.config import GRPOLossConfig
 
 TOLERANCE = 5e-6
-"""|g - a g*| up to this share of max |g| is rounding: both are fp32 evaluations of one formula."""
+"""Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""
 
 
 @dataclass
@@ -41,6 +41,8 @@ class Prediction:
     """The loss that a trainer is about to compute from the log-probs of a batch of completions."""
 
     config: GRPOLossConfig
+    completion_ids: Tensor
+    """[B, T]"""
     completion_mask: Tensor
     """[B, T]: the positions that are scored"""
     loss_mask: Tensor
@@ -48,9 +50,14 @@ class Prediction:
     tensors: dict[str, Tensor | None]
     """keyword arguments of the loss operators: advantages, old_per_token_logps and so on, [B], [B, 1] or [B, T]"""
     counts: Counts = field(default_factory=Counts)
+    used: bool = False
+    """whether the scores that it is about have been made: any further ones are about something else"""
 
-    def packed(self, num_rows: int, device: torch.device) -> _Packed | None:
-        """The same for `num_rows` rows of hidden states; None where rows cannot be told."""
+    def packed(self, targets: Tensor) -> _Packed | None:
+        """The same for the rows of hidden states that have these targets; None where they are not those of the loss."""
+        num_rows, device = targets.shape[0], targets.device
+        if self.used:
+            return None
         mask = self.completion_mask.to(device) != 0
         batch, length = mask.shape
         count = int(mask.sum())
@@ -62,12 +69,17 @@ class Prediction:
             rows = grid[mask]
         else:
             return None
+        scored = torch.zeros_like(targets, dtype=torch.bool).index_fill_(0, rows, True)
+        elsewhere = targets[~scored]  # TRL puts 0 where it is going to throw the score away
+        if bool((targets[rows] != self.completion_ids.to(device)[mask]).any()) or bool(elsewhere.any()):
+            return None
         if count in (0, batch):
             return None  # nothing to gain; and one value for each sequence would look like one for each token
         lengths = mask.sum(1)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
         loss_mask = self.loss_mask.to(device)[mask] != 0
+        self.used = True
         return _Packed(rows, {**tensors, "completion_mask": loss_mask, "cu_seqlens": offsets})
 
     @staticmethod
@@ -119,7 +131,7 @@ class PredictedLogprobs(torch.autograd.Function):
         ctx.call, ctx.with_entropy, ctx.prediction = call, with_entropy, prediction
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3]
-        packed = prediction.packed(hidden.shape[0], hidden.device) if prediction is not None and any(needs) else None
+        packed = prediction.packed(targets) if prediction is not None and any(needs) else None
         if prediction is None or packed is None:
             logps, entropies, maxima, log_sums = _ops.linear_logprobs(
                 hidden, weight, bias, targets, None, *call, with_entropy
@@ -195,6 +207,13 @@ def _predicted(
     )
     out = logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, entropies)
+    loss_mask = packed.tensors["completion_mask"]
+    assert loss_mask is not None
+    beside = rows[~loss_mask]  # scored, and not in the loss: what a tool wrote
+    if beside.shape[0]:
+        scores = _ops.linear_logprobs(hidden[beside], weight, bias, targets[beside], None, *call, True)
+        out.index_copy_(0, beside, scores[0])
+        entropy_out.index_copy_(0, beside, scores[1])
     return out, entropy_out, gstar, hstar, dhidden, dweight, dbias
 
 
@@ -202,17 +221,22 @@ def _multiple(
     dlogps: Tensor | None, dentropies: Tensor | None, rows: Tensor, gstar: Tensor, hstar: Tensor
 ) -> Tensor | None:
     """a with (g, h) = a (g*, h*), or None where there is none. Looks at the values: one synchronisation."""
-    size = rows.shape[0]
-    g = gstar.new_zeros(size) if dlogps is None else dlogps[rows].to(gstar.dtype)
-    h = gstar.new_zeros(size) if dentropies is None else dentropies[rows].to(gstar.dtype)
-    got = torch.cat([g, h])
-    want = torch.cat([gstar, hstar if hstar.shape == gstar.shape else torch.zeros_like(gstar)])
-    square = want.square().sum()
-    scale = torch.where(square > 0, (got * want).sum() / square, 0.0)
-    off = (got - scale * want).abs().max()
-    asked = [x.abs().sum() for x in (dlogps, dentropies) if x is not None]
-    elsewhere = sum(asked) > got.abs().sum() * (1 + 1e-4)  # a gradient at positions that were not predicted
-    return scale if bool((off <= TOLERANCE * got.abs().max()) & ~elsewhere) else None
+    same = torch.ones((), dtype=torch.bool, device=rows.device)
+    scale = gstar.new_zeros(())
+    for came, predicted in ((dlogps, gstar), (dentropies, hstar if hstar.shape == gstar.shape else None)):
+        want = torch.zeros_like(gstar) if predicted is None else predicted
+        got = torch.zeros_like(want) if came is None else came[rows].to(want.dtype)
+        if came is not None:
+            inside = torch.zeros_like(came, dtype=torch.bool).index_fill_(0, rows, True)
+            same &= (came[~inside] == 0).all()  # a gradient at positions that were not predicted
+        if came is dlogps:
+            square = want.square().sum()
+            scale = torch.where(square > 0, (got * want).sum() / square, 0.0)
+        size = (scale * want).abs()
+        usual = size[size > 0].median() if bool((size > 0).any()) else size.new_zeros(())
+        # each row by itself: a large coefficient elsewhere says nothing of this one
+        same &= ((got - scale * want).abs() <= TOLERANCE * (size + usual)).all()
+    return scale if bool(same) else None
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class _FusedLoss:
             ratio = None
         return Prediction(
             config,
+            inputs["completion_ids"],
             mask,
             loss_mask,
             {
