@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from grpo_fused.engines.rows import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
-from grpo_fused.parallel import Groups, TokenParallel, VocabParallel, agree
+from grpo_fused.parallel import Groups, TokenParallel, VocabParallel, agree, checksum
 from grpo_fused.pipeline import (
     Execution,
     run_logits_gradient,
@@ -133,23 +134,17 @@ def linear_grpo_loss(
     )
     with _plain(hidden_states.device):
         known = Groups.decode(groups)
-        call: dict[str, int | str] = {
-            "loss options": config,
-            "compute dtype": str(compute_dtype),
-            "hidden size": hidden_states.shape[-1],
-            "device": hidden_states.device.type,
-            "engine": impl,
-            "with_metrics": int(with_metrics),
-            "gradients": f"{need_hidden} {need_weight} {need_bias}",
-        }
-        vocab = _vocab(known, {**call, "tokens": completion_ids.numel()}, lm_head_weight, completion_ids)
-        ranks = None
-        if known.tokens is not None:
-            per_token = layout.is_per_token(advantages)
-            agree(known.tokens, {**call, "advantages per token": int(per_token)}, lm_head_weight.device)
-            ranks = TokenParallel(
-                known.tokens, layout.num_tokens, layout.num_sequences, known.split_sequences, lm_head_weight.device
-            )
+        vocab, ranks = None, None
+        if known != Groups(None, None, False):
+            call = _loss_call(locals())
+            if known.vocab is not None:
+                exact = {"tokens": completion_ids.numel()}
+                exact |= {name: checksum(x, completion_mask) for name, x in vars(inputs).items()}
+                exact |= {"completion_ids": checksum(completion_ids, completion_mask)}
+                exact |= {"temperatures": checksum(temperatures, completion_mask)}
+                vocab = _vocab(known, {**call, **exact}, lm_head_weight, completion_ids)
+            if known.tokens is not None:
+                ranks = _ranks(known, call, inputs, layout, lm_head_weight, vocab)
         vocab_size = lm_head_weight.shape[0] if vocab is None else vocab.total
         check_token_values(completion_ids, completion_mask, vocab_size, temperatures)
         check_loss_values(inputs, layout)
@@ -241,7 +236,9 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logps, entropies or empty, maxima, log sums); the backward takes them all."""
     with _plain(hidden_states.device):
-        vocab = _vocab_of_scores(groups, hidden_states, lm_head_weight, token_ids, compute_dtype, impl, with_entropy)
+        numbers: dict[str, Any] = {"with_entropy": with_entropy, "compact": compact, "temperature": temperature}
+        numbers |= {"logit_scale": logit_scale, "softcap": softcap, "temperatures": checksum(temperatures, mask)}
+        vocab = _vocab_of_scores(groups, hidden_states, lm_head_weight, token_ids, mask, compute_dtype, impl, numbers)
         check_token_values(token_ids, mask, lm_head_weight.shape[0] if vocab is None else vocab.total, temperatures)
         scores = run_logprobs(
             engines.engine(impl),
@@ -305,7 +302,10 @@ def linear_logprobs_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias), empty where not needed, from the scores of `linear_logprobs` or, anew, without."""
     with _plain(hidden_states.device):
-        vocab = _vocab_of_scores(groups, hidden_states, lm_head_weight, token_ids, compute_dtype, impl, False)
+        numbers = {"needs": (need_hidden, need_weight, need_bias), "compact": compact}
+        for name, x in (("dlogps", dlogps), ("dentropies", dentropies)):
+            numbers[name] = None if x is None else checksum(x != 0, mask)
+        vocab = _vocab_of_scores(groups, hidden_states, lm_head_weight, token_ids, mask, compute_dtype, impl, numbers)
         dhidden, dweight, dbias, _ = run_logprobs_gradient(
             engines.engine(impl),
             _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
@@ -476,20 +476,67 @@ def _(dlogps, dentropies, logits, token_ids, mask, temperatures, temperature):  
     return logits.new_empty(logits.shape)
 
 
+def _loss_call(given: dict[str, Any]) -> dict[str, int | str]:
+    """What all ranks of a loss call must give alike: every number, and which tensors there are."""
+    names = ("config", "impl", "temperature", "logit_scale", "softcap", "compute_dtype", "compact", "with_metrics",
+             "need_hidden", "need_weight", "need_bias")  # fmt: skip
+    present = [name for name, x in vars(given["inputs"]).items() if x is not None]
+    if given["temperatures"] is not None:
+        present.append("temperatures")
+    return {
+        **{"loss options" if name == "config" else name: str(given[name]) for name in names},
+        "tensors": ", ".join(present),
+        "hidden size": given["hidden_states"].shape[-1],
+    }
+
+
+def _ranks(
+    known: Groups,
+    call: dict[str, int | str],
+    inputs: LossInputs,
+    layout: Layout,
+    weight: Tensor,
+    vocab: VocabParallel | None,
+) -> TokenParallel:
+    """The ranks with other tokens, once all have been seen to make the same call."""
+    assert known.tokens is not None
+    advantages = inputs.advantages
+    padded = layout.cu_seqlens is None
+    # a padded [B, 1] may be one for each sequence or the only column of a rank, and no tokens may be anything
+    either = (padded and advantages.dim() == 2 and advantages.shape[1] == 1) or layout.num_tokens == 0
+    per_token = 2 if either else int(layout.is_per_token(advantages))
+    what = {
+        **call,
+        "split_sequences": int(known.split_sequences),
+        "num_items": checksum(inputs.num_items_in_batch, None),
+    }
+    what["vocabulary"] = weight.shape[0] if vocab is None else vocab.total
+    agree(known.tokens, what, weight.device)
+    device = weight.device
+    return TokenParallel(
+        known.tokens, layout.num_tokens, layout.num_sequences, known.split_sequences, per_token, device
+    )
+
+
 def _vocab_of_scores(
     groups: str,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
+    mask: Tensor | None,
     compute_dtype: torch.dtype,
     impl: str,
-    with_entropy: bool,
+    numbers: dict[str, Any],
 ) -> VocabParallel | None:
+    known = Groups.decode(groups)
+    if known.vocab is None:
+        return None
     call: dict[str, int | str] = {
         "tokens": ids.numel(), "hidden size": hidden.shape[-1], "compute dtype": str(compute_dtype), "engine": impl,
-        "with_entropy": int(with_entropy),
+        "token_ids": checksum(ids, mask), "mask": checksum(mask, None),
     }  # fmt: skip
-    return _vocab(Groups.decode(groups), call, weight, ids)
+    call |= {name: str(value) for name, value in numbers.items()}
+    return _vocab(known, call, weight, ids)
 
 
 def _known_scores(

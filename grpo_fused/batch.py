@@ -114,7 +114,7 @@ class TokenBatch:
             weight=weight.to(dtype),
             lengths=lengths.to(dtype),
             total=counts.sum().to(dtype),
-            advantage_per_token=layout.is_per_token(inputs.advantages),
+            advantage_per_token=layout.is_per_token(inputs.advantages) if ranks is None else ranks.advantage_per_token,
         )
         return batch, mine
 

@@ -112,7 +112,8 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
-    lm_head_weight, lm_head_bias = whole(lm_head_weight), None if lm_head_bias is None else whole(lm_head_bias)
+    lm_head_weight = whole(lm_head_weight, process_group)
+    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
     check.check_ids(completion_ids, cu_seqlens)
     layout = Layout.of(completion_ids, cu_seqlens)
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
@@ -231,7 +232,8 @@ def fused_linear_logprobs(
         logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         entropies = -(log_p.exp() * log_p).sum(-1)
     """
-    lm_head_weight, lm_head_bias = whole(lm_head_weight), None if lm_head_bias is None else whole(lm_head_bias)
+    lm_head_weight = whole(lm_head_weight, process_group)
+    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
     layout = _token_layout(token_ids, "token_ids")
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
     check.check_mask(mask, token_ids, "mask")

@@ -141,10 +141,21 @@ def agree(group: dist.ProcessGroup, what: dict[str, int | str], device: torch.de
     everything: list[Any] = [None] * len(rows)
     dist.all_gather_object(everything, what, group=group)
     for name in what:
-        values = [given[name] for given in everything]
+        values = [given.get(name) for given in everything]
         if any(value != values[0] for value in values):
             found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise ValueError(f"all ranks of a process group must give the same {name}; got {found}")
+
+
+def checksum(x: Tensor | None, mask: Tensor | None) -> int:
+    """Of the values that count, in their places; 0 where there is no tensor."""
+    if x is None:
+        return 0
+    values = x.detach().to(torch.float64)
+    if mask is not None and mask.shape == x.shape:
+        values = torch.where(mask != 0, values, 0.0)
+    bits = values.reshape(-1).contiguous().view(torch.int64)
+    return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum()) >> 1
 
 
 class VocabParallel:
@@ -163,10 +174,12 @@ class VocabParallel:
         """Statistics over the whole vocabulary of the tokens at `rows`, from every rank's; one collective."""
         from grpo_fused.engines.rows import Statistics
 
-        logp = torch.where(self.owned[rows], local.logp, -math.inf)
-        parts = [local.max, local.log_sum, logp]
-        if local.entropy is not None:
-            parts.append(local.log_sum - local.entropy)  # sum of p (z - max), p and max of this rank
+        # a slice without a possible entry has no share; a NaN of its own making must not look like the model's
+        empty = (local.max == -math.inf) | (local.log_sum == -math.inf)
+        logp = torch.where(self.owned[rows] & ~empty, local.logp, -math.inf)
+        parts = [local.max.masked_fill(empty, -math.inf), local.log_sum.masked_fill(empty, 0.0), logp]
+        if local.entropy is not None:  # sum of p (z - max), p and max of this rank
+            parts.append((local.log_sum - local.entropy).masked_fill(empty, 0.0))
         every = _all_gather("statistics", torch.stack(parts), self.group)
         m = every[:, 0].amax(0)
         shift = (every[:, 0] - m).clamp(min=_NEVER)
@@ -201,11 +214,22 @@ class TokenParallel:
     """A batch of which this rank holds some tokens."""
 
     def __init__(
-        self, group: dist.ProcessGroup, num_tokens: int, num_sequences: int, split: bool, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        num_tokens: int,
+        num_sequences: int,
+        split: bool,
+        per_token: int,
+        device: torch.device,
     ) -> None:
         self.group, self.split = group, split
-        mine = torch.tensor([num_tokens, num_sequences], dtype=torch.int64, device=device)
+        mine = torch.tensor([num_tokens, num_sequences, per_token], dtype=torch.int64, device=device)
         sizes = _all_gather("sizes", mine, group).tolist()
+        kinds = {row[2] for row in sizes} - {2}  # 2: could be either
+        if len(kinds) > 1:
+            found = ", ".join(f"rank {r}: {('sequence', 'token', 'either')[row[2]]}" for r, row in enumerate(sizes))
+            raise ValueError(f"advantages must be one for each sequence, or each token, on all ranks; got {found}")
+        self.advantage_per_token = kinds == {1}
         self.token_counts = [row[0] for row in sizes]
         counts = [row[1] for row in sizes]
         rank = dist.get_rank(group)
@@ -238,15 +262,28 @@ class TokenParallel:
         rank = dist.get_rank(self.group)
         return mine[self.first_token : self.first_token + self.token_counts[rank]]
 
+    def all_of(self, condition: bool, device: torch.device) -> bool:
+        """Whether it holds on every rank: what they do next must be the same."""
+        return self.sum(int(condition), device) == len(self.token_counts)
+
     def sum(self, count: int, device: torch.device) -> int:
         """`count` summed over the ranks."""
         return int(_all_gather("sizes", torch.tensor([count], device=device), self.group).sum())
 
 
-def whole(x: Tensor) -> Tensor:
-    """A sharded parameter (`DTensor`) gathered; its gradient is averaged over the mesh, in the parameter's sharding."""
+def whole(x: Tensor, process_group: dist.ProcessGroup | ParallelGroups | None) -> Tensor:
+    """A sharded parameter (`DTensor`) gathered; its gradient is averaged over the mesh, in the parameter's sharding.
+
+    Raises:
+        ValueError: There is a group of ranks with slices of the vocabulary: is it whole, or one of them?
+    """
     from torch.distributed.tensor import DTensor, Partial
 
     if not isinstance(x, DTensor):
         return x
+    if ParallelGroups.of(process_group).vocab is not None:
+        raise ValueError(
+            "with ranks that hold slices of the vocabulary, lm_head_weight must be this rank's slice as a plain tensor "
+            f"(weight.to_local() where it is sharded by rows); got a DTensor placed {x.placements}"
+        )
     return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)

@@ -81,6 +81,8 @@ def run_loss(
     chunk_rows = _chunk_rows(engine, head, tokens, how)
     split = how.ranks is not None and how.ranks.split
     chunks = _one_pass_chunks(rows, config, chunk_rows, split=split)
+    if how.ranks is not None and config.needs_sequence and not how.ranks.all_of(chunks is not None, own.mask.device):
+        chunks = None  # where the sequences of one rank do not fit a chunk, all score first
     if not needs.any():
         call.score(rows.gradient)
         gradients = Gradients(None, None, None, 0)

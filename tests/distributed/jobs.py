@@ -97,8 +97,9 @@ def disagreeing(rank: int, group: Any, case: Case, configs: list, changes: list[
     mine = of_vocabulary(case, slices([15, 14])[rank])
     for name, value in changes[rank].items():
         setattr(mine, name, value)
+    extra = {name: mine.options.pop(name) for name in ("compact",) if name in mine.options}
     try:
-        mine.run(configs[rank], process_group=group)
+        mine.run(configs[rank], process_group=group, **extra)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -206,12 +207,24 @@ def sharded_weight(rank: int, group: Any, case: Case) -> dict:
 
 def grid_loss(rank: int, group: Any, case: Case, config: Any, impl: str, rows: list[slice], sizes: list[int]) -> dict:
     """Rank 2 t + v has slice v of the vocabulary and part t of the batch."""
-    import torch.distributed as dist
+    from distributed.workers import PAIRS
 
-    made = {name: dist.new_group(ranks) for name, ranks in
-            {"v0": [0, 1], "v1": [2, 3], "t0": [0, 2], "t1": [1, 3]}.items()}  # fmt: skip
+    v, t = rank % 2, rank // 2
     mine = of_vocabulary(rows_of(case, rows[rank // 2]), slices(sizes)[rank % 2])
-    groups = ParallelGroups(vocab=made[f"v{rank // 2}"], tokens=made[f"t{rank % 2}"])
+    groups = ParallelGroups(vocab=PAIRS[2 * t, 2 * t + 1], tokens=PAIRS[v, v + 2])
     with counting() as traffic:
         result = mine.run(config, impl=impl, process_group=groups)
     return plain(result, traffic)
+
+
+def dtensor_among_slices(rank: int, group: Any, case: Case) -> str:
+    """A sharded weight where a slice is expected."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight = distribute_tensor(case.lm_head_weight, init_device_mesh("cpu", (2,)), [Shard(0)])
+    try:
+        fused_linear_logprobs(case.hidden_states, weight, case.completion_ids, process_group=group)
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -9,6 +9,7 @@ from distributed.jobs import (
     checkpointed_and_accumulated,
     data_parallel,
     disagreeing,
+    dtensor_among_slices,
     grid_loss,
     one_fails,
     rows_of,
@@ -16,6 +17,8 @@ from distributed.jobs import (
     sharded_weight,
     slices,
     small_model,
+    token_loss,
+    vocab_loss,
 )
 from distributed.test_vocab import close
 from helpers import PRECISION, make_case, make_config
@@ -134,3 +137,74 @@ def test_slices_and_batches_at_once(impl, workers):
         close(got["dhidden"], want.dhidden[rows[rank // 2]].numpy(), 10 * tol, "dhidden")
     for v in range(2):
         close(results[v]["dweight"] + results[2 + v]["dweight"], want.dweight[columns[v]].numpy(), tol, "dweight")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("temperature", {"temperature": 0.5}),
+        ("softcap", {"softcap": 9.0}),
+        ("logit_scale", {"logit_scale": 0.5}),
+        ("tensors", {"num_items_in_batch": 3.0}),
+        ("tensors", {"importance_sampling_ratio": torch.ones(4, 7)}),
+        ("compact", {"compact": False}),
+        ("completion_ids", {"completion_ids": torch.zeros(4, 7, dtype=torch.int64)}),
+        ("completion_mask", {"completion_mask": torch.ones(4, 7, dtype=torch.bool)}),
+        ("old_per_token_logps", {"old_per_token_logps": torch.zeros(4, 7)}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_every_difference_between_slices_is_named(name, change, workers):
+    case = make_case(9).to(torch.float32)
+    case.completion_mask[0] = False
+    options = {**case.options, **change}
+    fields = {key: options.pop(key) for key in list(options) if key in ("completion_ids", "completion_mask")}
+    config = make_config("dapo")
+    for got in workers.run(disagreeing, 2, case, [config, config], [{}, {**fields, "options": options}]):
+        assert f"must give the same {name}; got rank 0: " in got, got
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_ranks_whose_sequences_do_not_fit_a_chunk_take_the_others_along(level, impl, workers):
+    """One rank has a long sequence, one a short one, one none: all score first, or none does."""
+    dtype, tol = PRECISION[impl]
+    case = make_case(10, B=4, T=30, masked=0.0).to(dtype)
+    case.completion_mask[1:, 4:] = False
+    config = make_config("grpo", importance_sampling_level=level)
+    want = case.to(torch.float64).run(config, impl="reference")
+    parts = [slice(0, 1), slice(1, 4), slice(4, 4)]
+    scratch = {"chunked": 9000, "triton": 2500}[impl]
+    results = workers.run(token_loss, 3, case, config, impl, parts, "rows", {"max_scratch_bytes": scratch})
+    close(sum(got["dweight"] for got in results), want.dweight.numpy(), tol, "dweight")
+    for got in results:
+        close(got["loss"], want.out.loss.detach().numpy(), tol, "loss")
+
+
+def test_a_slice_without_a_possible_entry(workers):
+    case = make_case(11).to(torch.float32)
+    bias = torch.zeros(29)
+    bias[15:] = -torch.inf
+    case.options["lm_head_bias"] = bias
+    case.completion_ids %= 15
+    want = case.to(torch.float64).run(make_config("dapo", entropy_coef=0.1), impl="reference")
+    for impl in ("chunked", "native", "triton"):
+        for got in workers.run(vocab_loss, 2, case, make_config("dapo", entropy_coef=0.1), impl, [15, 14], {}):
+            close(got["loss"], want.out.loss.detach().numpy(), 2e-5, impl)
+            close(got["dhidden"], want.dhidden.numpy(), 2e-5, impl)
+            assert np.isfinite(got["dweight"]).all()
+
+
+def test_a_column_of_a_rank_may_be_one_advantage_or_one_for_each_token(workers):
+    case = make_case(12, per_token_advantages=True)
+    want = case.run(make_config("dapo"), impl="reference")
+    parts = [slice(0, 1), slice(1, 7)]
+    results = workers.run(token_loss, 2, case, make_config("dapo"), "chunked", parts, "split", {})
+    for got in results:
+        close(got["loss"], want.out.loss.detach().numpy(), 1e-10, "loss")
+
+
+def test_a_dtensor_among_slices_of_the_vocabulary_is_refused(workers):
+    case = make_case(13).to(torch.float32)
+    for got in workers.run(dtensor_among_slices, 2, case):
+        assert "must be this rank's slice as a plain tensor" in got

@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 120  # seconds for a job of all ranks; the first one waits for imports
+TIMEOUT = 60  # seconds for a job of all ranks; the first one waits for imports
+
+
+PAIRS: dict[tuple[int, int], Any] = {}
+"""In a process of four: groups of two. All ranks make them together, before jobs on some ranks make groups of theirs."""
 
 
 class Workers:
@@ -66,6 +70,8 @@ def _serve(rank: int, size: int, store: str, inbox: Any, outbox: Any) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
     )
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    if size == 4:
+        PAIRS.update({pair: dist.new_group(list(pair)) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))})
     while (item := inbox.get()) is not None:
         job, ranks, args = item
         try:
