@@ -43,8 +43,8 @@ def test_opcheck(dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": torch.full((N,), V)}, rf"targets must be in \[0, {V}\); got {V} at 0"),
-        ({"targets": torch.full((N,), -1)}, "got -1 at 0"),
+        ({"targets": torch.full((N,), V)}, rf"targets must be in \[0, {V}\), or -1 for another rank's; got {V} at 0"),
+        ({"targets": torch.full((N,), -2)}, "got -2 at 0"),
         ({"targets": torch.zeros(N, dtype=torch.int32)}, "targets has the wrong dtype"),
         ({"targets": torch.zeros(N - 1, dtype=torch.int64)}, rf"targets must be \[{N}\]; got \[{N - 1}\]"),
         ({"targets": torch.zeros(2 * N, dtype=torch.int64)[::2]}, "targets must be contiguous"),
