@@ -13,13 +13,13 @@ import torch
 
 from examples.arithmetic.evaluate import Evaluation, evaluate
 from examples.arithmetic.model import build_model, build_tokenizer
-from examples.arithmetic.plot import plot_curves
 from examples.arithmetic.task import split_questions
 from examples.arithmetic.warmup import warm_up
 from grpo_fused import GRPOLossConfig, engines
 from grpo_fused.engines import Impl
 from grpo_fused.rewards import exact_answer_reward, format_reward
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer.plot import plot_run
 
 MAX_COMPLETION_LENGTH = 28  # the longest worked answer has 23 tokens
 REWARD_WEIGHTS = {"format": 0.2, "exact answer": 1.0}
@@ -97,11 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             prompts_per_step=scale.prompts_per_step,
             num_generations=scale.num_generations,
             num_iterations=2,
-            micro_batch_size=256,
             max_completion_length=MAX_COMPLETION_LENGTH,
             learning_rate=3e-4,
             warmup_steps=5,
-            decay=True,
+            lr_scheduler_type="linear",
+            eval_steps=10,
             seed=args.seed,
             impl=args.impl,
             loss=GRPOLossConfig(beta=0.001),
@@ -109,14 +109,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         reward_weights=list(REWARD_WEIGHTS.values()),
         evaluate=lambda: {"held_out_accuracy": answer_held_out().accuracy},
         output_dir=args.out,
+        overwrite=True,
     )
     trainer.train()
     after = answer_held_out()
 
     print_samples(questions.held_out[:5], before, after)
     title = f"GRPO on two-digit arithmetic: {before.accuracy:.0%} to {after.accuracy:.0%} of held-out questions"
-    plot_curves(args.out / "metrics.jsonl", args.out / "curves.png", title)
-    print(f"\nwrote {args.out / 'metrics.jsonl'} and {args.out / 'curves.png'}")
+    curves = plot_run(args.out, title=title)
+    print(f"\nwrote {args.out / 'metrics.jsonl'}, {curves} and a checkpoint")
     print(
         f"held-out accuracy: {before.accuracy:.1%} before GRPO, {after.accuracy:.1%} after "
         f"({len(questions.held_out)} questions, {time.perf_counter() - started:.0f} s, seed {args.seed})"

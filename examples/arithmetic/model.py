@@ -10,9 +10,9 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHARACTERS = "0123456789+-=,"
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token per character and one per tag; the tags are ordinary tokens, so decoding keeps them."""
-    vocab = {token: index for index, token in enumerate((PAD, EOS, UNK, *TAGS, *CHARACTERS))}
+    vocab = {token: index for index, token in enumerate((PAD, EOS, UNK, *TAGS, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(TAGS) + "|."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

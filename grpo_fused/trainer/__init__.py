@@ -1,15 +1,29 @@
 """A minimal GRPO trainer on the fused loss: rollout, rewards, advantages, update."""
 
+from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.generation import Generation, HuggingFaceEngine, RolloutEngine, Sampling, roll_out
 from grpo_fused.trainer.loop import GRPOTrainer
-from grpo_fused.trainer.rollout import Rollout, decode_completions, generate_rollout
-from grpo_fused.trainer.update import update_policy
+from grpo_fused.trainer.policy import Policy
+from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.scoring import RewardFunction, score_completions
+from grpo_fused.trainer.update import NonFiniteError, Updater
+from grpo_fused.trainer.vllm import VLLMEngine
 
 __all__ = [
+    "CheckpointError",
     "GRPOTrainer",
     "GRPOTrainerConfig",
+    "Generation",
+    "HuggingFaceEngine",
+    "NonFiniteError",
+    "Policy",
+    "RewardFunction",
     "Rollout",
-    "decode_completions",
-    "generate_rollout",
-    "update_policy",
+    "RolloutEngine",
+    "Sampling",
+    "Updater",
+    "VLLMEngine",
+    "roll_out",
+    "score_completions",
 ]

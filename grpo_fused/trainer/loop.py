@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-import copy
-import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused import check_head, engines, group_advantages
+from grpo_fused import engines, group_advantages
+from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.metrics import Metrics, append_jsonl, format_row
-from grpo_fused.trainer.rollout import Rollout, decode_completions, generate_rollout, special_token_ids
+from grpo_fused.trainer.data import Batches, check_rows, filter_by_prompt_length
+from grpo_fused.trainer.evaluation import evaluate
+from grpo_fused.trainer.generation import HuggingFaceEngine, RolloutEngine, Sampling, ending_token_ids, roll_out
+from grpo_fused.trainer.interrupt import StopRequest
+from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row, print_samples
+from grpo_fused.trainer.policy import Policy, make_reference
+from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
+from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.scoring import RewardFunction, Row, reward_names, score_completions
-from grpo_fused.trainer.update import update_policy
+from grpo_fused.trainer.update import NonFiniteError, Updater
 
 
 class GRPOTrainer:
     """Trains a causal LM with GRPO on prompts and reward functions.
 
     Args:
-        model: Hugging Face causal LM, trained in place. It stays in eval mode: with dropout an unchanged policy would
-            score its own samples differently, and no importance ratio would be 1.
-        tokenizer: Its tokenizer, with an EOS token.
-        reward_functions: Each called as `f(prompts=..., completions=..., **columns) -> list[float | None]`.
-        train_dataset: Rows with a "prompt"; their other keys are the columns that the reward functions get.
+        model: Hugging Face causal LM, with or without a peft adapter, trained in place. Its dropout is set to 0: else an
+            unchanged policy would score its own samples differently, and no importance ratio would be 1.
+        tokenizer: Its tokenizer.
+        reward_functions: Each called as `f(prompts=..., completions=..., completion_ids=..., **columns)`, sync or
+            async, for a list of N floats, None where it does not judge.
+        train_dataset: Rows with a "prompt", text or chat messages; their other keys are the columns that the reward
+            functions get.
         config: The options of the run.
         reward_weights: One for each reward function, default 1.
-        evaluate: Called before the first step and every `config.eval_steps`; its numbers join that step's metrics.
-        output_dir: Where `metrics.jsonl` is written, from its beginning; default nowhere.
+        eval_dataset: Held-out rows. Scored greedily by the reward functions, and by pass@k (`config.eval_samples`) of
+            the one with the largest weight.
+        evaluate: A function of your own whose numbers join those of a step; called when the held-out rows are scored.
+        engine: What samples; default the policy itself, by `generate`.
+        output_dir: Where `metrics.jsonl` and checkpoints go; default nowhere.
+        resume: Go on from the newest checkpoint in `output_dir`, if there is one.
+        overwrite: Remove the checkpoints of an earlier run from `output_dir`.
+        accelerator: Default one with `config.mixed_precision`.
 
     Raises:
-        ValueError: The data set is too small, its rows disagree, or the weights do not match the functions.
+        ValueError: The data set is too small, its rows disagree, prompts and processes do not divide, the weights do
+            not match the functions, or `output_dir` holds the checkpoints of a run that `resume` does not continue.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
-        RuntimeError: The named engine cannot run on the model's device.
+        RuntimeError: The named engine of the loss cannot run on the model's device.
+        CheckpointError: The checkpoint cannot be read.
 
     Source: DeepSeekMath (arXiv 2402.03300, algorithm 1).
     """
@@ -54,141 +76,335 @@ class GRPOTrainer:
         config: GRPOTrainerConfig,
         *,
         reward_weights: Sequence[float] | None = None,
+        eval_dataset: Sequence[Row] | None = None,
         evaluate: Callable[[], Mapping[str, float]] | None = None,
+        engine: RolloutEngine | None = None,
         output_dir: str | Path | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        check_dataset(train_dataset, config.prompts_per_step)
-        special_token_ids(tokenizer)
-        if not reward_functions:
-            raise ValueError("reward_functions must hold at least one function; got none")
-        weights = [1.0] * len(reward_functions) if reward_weights is None else [float(w) for w in reward_weights]
-        if len(weights) != len(reward_functions):
-            raise ValueError(
-                f"reward_weights must have one weight for each of {len(reward_functions)} reward functions; "
-                f"got {len(weights)}"
-            )
-        # an engine that cannot run says so before the first rollout
-        engines.choose(config.impl, model.device, model.dtype)
-        check_head(model)  # and a head that the fused loss cannot express is refused now
-        self.model = model.eval()
-        self.tokenizer = tokenizer
+        self.accelerator = accelerator or Accelerator(
+            mixed_precision=config.mixed_precision,
+            log_with=list(config.report_to) or None,
+            project_dir=None if output_dir is None else str(output_dir),
+        )
+        self.config, self.tokenizer = config, tokenizer
+        self.output_dir = None if output_dir is None else Path(output_dir)
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
-        self.reward_weights = torch.tensor(weights)
-        self.config = config
-        self.evaluate = evaluate
-        self.metrics_path = None if output_dir is None else Path(output_dir) / "metrics.jsonl"
-        self.reference = None if config.loss.beta == 0 else copy.deepcopy(model).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
+        self.reward_weights = torch.tensor(_weights(reward_weights, len(reward_functions)))
+        self.encode = partial(encode_prompt, tokenizer)
+        self.prompts_per_process = _share(config.prompts_per_step, self.accelerator.num_processes)
+        self.train_rows = self._usable(train_dataset, config.prompts_per_step)
+        self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1)
+        self.evaluate_too = evaluate
+        self.batches = Batches(self.train_rows, config.prompts_per_step, config.seed)
+        pad = tokenizer.pad_token_id
+        ends = ending_token_ids(model, tokenizer)
+        self.sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
+
+        disable_dropout(model)
+        if config.gradient_checkpointing:
+            # transformers 5.2x renames it, with the same default: non-reentrant
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        # an engine that cannot run says so before the first rollout
+        engines.choose(config.impl, self.accelerator.device, model.dtype)
+        self.model = model.to(self.accelerator.device).eval()
+        self.policy = Policy(model, self.accelerator, config)
+        self.reference = None if config.loss.beta == 0 else make_reference(self.policy)
+        optimizer = torch.optim.AdamW(
             (parameter for parameter in model.parameters() if parameter.requires_grad),
             lr=config.learning_rate,
             betas=config.adam_betas,
             weight_decay=config.weight_decay,
         )
-        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate_factor(step, config))
-        self.batches = shuffled_batches(train_dataset, config.prompts_per_step, config.seed)
+        self.policy.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.policy.model.eval()
+        self.update = Updater(self.policy, self.reference, self.optimizer, config)
+        sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        self.engine = engine or HuggingFaceEngine(
+            model, tokenizer, batch_size=config.generation_batch_size, synced=sharded
+        )
+        self.steps_done = 0
+        self._synced_at = 0  # the optimizer step whose weights the engine has
+        self._before_step: dict[str, Any] | None = None
+        self._resumed = self._open(resume, overwrite)
 
     def train(self) -> list[Metrics]:
-        """Runs `config.steps` steps; returns their metrics, with step 0 for the evaluation before training."""
-        torch.manual_seed(self.config.seed)
+        """Runs up to `config.steps` steps; returns their metrics, with step 0 for the evaluation before training.
+
+        The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint.
+
+        Raises:
+            RewardError: A reward function raised, timed out or returned what it must not.
+            NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir/failed-step-<n>`.
+            CheckpointError: A checkpoint could not be written.
+        """
         history: list[Metrics] = []
-        if self.metrics_path is not None:
-            self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-            self.metrics_path.write_text("", encoding="utf-8")
-        if self.evaluate is not None:
-            self._record(history, {"step": 0} | dict(self.evaluate()))
-        for step in tqdm(range(1, self.config.steps + 1), desc="GRPO", unit="step", mininterval=1.0):
-            metrics = {"step": step} | self.step()
-            if self.evaluate is not None and (step % self.config.eval_steps == 0 or step == self.config.steps):
-                metrics |= self.evaluate()
-            self._record(history, metrics)
+        with self._run(), StopRequest() as stop:
+            if not self._resumed and (before := self.evaluate()):
+                self._record(history, {"step": 0} | before)
+            progress = tqdm(
+                total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
+                disable=not self.accelerator.is_main_process,
+            )  # fmt: skip
+            while self.steps_done < self.config.steps and not self._any(stop.requested):
+                metrics = {"step": self.steps_done + 1} | self.step()
+                self.steps_done += 1
+                if self._due(self.config.eval_steps):
+                    metrics |= self.evaluate()
+                self._record(history, metrics)
+                if self._due(self.config.save_steps):
+                    self.save()
+                progress.set_postfix_str(f"{metrics['tokens_per_second']:.0f} tokens/s, reward {metrics['reward']:.3g}")
+                progress.update()
+            progress.close()
+            self.save()
+            if self.steps_done < self.config.steps:
+                tqdm.write(f"stopped after step {self.steps_done}; resume to go on")
         return history
 
     def step(self) -> Metrics:
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
+        self._before_step = self._state() | {"random": checkpoint.random_states()}
         rollout, rewards = self.collect()
+        all_rewards = self.accelerator.gather(rewards)
         groups = group_advantages(
-            rewards,
+            all_rewards.cpu(),
             self.config.num_generations,
             weights=self.reward_weights,
             scale_rewards=self.config.scale_rewards,
+            aggregation=self.config.reward_aggregation,
         )
-        updates = self.update(rollout, groups.advantages.to(rollout.completion_ids.device))
+        first = self.accelerator.process_index * len(rewards)
+        advantages = groups.advantages[first : first + len(rewards)].to(self.accelerator.device)
+        with self._explained(rollout, advantages):
+            updates = self.update(rollout, advantages)
         # The optimizer steps of a rollout count alike, so a clip ratio includes the first, which cannot clip.
-        lengths = rollout.completion_mask.sum(dim=1).float()
+        lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).float()
+        seconds = time.perf_counter() - started
         return {
             "reward": groups.mean.nanmean().item(),
             "reward_std": groups.std.nanmean().item(),
-            **{f"rewards/{name}": rewards[:, i].nanmean().item() for i, name in enumerate(self.reward_functions)},
+            **{f"rewards/{name}": all_rewards[:, i].nanmean().item() for i, name in enumerate(self.reward_functions)},
             "zero_std_groups": float(groups.zero_std_groups) / self.config.prompts_per_step,
             "unjudged": float(groups.unjudged),
             "completion_length": lengths.mean().item(),
-            **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
-            "seconds": time.perf_counter() - started,
+            **mean_of(updates),
+            "epoch": self.batches.epoch,
+            "tokens_per_second": lengths.sum().item() / seconds,
+            "seconds": seconds,
         }
 
     def collect(self) -> tuple[Rollout, Tensor]:
-        """Samples completions for the next prompts and scores them: a rollout of B sequences, rewards [B, F]."""
+        """Samples completions for this process's next prompts and scores them: B sequences, rewards [B, F]."""
         rows = next(self.batches)
-        rollout = generate_rollout(
-            self.model,
-            self.tokenizer,
-            [str(row["prompt"]) for row in rows],
-            num_generations=self.config.num_generations,
-            max_completion_length=self.config.max_completion_length,
-            temperature=self.config.temperature,
-        )
-        row_of_completion = [row for row in rows for _ in range(self.config.num_generations)]
-        completions = decode_completions(self.tokenizer, rollout)
-        return rollout, score_completions(self.reward_functions, row_of_completion, completions)
+        first = self.accelerator.process_index * self.prompts_per_process
+        sampling = replace(self.sampling, seed=self.config.seed + self.steps_done * self.accelerator.num_processes + first)
+        return self.sample(rows[first : first + self.prompts_per_process], sampling, show=self._shows_samples())
 
-    def update(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
-        """The optimizer steps on a rollout, sampled just now or recorded elsewhere; one dictionary for each."""
-        return update_policy(
-            self.model, self.reference, self.optimizer, self.scheduler, rollout, advantages, self.config
+    def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
+        """Completions of some rows, and their rewards."""
+        if self._synced_at != self.update.optimizer_steps:
+            self.engine.sync_weights(self.model)
+            self._synced_at = self.update.optimizer_steps
+        rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
+        rollout = rollout.to(self.accelerator.device)
+        ids = rollout.completions()
+        texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
+        repeated = [row for row in rows for _ in range(sampling.num_generations)]
+        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
+        rewards = score_completions(
+            self.reward_functions, repeated, completions, ids, timeout=self.config.reward_timeout
         )
+        if show:
+            shown = slice(0, sampling.num_generations)
+            prompts = [prompt_text(row["prompt"]) for row in repeated[shown]]
+            columns = {name: rewards[shown, i].tolist() for i, name in enumerate(self.reward_functions)}
+            print_samples(self.steps_done + 1, prompts, texts[shown], columns)
+        return rollout, rewards.to(self.accelerator.device)
+
+    def evaluate(self) -> Metrics:
+        """The metrics of the held-out rows, and those of the caller's own function."""
+        metrics: Metrics = {}
+        if self.eval_rows is not None:
+            metrics |= evaluate(
+                lambda rows, sampling: self.sample(rows, sampling)[1],
+                self.eval_rows,
+                list(self.reward_functions),
+                int(self.reward_weights.argmax()),
+                self.sampling,
+                self.config.eval_samples,
+                self.accelerator,
+                batch_size=self.prompts_per_process,
+            )
+        return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
+
+    def save(self) -> Path | None:
+        """Writes a checkpoint of the steps done, if there is an `output_dir`; all processes call it."""
+        if self.output_dir is None:
+            return None
+        return checkpoint.save_checkpoint(
+            self.output_dir,
+            self.steps_done,
+            accelerator=self.accelerator,
+            model=self.policy.model,
+            optimizer=_inner(self.optimizer),
+            tokenizer=self.tokenizer,
+            state=self._state(),
+            keep=self.config.save_total_limit,
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {"optimizer_steps": self.update.optimizer_steps, "batches": self.batches.state_dict()}
+
+    def _open(self, resume: bool, overwrite: bool) -> bool:
+        """Begins in `output_dir`, or goes on from its newest checkpoint: whether it does."""
+        if self.output_dir is None:
+            if resume:
+                raise ValueError("resume needs the output_dir of the run; got none")
+            return False
+        newest = checkpoint.latest_checkpoint(self.output_dir)
+        if newest is not None and resume:
+            state = checkpoint.load_checkpoint(
+                newest, accelerator=self.accelerator, model=self.policy.model, optimizer=_inner(self.optimizer)
+            )
+            self.steps_done = state["step"]
+            self.update.optimizer_steps = state["optimizer_steps"]
+            self.batches.load_state_dict(state["batches"])
+            if self.accelerator.is_main_process:
+                cut_jsonl(self.output_dir / "metrics.jsonl", self.steps_done)
+            return True
+        if newest is not None and not overwrite:
+            raise ValueError(
+                f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume it, overwrite it, or name another"
+            )
+        if self.accelerator.is_main_process:
+            for old in checkpoint.checkpoints(self.output_dir):
+                shutil.rmtree(old)
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            (self.output_dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        return False
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        """Seeds and trackers; and where a step fails that has not changed the weights, a checkpoint from before it."""
+        if not self._resumed:
+            set_seed(self.config.seed, device_specific=True)
+        if self.config.report_to:
+            options = {k: v for k, v in vars(self.config).items() if isinstance(v, (bool, int, float, str))}
+            self.accelerator.init_trackers("grpo_fused", config=options | vars(self.config.loss))
+        try:
+            yield
+        except checkpoint.CheckpointError:
+            raise
+        except (Exception, KeyboardInterrupt):
+            self._save_before_failure()
+            raise
+        finally:
+            if self.config.report_to:
+                self.accelerator.end_training()
+
+    def _save_before_failure(self) -> None:
+        """One process only: with several, the others are somewhere else."""
+        before = self._before_step
+        if before is None or self.accelerator.num_processes > 1:
+            return
+        if before["optimizer_steps"] != self.update.optimizer_steps:
+            return  # half a step has changed the weights: the last checkpoint is what there is
+        checkpoint.set_random_states(before["random"])
+        self.batches.load_state_dict(before["batches"])
+        try:
+            path = self.save()
+        except checkpoint.CheckpointError as error:
+            tqdm.write(str(error))
+        else:
+            if path is not None:
+                tqdm.write(f"what was trained is in {path}")
+
+    @contextmanager
+    def _explained(self, rollout: Rollout, advantages: Tensor) -> Iterator[None]:
+        """Writes down the batch whose loss is not finite."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if self.output_dir is None:
+                raise
+            step = self.steps_done + 1
+            path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
+            tensors = {name: tensor for name, tensor in rollout._asdict().items() if tensor is not None}
+            save_file({name: tensor.contiguous() for name, tensor in (tensors | {"advantages": advantages}).items()}, path)
+            raise NonFiniteError(f"{error} in step {step}; its batch is in {path}") from error
+
+    def _usable(self, dataset: Sequence[Row], at_least: int) -> Sequence[Row]:
+        """The rows, checked; without those whose prompt is too long."""
+        check_rows(dataset, at_least)
+        if self.config.max_prompt_length is None:
+            return dataset
+        kept, dropped = filter_by_prompt_length(dataset, self.encode, self.config.max_prompt_length)
+        if dropped and self.accelerator.is_main_process:
+            tqdm.write(f"{dropped} of {len(dataset)} prompts are longer than {self.config.max_prompt_length} tokens")
+        check_rows(kept, at_least)
+        return kept
 
     def _record(self, history: list[Metrics], metrics: Metrics) -> None:
         history.append(metrics)
-        if self.metrics_path is not None:
-            append_jsonl(self.metrics_path, metrics)
+        if not self.accelerator.is_main_process:
+            return
+        if self.output_dir is not None:
+            append_jsonl(self.output_dir / "metrics.jsonl", metrics)
+        if self.config.report_to:
+            self.accelerator.log(metrics, step=int(metrics["step"]))
         if metrics["step"] % self.config.logging_steps == 0:
             tqdm.write(format_row(metrics))
 
+    def _due(self, interval: int) -> bool:
+        """Whether something that is done every so many steps, and after the last one, is to be done now."""
+        return self.steps_done == self.config.steps or (interval > 0 and self.steps_done % interval == 0)
 
-def check_dataset(rows: Sequence[Row], prompts_per_step: int) -> None:
-    """Raises unless there are enough rows, each with a prompt and all with the same columns."""
-    if len(rows) < prompts_per_step:
+    def _shows_samples(self) -> bool:
+        interval = self.config.sample_steps
+        return self.accelerator.is_main_process and interval > 0 and self.steps_done % interval == 0
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is set on any process: all of them stop after the same step."""
+        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout of a model to 0, those of attention included."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def mean_of(updates: Sequence[Metrics]) -> Metrics:
+    """Of the optimizer steps of a rollout; a rollout without any had no gradient."""
+    if not updates:
+        return {"loss": 0.0, "grad_norm": 0.0}
+    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+
+def _weights(weights: Sequence[float] | None, functions: int) -> list[float]:
+    if functions == 0:
+        raise ValueError("reward_functions must hold at least one function; got none")
+    if weights is not None and len(weights) != functions:
         raise ValueError(
-            f"train_dataset must have at least prompts_per_step = {prompts_per_step} rows; got {len(rows)}"
+            f"reward_weights must have one weight for each of {functions} reward functions; got {len(weights)}"
         )
-    columns = set(rows[0])
-    for position, row in enumerate(rows):
-        if not isinstance(row.get("prompt"), str):
-            raise ValueError(f'row {position} of train_dataset must have a str "prompt"; got {row.get("prompt")!r}')
-        if set(row) != columns:
-            raise ValueError(
-                f"row {position} of train_dataset must have the columns {sorted(columns)}; got {sorted(row)}"
-            )
-    taken = columns & {"prompts", "completions"}
-    if taken:
-        raise ValueError(f"train_dataset must not have a column that reward functions get anyway; got {sorted(taken)}")
+    return [1.0] * functions if weights is None else [float(weight) for weight in weights]
 
 
-def shuffled_batches(rows: Sequence[Row], size: int, seed: int) -> Iterator[list[Row]]:
-    """Batches without end; each epoch in a new order, an incomplete last batch left out."""
-    order, rng = list(range(len(rows))), random.Random(seed)
-    while True:
-        rng.shuffle(order)
-        for start in range(0, len(order) - size + 1, size):
-            yield [rows[index] for index in order[start : start + size]]
+def _share(prompts: int, processes: int) -> int:
+    if prompts % processes:
+        raise ValueError(f"prompts_per_step must be divisible by the {processes} processes; got {prompts}")
+    return prompts // processes
 
 
-def learning_rate_factor(optimizer_step: int, config: GRPOTrainerConfig) -> float:
-    """Linear warm-up to 1, then constant, or linear to 0 with `config.decay`."""
-    if optimizer_step < config.warmup_steps:
-        return (optimizer_step + 1) / config.warmup_steps
-    if not config.decay:
-        return 1.0
-    total = config.steps * config.num_iterations
-    return max(total - optimizer_step, 0) / max(total - config.warmup_steps, 1)
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,15 +1,21 @@
-"""Where the numbers of a run go: one JSON line for each step, and a printed row every few steps."""
+"""Where the numbers of a run go: a JSON line for each step, a printed row every few steps, trackers when asked."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
 
 Metrics = dict[str, float]
 
-NOT_SHOWN = {"reward_std", "unjudged", "clip_ratio/low_mean", "clip_ratio/high_mean", "learning_rate", "seconds"}
+NOT_SHOWN = {
+    "reward_std", "unjudged", "clip_ratio/low_mean", "clip_ratio/high_mean", "learning_rate", "seconds", "epoch",
+}  # fmt: skip
 
 
 def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:
@@ -20,8 +26,27 @@ def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float | None]]:
-    """The lines of `append_jsonl`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of `append_jsonl`; a last line that was cut off (a full disk, a kill) is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines):
+        try:
+            rows += [json.loads(line)] if line else []
+        except json.JSONDecodeError as error:
+            if number == len(lines) - 1:
+                break
+            raise ValueError(f"line {number + 1} of {path} is not JSON: {error}") from error
+    return rows
+
+
+def cut_jsonl(path: Path, last_step: int) -> None:
+    """Removes the lines after a step, those of a run that went on after the checkpoint that is resumed from."""
+    if not path.exists():
+        return
+    kept = [row for row in read_jsonl(path) if (row["step"] or 0) <= last_step]
+    beside = path.with_suffix(".unfinished")
+    beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(beside, path)
 
 
 def format_row(metrics: Mapping[str, float]) -> str:
@@ -37,3 +62,23 @@ def _short_name(name: str) -> str:
 
 def _short(value: float) -> str:
     return f"{value:4d}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def print_samples(
+    step: int, prompts: Sequence[str], completions: Sequence[str], rewards: Mapping[str, Sequence[float]]
+) -> None:
+    """A table of completions with what each reward function gave them."""
+    table = Table(title=f"completions of step {step}", show_lines=True)
+    for name in ("prompt", "completion", *map(_short_name, rewards)):
+        table.add_column(name, overflow="fold")
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        given = ("-" if math.isnan(values[row]) else f"{values[row]:.3g}" for values in rewards.values())
+        # text of a model is no markup: a "[/b]" in it would be an error
+        table.add_row(*(_plain(text) for text in (prompt, completion, *given)))
+    Console().print(table)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape("".join(character if character.isprintable() or character == "\n" else "�" for character in text))

@@ -2,45 +2,121 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
-from grpo_fused.engines import Impl
-from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.rollout import Rollout, micro_batches
 
 
-def completion_hidden_states(model: PreTrainedModel, rollout: Rollout) -> Tensor:
-    """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`.
+class Policy:
+    """A causal LM as the loss sees it: hidden states that predict each token, and a head that the loss multiplies by.
 
-    Runs the model up to its head, so that no logits are made. The state of the last prompt token predicts the first
-    completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding moves nothing.
+    Args:
+        model: Hugging Face causal LM, not yet wrapped or sharded: its head is checked now.
+        accelerator: Whose autocast and processes apply. `model` of this class is what it made of the model.
+        config: The options of the run.
+
+    Raises:
+        TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
     """
-    input_ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]
-    attention_mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    hidden_states = head_hidden_states(model, input_ids, attention_mask, position_ids=position_ids)
-    prompt_length = rollout.prompt_ids.shape[1]
-    return hidden_states[:, prompt_length - 1 : -1]
+
+    def __init__(self, model: PreTrainedModel, accelerator: Accelerator, config: GRPOTrainerConfig) -> None:
+        self.accelerator, self.config = accelerator, config
+        self.unwrapped = model
+        self.model: nn.Module = model
+        self._form = lm_head_inputs(model)
+        self._is_whole = self._form["lm_head_weight"] is model.get_output_embeddings().weight
+
+    def head(self) -> dict[str, Any]:
+        """Keywords of the fused functions. Ask for each pass: a folded adapter's graph lives for one backward."""
+        head = self.unwrapped.get_output_embeddings()
+        if not isinstance(head.weight, DTensor):
+            return lm_head_inputs(self.unwrapped)
+        if not self._is_whole:
+            raise ValueError("FSDP shards the head: it must not drop rows or carry an adapter; this one does")
+        return self._form | {"lm_head_weight": head.weight, "lm_head_bias": getattr(head, "bias", None)}
+
+    def hidden_states(self, rollout: Rollout) -> Tensor:
+        """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`.
+
+        Runs the model up to its head, so that no logits are made. The state of the last prompt token predicts the first
+        completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding moves
+        nothing.
+        """
+        input_ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]
+        attention_mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
+        position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        hidden_states = head_hidden_states(self.model, input_ids, attention_mask, position_ids=position_ids)
+        return hidden_states[:, rollout.prompt_ids.shape[1] - 1 : -1]
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
+        """Log-probs [B, T], fp32, of those sequences of the rollout, without gradient; 0 elsewhere and where masked."""
+        logps = torch.zeros(rollout.completion_ids.shape, device=rollout.completion_ids.device)
+        for batch, micro in self.micro_batches(rollout, rows):
+            with self.accelerator.autocast():
+                scores = fused_linear_logprobs(
+                    self.hidden_states(micro),
+                    token_ids=micro.completion_ids,
+                    mask=micro.completion_mask,
+                    **self.head(),
+                    temperature=self.config.temperature,
+                    impl=self.config.impl,
+                )
+            write_rows(logps, batch, scores.logps)
+        return logps
+
+    def micro_batches(self, rollout: Rollout, rows: Tensor) -> list[tuple[Tensor, Rollout]]:
+        """`rows` of the rollout in micro-batches (indices, sequences), as many as the process with most of them has.
+
+        Processes that share weights or gradients run in step. What is added has no indices, and one sequence that is
+        masked throughout: it passes through the model and changes nothing. A quantile over all tokens needs them in one.
+        """
+        whole = self.config.loss.top_entropy_quantile < 1
+        batches = micro_batches(rollout, rows, sys.maxsize if whole else self.config.micro_batch_tokens)
+        most = len(batches)
+        if self.accelerator.num_processes > 1:
+            most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())
+        pieces = [(batch, rollout.rows(batch)) for batch in batches]
+        if len(pieces) < most:
+            idle = rollout.rows(slice(0, 1))
+            idle = idle._replace(completion_mask=torch.zeros_like(idle.completion_mask))
+            pieces += [(rows[:0], idle)] * (most - len(pieces))
+        return pieces
 
 
-@torch.no_grad()
-def score_rollout(
-    model: PreTrainedModel, rollout: Rollout, *, temperature: float, micro_batch_size: int, impl: Impl = "auto"
-) -> Tensor:
-    """Log-probabilities [B, T] of the completions under `model`, without gradient; 0 where masked."""
-    head = lm_head_inputs(model)
-    logps = []
-    for start in range(0, len(rollout.completion_ids), micro_batch_size):
-        rows = rollout.rows(start, start + micro_batch_size)
-        scores = fused_linear_logprobs(
-            completion_hidden_states(model, rows),
-            token_ids=rows.completion_ids,
-            mask=rows.completion_mask,
-            **head,
-            temperature=temperature,
-            impl=impl,
-        )
-        logps.append(scores.logps)
-    return torch.cat(logps)
+def write_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """`table[rows] = values` for values [n, t] of a table [B, T]; t may be less than T, and nothing is done for no rows."""
+    if len(rows):
+        table[rows.to(table.device), : values.shape[1]] = values
+
+
+Reference = Callable[[Rollout, Tensor], Tensor]
+"""Scores rows of a rollout under the policy as it was before training."""
+
+
+def make_reference(policy: Policy) -> Reference:
+    """With an adapter it is the policy itself without the adapter, which costs no memory; else a frozen copy."""
+    model = policy.unwrapped
+    if hasattr(model, "disable_adapter"):
+        return partial(_score_without_adapter, policy)
+    frozen = copy.deepcopy(model).requires_grad_(False).eval()
+    reference = Policy(frozen, policy.accelerator, policy.config)
+    reference.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
+    return reference.score
+
+
+def _score_without_adapter(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
+    with policy.unwrapped.disable_adapter():  # type: ignore[operator]  # of a PeftModel
+        return policy.score(rollout, rows)

@@ -1,4 +1,4 @@
-"""The rollout: prompts in, groups of sampled completions with their masks out."""
+"""A rollout: sampled completions with their prompts, padded, and how it is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Rollout(NamedTuple):
-    """B = prompts * num_generations sampled sequences, the samples of one prompt side by side.
+    """B sequences, the samples of one prompt side by side.
 
     Everything an update reads, so a recorded rollout can be replayed on another model or with another engine.
     """
@@ -20,92 +19,63 @@ class Rollout(NamedTuple):
     prompt_mask: Tensor  # [B, P] bool
     completion_ids: Tensor  # [B, T] int64, padded on the right
     completion_mask: Tensor  # [B, T] bool, True up to and including the EOS
+    sampling_logps: Tensor | None = None  # [B, T] fp32, nats, by a rollout engine that is not the policy itself
 
-    def rows(self, start: int, stop: int) -> Rollout:
-        """The sequences `start` to `stop`."""
-        return Rollout(*(tensor[start:stop] for tensor in self))
+    def rows(self, index: slice | Tensor) -> Rollout:
+        """Some of the sequences, without the columns that are padding in all of them."""
+        prompts, completions = self.prompt_mask[index], self.completion_mask[index]
+        first = self.prompt_ids.shape[1] - int(prompts.sum(1).max()) if len(prompts) else 0
+        width = max(int(completions.sum(1).max()), 1) if len(completions) else self.completion_ids.shape[1]
+        return Rollout(
+            self.prompt_ids[index][:, first:],
+            prompts[:, first:],
+            self.completion_ids[index][:, :width],
+            completions[:, :width],
+            None if self.sampling_logps is None else self.sampling_logps[index][:, :width],
+        )
 
+    def to(self, device: torch.device) -> Rollout:
+        """The same on another device."""
+        return Rollout(*(None if tensor is None else tensor.to(device) for tensor in self))
 
-def generate_rollout(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    num_generations: int = 1,
-    max_completion_length: int,
-    temperature: float = 1.0,
-    greedy: bool = False,
-) -> Rollout:
-    """Samples `num_generations` completions for each prompt from the whole softmax at `temperature`.
-
-    Args:
-        model: Causal LM; its dropout must be off (`model.eval()`).
-        tokenizer: Needs an EOS and a pad token, which may be the same.
-        prompts: Texts, none of them empty.
-        num_generations: Completions for each prompt.
-        max_completion_length: Tokens, EOS included.
-        temperature: Divides the logits, > 0.
-        greedy: Take the most likely token instead of sampling, for evaluation.
-    """
-    eos_token_id, pad_token_id = special_token_ids(tokenizer)
-    prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, pad_token_id)
-    prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0).to(model.device)  # [B, P]
-    prompt_mask = prompt_mask.repeat_interleave(num_generations, dim=0).to(model.device)
-    # Only what `generate` must know; top_k=0 because its default of 50 would truncate the distribution.
-    sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": temperature, "top_k": 0}
-    generation_config = GenerationConfig(
-        max_new_tokens=max_completion_length, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **sampling
-    )
-    sequences = model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
-        input_ids=prompt_ids, attention_mask=prompt_mask.long(), generation_config=generation_config
-    )
-    completion_ids = sequences[:, prompt_ids.shape[1] :]  # [B, T]
-    return Rollout(prompt_ids, prompt_mask, completion_ids, mask_after_eos(completion_ids, eos_token_id))
+    def completions(self) -> list[list[int]]:
+        """The ids of each completion, EOS included, padding left out."""
+        return [ids[mask].tolist() for ids, mask in zip(self.completion_ids, self.completion_mask, strict=True)]
 
 
-def mask_after_eos(completion_ids: Tensor, eos_token_id: int) -> Tensor:
-    """True for every token up to and including the first EOS; a row without one was cut and is True throughout.
+def pad_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Ids [B, P] int64 and mask [B, P] bool, padded on the left. The mask is of lengths: a pad token may be an EOS."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in prompts])
+    return ids, length_mask(torch.tensor([len(row) for row in prompts]), width).flip(1)
 
-    Ids are compared with the EOS only, never with the pad token: many tokenizers pad with their EOS, and a mask of
-    "not pad" would then drop the EOS, and the policy would never learn to stop.
+
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """[B, width] bool, True in the first `lengths[b]` columns of row b."""
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tensor]:
+    """Cuts sequences into batches of at most `max_tokens` tokens, padding included, those of like length together.
 
     Args:
-        completion_ids: [B, T] int.
-        eos_token_id: The token that ends a completion.
+        rollout: B sequences.
+        rows: [n] int64 on the CPU: the sequences to cut.
+        max_tokens: The budget; a sequence that is longer than it is a batch of its own.
 
     Returns:
-        [B, T] bool.
+        Indices into the rollout: each of `rows` in exactly one of the tensors.
     """
-    is_eos = completion_ids == eos_token_id
-    eos_seen_before = is_eos.cumsum(dim=1) - is_eos.long()
-    return eos_seen_before == 0
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], pad_token_id: int
-) -> tuple[Tensor, Tensor]:
-    """Token ids [B, P] int64 and mask [B, P] bool of the prompts, padded on the left whatever the tokenizer's side."""
-    encoded: list[list[int]] = [tokenizer(prompt).input_ids for prompt in prompts]
-    for prompt, row in zip(prompts, encoded, strict=True):
-        if not row:
-            raise ValueError(f"a prompt must have at least one token; got none from {prompt!r}")
-    width = max(map(len, encoded))
-    ids = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in encoded])
-    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in encoded])
-    return ids, mask
-
-
-def decode_completions(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each completion, without the EOS and the padding."""
-    return [
-        str(tokenizer.decode(ids[mask], skip_special_tokens=True))
-        for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)
-    ]
-
-
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """(EOS, pad); a tokenizer without a pad token pads with its EOS."""
-    eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    if not isinstance(eos_token_id, int):
-        raise ValueError(f"the tokenizer needs an EOS token, or no completion ever ends; got {eos_token_id!r}")
-    return eos_token_id, eos_token_id if pad_token_id is None else pad_token_id
+    prompts = rollout.prompt_mask.sum(1).tolist()
+    completions = rollout.completion_mask.sum(1).tolist()
+    batches: list[list[int]] = []
+    longest_prompt = longest_completion = 0
+    for row in sorted(rows.tolist(), key=lambda row: -(prompts[row] + completions[row])):
+        wide_prompt, wide = max(longest_prompt, prompts[row]), max(longest_completion, completions[row])
+        if batches and (len(batches[-1]) + 1) * (wide_prompt + wide) <= max_tokens:
+            batches[-1].append(row)
+            longest_prompt, longest_completion = wide_prompt, wide
+        else:
+            batches.append([row])
+            longest_prompt, longest_completion = prompts[row], completions[row]
+    return [torch.tensor(batch) for batch in batches]

@@ -2,109 +2,236 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
 
-from grpo_fused import fused_linear_grpo_loss, lm_head_inputs
-from grpo_fused.config import TOKEN_NORMALIZED
+from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
+from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.metrics import Metrics
-from grpo_fused.trainer.policy import completion_hidden_states, score_rollout
+from grpo_fused.trainer.policy import Policy, Reference, write_rows
 from grpo_fused.trainer.rollout import Rollout
 
-AVERAGED = ("kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean")
+AVERAGED = (
+    "kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio",
+    "vespo/phi_seq_mean",
+)  # fmt: skip
 """Loss metrics that are means over tokens, so that micro-batches combine by their numbers of tokens."""
 
 
-def update_policy(
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    rollout: Rollout,
-    advantages: Tensor,
-    config: GRPOTrainerConfig,
-) -> list[Metrics]:
-    """Takes `config.num_iterations` optimizer steps on one rollout.
+class NonFiniteError(FloatingPointError):
+    """The loss or a gradient is NaN or infinite; no optimizer step was taken on it."""
+
+
+class Updater:
+    """Takes the optimizer steps on a rollout.
 
     Args:
-        model: The policy that sampled the rollout, dropout off; trained in place.
-        reference: The frozen reference, or None if `config.loss.beta` is 0.
-        optimizer: Over the parameters of `model`.
-        scheduler: Its learning rate, stepped once for each optimizer step.
-        rollout: B sequences.
-        advantages: [B] float.
+        policy: What sampled the rollout, dropout off; trained in place.
+        reference: Scores under the frozen reference, or None if `config.loss.beta` is 0.
+        optimizer: Over the parameters of the policy, as accelerate prepared it.
         config: The options of the run.
-
-    Returns:
-        One dictionary for each optimizer step: loss, grad_norm, learning_rate and the metrics of the loss.
     """
-    score = partial(
-        score_rollout,
-        rollout=rollout,
-        temperature=config.temperature,
-        micro_batch_size=config.micro_batch_size,
-        impl=config.impl,
-    )
-    # With one step on each rollout the policy still is the one that sampled: None says so, and saves a scoring pass.
-    old_logps = None if config.num_iterations == 1 else score(model)
-    ref_logps = None if reference is None else score(reference)
-    history = []
-    for _ in range(config.num_iterations):
-        metrics = accumulate_gradients(model, rollout, advantages, old_logps, ref_logps, config)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        learning_rate = float(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
-        history.append(metrics | {"grad_norm": grad_norm.item(), "learning_rate": learning_rate})
-    return history
+
+    def __init__(
+        self, policy: Policy, reference: Reference | None, optimizer: Optimizer, config: GRPOTrainerConfig
+    ) -> None:
+        if config.loss.top_entropy_quantile < 1 and policy.accelerator.num_processes > 1:
+            raise ValueError(
+                "top_entropy_quantile < 1 ranks all tokens of a rollout, which must be in one process; got "
+                f"{policy.accelerator.num_processes}"
+            )
+        self.policy, self.reference, self.optimizer, self.config = policy, reference, optimizer, config
+        self.accelerator = policy.accelerator
+        self.optimizer_steps = 0
+
+    def __call__(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
+        """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
+
+        Sequences whose gradient is known to be zero (no spread in their group's rewards, and no KL or entropy term)
+        are left out: they count in the normaliser, and cost nothing.
+
+        Args:
+            rollout: B sequences.
+            advantages: [B] float.
+
+        Returns:
+            One dictionary for each optimizer step, the same on all processes: loss, grad_norm, learning_rate and the
+            metrics of the loss, which are those of the sequences that were trained on. Empty if there were none.
+
+        Raises:
+            NonFiniteError: A loss or a gradient is NaN or infinite.
+        """
+        loss = self.config.loss
+        always = loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1
+        rows = torch.arange(len(advantages)) if always else advantages.nonzero().flatten().cpu()
+        window = Window.of(rollout, rows, self.accelerator)
+        if window.trained_sequences == 0:
+            self.optimizer_steps += self.config.num_iterations  # the schedule goes on
+            return []
+        ref_logps = None if self.reference is None else self.reference(rollout, rows)
+        correction, old_logps = None, None
+        if rollout.sampling_logps is not None and self.config.importance_sampling is not None:
+            old_logps = self.policy.score(rollout, rows)
+            scored = torch.zeros_like(rollout.completion_mask)
+            write_rows(scored, rows, rollout.completion_mask[rows.to(scored.device)])
+            correction = importance_sampling_correction(
+                old_logps,
+                rollout.sampling_logps,
+                scored,
+                mode=self.config.importance_sampling,
+                clip_max=self.config.importance_sampling_clip,
+            )
+        history = []
+        for _ in range(self.config.num_iterations):
+            # on-policy the old log-probs are those of this very pass: None says so, and the next iteration gets them
+            metrics, logps = self.accumulate_gradients(
+                rollout, rows, advantages, window, old_logps, ref_logps, None if correction is None else correction.ratio
+            )
+            old_logps = logps if old_logps is None else old_logps
+            metrics |= self.step_optimizer(metrics["loss"])
+            if correction is not None:
+                metrics |= {name: value.item() for name, value in correction.metrics.items()}
+            history.append(metrics)
+        return history
+
+    def accumulate_gradients(
+        self,
+        rollout: Rollout,
+        rows: Tensor,
+        advantages: Tensor,
+        window: Window,
+        old_logps: Tensor | None,
+        ref_logps: Tensor | None,
+        ratio: Tensor | None,
+    ) -> tuple[Metrics, Tensor]:
+        """Backward through all micro-batches, weighted so that neither they nor the processes change the gradient.
+
+        Returns:
+            The metrics of all processes together, and the log-probs [B, T] of this process's rows.
+        """
+        config, device = self.config, self.accelerator.device
+        logps = torch.zeros(rollout.completion_ids.shape, device=device)
+        sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
+        found: list[str] = []
+        pieces = self.policy.micro_batches(rollout, rows)
+        self.policy.model.train(config.gradient_checkpointing)  # dropout is off; checkpointing asks for training mode
+        for position, (batch, micro) in enumerate(pieces):
+            width = micro.completion_ids.shape[1]
+
+            def of(table: Tensor | None, batch: Tensor = batch, width: int = width) -> Tensor | None:
+                if table is None:
+                    return None
+                picked = table[batch.to(table.device)] if len(batch) else table[:1]
+                return picked if picked.shape[1] == 1 else picked[:, :width]
+
+            share, loss_config = window.share_of(micro, config.loss)
+            with self._synchronised(last=position == len(pieces) - 1), self.accelerator.autocast():
+                out = fused_linear_grpo_loss(
+                    self.policy.hidden_states(micro),
+                    completion_ids=micro.completion_ids,
+                    advantages=advantages[batch.to(device)] if len(batch) else advantages.new_zeros(1),
+                    completion_mask=micro.completion_mask,
+                    **self.policy.head(),
+                    old_per_token_logps=of(old_logps),
+                    ref_per_token_logps=of(ref_logps),
+                    sampling_per_token_logps=(
+                        micro.sampling_logps if config.loss.off_policy_mask_threshold is not None else None
+                    ),
+                    importance_sampling_ratio=of(ratio),
+                    num_items_in_batch=window.tokens if config.loss.loss_type in TOKEN_NORMALIZED else None,
+                    temperature=config.temperature,
+                    config=loss_config,
+                    impl=config.impl,
+                )
+                # processes average their gradients: the sum over them wants their number
+                self.accelerator.backward(out.loss * (share * self.accelerator.num_processes))
+            write_rows(logps, batch, out.per_token_logps)
+            found = [name for name in AVERAGED if name in out.metrics]
+            tokens = int(micro.completion_mask.sum())
+            if tokens:  # a mean over no token is NaN
+                means = torch.stack([out.metrics[name] for name in found]).double()
+                sums[1 : 1 + len(found)] += tokens / window.trained_tokens * means
+                sums[0] += share * out.loss.detach().double()
+        self.policy.model.eval()
+        total = self.accelerator.reduce(sums, "sum").tolist()
+        return dict(zip(("loss", *found), total, strict=False)), logps
+
+    def step_optimizer(self, loss: float) -> Metrics:
+        """Clips, checks and takes one optimizer step; its learning rate and gradient norm."""
+        norm = self.accelerator.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
+        grad_norm = float(norm if norm is not None else math.nan)
+        scaled = self.config.mixed_precision == "fp16"  # there a gradient that overflows is the scaler's business
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(f"the loss must be finite, and so its gradient; got loss {loss} and grad_norm {grad_norm}")
+        rate = learning_rate(self.optimizer_steps, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        return {"grad_norm": grad_norm, "learning_rate": rate}
+
+    def _synchronised(self, *, last: bool) -> AbstractContextManager[None]:
+        """DDP sums gradients in the last backward of a window only. FSDP does in each: it keeps no whole gradient."""
+        replicated = self.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        if last or not replicated:
+            return nullcontext()
+        return self.accelerator.no_sync(self.policy.model)
 
 
-def accumulate_gradients(
-    model: PreTrainedModel,
-    rollout: Rollout,
-    advantages: Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    config: GRPOTrainerConfig,
-) -> Metrics:
-    """Backward through all micro-batches of a rollout, weighted so that their number does not change the gradient."""
-    num_sequences = len(rollout.completion_ids)
-    num_tokens = max(int(rollout.completion_mask.sum()), 1)
-    token_normalized = config.loss.loss_type in TOKEN_NORMALIZED
-    metrics: Metrics = {"loss": 0.0}
-    for start in range(0, num_sequences, config.micro_batch_size):
-        rows = slice(start, start + config.micro_batch_size)
-        micro = rollout.rows(rows.start, rows.stop)
-        out = fused_linear_grpo_loss(
-            completion_hidden_states(model, micro),
-            completion_ids=micro.completion_ids,
-            advantages=advantages[rows],
-            completion_mask=micro.completion_mask,
-            **lm_head_inputs(model),  # each time: a folded adapter's graph lives for one backward
-            old_per_token_logps=None if old_logps is None else old_logps[rows],
-            ref_per_token_logps=None if ref_logps is None else ref_logps[rows],
-            num_items_in_batch=float(num_tokens) if token_normalized else None,
-            temperature=config.temperature,
-            config=config.loss,
-            impl=config.impl,
+class Window:
+    """What a loss over all micro-batches and processes divides by."""
+
+    def __init__(self, tokens: float, sequences: float, trained_tokens: float, trained_sequences: float) -> None:
+        self.tokens, self.sequences = max(tokens, 1.0), max(sequences, 1.0)
+        self.trained_tokens, self.trained_sequences = max(trained_tokens, 1.0), trained_sequences
+
+    @staticmethod
+    def of(rollout: Rollout, rows: Tensor, accelerator: Accelerator) -> Window:
+        """Counts over all processes; `rows` are the sequences that will be trained on."""
+        lengths = rollout.completion_mask.sum(1)
+        trained = lengths[rows.to(lengths.device)]
+        counts = torch.tensor(
+            [lengths.sum(), len(lengths), trained.sum(), len(rows)], dtype=torch.float64, device=accelerator.device
         )
-        token_share = int(micro.completion_mask.sum()) / num_tokens
-        sequence_share = len(micro.completion_ids) / num_sequences
-        if token_normalized:  # num_items_in_batch already is that of the whole rollout
+        return Window(*accelerator.reduce(counts, "sum").tolist())
+
+    def share_of(self, micro: Rollout, loss: GRPOLossConfig) -> tuple[float, GRPOLossConfig]:
+        """The weight of a micro-batch's loss, and the loss's options with its entropy bonus weighed likewise.
+
+        Token-normalised losses divide by the window's tokens themselves; the others are means over the micro-batch, of
+        its tokens or of its sequences. The bonus is always a mean over its tokens.
+        """
+        tokens = int(micro.completion_mask.sum())
+        token_share = tokens / self.tokens
+        if loss.loss_type in TOKEN_NORMALIZED:
             share = 1.0
-        else:  # the others are means over the call: over its tokens or over its sequences
-            share = token_share if config.loss.loss_type == "bnpo" else sequence_share
-        loss = out.loss * share
-        loss.backward()
-        metrics["loss"] += loss.item()
-        for name in AVERAGED:
-            if name in out.metrics:
-                metrics[name] = metrics.get(name, 0.0) + token_share * out.metrics[name].item()
-    return metrics
+        elif loss.loss_type == "bnpo":
+            share = token_share
+        else:
+            share = len(micro.completion_ids) * (tokens > 0) / self.sequences
+        if loss.entropy_coef == 0 or share == 0:
+            return share, loss
+        return share, replace(loss, entropy_coef=loss.entropy_coef * token_share / share)
+
+
+def learning_rate(optimizer_step: int, config: GRPOTrainerConfig) -> float:
+    """Of the optimizer step with that number, from 0: a linear warm-up, then as `config.lr_scheduler_type` says."""
+    total = config.steps * config.num_iterations
+    if optimizer_step < config.warmup_steps:
+        factor = (optimizer_step + 1) / config.warmup_steps
+    elif config.lr_scheduler_type == "constant":
+        factor = 1.0
+    else:
+        left = max(total - optimizer_step, 0) / max(total - config.warmup_steps, 1)
+        factor = left if config.lr_scheduler_type == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    return config.learning_rate * factor

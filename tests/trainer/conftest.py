@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from trainer.small_model import build_small_model
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.arithmetic.model import build_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _new_accelerator() -> None:
+    """Accelerate keeps its set-up for the life of a process, and these tests want different ones."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

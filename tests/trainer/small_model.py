@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
-def build_small_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
+def build_small_model(vocab_size: int, seed: int = 0, *, tied: bool = False) -> Qwen2ForCausalLM:
     """The same weights for the same seed; large ones, so that its log-probabilities are not flat."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -18,7 +18,7 @@ def build_small_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=64,
         initializer_range=0.2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         pad_token_id=None,
         eos_token_id=None,
         bos_token_id=None,

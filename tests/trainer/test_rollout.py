@@ -1,62 +1,94 @@
-"""Rollouts: what is padded where, what counts as completion, and which states predict it."""
+"""Rollouts: what is padded where, what counts as completion, which states predict it, how it is cut."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from grpo_fused.trainer import decode_completions, generate_rollout
-from grpo_fused.trainer.policy import completion_hidden_states, score_rollout
-from grpo_fused.trainer.rollout import encode_prompts, mask_after_eos
+from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
+from grpo_fused.trainer.generation import ending_token_ids
+from grpo_fused.trainer.rollout import length_mask, micro_batches, pad_prompts
 
 EOS = 1
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask"),
-    [
-        pytest.param([5, 6, EOS, 0, 0], [1, 1, 1, 0, 0], id="eos-is-active"),
-        pytest.param([5, EOS, EOS, EOS, EOS], [1, 1, 0, 0, 0], id="pad-is-eos"),
-        pytest.param([EOS, EOS, EOS, EOS, EOS], [1, 0, 0, 0, 0], id="eos-at-once"),
-        pytest.param([5, 6, 7, 8, 9], [1, 1, 1, 1, 1], id="never-eos"),
-        pytest.param([5, 0, 0, 6, EOS], [1, 1, 1, 1, 1], id="sampled-pad-token"),
-        pytest.param([5, 6, 7, 8, EOS], [1, 1, 1, 1, 1], id="eos-last"),
-        pytest.param([5, EOS, 7, EOS, 0], [1, 1, 0, 0, 0], id="first-eos-counts"),
-    ],
-)
-def test_mask_after_eos(ids: list[int], mask: list[int]) -> None:
-    assert mask_after_eos(torch.tensor([ids]), EOS).tolist() == [[bool(m) for m in mask]]
+def sampling(tokenizer: PreTrainedTokenizerFast, **options: Any) -> Sampling:
+    defaults = {"num_generations": 1, "max_completion_length": 6, "eos_token_ids": (EOS,)}
+    return Sampling(**(defaults | {"pad_token_id": tokenizer.pad_token_id} | options))
 
 
-def bias_towards_eos(model: Qwen2ForCausalLM, token: int) -> None:
-    """Makes the EOS the likely next token about half of the time, so that lengths differ."""
-    bias = torch.zeros(model.config.vocab_size)
-    bias[token] = 3.0
-    model.lm_head.bias = torch.nn.Parameter(bias)
+def sampled(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], batch_size: int | None = None, **options: Any
+) -> Rollout:
+    prompts = [tokenizer(text).input_ids for text in texts]
+    torch.manual_seed(0)
+    engine = HuggingFaceEngine(model, tokenizer, batch_size=batch_size)
+    return roll_out(engine, prompts, sampling(tokenizer, **options))
+
+
+def bias_towards(model: Qwen2ForCausalLM, token: int, bias: float = 3.0) -> None:
+    """Makes a token likely, so that lengths differ."""
+    values = torch.zeros(model.config.vocab_size)
+    values[token] = bias
+    model.lm_head.bias = torch.nn.Parameter(values)
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["own-pad", "pad-is-eos"])
 def test_sampled_masks(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pad_is_eos: bool) -> None:
-    if pad_is_eos:
-        tokenizer.pad_token = tokenizer.eos_token
-    bias_towards_eos(model, tokenizer.eos_token_id)
-    torch.manual_seed(0)
-    rollout = generate_rollout(model, tokenizer, ["1+2=", "123+34="], num_generations=16, max_completion_length=6)
+    pad = {"pad_token_id": EOS} if pad_is_eos else {}
+    bias_towards(model, EOS)
+    rollout = sampled(model, tokenizer, ["1+2=", "123+34="], num_generations=16, **pad)
     lengths = rollout.completion_mask.sum(1)
     assert {1, rollout.completion_ids.shape[1]} <= set(lengths.tolist())  # both ends occur
-    for ids, mask, length in zip(rollout.completion_ids, rollout.completion_mask, lengths, strict=True):
-        assert mask.tolist() == [True] * int(length) + [False] * int(len(ids) - length)
-        assert EOS not in ids[: length - 1]
-        assert ids[length - 1] == EOS or length == 6
-    assert all(tokenizer.eos_token not in text for text in decode_completions(tokenizer, rollout))
+    for ids, length in zip(rollout.completions(), lengths.tolist(), strict=True):
+        assert len(ids) == length
+        assert EOS not in ids[:-1]
+        assert ids[-1] == EOS or length == 6
+
+
+def test_any_token_of_the_list_ends(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    other = tokenizer.convert_tokens_to_ids("7")
+    bias_towards(model, other)
+    rollout = sampled(model, tokenizer, ["1+2="], num_generations=16, eos_token_ids=(EOS, other))
+    assert {ids[-1] for ids in rollout.completions() if len(ids) < 6} >= {other}
+    assert all(other not in ids[:-1] for ids in rollout.completions())
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True], ids=["own-pad", "pad-is-eos"])
+def test_a_stop_string_ends_without_an_eos(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pad_is_eos: bool
+) -> None:
+    """What `generate` pads with afterwards is not part of the completion, even where that is an EOS."""
+    pad = {"pad_token_id": EOS} if pad_is_eos else {}
+    bias_towards(model, tokenizer.convert_tokens_to_ids("7"), 6.0)
+    rollout = sampled(
+        model, tokenizer, ["17+2=", "177="], num_generations=16, temperature=3.0, stop_strings=("77",), **pad
+    )
+    texts = [tokenizer.decode(ids) for ids in rollout.completions()]
+    stopped = [text for text in texts if text.endswith("77")]
+    assert any(len(text) < 6 for text in stopped)
+    assert all("77" not in text[:-1] for text in texts)  # nor does the prompt's own 77 end anything
+
+
+def test_batches_of_generate_are_put_together(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    bias_towards(model, EOS)
+    rollout = sampled(model, tokenizer, ["1+2=", "123+34=", "7="], batch_size=4, num_generations=3, greedy=True)
+    alone = [sampled(model, tokenizer, [text], num_generations=3, greedy=True) for text in ("1+2=", "123+34=", "7=")]
+    assert rollout.completions() == [ids for one in alone for ids in one.completions()]
 
 
 def test_prompts_are_padded_left_in_contiguous_groups(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.padding_side = "right"  # the trainer must not depend on it
-    rollout = generate_rollout(model, tokenizer, ["1+2=", "123+34="], num_generations=2, max_completion_length=3)
+    rollout = sampled(model, tokenizer, ["1+2=", "123+34="], num_generations=2, max_completion_length=3)
     short, long = tokenizer("1+2=").input_ids, tokenizer("123+34=").input_ids
     padded = [tokenizer.pad_token_id] * (len(long) - len(short)) + short
     assert rollout.prompt_ids.tolist() == [padded, padded, long, long]
@@ -64,37 +96,133 @@ def test_prompts_are_padded_left_in_contiguous_groups(
     assert rollout.prompt_mask[:, -1].all()
 
 
-def test_an_empty_prompt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="at least one token; got none from ''"):
-        encode_prompts(tokenizer, ["1+2=", ""], 0)
+def test_the_models_own_generation_config_is_not_used(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Instruct models come with a top_p of 0.8 and a repetition penalty of 1.05: `generate` would take them silently."""
+    plain = sampled(model, tokenizer, ["12+3="], num_generations=32)
+    model.generation_config = GenerationConfig(top_k=1, top_p=0.1, repetition_penalty=3.0, temperature=0.1)
+    before = model.generation_config
+    again = sampled(model, tokenizer, ["12+3="], num_generations=32)
+    assert again.completions() == plain.completions()
+    assert model.generation_config is before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}],
+    ids=["top-k", "top-p", "min-p", "temperature"],
+)
+def test_sampling_options_arrive(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: dict[str, float]
+) -> None:
+    """Each of these leaves the most likely token alone."""
+    greedy = sampled(model, tokenizer, ["12+3="], greedy=True).completions()
+    assert sampled(model, tokenizer, ["12+3="], num_generations=4, **options).completions() == greedy * 4
+    assert sampled(model, tokenizer, ["12+3="], num_generations=4).completions() != greedy * 4
+
+
+def test_a_repetition_penalty_arrives(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    bias_towards(model, tokenizer.convert_tokens_to_ids("7"), 20.0)
+    (plain,) = sampled(model, tokenizer, ["12+3="], greedy=True).completions()
+    (other,) = sampled(model, tokenizer, ["12+3="], greedy=True, repetition_penalty=1e4).completions()
+    assert len(set(plain)) < len(plain)
+    assert len(set(other)) == len(other)
+
+
+def test_the_ends_of_a_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    model.generation_config = GenerationConfig(eos_token_id=[5, EOS])
+    assert ending_token_ids(model, tokenizer) == (EOS, 5)
+    tokenizer.eos_token = None
+    assert ending_token_ids(model, tokenizer) == (5, EOS)
+    model.generation_config = GenerationConfig()
+    with pytest.raises(ValueError, match="needs an EOS token"):
+        ending_token_ids(model, tokenizer)
+
+
+def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    rollout = sampled(model, tokenizer, ["12+3="], max_completion_length=1, greedy=True)
+    logits = model(torch.tensor([tokenizer("12+3=").input_ids])).logits[0, -1]
+    assert rollout.completion_ids.item() == logits.argmax().item()
 
 
 def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Scores of a left-padded batch are those of each sequence alone, with the model's own head."""
-    torch.manual_seed(0)
-    temperature = 0.7
-    rollout = generate_rollout(
-        model, tokenizer, ["1+2=", "123+34="], num_generations=3, max_completion_length=5, temperature=temperature
-    )
-    scores = score_rollout(model, rollout, temperature=temperature, micro_batch_size=4)
+    rollout = sampled(model, tokenizer, ["1+2=", "123+34="], num_generations=3, max_completion_length=5, temperature=0.7)
+    policy = Policy(model, Accelerator(), GRPOTrainerConfig(temperature=0.7, micro_batch_tokens=40))
+    scores = policy.score(rollout, torch.arange(6))
+    assert policy.hidden_states(rollout).shape == (*rollout.completion_ids.shape, model.config.hidden_size)
     for row in range(6):
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
         completion = rollout.completion_ids[row][rollout.completion_mask[row]]
         with torch.no_grad():
             logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+        expected = (logits / 0.7).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
         # Both are fp32 runs of the same model in other batch shapes: rounding of two layers, log-probs below 10.
         torch.testing.assert_close(scores[row][rollout.completion_mask[row]], expected, rtol=0, atol=1e-4)
     assert (scores[~rollout.completion_mask] == 0).all()
 
 
-def test_states_have_the_shape_of_the_completion(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    rollout = generate_rollout(model, tokenizer, ["1+2="], num_generations=2, max_completion_length=4)
-    states = completion_hidden_states(model, rollout)
-    assert states.shape == (*rollout.completion_ids.shape, model.config.hidden_size)
+class Recorded:
+    """An engine that returns what it was given."""
+
+    def __init__(self, ids: Tensor, mask: Tensor, logps: Tensor | None = None) -> None:
+        self.generation = Generation(ids, mask, logps)
+
+    def generate(self, prompts: Any, sampling: Any) -> Generation:
+        return self.generation
+
+    def sync_weights(self, model: Any) -> None:
+        pass
 
 
-def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    rollout = generate_rollout(model, tokenizer, ["12+3="], max_completion_length=1, greedy=True)
-    logits = model(torch.tensor([tokenizer("12+3=").input_ids])).logits[0, -1]
-    assert rollout.completion_ids.item() == logits.argmax().item()
+IDS, MASK = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[True, True, False], [True, True, True]])
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        pytest.param(Recorded(IDS[:1], MASK[:1]), r"ids of shape \(2, T\), int64; got \(1, 3\)", id="rows"),
+        pytest.param(Recorded(IDS.int(), MASK), r"int64; got \(2, 3\), torch.int32", id="dtype"),
+        pytest.param(Recorded(IDS, MASK[:, :2]), r"mask of the shape of ids, \(2, 3\); got \(2, 2\)", id="mask"),
+        pytest.param(Recorded(IDS, MASK, torch.zeros(2, 1)), "sampling_logps of the shape", id="log-probs"),
+        pytest.param(Recorded(IDS, MASK.flip(1)), "True up to each completion's end", id="holes"),
+        pytest.param(Recorded(IDS, MASK & False), "at least one token; row 0 has none", id="empty"),
+    ],
+)
+def test_what_an_engine_returns_is_checked(engine: Recorded, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        roll_out(engine, [[3], [4]], Sampling(num_generations=1, max_completion_length=3))
+
+
+def rollout_of(lengths: list[tuple[int, int]]) -> Rollout:
+    """Prompts and completions of the given lengths; ids number the tokens."""
+    prompts = [list(range(1, p + 1)) for p, _ in lengths]
+    generation = Generation.of_lists([list(range(101, 101 + c)) for _, c in lengths], None, 0)
+    return Rollout(*pad_prompts(prompts, 0), generation.ids, generation.mask)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=20),
+    budget=st.integers(1, 400),
+)
+def test_micro_batches_hold_every_row_once_and_the_budget(lengths: list[tuple[int, int]], budget: int) -> None:
+    rollout = rollout_of(lengths)
+    batches = micro_batches(rollout, torch.arange(len(lengths)), budget)
+    assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths)))
+    for batch in batches:
+        micro = rollout.rows(batch)
+        assert len(batch) == 1 or micro.prompt_ids.numel() + micro.completion_ids.numel() <= budget
+        for row, original in enumerate(batch.tolist()):  # nothing but padding is cut off
+            prompt, completion = lengths[original]
+            assert micro.prompt_ids[row][micro.prompt_mask[row]].tolist() == list(range(1, prompt + 1))
+            assert micro.completions()[row] == list(range(101, 101 + completion))
+
+
+def test_micro_batches_of_like_length_waste_little() -> None:
+    rollout = rollout_of([(5, 1), (5, 100)] * 8)
+    batches = micro_batches(rollout, torch.arange(16), 420)
+    padded = sum(rollout.rows(batch).completion_ids.numel() for batch in batches)
+    assert padded <= 1.1 * 8 * 101
+    assert length_mask(torch.tensor([0, 2]), 2).tolist() == [[False, False], [True, True]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
-from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, Rollout
+from grpo_fused.trainer.evaluation import pass_at_k
+from grpo_fused.trainer.rollout import pad_prompts
+from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 SMALL = {
     "steps": 2,
@@ -39,6 +43,8 @@ def make_trainer(
     reward_weights: list[float] | None = None,
     output_dir: Path | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
+    eval_dataset: list[dict[str, str]] | None = None,
+    overwrite: bool = False,
     **options: Any,
 ) -> GRPOTrainer:
     return GRPOTrainer(
@@ -50,6 +56,8 @@ def make_trainer(
         reward_weights=reward_weights,
         output_dir=output_dir,
         evaluate=evaluate,
+        eval_dataset=eval_dataset,
+        overwrite=overwrite,
     )
 
 
@@ -67,12 +75,13 @@ def make_trainer(
         pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
         pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
         pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got dict", id="loss"),
-        pytest.param(
-            {"loss": GRPOLossConfig(entropy_coef=0.1), "micro_batch_size": 4},
-            ValueError,
-            "expected micro_batch_size >= 8 .* got 4",
-            id="entropy-of-a-micro-batch",
-        ),
+        pytest.param({"top_p": 1.5}, ValueError, "top_p must not be above 1; got 1.5", id="top-p"),
+        pytest.param({"min_p": -0.1}, ValueError, "min_p must not be negative nor above 1; got -0.1", id="min-p"),
+        pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a tuple .*; got 'stop'", id="stop"),
+        pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
+        pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
+        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be a bool; got 1", id="checkpointing"),
+        pytest.param({"importance_sampling": "clip"}, ValueError, "importance_sampling must be", id="correction"),
     ],
 )
 def test_config_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -117,9 +126,9 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, rows, [])
     with pytest.raises(ValueError, match="one weight for each of 1 reward functions; got 2"):
         make_trainer(model, tokenizer, rows, reward_weights=[1.0, 2.0])
-    with pytest.raises(ValueError, match="prompts_per_step = 2 rows; got 1"):
+    with pytest.raises(ValueError, match="at least 2 rows, as many as a step takes; got 1"):
         make_trainer(model, tokenizer, rows[:1])
-    with pytest.raises(ValueError, match='row 1 of train_dataset must have a str "prompt"; got None'):
+    with pytest.raises(ValueError, match='row 1 of train_dataset must have a column "prompt"; got the columns'):
         make_trainer(model, tokenizer, [rows[0], {"question": "1+1="}])
     with pytest.raises(ValueError, match=r"row 1 of train_dataset must have the columns \['answer', 'prompt'\]"):
         make_trainer(model, tokenizer, [rows[0], {"prompt": "1+1="}])
@@ -141,7 +150,8 @@ def test_reward_functions_get_their_columns(
 
     metrics = make_trainer(model, tokenizer, rows, [spy, exact_answer_reward]).step()
     (call,) = calls
-    assert set(call) == {"prompts", "completions", "answer"}
+    assert set(call) == {"prompts", "completions", "completion_ids", "answer"}
+    assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in call["completion_ids"]] == call["completions"]
     assert len(call["completions"]) == 8
     right = {row["prompt"]: row["answer"] for row in rows}
     assert [right[prompt] for prompt in call["prompts"]] == call["answer"]
@@ -168,7 +178,7 @@ def test_metrics_are_written_one_line_a_step(
     loss = GRPOLossConfig(beta=0.01)
     options = {"num_iterations": 2, "loss": loss, "evaluate": lambda: {"accuracy": 0.5}, "eval_steps": 2, "steps": 3}
     for _ in range(2):  # the second run starts the file again
-        make_trainer(model, tokenizer, rows, rewards, output_dir=tmp_path, **options).train()
+        make_trainer(model, tokenizer, rows, rewards, output_dir=tmp_path, overwrite=True, **options).train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert [line["step"] for line in lines if "accuracy" in line] == [0, 2, 3]
@@ -185,9 +195,10 @@ def test_a_reference_exists_only_with_beta(
     assert make_trainer(model, tokenizer, rows).reference is None
     trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(beta=0.1))
     assert trainer.reference is not None
-    frozen = {name: value.clone() for name, value in trainer.reference.state_dict().items()}
+    reference = trainer.reference.__self__.unwrapped  # type: ignore[attr-defined]  # the policy that it is a method of
+    frozen = {name: value.clone() for name, value in reference.state_dict().items()}
     trainer.train()
-    assert all(torch.equal(value, frozen[name]) for name, value in trainer.reference.state_dict().items())
+    assert all(torch.equal(value, frozen[name]) for name, value in reference.state_dict().items())
     assert any(not torch.equal(value, frozen[name]) for name, value in model.state_dict().items())
 
 
@@ -205,7 +216,190 @@ def test_the_same_seed_gives_the_same_run(tokenizer: PreTrainedTokenizerFast, ro
     def run(seed: int) -> list[dict[str, float]]:
         trainer = make_trainer(build_small_model(len(tokenizer)), tokenizer, rows, seed=seed, steps=3)
         history = trainer.train()
-        return [{name: value for name, value in line.items() if name != "seconds"} for line in history]
+        return [{name: value for name, value in line.items() if "second" not in name} for line in history]
 
     assert run(0) == run(0)
     assert run(0) != run(1)
+
+
+def test_groups_without_spread_cost_no_pass_of_the_model(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """Two groups of four, one of them rewarded alike: four sequences pass through the model, not eight."""
+    seen: list[int] = []
+    trainer = make_trainer(model, tokenizer, rows, [lambda **columns: [1.0] * 4 + [1.0, 0.0] * 2])
+    hidden_states = trainer.policy.hidden_states
+    trainer.policy.hidden_states = lambda rollout: (seen.append(len(rollout.prompt_ids)), hidden_states(rollout))[1]  # type: ignore[method-assign]
+    assert trainer.step()["zero_std_groups"] == 0.5
+    assert seen == [4]
+    trainer.reward_functions = {"same": lambda **columns: [1.0] * 8}
+    metrics = trainer.step()
+    assert seen == [4]
+    assert (metrics["zero_std_groups"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)
+
+
+def test_left_out_groups_do_not_change_the_update(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    """A tiny KL term keeps all sequences in: the gradient is the same up to it, so the normaliser counts all."""
+    rewards = [lambda **columns: [1.0] * 4 + [1.0, 0.0] * 2]
+    norms = []
+    for loss in (GRPOLossConfig(), GRPOLossConfig(beta=1e-9)):
+        trainer = make_trainer(build_small_model(len(tokenizer)), tokenizer, rows, rewards, loss=loss)
+        torch.manual_seed(0)
+        norms.append(trainer.step()["grad_norm"])
+    assert norms[0] > 0.01
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_on_policy_steps_score_nothing_twice(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one iteration nor two need a scoring pass: the first pass gives the second its old log-probs."""
+    trainer = make_trainer(model, tokenizer, rows, num_iterations=2)
+    monkeypatch.setattr(trainer.policy, "score", None)
+    trainer.step()
+
+
+def test_dropout_is_off_in_every_module(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = build_small_model(len(tokenizer))
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    peft_model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.3))
+    trainer = make_trainer(peft_model, tokenizer, rows, gradient_checkpointing=True)  # type: ignore[arg-type]
+    ids = torch.tensor([tokenizer("1+2=").input_ids])
+    trainer.model.train()
+    assert torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
+
+
+def test_gradient_checkpointing_changes_no_update(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    losses, recomputed = [], []
+    for checkpointing in (False, True):
+        model = build_small_model(len(tokenizer))
+        trainer = make_trainer(model, tokenizer, rows, gradient_checkpointing=checkpointing, num_iterations=2)
+        calls: list[None] = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(None))
+        rollout, _ = trainer.collect()
+        calls.clear()
+        torch.manual_seed(0)
+        losses.append([row["grad_norm"] for row in trainer.update(rollout, torch.linspace(-1, 1, 8))])
+        recomputed.append(len(calls))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert recomputed == [2, 4]  # two iterations of one micro-batch; with recomputation twice as many passes
+
+
+def test_a_lora_reference_is_the_model_without_its_adapter(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = build_small_model(len(tokenizer))
+    frozen = {name: value.clone() for name, value in base.state_dict().items()}
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trainer = make_trainer(
+        model, tokenizer, rows, loss=GRPOLossConfig(beta=0.05), learning_rate=1e-2, num_iterations=2, steps=3  # type: ignore[arg-type]
+    )
+    history = trainer.train()
+    assert history[0]["kl"] < history[-1]["kl"]
+    merged = model.unload().state_dict()
+    assert all(torch.equal(merged[name], value) for name, value in frozen.items())
+
+
+def test_chat_prompts_get_chat_completions(rows: list[dict[str, str]]) -> None:
+    tokenizer = tiny_tokenizer()
+    seen: dict[str, Any] = {}
+
+    def spy(**columns: Any) -> list[float]:
+        seen.update(columns)
+        return [0.0, 1.0] * 4
+
+    chats: list[Any] = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    make_trainer(tiny_model(tokenizer), tokenizer, chats, [spy]).step()
+    assert seen["prompts"][0] in [chat["prompt"] for chat in chats]
+    assert [message["role"] for message in seen["completions"][0]] == ["assistant"]
+
+
+def test_long_prompts_are_left_out_and_counted(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, max_prompt_length=5)
+    assert [row["prompt"] for row in trainer.train_rows] == ["1+2=", "1+34=", "12+2="]
+    assert "3 of 6" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="prompt"):
+        make_trainer(model, tokenizer, rows, max_prompt_length=2)
+
+
+def test_evaluation_is_greedy_and_pass_at_k(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    def first_is_one(completions: list[str], **columns: object) -> list[float]:
+        return [float(text.startswith("1")) for text in completions]
+
+    trainer = make_trainer(
+        model, tokenizer, rows, [count_ones, first_is_one], reward_weights=[0.1, 1.0], eval_dataset=rows, eval_samples=8,
+        eval_steps=1,
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    greedy = [
+        tokenizer.decode(model.generate(torch.tensor([tokenizer(row["prompt"]).input_ids]), max_new_tokens=4, do_sample=False,
+                                        eos_token_id=1, pad_token_id=0)[0, len(tokenizer(row["prompt"]).input_ids):],
+                         skip_special_tokens=True)
+        for row in rows
+    ]  # fmt: skip
+    assert metrics["eval/first_is_one"] == pytest.approx(sum(text.startswith("1") for text in greedy) / len(rows))
+    assert metrics["eval/count_ones"] == pytest.approx(sum(text.count("1") for text in greedy) / len(rows))
+    assert 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@8"] <= 1
+    steps = [row["step"] for row in trainer.train() if "eval/pass@1" in row]
+    assert steps == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)])
+def test_pass_at_k(samples: int, right: int, k: int, chance: float) -> None:
+    """1 - C(n - c, k) / C(n, k): of 5 with 2 right, 1 of the 10 triples holds none."""
+    assert pass_at_k(samples, right, k) == pytest.approx(chance)
+
+
+def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    """An engine whose probabilities are lower by a factor of e^0.1 a token: the truncated ratio weighs the gradient."""
+
+    class Shifted(HuggingFaceEngine):
+        def generate(self, prompts: Any, sampling: Any) -> Any:
+            generation = super().generate(prompts, sampling)
+            rollout = Rollout(*pad_prompts([p for p in prompts for _ in range(4)], 0), generation.ids, generation.mask)
+            return generation._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
+
+    norms = {}
+    for mode in (None, "token_truncate"):
+        model = build_small_model(len(tokenizer))
+        trainer = make_trainer(model, tokenizer, rows, importance_sampling=mode)
+        trainer.engine = Shifted(model, tokenizer)
+        torch.manual_seed(0)
+        metrics = trainer.step()
+        norms[mode] = metrics["grad_norm"]
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    assert norms["token_truncate"] == pytest.approx(math.exp(0.1) * norms[None], rel=1e-3)
+
+
+def test_the_engine_gets_new_weights_when_there_are_any(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    events: list[str] = []
+
+    class Spy(HuggingFaceEngine):
+        def generate(self, prompts: Any, sampling: Any) -> Any:
+            events.append("generate")
+            return super().generate(prompts, sampling)
+
+        def sync_weights(self, model: Any) -> None:
+            events.append("sync")
+
+    trainer = make_trainer(model, tokenizer, rows, eval_dataset=rows[:1], eval_steps=1)
+    trainer.engine = Spy(model, tokenizer)
+    trainer.train()
+    assert events == ["generate", "generate", "sync", "generate", "generate", "sync", "generate"]
+
+
+def test_autocast_trains_fp32_weights(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    model = build_small_model(len(tokenizer))
+    history = make_trainer(model, tokenizer, rows, mixed_precision="bf16", num_iterations=2).train()
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert all(row["grad_norm"] > 0 for row in history)

@@ -1,0 +1,88 @@
+"""`grpo-fused train` and `grpo-fused plot`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from grpo_fused.trainer.checkpoint import CheckpointError
+from grpo_fused.trainer.dry_run import dry_run
+from grpo_fused.trainer.plot import plot_run
+from grpo_fused.trainer.recipe import Recipe, build_trainer
+
+SWITCHES = {
+    "resume": "go on from the newest checkpoint in output_dir, if there is one",
+    "overwrite": "begin again in an output_dir that holds a run",
+    "dry_run": "one step on a tiny random model and a few rows: whether the recipe works, without its model and data",
+}
+
+
+def train_parser() -> ArgumentParser:
+    """The options of `grpo-fused train`: those of `Recipe`, from YAML and from the command line."""
+    parser = ArgumentParser(
+        prog="grpo-fused train",
+        description=(
+            "Trains a causal language model by GRPO. Options come from a YAML file (--config recipe.yaml), from the "
+            "command line, or both: the later one counts. Dashes and underscores are the same (--learning-rate 1e-6); "
+            "options of the loss are --loss.beta and so on."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", action="config", help="a recipe, YAML; see examples/recipes")
+    for name, what in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
+    parser.add_class_arguments(Recipe)
+    return parser
+
+
+def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
+    """The recipe that the arguments describe, and the switches among them; a wrong one ends the program and says why."""
+    parser = train_parser()
+    words = parser.parse_args([_underscored(word) for word in argv])
+    try:
+        options = {name: value for name, value in vars(parser.instantiate(words)).items() if name != "config"}
+        switches = {name: options.pop(name) for name in SWITCHES}
+        return Recipe(**options), switches
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+
+
+def train(argv: Sequence[str]) -> None:
+    """`grpo-fused train`."""
+    recipe, switches = read_recipe(argv)
+    if switches["dry_run"]:
+        dry_run(recipe)
+        print("the dry run went through: one step on a tiny model, nothing was kept")
+        return
+    try:
+        trainer = build_trainer(recipe, resume=switches["resume"], overwrite=switches["overwrite"])
+    except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
+        raise SystemExit(f"grpo-fused train: error: {error}") from error
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        print(f"wrote {recipe.output_dir}; its curves: grpo-fused plot {recipe.output_dir}")
+
+
+def plot(argv: Sequence[str]) -> None:
+    """`grpo-fused plot`."""
+    parser = argparse.ArgumentParser(prog="grpo-fused plot", description="Draws the curves of a run into a PNG.")
+    parser.add_argument("run", type=Path, help="the output_dir of a run, or its metrics.jsonl")
+    parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")
+    parser.add_argument("--title", help="default: the name of the folder")
+    arguments = parser.parse_args(argv)
+    try:
+        print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"grpo-fused plot: error: {error}") from error
+
+
+def _underscored(word: str) -> str:
+    """`--learning-rate=1e-6` as `--learning_rate=1e-6`."""
+    if not word.startswith("--") or word == "--":
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+

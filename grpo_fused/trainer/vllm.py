@@ -1,0 +1,107 @@
+"""vLLM as the rollout engine, in the trainer's own process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_fused.trainer.generation import Generation, Sampling
+
+
+class VLLMEngine:
+    """Samples with vLLM and returns the log-probs that it sampled with, which correct the loss.
+
+    vLLM's kernels round otherwise than the trainer's, so that its probabilities are not quite the policy's: the trainer
+    scores the rollout once more and weighs it by `importance_sampling_correction`.
+
+    Args:
+        model: Path or name of the policy that vLLM loads; its weights are replaced before each rollout.
+        gpu_memory_utilization: Share of the GPU's memory that vLLM may take; the trainer needs the rest.
+        **options: Further options of `vllm.LLM` (max_model_len, tensor_parallel_size, ...).
+
+    Raises:
+        ImportError: vllm is not installed.
+    """
+
+    def __init__(self, model: str, *, gpu_memory_utilization: float = 0.3, **options: Any) -> None:
+        # the engine core in this process: weights are handed over as tensors
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        try:
+            import vllm
+        except ImportError as error:
+            raise ImportError("rollouts by vLLM need it installed (pip install vllm); or leave engine='hf'") from error
+        self.vllm = vllm
+        self.llm = vllm.LLM(
+            model=model,
+            gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # after the temperature, as they sampled
+            **options,
+        )
+
+    def sync_weights(self, model: PreTrainedModel) -> None:
+        """Hands the policy's weights to vLLM, adapters merged in."""
+        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        runner.model.load_weights(named_weights(model))
+        self.llm.reset_prefix_cache()  # what it holds was computed with other weights
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """Samples completions of the prompts' token ids, with their log-probs."""
+        parameters = self.vllm.SamplingParams(
+            n=sampling.num_generations,
+            max_tokens=sampling.max_completion_length,
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=list(sampling.stop_strings) or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=list(sampling.eos_token_ids),
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token only
+            detokenize=bool(sampling.stop_strings),
+        )
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling_params=parameters, use_tqdm=False
+        )
+        completions = [completion for output in outputs for completion in output.outputs]
+        return Generation.of_lists(
+            [list(completion.token_ids) for completion in completions],
+            [sampled_logprobs(completion) for completion in completions],
+            sampling.pad_token_id,
+        )
+
+
+def sampled_logprobs(completion: Any) -> list[float]:
+    """The log-prob of each sampled token; vLLM gives a dictionary by token for each position."""
+    return [
+        position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of the model without adapters, LoRA merged in while they are read."""
+    merged = hasattr(model, "merge_adapter")
+    if merged:
+        model.merge_adapter()
+    try:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save.default" in name.replace("original_module", ""):
+                continue
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            yield plain, full.detach()
+    finally:
+        if merged:
+            model.unmerge_adapter()
+
+
+@torch.no_grad()
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """`named_weights` as a dictionary."""
+    return dict(named_weights(model))

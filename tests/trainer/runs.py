@@ -1,0 +1,107 @@
+"""Programs that tests start as processes of their own: a run that is killed, resumed, or shared by two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from trainer.small_model import build_small_model
+
+from examples.arithmetic.model import build_tokenizer
+from grpo_fused import GRPOLossConfig
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, checkpoint
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
+OPTIONS: dict[str, Any] = {
+    "steps": 6,
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 5,
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "lr_scheduler_type": "cosine",
+    "loss": GRPOLossConfig(beta=0.02),
+}
+
+
+def count_ones(completions: list[str], **columns: object) -> list[float]:
+    """A reward that an untrained model can climb."""
+    return [text.count("1") - 0.1 * len(text) for text in completions]
+
+
+class Recording:
+    """An engine that "samples" the same completions for a prompt whoever asks, of different lengths."""
+
+    def generate(self, prompts: Any, sampling: Any) -> Generation:
+        rows = []
+        for prompt in prompts:
+            g = torch.Generator().manual_seed(sum((i + 1) * token for i, token in enumerate(prompt)))
+            for _ in range(sampling.num_generations):
+                length = int(torch.randint(1, sampling.max_completion_length + 1, (), generator=g))
+                rows.append(torch.randint(3, 21, (length,), generator=g).tolist())
+        return Generation.of_lists(rows, None, sampling.pad_token_id)
+
+    def sync_weights(self, model: Any) -> None:
+        """Nothing depends on the weights."""
+
+
+def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **options: Any) -> GRPOTrainer:
+    """A trainer of the small model."""
+    tokenizer = build_tokenizer()
+    model: Any = build_small_model(len(tokenizer), tied=tied)
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    trainer = {key: options.pop(key) for key in ("resume", "overwrite", "engine", "accelerator") if key in options}
+    return GRPOTrainer(
+        model, tokenizer, [count_ones], ROWS, GRPOTrainerConfig(**(OPTIONS | options)), output_dir=folder, **trainer
+    )
+
+
+def killed_while_saving(folder: str, step: str) -> None:
+    """Dies in the middle of the save after that step, with the weights written and the rest not."""
+    whole = checkpoint.save_file
+
+    def die(tensors: Any, path: Path) -> None:
+        if f"{int(step):06d}" in str(path) and Path(path).name == "optimizer.safetensors":
+            Path(path).write_bytes(b"half")
+            os.kill(os.getpid(), 9)
+        whole(tensors, path)
+
+    checkpoint.save_file = die  # type: ignore[assignment]
+    make(Path(folder), save_steps=1).train()
+
+
+def shared(folder: str, kind: str, loss_type: str) -> None:
+    """Two steps on fixed rollouts by as many processes as there are; rank 0 writes losses and weights."""
+    more = {"max_completion_length": 5} if loss_type == "dr_grpo" else {}
+    accelerator = Accelerator(cpu=True)
+    if kind == "fsdp":
+        from accelerate import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    trainer = make(
+        None, adapter=kind == "lora", steps=2, engine=Recording(), accelerator=accelerator, micro_batch_tokens=40,
+        loss=GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
+    )  # fmt: skip
+    history = trainer.train()
+    state = accelerator.get_state_dict(trainer.policy.model)
+    if accelerator.is_main_process:
+        torch.save({name: tensor.clone() for name, tensor in state.items()}, Path(folder) / "weights.pt")
+        kept = [{k: v for k, v in row.items() if "second" not in k} for row in history]
+        (Path(folder) / "history.json").write_text(json.dumps(kept))
+    if accelerator.num_processes > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    {"killed_while_saving": killed_while_saving, "shared": shared}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,238 @@
+"""Checkpoints: a run that was stopped, killed or failed goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer import runs
+from trainer.runs import OPTIONS, make
+from trainer.small_model import build_small_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint
+from grpo_fused.trainer.checkpoint import checkpoints, latest_checkpoint
+from grpo_fused.trainer.metrics import read_jsonl
+
+TIMES = {"seconds", "tokens_per_second"}
+
+
+def outcome(trainer: GRPOTrainer, folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Final weights, and what the run wrote down, times left out."""
+    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in read_jsonl(folder / "metrics.jsonl")]
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}, rows
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """To the bit."""
+    assert one[1] == other[1]
+    assert one[0].keys() == other[0].keys()
+    for name, value in one[0].items():
+        assert torch.equal(value, other[0][name]), name
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    trainer = make(folder)
+    trainer.train()
+    return outcome(trainer, folder)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, unbroken: tuple[Any, Any], stop: int) -> None:
+    """Ctrl-C after some step: the run ends after it, with a checkpoint; the resumed one is the unbroken one."""
+    trainer = make(tmp_path)
+    step, done = trainer.step, []
+
+    def interrupted() -> dict[str, float]:
+        done.append(None)
+        if len(done) == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    trainer.step = interrupted  # type: ignore[method-assign]
+    assert len(trainer.train()) == stop
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{stop:06d}"]
+    for generator in (torch.manual_seed, random.seed, np.random.seed):  # the resumed process is another one
+        generator(99)
+    resumed = make(tmp_path, resume=True)
+    assert resumed.steps_done == stop
+    resumed.train()
+    same(outcome(resumed, tmp_path), unbroken)
+
+
+def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
+    tmp_path: Path, unbroken: tuple[Any, Any], repo_root: Path
+) -> None:
+    """kill -9 with half of checkpoint 4 on the disk: the run resumes from 3."""
+    command = [sys.executable, "-m", "trainer.runs", "killed_while_saving", str(tmp_path), "4"]
+    path = os.pathsep.join([str(repo_root), str(repo_root / "tests")])
+    done = subprocess.run(command, cwd=repo_root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002", "checkpoint-000003"]
+    assert list(tmp_path.glob(".unfinished-*"))  # what it left behind
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 4  # step 4 had been written down
+    resumed = make(tmp_path, resume=True, save_steps=1)
+    assert resumed.steps_done == 3
+    resumed.train()
+    same(outcome(resumed, tmp_path), unbroken)
+    assert not list(tmp_path.glob(".unfinished-*"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"adapter": True}, {"tied": True}, {"gradient_checkpointing": True}], ids=["lora", "tied", "checkpointing"]
+)
+def test_every_kind_of_model_goes_on_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = make(tmp_path / "whole", steps=4, **options)
+    whole.train()
+    first = make(tmp_path / "parts", steps=4, save_steps=2, save_total_limit=None, **options)
+    first.train()
+    for path in checkpoints(tmp_path / "parts")[1:]:
+        path.rename(tmp_path / path.name)  # as if it had ended after step 2
+    resumed = make(tmp_path / "parts", steps=4, resume=True, **options)
+    assert resumed.steps_done == 2
+    resumed.train()
+    same(outcome(resumed, tmp_path / "parts"), outcome(whole, tmp_path / "whole"))
+
+
+def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
+    trainer = make(tmp_path, steps=2)
+    trainer.train()
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert {path.suffix for path in newest.iterdir()} <= {".safetensors", ".json", ".jinja"}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(newest), AutoTokenizer.from_pretrained(newest)
+    ids = torch.tensor([tokenizer("1+2=").input_ids])
+    assert torch.equal(model(ids).logits, trainer.model(ids).logits)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    make(tmp_path, steps=5, save_steps=1, save_total_limit=2).train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000004", "checkpoint-000005"]
+
+
+def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = checkpoint.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        if "000002" in str(path):
+            raise OSError(28, "No space left on device")
+        whole(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"checkpoint-000002: .*No space left.* complete checkpoint is checkpoint-000001"):
+        make(tmp_path, steps=3, save_steps=1).train()
+    assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-000001"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("state.json", b"{"), ("optimizer.safetensors", b"short"), ("model.safetensors", b"short"), ("rng-0.safetensors", None)],
+    ids=["state", "optimizer", "weights", "no-random-state"],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes | None) -> None:
+    make(tmp_path, steps=2, save_steps=1).train()
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    if content is None:
+        (newest / file).unlink()
+    else:
+        (newest / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"cannot resume from .*checkpoint-000002: .*older one is there: checkpoint-000001"):
+        make(tmp_path, steps=3, resume=True)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, steps=1).train()
+    monkeypatch.setattr(runs, "build_small_model", lambda size, **options: build_small_model(size + 8, **options))
+    with pytest.raises(CheckpointError, match="its weights are not those of this model: .*embed_tokens"):
+        make(tmp_path, resume=True)
+
+
+def test_another_number_of_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, steps=1).train()
+    monkeypatch.setattr(runs, "ROWS", runs.ROWS[:-1])
+    with pytest.raises(ValueError, match="rows"):
+        make(tmp_path, steps=2, resume=True)
+
+
+def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None:
+    make(tmp_path, steps=1).train()
+    with pytest.raises(ValueError, match="holds a run, up to checkpoint-000001: resume it, overwrite it"):
+        make(tmp_path, steps=1)
+    make(tmp_path, steps=2, overwrite=True).train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
+    with pytest.raises(ValueError, match="resume needs the output_dir"):
+        make(None, resume=True)
+    assert make(tmp_path / "new", resume=True).steps_done == 0  # nothing there yet: a job that may be restarted
+
+
+def test_a_failing_step_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
+    """The reward function breaks in step 3: there is a checkpoint of step 2, from which the run goes on to the bit."""
+    trainer = make(tmp_path)
+    whole, calls = trainer.reward_functions["count_ones"], []
+
+    def breaks(**columns: Any) -> list[float]:
+        calls.append(None)
+        if len(calls) == 3:
+            raise ConnectionError("the judge is away")
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": breaks}
+    with pytest.raises(RuntimeError, match="count_ones.*the judge is away"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
+    resumed = make(tmp_path, resume=True)
+    resumed.train()
+    same(outcome(resumed, tmp_path), unbroken)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) -> None:
+    trainer = make(tmp_path, save_steps=1)
+    whole = trainer.reward_functions["count_ones"]
+
+    def poisons(**columns: Any) -> list[float]:
+        if trainer.steps_done == 2:
+            with torch.no_grad():
+                trainer.model.model.norm.weight[0] = float("nan")
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": poisons}
+    with pytest.raises(NonFiniteError, match=r"must be finite.* in step 3; its batch is in .*failed-step-3-process-0"):
+        trainer.train()
+    (dump,) = tmp_path.glob("failed-step-3*.safetensors")
+    tensors = load_file(dump)
+    assert {"prompt_ids", "completion_ids", "completion_mask", "advantages"} <= set(tensors)
+    assert tensors["advantages"].shape == (OPTIONS["prompts_per_step"] * OPTIONS["num_generations"],)
+
+
+def test_random_states_come_back() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+
+    draw()
+    states = checkpoint.random_states()
+    before = draw() + draw()
+    checkpoint.set_random_states(states)
+    assert draw() + draw() == before
+
+
+def test_states_survive_json(tmp_path: Path) -> None:
+    make(tmp_path, steps=1).train()
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    state = json.loads((newest / "state.json").read_text())
+    assert state["step"] == 1
+    assert state["optimizer_steps"] == 2
+    assert state["param_groups"][0]["lr"] > 0

@@ -1,0 +1,162 @@
+"""The command line: recipes are read, run and refused; every recipe of the repository goes through a dry run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_fused.__main__ import main
+from grpo_fused.trainer.cli import read_recipe
+from grpo_fused.trainer.dry_run import dry_run
+from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function
+from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+
+BASE = """
+model: {model}
+dataset: {data}
+output_dir: {out}
+rewards:
+  - {{name: length, options: {{target_length: 3}}}}
+steps: 2
+prompts_per_step: 2
+num_generations: 2
+max_completion_length: 4
+learning_rate: 1e-6
+loss: {{beta: 0.04, epsilon: 0.3}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe file with a model and data beside it."""
+    tokenizer = tiny_tokenizer()
+    tiny_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"question {i}", "answer": str(i)} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(BASE.format(model=tmp_path / "model", data=tmp_path / "data.jsonl", out=tmp_path / "out"))
+    return file
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_takes_a_step(path: Path) -> None:
+    recipe, _ = read_recipe(["--config", str(path)])
+    (metrics,) = [row for row in dry_run(recipe) if row["step"] == 1]
+    assert "reward" in metrics
+    assert len([name for name in metrics if name.startswith("rewards/")]) == len(recipe.rewards)
+
+
+def test_the_file_the_command_line_and_both_spellings(recipe: Path) -> None:
+    read, switches = read_recipe(
+        ["--config", str(recipe), "--learning-rate", "2e-6", "--loss.epsilon_high=0.5", "--lora.r", "4", "--dry-run"]
+    )
+    assert read.learning_rate == 2e-6
+    assert (read.loss.beta, read.loss.epsilon, read.loss.epsilon_high) == (0.04, 0.3, 0.5)
+    assert read.rewards == (Reward(name="length", options={"target_length": 3}),)
+    assert read.lora == LoRA(r=4)
+    assert switches == {"resume": False, "overwrite": False, "dry_run": True}
+
+
+def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--config", str(recipe), "--steps", "1", "--sample-steps", "1", "--report-to", '["tensorboard"]'])
+    out = tmp_path / "out"
+    assert "completions of step 1" in capsys.readouterr().out
+    assert (out / "checkpoint-000001" / "model.safetensors").exists()
+    assert list(out.rglob("events.out.tfevents*"))
+    with pytest.raises(SystemExit, match="error: .*holds a run, up to checkpoint-000001"):
+        main(["train", "--config", str(recipe)])
+    main(["train", "--config", str(recipe), "--resume"])
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    main(["plot", str(out), "--title", "a run"])
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "curves.png" in capsys.readouterr().out
+
+
+def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def half(completions, by=2, **columns):\n    return [1 / by] * len(completions)\n")
+    tokenizer = tiny_tokenizer()
+    tiny_reward_model(tokenizer).save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    rewards = [{"function": f"{tmp_path / 'mine.py'}:half", "options": {"by": 4}}, {"model": str(tmp_path / "judge"), "weight": 0.5}]
+    main(["train", "--config", str(recipe), "--rewards", json.dumps(rewards), "--steps", "1"])
+    (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    names = {name: value for name, value in json.loads(line).items() if name.startswith("rewards/")}
+    assert names.pop("rewards/half") == 0.25
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-generations", "1"], "num_generations must be at least 2; got 1"),
+        (["--loss.beta", "-1"], "beta"),
+        (["--learning-rates", "1"], "learning_rates"),
+        (["--rewards", "[]"], "at least one reward function"),
+        (["--rewards", '[{"name": "format", "model": "x"}]'], "exactly one of name, function and model"),
+        (["--task", "chess"], "chess"),
+        (["--dtype", "int8"], "int8"),
+    ],
+    ids=["group-of-one", "beta", "misspelt", "no-rewards", "two-kinds", "task", "dtype"],
+)
+def test_wrong_recipes_end_with_the_reason(
+    recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(recipe), *arguments])
+    assert message in capsys.readouterr().err + str(ended.value)
+    assert ended.value.code != 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": (Reward(name="nice"),)}, "nice"),
+        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"rewards": (Reward(function="nowhere:f"),)}, "no function f in nowhere"),
+    ],
+    ids=["reward", "data", "function"],
+)
+def test_what_cannot_be_loaded_is_named(recipe: Path, change: dict[str, Any], message: str) -> None:
+    from dataclasses import replace
+
+    from grpo_fused.trainer.recipe import build_trainer
+
+    read, _ = read_recipe(["--config", str(recipe)])
+    with pytest.raises((ValueError, OSError), match=message):
+        build_trainer(replace(read, **change))
+
+
+def test_functions_are_found_by_place(tmp_path: Path) -> None:
+    assert load_function("grpo_fused.rewards:format_reward").__name__ == "format_reward"
+    with pytest.raises(ValueError, match='must be "module:function"'):
+        load_function("format_reward")
+    (tmp_path / "x.py").write_text("value = 3\n")
+    with pytest.raises(ValueError, match="must be a function; got int"):
+        load_function(f"{tmp_path / 'x.py'}:value")
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    from dataclasses import fields
+
+    for f in fields(Recipe):
+        assert f"--{f.name}" in text
+    assert "divides the logits" not in text
+    assert "Of sampling and of scoring" in text
+    assert "coefficient" in text.lower() or "KL" in text
+
+
+def test_plot_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="error: .*metrics.jsonl"):
+        main(["plot", str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="at least one step"):
+        main(["plot", str(tmp_path)])

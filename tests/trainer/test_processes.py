@@ -1,0 +1,76 @@
+"""Two processes that share a run: the same losses and weights as one process on the same global batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer.runs import shared
+
+TOLERANCE = 1e-5
+"""Absolute, on weights of size 0.2 after four optimizer steps at 1e-2: gradients are summed in another order, and Adam
+divides them by their own size."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run(repo_root: Path, folder: Path, processes: int, kind: str, loss_type: str, launcher: str = "torchrun") -> Any:
+    folder.mkdir()
+    if processes == 1:
+        shared(str(folder), kind, loss_type)
+        return outcome(folder)
+    path = os.pathsep.join([str(repo_root), str(repo_root / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    program = ["-m", "trainer.runs", "shared", str(folder), kind, loss_type]
+    commands = {
+        "torchrun": ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())],
+        "accelerate": [
+            "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1",
+            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()),
+        ],
+    }  # fmt: skip
+    command = [sys.executable, "-m", *commands[launcher], *program]
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return outcome(folder)
+
+
+def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights and metrics that `runs.shared` wrote."""
+    return torch.load(folder / "weights.pt", weights_only=True), json.loads((folder / "history.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_type", "launcher"),
+    [
+        pytest.param("plain", "grpo", "accelerate", id="ddp-grpo-accelerate"),
+        pytest.param("fsdp", "dapo", "torchrun", id="fsdp2-dapo"),
+        pytest.param("plain", "dapo", "torchrun", id="ddp-dapo-torchrun", marks=pytest.mark.full),
+        pytest.param("lora", "bnpo", "torchrun", id="ddp-lora-bnpo", marks=pytest.mark.full),
+    ],
+)
+def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_type: str, launcher: str) -> None:
+    one_kind = "plain" if kind == "fsdp" else kind
+    weights, history = run(repo_root, tmp_path / "one", 1, one_kind, loss_type)
+    other_weights, other_history = run(repo_root, tmp_path / "two", 2, kind, loss_type, launcher)
+    assert weights.keys() == other_weights.keys()
+    moved = 0.0
+    for name, value in weights.items():
+        torch.testing.assert_close(other_weights[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        moved = max(moved, float(value.abs().max()))
+    assert moved > 0.1
+    for row, other in zip(history, other_history, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name

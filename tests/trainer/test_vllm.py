@@ -1,0 +1,97 @@
+"""The vLLM engine against a stand-in of the package: what it asks for, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trainer.small_model import build_small_model
+
+from grpo_fused.trainer import Sampling, VLLMEngine, roll_out
+from grpo_fused.trainer.vllm import named_weights
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As much of the package as the engine uses; records the calls."""
+    module = ModuleType("vllm")
+    calls: dict[str, Any] = {"loaded": {}, "resets": 0}
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            calls["options"] = options
+            model = SimpleNamespace(load_weights=lambda pairs: calls["loaded"].update(pairs))
+            runner = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+            self.llm_engine = SimpleNamespace(model_executor=runner)
+
+        def reset_prefix_cache(self) -> None:
+            calls["resets"] += 1
+
+        def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+            calls["prompts"], calls["parameters"] = prompts, sampling_params
+            position = lambda token: {token: SimpleNamespace(logprob=-token / 10), 99: SimpleNamespace(logprob=-9.0)}
+            return [
+                SimpleNamespace(
+                    outputs=[
+                        SimpleNamespace(token_ids=ids, logprobs=[position(token) for token in ids])
+                        for ids in ([5, 1], [6, 7, 1])[: sampling_params.n]
+                    ]
+                )
+                for _ in prompts
+            ]
+
+    module.LLM = LLM  # type: ignore[attr-defined]
+    module.SamplingParams = lambda **options: SimpleNamespace(**options)  # type: ignore[attr-defined]
+    module.calls = calls  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return module
+
+
+def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> None:
+    engine = VLLMEngine("folder", max_model_len=64)
+    sampling = Sampling(
+        num_generations=2, max_completion_length=8, temperature=0.7, top_p=0.9, eos_token_ids=(1,), stop_strings=("x",), seed=3
+    )
+    rollout = roll_out(engine, [[3, 4], [3]], sampling)
+    assert vllm.calls["prompts"] == [{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [3]}]
+    asked = vars(vllm.calls["parameters"])
+    expected = {"n": 2, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [1], "seed": 3}
+    assert expected.items() <= asked.items()
+    assert asked["stop"] == ["x"]
+    assert asked["include_stop_str_in_output"]
+    assert vllm.calls["options"]["logprobs_mode"] == "processed_logprobs"  # those after the temperature
+    assert rollout.completions() == [[5, 1], [6, 7, 1]] * 2
+    assert rollout.sampling_logps is not None
+    torch.testing.assert_close(rollout.sampling_logps[:2], torch.tensor([[-0.5, -0.1, 0.0], [-0.6, -0.7, -0.1]]))
+
+
+def test_weights_are_handed_over(vllm: Any) -> None:
+    model = build_small_model(21)
+    VLLMEngine("folder").sync_weights(model)
+    assert vllm.calls["resets"] == 1
+    assert vllm.calls["loaded"].keys() == dict(model.named_parameters()).keys()
+
+
+def test_adapters_are_merged_while_weights_are_read() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = build_small_model(21)
+    names = list(dict(base.named_parameters()))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {name: value.clone() for name, value in named_weights(model)}
+    assert list(weights) == names
+    merged = model.merge_and_unload().state_dict()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, merged[name], rtol=0, atol=1e-6)
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(weights[q], before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"])
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match="need it installed"):
+        VLLMEngine("folder")
