@@ -1,7 +1,19 @@
-"""Rule-based reward functions, called as `f(prompts=..., completions=..., **columns) -> list[float | None]`."""
+"""Reward functions: `f(prompts=..., completions=..., completion_ids=..., **columns) -> list[float | None]`."""
 
 from grpo_fused.rewards.answer import exact_answer_reward
-from grpo_fused.rewards.format import format_reward
+from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
+from grpo_fused.rewards.text import Message, Text, text_of
 
-__all__ = ["TaggedCompletion", "exact_answer_reward", "extract_answer", "format_reward", "parse_completion"]
+__all__ = [
+    "Message",
+    "TaggedCompletion",
+    "Text",
+    "exact_answer_reward",
+    "extract_answer",
+    "format_reward",
+    "parse_completion",
+    "soft_format_reward",
+    "tag_count_reward",
+    "text_of",
+]
