@@ -1,14 +1,19 @@
 """Reward functions: `f(prompts=..., completions=..., completion_ids=..., **columns) -> list[float | None]`."""
 
 from grpo_fused.rewards.answer import exact_answer_reward
+from grpo_fused.rewards.arithmetic import Arithmetic, evaluate_arithmetic
+from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
 from grpo_fused.rewards.text import Message, Text, text_of
 
 __all__ = [
+    "Arithmetic",
     "Message",
     "TaggedCompletion",
     "Text",
+    "countdown_reward",
+    "evaluate_arithmetic",
     "exact_answer_reward",
     "extract_answer",
     "format_reward",
