@@ -2,8 +2,11 @@
 
 from grpo_fused.rewards.answer import exact_answer_reward
 from grpo_fused.rewards.arithmetic import Arithmetic, evaluate_arithmetic
+from grpo_fused.rewards.code_format import code_format_reward
 from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
+from grpo_fused.rewards.length import length_reward, relative_length_reward
+from grpo_fused.rewards.reasoning import reasoning_steps_reward
 from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
 from grpo_fused.rewards.text import Message, Text, text_of
 
@@ -12,12 +15,16 @@ __all__ = [
     "Message",
     "TaggedCompletion",
     "Text",
+    "code_format_reward",
     "countdown_reward",
     "evaluate_arithmetic",
     "exact_answer_reward",
     "extract_answer",
     "format_reward",
+    "length_reward",
     "parse_completion",
+    "reasoning_steps_reward",
+    "relative_length_reward",
     "soft_format_reward",
     "tag_count_reward",
     "text_of",
