@@ -2,6 +2,7 @@
 
 from grpo_fused.rewards.answer import exact_answer_reward
 from grpo_fused.rewards.arithmetic import Arithmetic, evaluate_arithmetic
+from grpo_fused.rewards.calling import RewardError, RewardFunction
 from grpo_fused.rewards.code_format import code_format_reward
 from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
@@ -13,6 +14,8 @@ from grpo_fused.rewards.text import Message, Text, text_of
 __all__ = [
     "Arithmetic",
     "Message",
+    "RewardError",
+    "RewardFunction",
     "TaggedCompletion",
     "Text",
     "code_format_reward",
