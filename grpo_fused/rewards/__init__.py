@@ -7,6 +7,7 @@ from grpo_fused.rewards.code_format import code_format_reward
 from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.length import length_reward, relative_length_reward
+from grpo_fused.rewards.math_accuracy import math_accuracy_reward
 from grpo_fused.rewards.reasoning import reasoning_steps_reward
 from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
 from grpo_fused.rewards.text import Message, Text, text_of
@@ -25,6 +26,7 @@ __all__ = [
     "extract_answer",
     "format_reward",
     "length_reward",
+    "math_accuracy_reward",
     "parse_completion",
     "reasoning_steps_reward",
     "relative_length_reward",
