@@ -8,6 +8,7 @@ from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.length import length_reward, relative_length_reward
 from grpo_fused.rewards.math_accuracy import math_accuracy_reward
+from grpo_fused.rewards.model import RewardModel
 from grpo_fused.rewards.reasoning import reasoning_steps_reward
 from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
 from grpo_fused.rewards.text import Message, Text, text_of
@@ -17,6 +18,7 @@ __all__ = [
     "Message",
     "RewardError",
     "RewardFunction",
+    "RewardModel",
     "TaggedCompletion",
     "Text",
     "code_format_reward",
