@@ -8,12 +8,15 @@ from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.length import length_reward, relative_length_reward
 from grpo_fused.rewards.math_accuracy import math_accuracy_reward
+from grpo_fused.rewards.mixture import only_for
 from grpo_fused.rewards.model import RewardModel
 from grpo_fused.rewards.reasoning import reasoning_steps_reward
+from grpo_fused.rewards.registry import BUILT_INS, built_in
 from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
 from grpo_fused.rewards.text import Message, Text, text_of
 
 __all__ = [
+    "BUILT_INS",
     "Arithmetic",
     "Message",
     "RewardError",
@@ -21,6 +24,7 @@ __all__ = [
     "RewardModel",
     "TaggedCompletion",
     "Text",
+    "built_in",
     "code_format_reward",
     "countdown_reward",
     "evaluate_arithmetic",
@@ -29,6 +33,7 @@ __all__ = [
     "format_reward",
     "length_reward",
     "math_accuracy_reward",
+    "only_for",
     "parse_completion",
     "reasoning_steps_reward",
     "relative_length_reward",
