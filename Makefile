@@ -85,6 +85,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark hypothesis ruff mypy setuptools wheel trl liger-kernel peft
+	@$(PIP) pytest pytest-benchmark hypothesis ruff mypy setuptools wheel trl liger-kernel peft math-verify
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
 	@touch $@

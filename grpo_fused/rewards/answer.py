@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_fused.rewards.tags import extract_answer
+from grpo_fused.rewards.text import Text, check_column, text_of
 
 
 def exact_answer_reward(
-    completions: Sequence[str], answer: Sequence[str | int | None], **columns: object
+    completions: Sequence[Text], answer: Sequence[str | int | None], **columns: object
 ) -> list[float | None]:
     """1.0 where the completion's `<answer>` equals the `answer` column, else 0.0; None where there is no answer.
 
@@ -24,9 +25,8 @@ def exact_answer_reward(
 
     Source: the rule-based accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
     """
-    if len(completions) != len(answer):
-        raise ValueError(f"expected as many answers as completions; got {len(answer)} and {len(completions)}")
-    return [_judge(completion, right) for completion, right in zip(completions, answer, strict=True)]
+    check_column("answer", answer, completions)
+    return [_judge(text_of(completion), right) for completion, right in zip(completions, answer, strict=True)]
 
 
 def _judge(completion: str, right: str | int | None) -> float | None:

@@ -1,18 +1,28 @@
-"""The format reward: did the completion think first and answer second?"""
+"""The format rewards: did the completion think first and answer second?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_fused.rewards.tags import parse_completion
+from grpo_fused.rewards.tags import TAGS, parse_completion, split_at_tags, whole_completions
+from grpo_fused.rewards.text import Text
+
+_MIN_THOUGHT = 20  # characters; up to here a thought earns half, as in the Hugging Face course
 
 
-def format_reward(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+def format_reward(
+    prompts: Sequence[Text] | None,
+    completions: Sequence[Text],
+    *,
+    think_opened: bool | None = None,
+    **columns: object,
+) -> list[float]:
     """1.0 for a completion that is exactly `<think>…</think><answer>…</answer>`, else 0.0.
 
     Args:
         prompts: N prompts; one that ends with `<think>` has opened that block for its completion.
         completions: N completions.
+        think_opened: True if the chat template opens the think block, which messages do not show; default: look.
         **columns: the other columns of the data set, unused.
 
     Returns:
@@ -20,9 +30,65 @@ def format_reward(prompts: Sequence[str], completions: Sequence[str], **columns:
 
     Source: the rule-based format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
     """
-    if len(prompts) != len(completions):
-        raise ValueError(f"expected as many prompts as completions; got {len(prompts)} and {len(completions)}")
-    return [
-        float(parse_completion(completion, prompt) is not None)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    texts = whole_completions(completions, prompts, think_opened)
+    return [float(parse_completion(text) is not None) for text in texts]
+
+
+def soft_format_reward(
+    completions: Sequence[Text],
+    prompts: Sequence[Text] | None = None,
+    *,
+    think_opened: bool | None = None,
+    **columns: object,
+) -> list[float]:
+    """1.0 where a think block of more than 20 characters meets an answer that is not empty; 0.5 for the bare tags.
+
+    The four tags may stand anywhere in the text, but next to each other and in their order, with only white space
+    between the blocks. The first such place counts. 0.0 where there is none.
+
+    Args:
+        completions: N completions.
+        prompts: N prompts; one that ends with `<think>` has opened that block for its completion.
+        think_opened: As in `format_reward`.
+        **columns: the other columns of the data set, unused.
+
+    Returns:
+        N rewards, 0.0, 0.5 or 1.0.
+
+    Source: the format reward of the Hugging Face LLM course, chapter 12 (without its pattern, which is quadratic).
+    """
+    return [_soft(text) for text in whole_completions(completions, prompts, think_opened)]
+
+
+def tag_count_reward(
+    completions: Sequence[Text],
+    prompts: Sequence[Text] | None = None,
+    *,
+    think_opened: bool | None = None,
+    **columns: object,
+) -> list[float]:
+    """0.25 for each of the four tags that occurs exactly once, wherever it stands.
+
+    Args:
+        completions: N completions.
+        prompts: N prompts; one that ends with `<think>` has written that tag for its completion.
+        think_opened: As in `format_reward`.
+        **columns: the other columns of the data set, unused.
+
+    Returns:
+        N rewards in 0.0, 0.25, …, 1.0.
+
+    Source: the tag count reward of Open-R1 (which also wants a new line at each tag).
+    """
+    split = [split_at_tags(text)[1] for text in whole_completions(completions, prompts, think_opened)]
+    return [sum(0.25 for tag in TAGS if tags.count(tag) == 1) for tags in split]
+
+
+def _soft(text: str) -> float:
+    texts, tags = split_at_tags(text)
+    for start in range(len(tags) - len(TAGS) + 1):
+        if tags[start : start + len(TAGS)] == TAGS:
+            _, think, between, answer, _ = texts[start : start + len(TAGS) + 1]
+            if not between:
+                return 1.0 if len(think) > _MIN_THOUGHT and answer else 0.5
+    return 0.0

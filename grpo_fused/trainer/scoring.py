@@ -1,22 +1,38 @@
-"""Calling reward functions, and refusing what they must not return."""
+"""Scoring completions: what reward functions are called with, and refusing what they must not return."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-RewardFunction = Callable[..., Sequence[float | None]]
+from grpo_fused.rewards.calling import GIVEN, RewardError, RewardFunction, call_reward_functions
+from grpo_fused.rewards.text import Text
+from grpo_fused.rewards.time_limit import check_time_limit
+
+__all__ = ["RewardError", "RewardFunction", "Row", "reward_names", "score_completions"]
+
 Row = Mapping[str, object]
+
+_MAX_REWARD = torch.finfo(torch.float32).max  # beyond it a finite reward would become an infinite one
 
 
 def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
-    """One name for each function: its `__name__`, numbered where two functions share it."""
+    """One name for each function: its `__name__`, numbered where two functions share it.
+
+    Raises:
+        TypeError: One of them cannot be called, or is a bare Hugging Face model.
+    """
     names: list[str] = []
     for position, function in enumerate(reward_functions):
+        if isinstance(function, torch.nn.Module) and hasattr(function, "config"):
+            raise TypeError(
+                f"reward function {position} must be called with texts; got the model {type(function).__name__}: "
+                "wrap it as RewardModel(model, tokenizer)"
+            )
         if not callable(function):
             raise TypeError(f"reward function {position} must be callable; got {function!r}")
         name = getattr(function, "__name__", type(function).__name__)
@@ -27,25 +43,62 @@ def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
 def score_completions(
     reward_functions: Mapping[str, RewardFunction],
     rows: Sequence[Row],
-    completions: Sequence[str],
+    completions: Sequence[Text],
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    *,
+    timeout: float | None = None,
 ) -> Tensor:
-    """Calls each function as `f(prompts=..., completions=..., **columns)`.
+    """Calls each function as `f(prompts=..., completions=..., completion_ids=..., **columns)`.
+
+    A function may be `async def`; those of one call run concurrently. One without `**columns` gets what it names.
 
     Args:
         reward_functions: F functions under their names.
         rows: N rows of the data set, one for each completion; each has a "prompt", its other keys become columns.
-        completions: N texts.
+        completions: N texts or chat completions (`[{"role": "assistant", "content": "..."}]`).
+        completion_ids: N lists of token ids; not passed on if None.
+        timeout: Seconds that each function may take, default any time. A sync function is interrupted in the main
+            thread on Unix, unless it stays inside one C call; elsewhere the limit is found exceeded when it returns.
 
     Returns:
         [N, F] float32; NaN where a function answered None, "not judged".
+
+    Raises:
+        RewardError: A function raised (its exception is the cause) or took longer than `timeout`.
+        TypeError: A function returned no list, or something in it that is neither a number nor None.
+        ValueError: A function needs a column that the rows have not, returned another number of rewards, or one that
+            is NaN, infinite or too large for fp32; or the rows do not fit the completions.
     """
-    prompts = [row["prompt"] for row in rows]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    judged = [
-        _checked(name, function(prompts=prompts, completions=list(completions), **columns), len(completions))
-        for name, function in reward_functions.items()
-    ]
-    return torch.tensor(judged, dtype=torch.float32).T  # [F, N] -> [N, F]
+    check_time_limit("timeout", timeout)
+    if not completions and not rows:
+        return torch.empty(0, len(reward_functions))
+    results = call_reward_functions(reward_functions, _as_batch(rows, completions, completion_ids), timeout)
+    judged = [_checked(name, rewards, len(completions)) for name, rewards in results.items()]
+    return torch.tensor(judged, dtype=torch.float32).reshape(len(judged), len(completions)).T  # [F, N] -> [N, F]
+
+
+def _as_batch(
+    rows: Sequence[Row], completions: Sequence[Text], completion_ids: Sequence[Sequence[int]] | None
+) -> dict[str, list[object]]:
+    if len(rows) != len(completions):
+        raise ValueError(f"expected one row for each of {len(completions)} completions; got {len(rows)}")
+    if completion_ids is not None and len(completion_ids) != len(completions):
+        raise ValueError(
+            f"expected completion_ids for each of {len(completions)} completions; got {len(completion_ids)}"
+        )
+    columns = list(rows[0]) if rows else []
+    for position, row in enumerate(rows):
+        if set(row) != set(columns):
+            raise ValueError(f"row {position} must have the columns {sorted(columns)}; got {sorted(row)}")
+    taken = sorted(set(columns) & set(GIVEN))
+    if taken:
+        raise ValueError(f"a data set must not have a column that reward functions get anyway; got {taken}")
+    if rows and "prompt" not in columns:
+        raise ValueError(f'the rows must have a "prompt"; got the columns {sorted(columns)}')
+    given: dict[str, list[object]] = {"prompts": [row["prompt"] for row in rows], "completions": list(completions)}
+    if completion_ids is not None:
+        given["completion_ids"] = list(completion_ids)
+    return given | {name: [row[name] for row in rows] for name in columns if name != "prompt"}
 
 
 def _checked(name: str, rewards: object, expected: int) -> list[float]:
@@ -68,9 +121,16 @@ def _checked_reward(name: str, position: int, reward: object) -> float:
         raise TypeError(
             f"reward function {name!r} must return floats or None; got {reward!r} for completion {position}"
         )
-    if not math.isfinite(reward):
+    if not -_MAX_REWARD <= reward <= _MAX_REWARD:  # type: ignore[operator]  # mypy's Real is no float; False for NaN
         raise ValueError(
-            f'reward function {name!r} must return finite rewards (None for "not judged"); '
-            f"got {float(reward)} for completion {position}"
+            f'reward function {name!r} must return finite rewards that fp32 can hold (None for "not judged"); '
+            f"got {_shown(reward)} for completion {position}"
         )
     return float(reward)
+
+
+def _shown(reward: Real) -> str:
+    try:
+        return repr(float(reward))
+    except OverflowError:
+        return f"{type(reward).__name__} beyond fp64"

@@ -1,0 +1,62 @@
+"""A bounded evaluator of arithmetic: what a policy writes is parsed and walked, never handed to `eval`."""
+
+from __future__ import annotations
+
+import ast
+from fractions import Fraction
+from typing import NamedTuple
+
+# Powers are not in the language, so a value has at most about as many digits as its text: the limit bounds the work.
+_MAX_CHARACTERS = 512
+_CHARACTERS = frozenset("0123456789.+-*/() \t\n\r")
+
+
+class Arithmetic(NamedTuple):
+    """The exact value of an expression and the numbers it is written with, from left to right."""
+
+    value: Fraction
+    numbers: tuple[Fraction, ...]
+
+
+def evaluate_arithmetic(text: str) -> Arithmetic | None:
+    """Evaluates `+ - * /`, unary minus, parentheses, integers and decimals exactly; None for anything else.
+
+    Anything else is every other character or operator (`**` and `//` too), a division by zero, and more than 512
+    characters. No text makes it raise, hang or use memory: `9**9**9` is None at once.
+    """
+    if len(text) > _MAX_CHARACTERS or not _CHARACTERS.issuperset(text):
+        return None
+    line = " ".join(text.split())  # one line: a new line would end the expression
+    numbers: list[Fraction] = []
+    try:
+        value = _value(ast.parse(line, mode="eval").body, line, numbers)
+    # The parser gives up on deep nesting in different ways across Python versions.
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError, ValueError):
+        return None
+    return None if value is None else Arithmetic(value, tuple(numbers))
+
+
+def _value(node: ast.expr, line: str, numbers: list[Fraction]) -> Fraction | None:
+    if isinstance(node, ast.Constant):
+        numbers.append(Fraction(line[node.col_offset : node.end_col_offset]))  # the text: a float would have rounded
+        return numbers[-1]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        operand = _value(node.operand, line, numbers)
+        return None if operand is None else -operand
+    if isinstance(node, ast.BinOp):
+        left = _value(node.left, line, numbers)
+        right = None if left is None else _value(node.right, line, numbers)
+        return None if left is None or right is None else _apply(node.op, left, right)
+    return None
+
+
+def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction | None:
+    if isinstance(operator, ast.Add):
+        return left + right
+    if isinstance(operator, ast.Sub):
+        return left - right
+    if isinstance(operator, ast.Mult):
+        return left * right
+    if isinstance(operator, ast.Div):
+        return left / right
+    return None

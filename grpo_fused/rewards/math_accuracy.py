@@ -1,0 +1,108 @@
+"""The accuracy reward for mathematics: numbers exactly, anything else through `math-verify` where it is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+from grpo_fused.rewards import math_verifier
+from grpo_fused.rewards.plain_numbers import plain_number
+from grpo_fused.rewards.stated_answer import reference_answer, stated_answer
+from grpo_fused.rewards.text import Text, check_column, text_of
+from grpo_fused.rewards.time_limit import check_time_limit
+
+
+def math_accuracy_reward(
+    completions: Sequence[Text],
+    answer: Sequence[str | float | None] | None = None,
+    solution: Sequence[str | float | None] | None = None,
+    *,
+    use_math_verify: bool | None = None,
+    seconds: float = 2.0,
+    total_seconds: float = 60.0,
+    **columns: object,
+) -> list[float | None]:
+    r"""1.0 where the completion's answer equals the data set's, else 0.0; None where the data set has none.
+
+    The answer is what stands in the only `<answer>` block, else in the last `\boxed{}`, else after the last `####`; or
+    the whole text if it is one number. Two numbers are compared exactly, as fractions, without dollar and percent
+    signs and the commas of thousands. Equal texts are equal. Whatever is left goes to math-verify in a process of its
+    own, with limits on its time and memory; without math-verify it is wrong.
+
+    Args:
+        completions: N completions.
+        answer: N right answers: numbers, their text, LaTeX, or GSM8K's "reasoning #### 72".
+        solution: The same under its other usual name, read where there is no `answer`.
+        use_math_verify: True requires it, False goes without, None takes it if it is installed.
+        seconds: The time limit of one comparison in math-verify, after which the answer is wrong.
+        total_seconds: The time that all comparisons of a call may take there, so that a policy which writes hostile
+            formulas cannot stop the training; what then is left to compare is not judged.
+        **columns: prompts and the other columns of the data set, unused.
+
+    Returns:
+        N rewards, 0.0 or 1.0, or None for a sample that was not judged.
+
+    Raises:
+        ImportError: `use_math_verify=True` without it.
+        TypeError: A right answer is neither text, number nor None.
+        ValueError: Neither column, or a column of another length than the completions.
+
+    Source: the accuracy rewards of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) and Open-R1; GSM8K (arXiv 2110.14168).
+    """
+    column, right_answers = ("solution", solution) if answer is None else ("answer", answer)
+    if right_answers is None:
+        raise ValueError(f'expected a column "answer" or "solution"; the data set has {sorted(columns)}')
+    check_column(column, right_answers, completions)
+    for name, limit in (("seconds", seconds), ("total_seconds", total_seconds)):
+        if limit is None:
+            raise TypeError(f"{name} must be a number of seconds; got None")
+        check_time_limit(name, limit)
+    verify, deadline = _has_math_verify(use_math_verify), time.monotonic() + total_seconds
+
+    def compare(reference: str, answer: str) -> bool | None:
+        if not verify:
+            return False
+        return math_verifier.equal(reference, answer, seconds) if time.monotonic() < deadline else None
+
+    return [
+        None if right is None else _judge(text_of(completion), _as_text(column, right), compare)
+        for completion, right in zip(completions, right_answers, strict=True)
+    ]
+
+
+def _judge(completion: str, right: str, compare: Callable[[str, str], bool | None]) -> float | None:
+    answer, reference = stated_answer(completion), reference_answer(right)
+    if answer is None:
+        return 0.0
+    number, expected = plain_number(answer), plain_number(reference)
+    if number is not None and expected is not None:
+        return float(number == expected)
+    if answer == reference:
+        return 1.0
+    if expected is None and not _installed():
+        warnings.warn(
+            "some right answers are no plain numbers and are compared as text: math-verify is not installed",
+            stacklevel=3,
+        )
+    same = compare(reference, answer)
+    return None if same is None else float(same)
+
+
+def _as_text(column: str, right: object) -> str:
+    if isinstance(right, bool) or not isinstance(right, (str, int, float)):
+        raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
+    return str(right)
+
+
+def _has_math_verify(wanted: bool | None) -> bool:
+    if wanted and not _installed():
+        raise ImportError("use_math_verify=True needs the package math-verify: pip install math-verify")
+    return _installed() if wanted is None else wanted
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("math_verify") is not None

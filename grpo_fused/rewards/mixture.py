@@ -1,0 +1,62 @@
+"""Mixed tasks: a reward function that judges the samples of one task and leaves the others to other functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_fused.rewards.calling import RewardFunction, arguments_for
+
+
+def only_for(function: RewardFunction, task: object, *, column: str = "task") -> RewardFunction:
+    """The reward function for the samples whose `column` is `task`; the others are not judged.
+
+    The function is called with these samples alone, and not at all if a batch has none.
+
+    Args:
+        function: Any reward function, async ones too.
+        task: The value that `column` must equal.
+        column: A column of the data set.
+
+    Returns:
+        A reward function of the same name: the function's reward for its task, None for every other sample.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def reward(completions: Sequence[object], **batch: Any) -> Any:
+        if column not in batch:
+            raise ValueError(f"expected a column {column!r}, which says what a sample's task is; got {sorted(batch)}")
+        batch["completions"] = completions
+        chosen = [position for position, value in enumerate(batch[column]) if value == task]
+        if not chosen:
+            return [None] * len(completions)
+        judged = {
+            key: [values[position] for position in chosen] if _is_column(values, len(completions)) else values
+            for key, values in batch.items()
+        }
+        rewards = function(**arguments_for(name, function, judged))
+        if inspect.isawaitable(rewards):
+            return _spread_later(rewards, chosen, len(completions))
+        return _spread(rewards, chosen, len(completions))
+
+    reward.__name__ = reward.__qualname__ = name
+    return reward
+
+
+def _is_column(values: object, length: int) -> bool:
+    """One value a sample; not what TRL's trainer passes beside them (its state, its loggers)."""
+    return isinstance(values, (list, tuple)) and len(values) == length
+
+
+def _spread(rewards: Sequence[float | None], chosen: Sequence[int], length: int) -> list[float | None]:
+    if len(rewards) != len(chosen):
+        raise ValueError(f"expected one reward for each of {len(chosen)} samples of the task; got {len(rewards)}")
+    everywhere: list[float | None] = [None] * length
+    for position, reward in zip(chosen, rewards, strict=True):
+        everywhere[position] = reward
+    return everywhere
+
+
+async def _spread_later(rewards: Any, chosen: Sequence[int], length: int) -> list[float | None]:
+    return _spread(await rewards, chosen, length)

@@ -1,0 +1,52 @@
+"""Numbers as people write them, read exactly: `-$1,234.50`, `50%`, `3/4`, `72.`"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_MAX_CHARACTERS = 100  # an answer, not an attack: Fraction("1e999999999") would fill the memory
+_NUMBER = re.compile(r"([-+]?)\\?\$?([-+]?)([0-9.,]+)(?:/([0-9]+))?\\?%?")
+_LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The value of one number, or None if the text is anything else.
+
+    White space around it, dollar signs, a percent sign (`50%` is 50) and a full stop after it are dropped. A comma
+    must separate groups of three digits: `1,234` is a number, `1,2` is two. No exponents.
+    """
+    text = text.strip()
+    if len(text) > _MAX_CHARACTERS:
+        return None
+    text = text.removesuffix(".").strip("$").strip()
+    fraction = _LATEX_FRACTION.fullmatch(text)
+    if fraction:
+        sign, over, under = fraction.groups()
+        return _quotient(Fraction(int(over)), under, negative=sign == "-")
+    number = _NUMBER.fullmatch(text)
+    if not number:
+        return None
+    outer, inner, digits, under = number.groups()
+    value = _decimal(digits)
+    if value is None or (outer and inner):
+        return None
+    return _quotient(value, under or "1", negative="-" in (outer, inner))
+
+
+def _quotient(over: Fraction, under: str, *, negative: bool) -> Fraction | None:
+    if int(under) == 0:
+        return None
+    value = over / int(under)
+    return -value if negative else value
+
+
+def _decimal(digits: str) -> Fraction | None:
+    """The value of `1,234.50`, `.5` or `5.`; None for misplaced commas or several points."""
+    whole, _, decimals = digits.partition(".")
+    first, *groups = whole.split(",")
+    if "." in decimals or "," in decimals or not (whole or decimals):
+        return None
+    if groups and (not 1 <= len(first) <= 3 or any(len(group) != 3 for group in groups)):
+        return None
+    return Fraction(f"{whole.replace(',', '') or '0'}.{decimals or '0'}")

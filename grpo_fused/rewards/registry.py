@@ -1,0 +1,69 @@
+"""The built-in reward functions by their names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+from grpo_fused.rewards.answer import exact_answer_reward
+from grpo_fused.rewards.calling import RewardFunction, Rewards
+from grpo_fused.rewards.code_format import code_format_reward
+from grpo_fused.rewards.countdown import countdown_reward
+from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
+from grpo_fused.rewards.length import length_reward, relative_length_reward
+from grpo_fused.rewards.math_accuracy import math_accuracy_reward
+from grpo_fused.rewards.reasoning import reasoning_steps_reward
+
+BUILT_INS: dict[str, RewardFunction] = {
+    "format": format_reward,
+    "soft_format": soft_format_reward,
+    "tag_count": tag_count_reward,
+    "reasoning_steps": reasoning_steps_reward,
+    "length": length_reward,
+    "relative_length": relative_length_reward,
+    "exact_answer": exact_answer_reward,
+    "math_accuracy": math_accuracy_reward,
+    "gsm8k_accuracy": math_accuracy_reward,
+    "countdown": countdown_reward,
+    "code_format": code_format_reward,
+}
+
+
+def built_in(name: str, **options: object) -> RewardFunction:
+    """The built-in reward function of that name with its options bound, e.g. `built_in("length", target_length=200)`.
+
+    Args:
+        name: One of `BUILT_INS`.
+        **options: The function's keyword-only arguments.
+
+    Returns:
+        A reward function whose `__name__` is `name`. A column of the data set that is called like an option is not
+        taken for it.
+
+    Raises:
+        ValueError: An unknown name, or an option with a wrong value.
+        TypeError: An unknown option, or one of a wrong type.
+    """
+    if name not in BUILT_INS:
+        raise ValueError(f"the built-in rewards are {', '.join(BUILT_INS)}; got {name!r}")
+    function = BUILT_INS[name]
+    parameters = inspect.signature(function).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(
+            f"the options of the {name} reward are {', '.join(known) or '(none)'}; got {', '.join(unknown)}"
+        )
+    bound = functools.partial(_call, function, frozenset(known), options)
+    functools.update_wrapper(bound, function)
+    vars(bound)["__name__"] = name
+    # A wrong value should fail here, not after the first rollout: a batch without samples has every column.
+    columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    bound(**{column: [] for column in columns})
+    return bound
+
+
+def _call(
+    function: RewardFunction, option_names: frozenset[str], options: dict[str, object], *args: object, **batch: object
+) -> Rewards:
+    return function(*args, **{key: values for key, values in batch.items() if key not in option_names}, **options)

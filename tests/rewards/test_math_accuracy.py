@@ -1,0 +1,222 @@
+"""Mathematical answers: numbers exactly, formulas through math-verify, hostile formulas in no time."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rewards.seeds import as_chat
+
+from grpo_fused.rewards import math_accuracy, math_accuracy_reward, math_verifier
+from grpo_fused.rewards.plain_numbers import plain_number
+from grpo_fused.rewards.stated_answer import stated_answer
+
+GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("72", 72, id="integer"),
+        pytest.param(" -72. ", -72, id="full-stop"),
+        pytest.param("1,234,567", 1234567, id="thousands"),
+        pytest.param("$1,234.50", Fraction(2469, 2), id="dollars"),
+        pytest.param(r"\$5", 5, id="escaped-dollar"),
+        pytest.param("-$5", -5, id="minus-dollars"),
+        pytest.param("$72$", 72, id="math-mode"),
+        pytest.param("50%", 50, id="percent"),
+        pytest.param(r"50\%", 50, id="escaped-percent"),
+        pytest.param("3/4", Fraction(3, 4), id="fraction"),
+        pytest.param(r"-\dfrac{3}{4}", Fraction(-3, 4), id="latex-fraction"),
+        pytest.param(".5", Fraction(1, 2), id="bare-decimals"),
+        pytest.param("0072.0", 72, id="zeros"),
+        pytest.param("1,2", None, id="two-numbers"),
+        pytest.param("1,23,456", None, id="wrong-groups"),
+        pytest.param("1e999999999", None, id="exponent"),
+        pytest.param("1.2.3", None, id="two-points"),
+        pytest.param("1/0", None, id="zero-division"),
+        pytest.param("--1", None, id="two-signs"),
+        pytest.param("٧٢", None, id="arabic-digits"),
+        pytest.param("nan", None, id="nan"),
+        pytest.param(".", None, id="point"),
+        pytest.param("", None, id="empty"),
+        pytest.param("9" * 101, None, id="too-long"),
+    ],
+)
+def test_plain_numbers(text: str, expected: Fraction | int | None) -> None:
+    assert plain_number(text) == expected
+
+
+@given(st.text(alphabet="0123456789.,$%+-/\\frac{} ", max_size=120) | st.text(max_size=120))
+def test_no_text_makes_a_number_raise(text: str) -> None:
+    number = plain_number(text)
+    assert number is None or isinstance(number, Fraction)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("<answer>72</answer>", "72", id="tags"),
+        pytest.param(r"so \boxed{72}.", "72", id="box"),
+        pytest.param(r"\boxed{71}, no, \boxed{\frac{1}{2}}", r"\frac{1}{2}", id="last-box"),
+        pytest.param(GSM8K, "72", id="hashes"),
+        pytest.param(r"<answer>$\boxed{72}$</answer>", "72", id="box-in-tags"),
+        pytest.param(r"\boxed{7} <answer>8</answer>", "8", id="tags-before-box"),
+        pytest.param(r"\boxed{7} <answer>8</answer><answer>7</answer>", None, id="two-guesses"),
+        pytest.param("72", "72", id="nothing-else"),
+        pytest.param("It is 72", None, id="not-marked"),
+        pytest.param(r"\boxed{7", None, id="open-box"),
+        pytest.param("####", None, id="empty-hashes"),
+    ],
+)
+def test_stated_answers(text: str, expected: str | None) -> None:
+    assert stated_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "right", "expected"),
+    [
+        pytest.param("<answer>72</answer>", GSM8K, 1.0, id="gsm8k"),
+        pytest.param("... #### 72", GSM8K, 1.0, id="gsm8k-style"),
+        pytest.param("<answer>$72.00</answer>", "72", 1.0, id="dollars"),
+        pytest.param("<answer>1,000</answer>", 1000, 1.0, id="integer-column"),
+        pytest.param("<answer>0.5</answer>", 0.5, 1.0, id="float-column"),
+        pytest.param("<answer>0.3333</answer>", "1/3", 0.0, id="rounded"),
+        pytest.param("<answer>71</answer>", GSM8K, 0.0, id="wrong"),
+        pytest.param("72 altogether", GSM8K, 0.0, id="not-marked"),
+        pytest.param("<answer>x + 1</answer>", "x + 1", 1.0, id="same-text"),
+        pytest.param("<answer>72</answer>", None, None, id="another-task"),
+    ],
+)
+@pytest.mark.parametrize("with_math_verify", [False, None], ids=["plain", "math-verify"])
+def test_answers(completion: str, right: str | float | None, expected: float, with_math_verify: bool | None) -> None:
+    rewards = math_accuracy_reward([completion, as_chat(completion)], [right] * 2, use_math_verify=with_math_verify)
+    assert rewards == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "expected"),
+    [
+        pytest.param(r"\sqrt{16}", "4", 1.0, id="root"),
+        pytest.param(r"\frac{2}{4}", r"$\frac{1}{2}$", 1.0, id="fractions"),
+        pytest.param("(x+1)^2", "x^2 + 2x + 1", 1.0, id="polynomials"),
+        pytest.param("x = 4", "4", 1.0, id="assignment"),
+        pytest.param("4, 5", "4", 0.0, id="two-guesses"),
+        pytest.param("x^2", "x^3", 0.0, id="different"),
+        pytest.param(r"\text{blue}", "4", 0.0, id="word"),
+    ],
+)
+def test_formulas(answer: str, right: str, expected: float) -> None:
+    pytest.importorskip("math_verify")
+    assert math_accuracy_reward([rf"\boxed{{{answer}}}"], solution=[right]) == [expected]
+    assert math_accuracy_reward([f"<answer>{answer}</answer>"], [right]) == [expected]
+
+
+def test_formulas_outside_the_main_thread_and_beside_an_alarm() -> None:
+    """math-verify by itself would refuse the thread, and cancel the alarm."""
+    pytest.importorskip("math_verify")
+    results: list[list[float | None]] = []
+    thread = threading.Thread(target=lambda: results.append(math_accuracy_reward([r"\boxed{3^2}"], ["9"])))
+    thread.start()
+    thread.join()
+    assert results == [[1.0]]
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 500.0)
+        assert math_accuracy_reward([r"\boxed{2^2}"], ["4"]) == [1.0]
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+HOSTILE = {
+    "9^{9^{9}}": "recognised",
+    "9**9**9": "recognised",
+    "1+" * 10_000 + "1": "too long",
+    "((9!)!)!": "slow in Python",
+    r"9^{1\cdot 9^{9}}": "slow in Python",
+    r"\sqrt{" * 40 + "2" + "}" * 40: "slow in Python",
+}
+
+
+def test_hostile_formulas_end_and_take_little_memory() -> None:
+    """In a process of its own with little more address space than torch maps; each formula is given half a second."""
+    pytest.importorskip("math_verify")
+    program = f"""
+        import time
+        from grpo_fused.rewards import math_accuracy_reward
+        def judge(formula, right):
+            return math_accuracy_reward([r"\\boxed{{" + formula + "}}"], [right], seconds=0.5)
+        assert judge("2^3", "8") == [1.0]
+        for formula, how in {HOSTILE!r}.items():
+            started = time.perf_counter()
+            assert judge(formula, "4") == [0.0], formula
+            limit = 20 if how == "slow in Python" else 1  # the time limit, the grace, and perhaps a new process
+            assert time.perf_counter() - started < limit, formula
+        assert judge("2^3", "8") == [1.0]
+    """
+    limit = 6 << 30
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
+    """What it was asked is not equal, in time; the next question meets a new process."""
+    pytest.importorskip("math_verify")
+    assert math_accuracy_reward([r"\boxed{3^3}"], ["27"]) == [1.0]
+    worker = math_verifier._worker()
+    if how == "stopped":
+        worker.process.send_signal(signal.SIGSTOP)
+    else:
+        worker.process.kill()
+    started = time.perf_counter()
+    assert math_verifier._ask("4", f"{how}^2", 0.1) is False
+    assert time.perf_counter() - started < 20
+    assert math_accuracy_reward([r"\boxed{2^2 + 0}"], ["4"]) == [1.0]
+    assert math_verifier._worker() is not worker
+
+
+def test_a_call_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left when the time is used up is not judged; numbers still are."""
+    monkeypatch.setattr(math_accuracy.math_verifier, "equal", lambda *_: time.sleep(0.3) or False)
+    completions = [r"\boxed{x}", r"\boxed{y}", r"\boxed{4}"]
+    rewards = math_accuracy_reward(completions, ["4"] * 3, use_math_verify=True, total_seconds=0.2)
+    assert rewards == [0.0, None, 1.0]
+
+
+def test_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_accuracy, "_installed", lambda: False)
+    assert math_accuracy_reward(["<answer>72</answer>", r"\boxed{6 \cdot 12}"], ["72", "72"]) == [1.0, 0.0]
+    with pytest.warns(UserWarning, match="compared as text: math-verify is not installed"):
+        assert math_accuracy_reward([r"\boxed{1+x}"], ["x+1"]) == [0.0]
+    with pytest.raises(ImportError, match="pip install math-verify"):
+        math_accuracy_reward(["72"], ["72"], use_math_verify=True)
+
+
+def test_wrong_calls_say_what_was_expected() -> None:
+    with pytest.raises(ValueError, match=r"a column \"answer\" or \"solution\"; the data set has \['result'\]"):
+        math_accuracy_reward(["72"], result=["72"])
+    with pytest.raises(ValueError, match="one of 'solution' for each of 1 completions; got 2"):
+        math_accuracy_reward(["72"], solution=["72", "73"])
+    with pytest.raises(TypeError, match="answer column must hold str, int, float or None; got list"):
+        math_accuracy_reward(["72"], [["72"]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="seconds must be a positive number of seconds or None; got 0"):
+        math_accuracy_reward(["72"], ["72"], seconds=0)

@@ -1,0 +1,64 @@
+"""One data set, several tasks, each with its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from grpo_fused.rewards import built_in, only_for
+from grpo_fused.trainer.scoring import score_completions
+
+ROWS = [
+    {"prompt": "1+1", "task": "math", "answer": "2"},
+    {"prompt": "add", "task": "code", "answer": None},
+    {"prompt": "2+2", "task": "math", "answer": "4"},
+]
+COMPLETIONS = ["<answer>2</answer>", "<code>a + b</code>", "<answer>5</answer>"]
+
+
+def test_each_function_judges_its_task() -> None:
+    functions = {"exact_answer": built_in("exact_answer"), "code_format": only_for(built_in("code_format"), "code")}
+    judged = score_completions(functions, ROWS, COMPLETIONS).nan_to_num(nan=-1.0)
+    assert judged.tolist() == [[1.0, -1.0], [-1.0, 1.0], [0.0, -1.0]]
+
+
+def test_a_function_sees_its_samples_alone() -> None:
+    def spy(
+        prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]
+    ) -> list[float]:
+        assert prompts == ["1+1", "2+2"]
+        assert completions == [COMPLETIONS[0], COMPLETIONS[2]]
+        assert completion_ids == [[1], [3]]
+        assert answer == ["2", "4"]
+        return [0.5, 0.25]
+
+    function = only_for(spy, "math")
+    assert function.__name__ == "spy"  # type: ignore[attr-defined]
+    judged = score_completions({"spy": function}, ROWS, COMPLETIONS, [[1], [2], [3]])
+    assert judged[[0, 2], 0].tolist() == [0.5, 0.25]
+    assert math.isnan(judged[1, 0])
+
+
+def test_async_functions_and_what_a_trainer_passes_beside_columns() -> None:
+    async def later(completions: list[str], trainer_state: object, **columns: Any) -> list[float]:
+        assert trainer_state == "state"
+        return [1.0] * len(completions)
+
+    rewards = only_for(later, "code", column="kind")(
+        completions=["a", "b"], kind=["code", "text"], trainer_state="state"
+    )
+    assert asyncio.run(rewards) == [1.0, None]  # type: ignore[arg-type]
+
+
+def test_no_sample_of_the_task_is_no_call() -> None:
+    assert only_for(lambda **_: pytest.fail("called"), "chess")(completions=["a"], task=["math"]) == [None]
+
+
+def test_wrong_calls_say_what_was_expected() -> None:
+    with pytest.raises(ValueError, match=r"a column 'task', .*; got \['prompts'\]"):
+        only_for(built_in("format"), "math")(completions=["a"], prompts=["q"])
+    with pytest.raises(ValueError, match="one reward for each of 1 samples of the task; got 2"):
+        only_for(lambda **_: [1.0, 2.0], "math")(completions=["a", "b"], task=["math", "code"])

@@ -1,0 +1,55 @@
+"""The built-in functions by name, with their options."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from rewards.seeds import COMPLETIONS, COUNTDOWN_REWARDS, NUMS, TARGET
+
+from grpo_fused.rewards import BUILT_INS, built_in
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_every_built_in_is_called_by_trls_convention(name: str) -> None:
+    function = built_in(name)
+    assert function.__name__ == name  # type: ignore[attr-defined]
+    rewards = function(
+        prompts=["q"] * 2,
+        completions=["<answer>7</answer>", [{"role": "assistant", "content": "<answer>7</answer>"}]],
+        completion_ids=[[1, 2], [3]],
+        answer=["7", "7"],
+        target=[7, 7],
+        nums=[[7], [7]],
+        unit=["kg", "kg"],  # called like an option of the length reward
+        task=["a", "b"],
+    )
+    assert isinstance(rewards, list)
+    assert all(isinstance(reward, float) for reward in rewards)
+
+
+def test_options_are_bound() -> None:
+    closer = built_in("length", target_length=3, unit="tokens")
+    assert closer(completions=["a"], completion_ids=[[1]], target=["15"], unit=["kg"]) == [-2.0]
+    countdown = built_in("countdown", think_opened=True)
+    assert countdown(completions=list(COMPLETIONS.values()), target=TARGET, nums=NUMS) == COUNTDOWN_REWARDS
+    assert countdown.__name__ == "countdown"  # type: ignore[attr-defined]
+
+
+def test_a_bound_function_can_be_sent_to_another_process() -> None:
+    again = pickle.loads(pickle.dumps(built_in("length", target_length=3)))
+    assert again(completions=["aaaa"]) == [-1.0]
+    assert again.__name__ == "length"
+
+
+def test_wrong_names_and_options_say_what_there_is() -> None:
+    with pytest.raises(ValueError, match="built-in rewards are format, soft_format, .*, code_format; got 'fromat'"):
+        built_in("fromat")
+    with pytest.raises(TypeError, match="options of the length reward are target_length, unit; got target"):
+        built_in("length", target=3)
+    with pytest.raises(TypeError, match=r"options of the code_format reward are \(none\); got strict"):
+        built_in("code_format", strict=True)
+    with pytest.raises(ValueError, match="unit must be one of characters, tokens; got 'words'"):
+        built_in("length", unit="words")
+    with pytest.raises(TypeError, match="think_opened must be True, False or None"):
+        built_in("countdown", think_opened=1)

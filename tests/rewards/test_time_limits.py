@@ -1,0 +1,220 @@
+"""Time limits and async functions: interrupted, named, concurrent, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+
+from grpo_fused.rewards import RewardError
+from grpo_fused.trainer.scoring import score_completions
+
+ROWS = [{"prompt": "p0"}, {"prompt": "p1"}]
+
+
+def score(timeout: float | None = None, **functions: Any) -> list[list[float]]:
+    return score_completions(functions, ROWS, ["a", "b"], timeout=timeout).tolist()
+
+
+def forever(**_: Any) -> list[float]:
+    while True:
+        with contextlib.suppress(Exception):  # as SymPy does; the limit must not be an Exception
+            time.sleep(0.01)
+
+
+async def sleeper(**_: Any) -> list[float]:
+    await asyncio.sleep(60)
+    return [0.0, 0.0]
+
+
+def test_a_slow_function_is_interrupted_and_named() -> None:
+    started = time.perf_counter()
+    with pytest.raises(RewardError, match="reward function 'slow' took longer than its 0.2 s"):
+        score(0.2, fast=lambda **_: [0.0, 0.0], slow=forever)
+    assert time.perf_counter() - started < 5
+
+
+def test_nothing_is_left_behind() -> None:
+    rung: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 500.0, 7.0)
+        with pytest.raises(RewardError):
+            score(0.1, slow=forever)
+        assert score(5.0, fast=lambda **_: [1.0, 2.0]) == [[1.0], [2.0]]
+        delay, interval = signal.getitimer(signal.ITIMER_REAL)
+        assert 400 < delay < 500
+        assert interval == 7.0
+        signal.raise_signal(signal.SIGALRM)
+        assert rung == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_somebody_elses_alarm_that_was_due_rings_afterwards() -> None:
+    rung: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        score(5.0, slow=lambda **_: time.sleep(0.2) or [0.0, 0.0])
+        assert rung == []
+        time.sleep(0.1)
+        assert rung == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_function_that_takes_the_alarm_is_found_late_when_it_returns() -> None:
+    """As math-verify does."""
+
+    def thief(**_: Any) -> list[float]:
+        signal.alarm(0)
+        time.sleep(0.3)
+        return [0.0, 0.0]
+
+    with pytest.raises(RewardError, match="'thief' took longer than its 0.1 s"):
+        score(0.1, thief=thief)
+
+
+def test_a_function_that_catches_everything_is_found_late_when_it_returns() -> None:
+    def stubborn(**_: Any) -> list[float]:
+        with contextlib.suppress(BaseException):
+            time.sleep(1)
+        return [0.0, 0.0]
+
+    with pytest.raises(RewardError, match="'stubborn' took longer than its 0.1 s"):
+        score(0.1, stubborn=stubborn)
+
+
+def test_other_threads_look_at_the_time_afterwards() -> None:
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            score(0.1, slow=lambda **_: time.sleep(0.2) or [0.0, 0.0])
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert isinstance(caught[0], RewardError)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [
+        (0, ValueError),
+        (-1.0, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+    ],
+)
+def test_wrong_limits(timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="timeout must be a .*number of seconds or None; got"):
+        score(timeout)
+
+
+def test_async_functions_run_side_by_side_and_beside_sync_ones() -> None:
+    """Each waits until all three have started: one after the other they would wait for ever."""
+    started: list[str] = []
+
+    def make(name: str, reward: float) -> Any:
+        async def function(completions: list[str]) -> list[float]:
+            started.append(name)
+            while len(started) < 3:
+                await asyncio.sleep(0.001)
+            return [reward] * len(completions)
+
+        return function
+
+    class Judge:
+        async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return await make("c", 3.0)(completions)
+
+    rewards = score(30, a=make("a", 1.0), sync=lambda **_: [0.0, None], b=make("b", 2.0), c=Judge())
+    assert rewards[0] == [1.0, 0.0, 2.0, 3.0]
+    assert started == ["a", "b", "c"]
+
+
+def test_async_functions_keep_their_event_loop() -> None:
+    """A client made in one step is used in the next."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def function(**_: Any) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [0.0, 0.0]
+
+    score(f=function)
+    score(f=function)
+    assert loops[0] is loops[1]
+
+
+def test_async_functions_inside_a_running_loop() -> None:
+    """As in a notebook."""
+
+    async def function(**_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0, 2.0]
+
+    async def notebook() -> list[list[float]]:
+        return score(f=function)
+
+    assert asyncio.run(notebook()) == [[1.0], [2.0]]
+
+
+def test_slow_async_functions_are_named() -> None:
+    started = time.perf_counter()
+    with pytest.raises(RewardError, match="reward function 'sleeper' took longer than its 0.1 s"):
+        score(0.1, sleeper=sleeper)
+    assert time.perf_counter() - started < 5
+
+
+def test_async_functions_that_raise_are_named_and_their_error_kept() -> None:
+    async def broken(**_: Any) -> list[float]:
+        raise TimeoutError("the judge's server")  # its own, not our limit
+
+    with pytest.raises(RewardError, match="'broken' raised TimeoutError: the judge's server") as caught:
+        score(30, sleeper=sleeper, broken=broken)
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
+def test_an_async_function_that_blocks_the_loop_is_given_up() -> None:
+    async def blocker(**_: Any) -> list[float]:
+        time.sleep(3)
+        return [0.0, 0.0]
+
+    async def fine(**_: Any) -> list[float]:
+        return [1.0, 1.0]
+
+    with pytest.raises(RewardError, match="'blocker' took longer than its 0.1 s and blocks the event loop"):
+        score(0.1, blocker=blocker)
+    assert score(5.0, fine=fine) == [[1.0], [1.0]]
+
+
+def test_a_failure_leaves_no_coroutine_waiting() -> None:
+    def broken(**_: Any) -> list[float]:
+        raise ValueError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a coroutine that was never awaited warns when it is collected
+        with pytest.raises(RewardError, match="'broken' raised ValueError"):
+            score(sleeper=sleeper, broken=broken)
+
+
+def test_async_returns_are_checked() -> None:
+    async def short(**_: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(ValueError, match="'short' must return one reward for each of 2 completions; got 1"):
+        score(short=short)
