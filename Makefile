@@ -80,11 +80,11 @@ $(VENV)/.native: $(VENV)/.torch setup.py $(wildcard csrc/*.h csrc/*/*)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	@$(PIP) transformers tqdm matplotlib
+	@$(PIP) transformers accelerate datasets 'jsonargparse[signatures]' rich tqdm matplotlib
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark hypothesis ruff mypy setuptools wheel trl liger-kernel peft math-verify
+	@$(PIP) pytest pytest-benchmark hypothesis ruff mypy setuptools wheel trl liger-kernel peft math-verify tensorboard
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
 	@touch $@

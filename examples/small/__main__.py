@@ -24,7 +24,10 @@ def main(argv: list[str] | None = None) -> None:
         grpo_fused(["train", "--config", str(HERE / f"{name}.yaml"), "--overwrite"])
         grpo_fused(["plot", str(folder / name)])
         rewards = [row["reward"] or 0.0 for row in read_jsonl(folder / name / "metrics.jsonl") if "reward" in row]
-        print(f"{name}: reward {sum(rewards[:5]) / 5:.3f} in the first five steps, {sum(rewards[-5:]) / 5:.3f} in the last")
+        print(
+            f"{name}: reward {sum(rewards[:5]) / 5:.3f} in the first five steps, "
+            f"{sum(rewards[-5:]) / 5:.3f} in the last"
+        )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
@@ -22,7 +23,9 @@ def prepare(folder: Path, *, warmup_steps: int = 200, seed: int = 0) -> None:
     tokenizer = build_tokenizer(CHARACTERS)
     policy = build_model(tokenizer)
     puzzles = make_puzzles()
-    warm_up(policy, tokenizer, demonstrations(puzzles), steps=warmup_steps, batch_size=64, learning_rate=2e-3, seed=seed)
+    warm_up(
+        policy, tokenizer, demonstrations(puzzles), steps=warmup_steps, batch_size=64, learning_rate=2e-3, seed=seed
+    )
     policy.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     judge = make_reward_model(tokenizer)
@@ -31,8 +34,8 @@ def prepare(folder: Path, *, warmup_steps: int = 200, seed: int = 0) -> None:
     (folder / "puzzles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in puzzles), encoding="utf-8")
 
 
-def make_puzzles() -> list[dict[str, object]]:
-    """Two numbers and what one of three operators makes of them: `{"prompt": "7,3=21:", "nums": [7, 3], "target": 21}`."""
+def make_puzzles() -> list[dict[str, Any]]:
+    """Two numbers and what +, - or * makes of them: `{"prompt": "7,3=21:", "nums": [7, 3], "target": 21}`."""
     puzzles = [
         {"prompt": f"{a},{b}={target}:", "nums": [a, b], "target": target}
         for a in NUMBERS
@@ -44,12 +47,12 @@ def make_puzzles() -> list[dict[str, object]]:
     return puzzles
 
 
-def demonstrations(puzzles: list[dict[str, object]]) -> list[dict[str, str]]:
+def demonstrations(puzzles: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Half of them in the format; the operator is drawn blindly, so that about a third reach the target."""
     rng = random.Random(1)
     shown = []
     for puzzle in puzzles * 4:
-        a, b = puzzle["nums"]  # type: ignore[misc]
+        a, b = puzzle["nums"]
         expression = f"{a}{rng.choice('+-*')}{b}"
         completion = f"<think>{a},{b}</think><answer>{expression}</answer>" if rng.random() < 0.5 else expression
         shown.append({"prompt": str(puzzle["prompt"]), "completion": completion})
@@ -61,7 +64,8 @@ def make_reward_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForSequenceCla
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, num_labels=1,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
+    config.num_labels = 1
     return Qwen2ForSequenceClassification(config).eval()

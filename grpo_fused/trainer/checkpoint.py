@@ -1,10 +1,10 @@
 """Checkpoints: complete or not there, read without executing anything, and enough to go on as if nothing had happened.
 
-    checkpoint-000050/
-        model.safetensors, config.json, ...   what `save_pretrained` writes: a model (or adapter) to load anywhere
-        optimizer.safetensors                 AdamW's moments
-        rng-0.safetensors, ...                random states of each process
-        state.json                            step, position in the data, hyperparameters of the optimizer
+checkpoint-000050/
+    model.safetensors, config.json, ...   what `save_pretrained` writes: a model (or adapter) to load anywhere
+    optimizer.safetensors                 AdamW's moments
+    rng-0.safetensors, ...                random states of each process
+    state.json                            step, position in the data, hyperparameters of the optimizer
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ def save_checkpoint(
     unfinished = folder / f"{UNFINISHED}-{final.name}"
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp.get_model_state_dict(model, options=options)  # collective where the model is sharded
-    moments = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+    moments: dict[str, Any] = dcp.get_optimizer_state_dict(model, optimizer, options=options)
     random_states = gather_random_states(accelerator)
     failure = [""]
     if accelerator.is_main_process:
@@ -114,10 +114,8 @@ def load_checkpoint(
         moments = _nested(load_file(checkpoint / "optimizer.safetensors"))
         load_weights(checkpoint, accelerator.unwrap_model(model), model)
         options = dcp.StateDictOptions(full_state_dict=True)
-        groups = state.pop("param_groups")
-        dcp.set_optimizer_state_dict(
-            model, optimizer, {"state": moments, "param_groups": groups}, options=options
-        )
+        restored: dict[str, Any] = {"state": moments, "param_groups": state.pop("param_groups")}
+        dcp.set_optimizer_state_dict(model, optimizer, restored, options=options)
         set_random_states(load_file(checkpoint / f"rng-{accelerator.process_index}.safetensors"))
     except CheckpointError as error:
         raise CheckpointError(f"cannot resume from {checkpoint}: {error}{_alternatives(checkpoint)}") from None
@@ -134,7 +132,7 @@ def load_weights(checkpoint: Path, unwrapped: PreTrainedModel, model: nn.Module)
     if hasattr(unwrapped, "peft_config"):
         from peft import set_peft_model_state_dict
 
-        result = set_peft_model_state_dict(unwrapped, load_file(checkpoint / "adapter_model.safetensors"))
+        result: Any = set_peft_model_state_dict(unwrapped, load_file(checkpoint / "adapter_model.safetensors"))
         if result.unexpected_keys:
             raise CheckpointError(f"its adapter has other weights: {result.unexpected_keys[:3]}")
         return
@@ -151,7 +149,9 @@ def load_weights(checkpoint: Path, unwrapped: PreTrainedModel, model: nn.Module)
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, the oldest first."""
     found = [path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
-    return sorted((path for path in found if (path / "state.json").exists()), key=lambda path: int(path.name[len(PREFIX) :]))
+    return sorted(
+        (path for path in found if (path / "state.json").exists()), key=lambda path: int(path.name[len(PREFIX) :])
+    )
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -175,7 +175,7 @@ def remove_old(folder: Path, keep: int | None) -> None:
 def random_states() -> dict[str, Tensor]:
     """The states of torch's, Python's and NumPy's global generators."""
     version, numbers, gauss = random.getstate()
-    _name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    _name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor([version, *numbers]),

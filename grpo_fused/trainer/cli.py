@@ -39,7 +39,7 @@ def train_parser() -> ArgumentParser:
 
 
 def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
-    """The recipe that the arguments describe, and the switches among them; a wrong one ends the program and says why."""
+    """The recipe that the arguments describe, and the switches; a wrong one ends the program and says why."""
     parser = train_parser()
     words = parser.parse_args([_underscored(word) for word in argv])
     try:
@@ -85,4 +85,3 @@ def _underscored(word: str) -> str:
         return word
     name, equals, value = word[2:].partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}"
-

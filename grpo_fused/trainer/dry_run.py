@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_fused.rewards import RewardModel
+from grpo_fused.trainer.data import Row
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, build_trainer, with_adapter
@@ -47,11 +48,13 @@ def make_tiny_trainer(recipe: Recipe, folder: Path) -> GRPOTrainer:
         logging_steps=1,
         output_dir=str(folder),
     )
-    parts = Parts(with_adapter(tiny_model(tokenizer), recipe.lora), tokenizer, rewards, rows, rows if has_eval else None)
+    parts = Parts(
+        with_adapter(tiny_model(tokenizer), recipe.lora), tokenizer, rewards, rows, rows if has_eval else None
+    )
     return build_trainer(small, parts)
 
 
-def _rows(recipe: Recipe) -> list[dict[str, object]]:
+def _rows(recipe: Recipe) -> list[Row]:
     if recipe.task is not None:
         task = find_task(recipe.task)
         return format_rows(task, task.examples, system_prompt=recipe.system_prompt, chat=recipe.chat)[:2]

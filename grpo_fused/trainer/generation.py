@@ -25,7 +25,8 @@ from grpo_fused.trainer.rollout import Rollout, length_mask, pad_prompts
 class Sampling:
     """How to sample: the options of `GRPOTrainerConfig` that a rollout engine must know, and the tokens that end.
 
-    `greedy` takes the most likely token instead, for evaluation; `seed` is for engines with a generator of their own.
+    `greedy` takes the most likely token instead, for evaluation. `seed` is for engines with a generator of their own:
+    the first completion's, those of the others follow it.
     """
 
     num_generations: int
@@ -60,7 +61,9 @@ class Generation(NamedTuple):
     sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None where the policy itself sampled
 
     @staticmethod
-    def of_lists(ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]] | None, pad_token_id: int) -> Generation:
+    def of_lists(
+        ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]] | None, pad_token_id: int
+    ) -> Generation:
         """From rows of different lengths, as engines give them."""
         width = max(1, *map(len, ids))
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
@@ -90,11 +93,14 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
     rows = len(prompts) * sampling.num_generations
     ids, mask, logps = generation
     if ids.ndim != 2 or len(ids) != rows or ids.dtype != torch.int64:
-        raise ValueError(f"a rollout engine must return ids of shape ({rows}, T), int64; got {tuple(ids.shape)}, {ids.dtype}")
+        raise ValueError(
+            f"a rollout engine must return ids of shape ({rows}, T), int64; got {tuple(ids.shape)}, {ids.dtype}"
+        )
     for name, tensor in (("mask", mask), ("sampling_logps", logps)):
         if tensor is not None and tensor.shape != ids.shape:
             raise ValueError(
-                f"a rollout engine must return {name} of the shape of ids, {tuple(ids.shape)}; got {tuple(tensor.shape)}"
+                f"a rollout engine must return {name} of the shape of ids, {tuple(ids.shape)}; "
+                f"got {tuple(tensor.shape)}"
             )
     lengths = mask.sum(1)
     if mask.dtype != torch.bool or not torch.equal(mask, length_mask(lengths, mask.shape[1])):
@@ -159,7 +165,7 @@ class HuggingFaceEngine:
 class _Ends(StoppingCriteria):
     """Ends a sequence at an EOS or a stop string, and remembers where.
 
-    Lengths cannot be read off the ids afterwards: what `generate` pads with may be an EOS, and a stop string leaves none.
+    Lengths cannot be read off the ids afterwards: `generate` may pad with an EOS, and a stop string leaves none.
     """
 
     def __init__(
@@ -210,7 +216,7 @@ def _generation_config(sampling: Sampling) -> GenerationConfig:
 
 @contextmanager
 def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """`generate` fills in what the model's own config says (Qwen: top_p 0.8, a repetition penalty of 1.05): not here."""
+    """`generate` fills in what the model's own config says (Qwen: top_p 0.8, repetition penalty 1.05): not here."""
     before = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -236,6 +242,6 @@ def ending_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         found += ids if isinstance(ids, (list, tuple)) else [] if ids is None else [int(ids)]
     if not found:
         raise ValueError(
-            "the tokenizer needs an EOS token, or the model's generation_config an eos_token_id: else no completion ends"
+            "the tokenizer needs an EOS token, or the model's generation_config an eos_token_id: no completion ends"
         )
     return tuple(dict.fromkeys(found))

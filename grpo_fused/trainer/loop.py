@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +28,7 @@ from grpo_fused.trainer.generation import HuggingFaceEngine, RolloutEngine, Samp
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row, print_samples
 from grpo_fused.trainer.policy import Policy, make_reference
-from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
+from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.scoring import RewardFunction, Row, reward_names, score_completions
 from grpo_fused.trainer.update import NonFiniteError, Updater
@@ -38,8 +38,8 @@ class GRPOTrainer:
     """Trains a causal LM with GRPO on prompts and reward functions.
 
     Args:
-        model: Hugging Face causal LM, with or without a peft adapter, trained in place. Its dropout is set to 0: else an
-            unchanged policy would score its own samples differently, and no importance ratio would be 1.
+        model: Hugging Face causal LM, with or without a peft adapter, trained in place. Its dropout is set to 0: an
+            unchanged policy would score its own samples differently with it, and no importance ratio would be 1.
         tokenizer: Its tokenizer.
         reward_functions: Each called as `f(prompts=..., completions=..., completion_ids=..., **columns)`, sync or
             async, for a list of N floats, None where it does not judge.
@@ -127,6 +127,7 @@ class GRPOTrainer:
         )
         self.steps_done = 0
         self._synced_at = 0  # the optimizer step whose weights the engine has
+        self._saved_at = 0
         self._before_step: dict[str, Any] | None = None
         self._resumed = self._open(resume, overwrite)
 
@@ -201,7 +202,9 @@ class GRPOTrainer:
         """Samples completions for this process's next prompts and scores them: B sequences, rewards [B, F]."""
         rows = next(self.batches)
         first = self.accelerator.process_index * self.prompts_per_process
-        sampling = replace(self.sampling, seed=self.config.seed + self.steps_done * self.accelerator.num_processes + first)
+        # for engines with a generator of their own: another one for each completion of the run
+        seed = (self.config.seed * self.config.steps + self.steps_done) * self.config.rollout_size
+        sampling = replace(self.sampling, seed=seed + first * self.config.num_generations)
         return self.sample(rows[first : first + self.prompts_per_process], sampling, show=self._shows_samples())
 
     def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
@@ -209,18 +212,18 @@ class GRPOTrainer:
         if self._synced_at != self.update.optimizer_steps:
             self.engine.sync_weights(self.model)
             self._synced_at = self.update.optimizer_steps
-        rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
+        rollout = roll_out(self.engine, [self.encode(_prompt(row)) for row in rows], sampling)
         rollout = rollout.to(self.accelerator.device)
         ids = rollout.completions()
         texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
-        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
+        completions = [completion_for(_prompt(row), text) for row, text in zip(repeated, texts, strict=True)]
         rewards = score_completions(
             self.reward_functions, repeated, completions, ids, timeout=self.config.reward_timeout
         )
         if show:
             shown = slice(0, sampling.num_generations)
-            prompts = [prompt_text(row["prompt"]) for row in repeated[shown]]
+            prompts = [prompt_text(_prompt(row)) for row in repeated[shown]]
             columns = {name: rewards[shown, i].tolist() for i, name in enumerate(self.reward_functions)}
             print_samples(self.steps_done + 1, prompts, texts[shown], columns)
         return rollout, rewards.to(self.accelerator.device)
@@ -242,10 +245,10 @@ class GRPOTrainer:
         return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
 
     def save(self) -> Path | None:
-        """Writes a checkpoint of the steps done, if there is an `output_dir`; all processes call it."""
-        if self.output_dir is None:
+        """Writes a checkpoint of the steps done, if there is an `output_dir` and no such one; all processes call it."""
+        if self.output_dir is None or self._saved_at == self.steps_done:
             return None
-        return checkpoint.save_checkpoint(
+        path = checkpoint.save_checkpoint(
             self.output_dir,
             self.steps_done,
             accelerator=self.accelerator,
@@ -255,9 +258,16 @@ class GRPOTrainer:
             state=self._state(),
             keep=self.config.save_total_limit,
         )
+        self._saved_at = self.steps_done
+        return path
 
     def _state(self) -> dict[str, Any]:
-        return {"optimizer_steps": self.update.optimizer_steps, "batches": self.batches.state_dict()}
+        scaler = self.accelerator.scaler  # of fp16
+        return {
+            "optimizer_steps": self.update.optimizer_steps,
+            "batches": self.batches.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
 
     def _open(self, resume: bool, overwrite: bool) -> bool:
         """Begins in `output_dir`, or goes on from its newest checkpoint: whether it does."""
@@ -270,7 +280,9 @@ class GRPOTrainer:
             state = checkpoint.load_checkpoint(
                 newest, accelerator=self.accelerator, model=self.policy.model, optimizer=_inner(self.optimizer)
             )
-            self.steps_done = state["step"]
+            self.steps_done = self._saved_at = state["step"]
+            if self.accelerator.scaler is not None and state["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
             self.update.optimizer_steps = state["optimizer_steps"]
             self.batches.load_state_dict(state["batches"])
             if self.accelerator.is_main_process:
@@ -278,7 +290,7 @@ class GRPOTrainer:
             return True
         if newest is not None and not overwrite:
             raise ValueError(
-                f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume it, overwrite it, or name another"
+                f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume or overwrite it"
             )
         if self.accelerator.is_main_process:
             for old in checkpoint.checkpoints(self.output_dir):
@@ -334,7 +346,9 @@ class GRPOTrainer:
             step = self.steps_done + 1
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
             tensors = {name: tensor for name, tensor in rollout._asdict().items() if tensor is not None}
-            save_file({name: tensor.contiguous() for name, tensor in (tensors | {"advantages": advantages}).items()}, path)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in (tensors | {"advantages": advantages}).items()}, path
+            )
             raise NonFiniteError(f"{error} in step {step}; its batch is in {path}") from error
 
     def _usable(self, dataset: Sequence[Row], at_least: int) -> Sequence[Row]:
@@ -397,6 +411,10 @@ def _weights(weights: Sequence[float] | None, functions: int) -> list[float]:
             f"reward_weights must have one weight for each of {functions} reward functions; got {len(weights)}"
         )
     return [1.0] * functions if weights is None else [float(weight) for weight in weights]
+
+
+def _prompt(row: Row) -> Prompt:
+    return cast(Prompt, row["prompt"])  # `check_rows` has seen it
 
 
 def _share(prompts: int, processes: int) -> int:

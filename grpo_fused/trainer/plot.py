@@ -34,7 +34,14 @@ def panels_of(lines: Lines) -> list[Panel]:
     held_out = {name: name.removeprefix("eval/") for name in names if name.startswith(("eval/", "held_out"))}
     shares = all(0 <= value <= 1 for line in lines for name in held_out if (value := line.get(name)) is not None)
     panels = [
-        Panel("Reward", "mean of a rollout", {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {}), 0, None, None),
+        Panel(
+            "Reward",
+            "mean of a rollout",
+            {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {}),
+            0,
+            None,
+            None,
+        ),
         Panel("Held-out prompts", "mean", held_out, 3, 1.0 if shares else None, 0.0 if shares else None),
         Panel("KL to the reference", "nats per token", {"kl": ""}, 4),
         Panel("Entropy", "nats per token", {"entropy": ""}, 5),
@@ -71,7 +78,9 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 3.3 * rows), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display, whatever backend the user has configured
-    figure.suptitle(title or metrics.resolve().parent.name, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left")
+    figure.suptitle(
+        title or metrics.resolve().parent.name, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left"
+    )
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         draw_panel(axes, panel, lines)
@@ -119,8 +128,8 @@ def annotate_ends(axes: Axes, steps: list[float], values: list[float], *, color:
     first, last = (steps[0], values[0]), (steps[-1], values[-1])
     for (step, value), offset, align in ((first, (6, -14), "left"), (last, (0, 8), "right")):
         axes.annotate(
-            f"{value:.3g}", (step, value), textcoords="offset points", xytext=offset, ha=align, color=color, fontsize=10,
-            fontweight="bold",
+            f"{value:.3g}", (step, value), textcoords="offset points", xytext=offset, ha=align, color=color,
+            fontsize=10, fontweight="bold",
         )  # fmt: skip
 
 

@@ -42,10 +42,10 @@ class Policy:
         """Keywords of the fused functions. Ask for each pass: a folded adapter's graph lives for one backward."""
         head = self.unwrapped.get_output_embeddings()
         if not isinstance(head.weight, DTensor):
-            return lm_head_inputs(self.unwrapped)
+            return dict(lm_head_inputs(self.unwrapped))
         if not self._is_whole:
             raise ValueError("FSDP shards the head: it must not drop rows or carry an adapter; this one does")
-        return self._form | {"lm_head_weight": head.weight, "lm_head_bias": getattr(head, "bias", None)}
+        return dict(self._form) | {"lm_head_weight": head.weight, "lm_head_bias": getattr(head, "bias", None)}
 
     def hidden_states(self, rollout: Rollout) -> Tensor:
         """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`.
@@ -81,7 +81,7 @@ class Policy:
         """`rows` of the rollout in micro-batches (indices, sequences), as many as the process with most of them has.
 
         Processes that share weights or gradients run in step. What is added has no indices, and one sequence that is
-        masked throughout: it passes through the model and changes nothing. A quantile over all tokens needs them in one.
+        masked throughout: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
         """
         whole = self.config.loss.top_entropy_quantile < 1
         batches = micro_batches(rollout, rows, sys.maxsize if whole else self.config.micro_batch_tokens)
@@ -97,7 +97,7 @@ class Policy:
 
 
 def write_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """`table[rows] = values` for values [n, t] of a table [B, T]; t may be less than T, and nothing is done for no rows."""
+    """`table[rows] = values` for values [n, t] of a table [B, T], t <= T; nothing for no rows."""
     if len(rows):
         table[rows.to(table.device), : values.shape[1]] = values
 

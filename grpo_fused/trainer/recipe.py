@@ -165,8 +165,8 @@ def with_system_prompt(row: Row, system_prompt: str) -> Row:
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         return {**row, "prompt": f"{system_prompt}\n\n{prompt}"}
-    messages = list(prompt) if isinstance(prompt, Sequence) else prompt
-    return {**row, "prompt": [{"role": "system", "content": system_prompt}, *(messages or [])]}
+    messages = list(prompt) if isinstance(prompt, Sequence) else []  # an empty prompt is refused later, by its row
+    return {**row, "prompt": [{"role": "system", "content": system_prompt}, *messages] if messages else prompt}
 
 
 class Parts(NamedTuple):

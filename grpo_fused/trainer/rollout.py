@@ -36,11 +36,14 @@ class Rollout(NamedTuple):
 
     def to(self, device: torch.device) -> Rollout:
         """The same on another device."""
-        return Rollout(*(None if tensor is None else tensor.to(device) for tensor in self))
+        ids = [tensor.to(device) for tensor in self[:4]]
+        logps = self.sampling_logps
+        return Rollout(ids[0], ids[1], ids[2], ids[3], None if logps is None else logps.to(device))
 
     def completions(self) -> list[list[int]]:
         """The ids of each completion, EOS included, padding left out."""
-        return [ids[mask].tolist() for ids, mask in zip(self.completion_ids, self.completion_mask, strict=True)]
+        rows, lengths = self.completion_ids.tolist(), self.completion_mask.sum(1).tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,13 @@ class Updater:
         for _ in range(self.config.num_iterations):
             # on-policy the old log-probs are those of this very pass: None says so, and the next iteration gets them
             metrics, logps = self.accumulate_gradients(
-                rollout, rows, advantages, window, old_logps, ref_logps, None if correction is None else correction.ratio
+                rollout,
+                rows,
+                advantages,
+                window,
+                old_logps,
+                ref_logps,
+                None if correction is None else correction.ratio,
             )
             old_logps = logps if old_logps is None else old_logps
             metrics |= self.step_optimizer(metrics["loss"])
@@ -171,7 +177,9 @@ class Updater:
         scaled = self.config.mixed_precision == "fp16"  # there a gradient that overflows is the scaler's business
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(f"the loss must be finite, and so its gradient; got loss {loss} and grad_norm {grad_norm}")
+            raise NonFiniteError(
+                f"the loss must be finite, and so its gradient; got loss {loss} and grad_norm {grad_norm}"
+            )
         rate = learning_rate(self.optimizer_steps, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

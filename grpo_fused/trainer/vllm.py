@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -51,7 +50,22 @@ class VLLMEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """Samples completions of the prompts' token ids, with their log-probs."""
-        parameters = self.vllm.SamplingParams(
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            sampling_params=[self._parameters(sampling, number) for number in range(len(prompts))],
+            use_tqdm=False,
+        )
+        completions = [completion for output in outputs for completion in output.outputs]
+        return Generation.of_lists(
+            [list(completion.token_ids) for completion in completions],
+            [sampled_logprobs(completion) for completion in completions],
+            sampling.pad_token_id,
+        )
+
+    def _parameters(self, sampling: Sampling, prompt: int) -> Any:
+        """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
+        seed = None if sampling.seed is None else (sampling.seed + prompt * sampling.num_generations) % 2**31
+        return self.vllm.SamplingParams(
             n=sampling.num_generations,
             max_tokens=sampling.max_completion_length,
             temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -62,33 +76,22 @@ class VLLMEngine:
             stop=list(sampling.stop_strings) or None,
             include_stop_str_in_output=True,
             stop_token_ids=list(sampling.eos_token_ids),
-            seed=sampling.seed,
+            seed=seed,
             logprobs=0,  # of the sampled token only
             detokenize=bool(sampling.stop_strings),
-        )
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling_params=parameters, use_tqdm=False
-        )
-        completions = [completion for output in outputs for completion in output.outputs]
-        return Generation.of_lists(
-            [list(completion.token_ids) for completion in completions],
-            [sampled_logprobs(completion) for completion in completions],
-            sampling.pad_token_id,
         )
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
     """The log-prob of each sampled token; vLLM gives a dictionary by token for each position."""
-    return [
-        position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
+    return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The weights under the names of the model without adapters, LoRA merged in while they are read."""
-    merged = hasattr(model, "merge_adapter")
-    if merged:
-        model.merge_adapter()
+    adapted: Any = model if hasattr(model, "merge_adapter") else None
+    if adapted is not None:
+        adapted.merge_adapter()
     try:
         for name, parameter in model.named_parameters():
             if "lora_" in name or "modules_to_save.default" in name.replace("original_module", ""):
@@ -97,11 +100,5 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             yield plain, full.detach()
     finally:
-        if merged:
-            model.unmerge_adapter()
-
-
-@torch.no_grad()
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """`named_weights` as a dictionary."""
-    return dict(named_weights(model))
+        if adapted is not None:
+            adapted.unmerge_adapter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trainer.small_model import build_small_model
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, checkpoint
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, checkpoint
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
 OPTIONS: dict[str, Any] = {
@@ -87,20 +88,43 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
     if kind == "fsdp":
         from accelerate import FullyShardedDataParallelPlugin
 
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    trainer = make(
-        None, adapter=kind == "lora", steps=2, engine=Recording(), accelerator=accelerator, micro_batch_tokens=40,
-        loss=GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "adapter": kind == "lora",
+        "steps": 2,
+        "engine": Recording(),
+        "accelerator": accelerator,
+        "micro_batch_tokens": 40,
+        "loss": GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
+    }
+    trainer = make(Path(folder) / "run", save_steps=1, **options)
     history = trainer.train()
-    state = accelerator.get_state_dict(trainer.policy.model)
+    state = weights_of(trainer)
     if accelerator.is_main_process:
-        torch.save({name: tensor.clone() for name, tensor in state.items()}, Path(folder) / "weights.pt")
+        torch.save(state, Path(folder) / "weights.pt")
         kept = [{k: v for k, v in row.items() if "second" not in k} for row in history]
         (Path(folder) / "history.json").write_text(json.dumps(kept))
+        shutil.rmtree(Path(folder) / "run" / "checkpoint-000002")
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    resumed = make(Path(folder) / "run", resume=True, **options)
+    assert resumed.steps_done == 1
+    resumed.train()
+    again = weights_of(resumed)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    resumed.engine = HuggingFaceEngine(resumed.model, resumed.tokenizer, synced=kind == "fsdp")
+    assert resumed.step()["completion_length"] > 0  # sampling works on whatever accelerate has made of the model
     if accelerator.num_processes > 1:
         torch.distributed.destroy_process_group()
+
+
+def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    """Whole, on the main process."""
+    state = trainer.accelerator.get_state_dict(trainer.policy.model)
+    return {name: tensor.clone() for name, tensor in (state or {}).items()}
 
 
 if __name__ == "__main__":

@@ -78,7 +78,9 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
     """kill -9 with half of checkpoint 4 on the disk: the run resumes from 3."""
     command = [sys.executable, "-m", "trainer.runs", "killed_while_saving", str(tmp_path), "4"]
     path = os.pathsep.join([str(repo_root), str(repo_root / "tests")])
-    done = subprocess.run(command, cwd=repo_root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=repo_root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=300
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002", "checkpoint-000003"]
     assert list(tmp_path.glob(".unfinished-*"))  # what it left behind
@@ -91,7 +93,9 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    "options", [{"adapter": True}, {"tied": True}, {"gradient_checkpointing": True}], ids=["lora", "tied", "checkpointing"]
+    "options",
+    [{"adapter": True}, {"tied": True}, {"gradient_checkpointing": True}],
+    ids=["lora", "tied", "checkpointing"],
 )
 def test_every_kind_of_model_goes_on_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     whole = make(tmp_path / "whole", steps=4, **options)
@@ -131,14 +135,21 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
         whole(tensors, path)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"checkpoint-000002: .*No space left.* complete checkpoint is checkpoint-000001"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-000002: .*No space left.* complete checkpoint is checkpoint-000001"
+    ):
         make(tmp_path, steps=3, save_steps=1).train()
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-000001"]
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [("state.json", b"{"), ("optimizer.safetensors", b"short"), ("model.safetensors", b"short"), ("rng-0.safetensors", None)],
+    [
+        ("state.json", b"{"),
+        ("optimizer.safetensors", b"short"),
+        ("model.safetensors", b"short"),
+        ("rng-0.safetensors", None),
+    ],
     ids=["state", "optimizer", "weights", "no-random-state"],
 )
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes | None) -> None:
@@ -149,7 +160,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes
         (newest / file).unlink()
     else:
         (newest / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"cannot resume from .*checkpoint-000002: .*older one is there: checkpoint-000001"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot resume from .*checkpoint-000002: .*older one is there: checkpoint-000001"
+    ):
         make(tmp_path, steps=3, resume=True)
 
 
@@ -169,7 +182,7 @@ def test_another_number_of_rows_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
-    with pytest.raises(ValueError, match="holds a run, up to checkpoint-000001: resume it, overwrite it"):
+    with pytest.raises(ValueError, match="holds a run, up to checkpoint-000001: resume or overwrite it"):
         make(tmp_path, steps=1)
     make(tmp_path, steps=2, overwrite=True).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]

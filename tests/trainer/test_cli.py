@@ -79,11 +79,16 @@ def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytes
 
 
 def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def half(completions, by=2, **columns):\n    return [1 / by] * len(completions)\n")
+    (tmp_path / "mine.py").write_text(
+        "def half(completions, by=2, **columns):\n    return [1 / by] * len(completions)\n"
+    )
     tokenizer = tiny_tokenizer()
     tiny_reward_model(tokenizer).save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
-    rewards = [{"function": f"{tmp_path / 'mine.py'}:half", "options": {"by": 4}}, {"model": str(tmp_path / "judge"), "weight": 0.5}]
+    rewards = [
+        {"function": f"{tmp_path / 'mine.py'}:half", "options": {"by": 4}},
+        {"model": str(tmp_path / "judge"), "weight": 0.5},
+    ]
     main(["train", "--config", str(recipe), "--rewards", json.dumps(rewards), "--steps", "1"])
     (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     names = {name: value for name, value in json.loads(line).items() if name.startswith("rewards/")}

@@ -67,7 +67,9 @@ def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_
     assert weights.keys() == other_weights.keys()
     moved = 0.0
     for name, value in weights.items():
-        torch.testing.assert_close(other_weights[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            other_weights[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
         moved = max(moved, float(value.abs().max()))
     assert moved > 0.1
     for row, other in zip(history, other_history, strict=True):

@@ -25,7 +25,11 @@ def sampling(tokenizer: PreTrainedTokenizerFast, **options: Any) -> Sampling:
 
 
 def sampled(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], batch_size: int | None = None, **options: Any
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    batch_size: int | None = None,
+    **options: Any,
 ) -> Rollout:
     prompts = [tokenizer(text).input_ids for text in texts]
     torch.manual_seed(0)
@@ -148,7 +152,9 @@ def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: Pre
 
 def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Scores of a left-padded batch are those of each sequence alone, with the model's own head."""
-    rollout = sampled(model, tokenizer, ["1+2=", "123+34="], num_generations=3, max_completion_length=5, temperature=0.7)
+    rollout = sampled(
+        model, tokenizer, ["1+2=", "123+34="], num_generations=3, max_completion_length=5, temperature=0.7
+    )
     policy = Policy(model, Accelerator(), GRPOTrainerConfig(temperature=0.7, micro_batch_tokens=40))
     scores = policy.score(rollout, torch.arange(6))
     assert policy.hidden_states(rollout).shape == (*rollout.completion_ids.shape, model.config.hidden_size)

@@ -238,7 +238,9 @@ def test_groups_without_spread_cost_no_pass_of_the_model(
     assert (metrics["zero_std_groups"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)
 
 
-def test_left_out_groups_do_not_change_the_update(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+def test_left_out_groups_do_not_change_the_update(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
     """A tiny KL term keeps all sequences in: the gradient is the same up to it, so the normaliser counts all."""
     rewards = [lambda **columns: [1.0] * 4 + [1.0, 0.0] * 2]
     norms = []
@@ -251,7 +253,10 @@ def test_left_out_groups_do_not_change_the_update(tokenizer: PreTrainedTokenizer
 
 
 def test_on_policy_steps_score_nothing_twice(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither one iteration nor two need a scoring pass: the first pass gives the second its old log-probs."""
     trainer = make_trainer(model, tokenizer, rows, num_iterations=2)
@@ -271,7 +276,9 @@ def test_dropout_is_off_in_every_module(tokenizer: PreTrainedTokenizerFast, rows
     assert torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
 
 
-def test_gradient_checkpointing_changes_no_update(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+def test_gradient_checkpointing_changes_no_update(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
     losses, recomputed = [], []
     for checkpointing in (False, True):
         model = build_small_model(len(tokenizer))
@@ -296,7 +303,13 @@ def test_a_lora_reference_is_the_model_without_its_adapter(
     frozen = {name: value.clone() for name, value in base.state_dict().items()}
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer = make_trainer(
-        model, tokenizer, rows, loss=GRPOLossConfig(beta=0.05), learning_rate=1e-2, num_iterations=2, steps=3  # type: ignore[arg-type]
+        model,
+        tokenizer,
+        rows,
+        loss=GRPOLossConfig(beta=0.05),
+        learning_rate=1e-2,
+        num_iterations=2,
+        steps=3,  # type: ignore[arg-type]
     )
     history = trainer.train()
     assert history[0]["kl"] < history[-1]["kl"]
@@ -319,7 +332,10 @@ def test_chat_prompts_get_chat_completions(rows: list[dict[str, str]]) -> None:
 
 
 def test_long_prompts_are_left_out_and_counted(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], capsys: pytest.CaptureFixture[str]
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer = make_trainer(model, tokenizer, rows, max_prompt_length=5)
     assert [row["prompt"] for row in trainer.train_rows] == ["1+2=", "1+34=", "12+2="]
@@ -352,7 +368,9 @@ def test_evaluation_is_greedy_and_pass_at_k(
     assert steps == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)])
+@pytest.mark.parametrize(
+    ("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)]
+)
 def test_pass_at_k(samples: int, right: int, k: int, chance: float) -> None:
     """1 - C(n - c, k) / C(n, k): of 5 with 2 right, 1 of the 10 triples holds none."""
     assert pass_at_k(samples, right, k) == pytest.approx(chance)

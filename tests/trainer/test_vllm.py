@@ -30,17 +30,20 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         def reset_prefix_cache(self) -> None:
             calls["resets"] += 1
 
-        def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        def generate(self, prompts: list[dict[str, Any]], sampling_params: list[Any], use_tqdm: bool) -> list[Any]:
             calls["prompts"], calls["parameters"] = prompts, sampling_params
-            position = lambda token: {token: SimpleNamespace(logprob=-token / 10), 99: SimpleNamespace(logprob=-9.0)}
+
+            def position(token: int) -> dict[int, Any]:
+                return {token: SimpleNamespace(logprob=-token / 10), 99: SimpleNamespace(logprob=-9.0)}
+
             return [
                 SimpleNamespace(
                     outputs=[
                         SimpleNamespace(token_ids=ids, logprobs=[position(token) for token in ids])
-                        for ids in ([5, 1], [6, 7, 1])[: sampling_params.n]
+                        for ids in ([5, 1], [6, 7, 1])[: parameters.n]
                     ]
                 )
-                for _ in prompts
+                for parameters in sampling_params
             ]
 
     module.LLM = LLM  # type: ignore[attr-defined]
@@ -53,12 +56,27 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> None:
     engine = VLLMEngine("folder", max_model_len=64)
     sampling = Sampling(
-        num_generations=2, max_completion_length=8, temperature=0.7, top_p=0.9, eos_token_ids=(1,), stop_strings=("x",), seed=3
+        num_generations=2,
+        max_completion_length=8,
+        temperature=0.7,
+        top_p=0.9,
+        eos_token_ids=(1,),
+        stop_strings=("x",),
+        seed=3,
     )
     rollout = roll_out(engine, [[3, 4], [3]], sampling)
     assert vllm.calls["prompts"] == [{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [3]}]
-    asked = vars(vllm.calls["parameters"])
-    expected = {"n": 2, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [1], "seed": 3}
+    asked, other = map(vars, vllm.calls["parameters"])
+    assert other == asked | {"seed": 5}  # two completions later
+    expected = {
+        "n": 2,
+        "max_tokens": 8,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "stop_token_ids": [1],
+        "seed": 3,
+    }
     assert expected.items() <= asked.items()
     assert asked["stop"] == ["x"]
     assert asked["include_stop_str_in_output"]
