@@ -1,0 +1,232 @@
+"""The tasks that come with the trainer, GSM8K and countdown: raw rows of their data sets in, prompts out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from grpo_fused.trainer.data import Row
+
+# DeepSeek-R1 (arXiv 2501.12948, table 1), whose tags `grpo_fused.rewards` looks for.
+THINK_THEN_ANSWER = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
+    "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., "
+    "<think> reasoning process here </think><answer> answer here </answer>."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What turns the raw rows of one data set into rows to train on.
+
+    Args:
+        name: The key in `TASKS`.
+        source: Name of the data set, for `load_rows`.
+        subset: Its configuration, for `load_rows`.
+        default_system_prompt: Where the user gives none.
+        question: A raw row's question, in words. Raises TypeError or ValueError for a row of another shape.
+        columns: What the reward functions get of a raw row. Raises likewise.
+        examples: A few raw rows of the data set's shape, for runs without it.
+    """
+
+    name: str
+    source: str
+    subset: str | None = None
+    default_system_prompt: str
+    question: Callable[[Row], str]
+    columns: Callable[[Row], dict[str, object]]
+    examples: tuple[Row, ...]
+
+    def format_row(self, raw: Row, system_prompt: str | None = None, *, chat: bool = True) -> Row:
+        """`{"prompt": ..., **columns}` of a raw row.
+
+        Args:
+            raw: A row of the data set.
+            system_prompt: Default None for the task's own; "" for none at all.
+            chat: Chat messages. False for one text, `{system prompt}\\nUser: {question}\\nAssistant:`, for a base model
+                whose tokenizer has no chat template.
+        """
+        system = self.default_system_prompt if system_prompt is None else system_prompt
+        question = self.question(raw)
+        if chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            return {"prompt": [*messages, {"role": "user", "content": question}], **self.columns(raw)}
+        text = f"User: {question}\nAssistant:"
+        return {"prompt": f"{system.rstrip()}\n{text}" if system else text, **self.columns(raw)}
+
+
+def format_rows(
+    task: str | Task, rows: Sequence[Row], system_prompt: str | None = None, *, chat: bool = True
+) -> list[Row]:
+    """`Task.format_row` of every raw row.
+
+    Args:
+        task: A task or its name in `TASKS`.
+        rows: Raw rows, as `load_rows(task.source, subset=task.subset)` gives them.
+        system_prompt: Default None for the task's own; "" for none at all.
+        chat: Chat messages, or one text a prompt.
+
+    Raises:
+        ValueError: There is no such task, or a row, named, is not of the task's shape.
+    """
+    if isinstance(task, str):
+        task = find_task(task)
+    formatted = []
+    for position, raw in enumerate(rows):
+        try:
+            formatted.append(task.format_row(raw, system_prompt, chat=chat))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {position} is not a row of the task {task.name!r}: {error}") from error
+    return formatted
+
+
+def find_task(name: str) -> Task:
+    """The task of that name; raises ValueError with the choices."""
+    if name not in TASKS:
+        raise ValueError(f"the task must be one of {', '.join(TASKS)}; got {name!r}")
+    return TASKS[name]
+
+
+def final_answer(worked_answer: str) -> str:
+    """What follows the last `####` of a GSM8K answer, without commas: "1200" of "... #### 1,200".
+
+    Source: GSM8K (arXiv 2110.14168), whose answers end so.
+    """
+    _, marker, answer = worked_answer.rpartition("####")
+    answer = answer.strip().replace(",", "")
+    if not marker or not answer:
+        raise ValueError(f'expected an answer that ends in "#### " and the final answer; got {worked_answer!r}')
+    return answer
+
+
+def generate_countdown(
+    count: int,
+    seed: int = 0,
+    *,
+    numbers: Sequence[int] = (3, 4),
+    max_number: int = 99,
+    max_target: int = 100,
+) -> list[Row]:
+    """Countdown puzzles that have a solution, as raw rows `{"nums": [...], "target": ...}`.
+
+    The target is worked out from all the numbers, each used once, with every step on the way a positive integer.
+
+    Args:
+        count: Puzzles; two may be the same.
+        seed: The same seed gives the same puzzles.
+        numbers: How many numbers a puzzle may have; each choice is as likely.
+        max_number: The numbers are 1 to this.
+        max_target: The target is at most this, or `max_number` if that is larger.
+    """
+    if count < 1 or not numbers or min(numbers) < 1 or max_number < 1 or max_target < 1:
+        raise ValueError(
+            "count, numbers, max_number and max_target must be at least 1; "
+            f"got {count}, {tuple(numbers)}, {max_number} and {max_target}"
+        )
+    rng = random.Random(seed)
+    puzzles: list[Row] = []
+    for _ in range(count):
+        nums = [rng.randint(1, max_number) for _ in range(rng.choice(numbers))]
+        puzzles.append({"nums": nums, "target": _combine(nums, max_target, rng)})
+    return puzzles
+
+
+def _combine(nums: Sequence[int], max_target: int, rng: random.Random) -> int:
+    """Joins two random values with a random operator until one is left."""
+    values = list(nums)
+    while len(values) > 1:
+        rng.shuffle(values)
+        small, large = sorted((values.pop(), values.pop()))
+        # Never empty: numbers that differ have a difference, equal ones a quotient.
+        results = [result for result in (small + large, small * large) if result <= max_target]
+        if large > small:
+            results.append(large - small)
+        if large % small == 0:
+            results.append(large // small)
+        values.append(rng.choice(results))
+    return values[0]
+
+
+def _gsm8k_question(raw: Row) -> str:
+    return _text(raw, "question")
+
+
+def _gsm8k_columns(raw: Row) -> dict[str, object]:
+    return {"answer": final_answer(_text(raw, "answer"))}
+
+
+def _countdown_question(raw: Row) -> str:
+    """In the words of TinyZero (github.com/Jiayi-Pan/TinyZero), but for the tags, which the system prompt explains."""
+    puzzle = _countdown_columns(raw)
+    return (
+        f"Using the numbers {puzzle['nums']}, create an equation that equals {puzzle['target']}. You can use basic "
+        "arithmetic operations (+, -, *, /) and each number can only be used once. The answer is the left side of the "
+        "equation alone, for example <answer> (1 + 2) / 3 </answer>."
+    )
+
+
+def _countdown_columns(raw: Row) -> dict[str, object]:
+    nums, target = _column(raw, "nums"), _column(raw, "target")
+    if not isinstance(nums, (list, tuple)) or not nums or any(type(number) is not int for number in nums):
+        raise TypeError(f"expected 'nums' to be a list of ints; got {nums!r}")
+    if type(target) is not int:
+        raise TypeError(f"expected 'target' to be an int; got {target!r}")
+    return {"target": target, "nums": list(nums)}
+
+
+def _text(raw: Row, column: str) -> str:
+    value = _column(raw, column)
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError(f"expected {column!r} to be a text that is not blank; got {value!r}")
+    return value
+
+
+def _column(raw: Row, column: str) -> object:
+    if not isinstance(raw, Mapping):
+        raise TypeError(f"expected a mapping of columns; got {type(raw).__name__}")
+    if column not in raw:
+        raise ValueError(f"expected a column {column!r}; got the columns {sorted(map(str, raw))}")
+    return raw[column]
+
+
+GSM8K = Task(
+    name="gsm8k",
+    source="openai/gsm8k",
+    subset="main",
+    # the exact-answer reward compares texts, and "18 eggs" is not "18"
+    default_system_prompt=f"{THINK_THEN_ANSWER} The answer is a number and nothing else.",
+    question=_gsm8k_question,
+    columns=_gsm8k_columns,
+    examples=(
+        {
+            "question": "A box holds 6 eggs. How many eggs do 4 boxes hold?",
+            "answer": "4 boxes hold 4 * 6 = <<4*6=24>>24 eggs.\n#### 24",
+        },
+        {
+            "question": "Ada reads 12 pages on Monday and half as many on Tuesday. How many pages does she read?",
+            "answer": "On Tuesday she reads 12 / 2 = <<12/2=6>>6 pages.\nShe reads 12 + 6 = <<12+6=18>>18 pages."
+            "\n#### 18",
+        },
+        {
+            "question": "A bicycle costs $400. What do 3 bicycles cost, in dollars?",
+            "answer": "3 bicycles cost 3 * 400 = $<<3*400=1200>>1200.\n#### 1,200",
+        },
+    ),
+)
+
+COUNTDOWN = Task(
+    name="countdown",
+    source="Jiayi-Pan/Countdown-Tasks-3to4",
+    default_system_prompt=THINK_THEN_ANSWER,
+    question=_countdown_question,
+    columns=_countdown_columns,
+    examples=(
+        {"nums": [44, 19, 35], "target": 98},  # 44 + 19 + 35
+        {"nums": [2, 3, 7], "target": 35},  # (2 + 3) * 7
+        {"nums": [1, 2, 4, 8], "target": 15},  # 1 + 2 + 4 + 8
+    ),
+)
+
+TASKS: dict[str, Task] = {task.name: task for task in (GSM8K, COUNTDOWN)}

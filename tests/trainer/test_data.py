@@ -1,0 +1,330 @@
+"""The rows of a run: where they come from, what is refused, what is dropped, and in which order they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from grpo_fused.trainer.data import (
+    Batches,
+    check_rows,
+    dropped_message,
+    epoch_order,
+    filter_by_length,
+    filter_by_prompt_length,
+    load_rows,
+)
+
+FILES = Path(__file__).parent / "files"
+CHAT = [{"role": "user", "content": "1+1?"}]
+ROWS = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(10)]
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Relative paths and the caches of `datasets` are below it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def write_parquet(path: Path, rows: list[Any]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_list_stays_as_it_is() -> None:
+    assert load_rows(ROWS) == ROWS
+    assert load_rows(tuple(ROWS), limit=3) == ROWS[:3]
+    assert load_rows(datasets.Dataset.from_list(ROWS)) == ROWS
+
+
+def test_json_lines_keep_chat_messages() -> None:
+    rows = load_rows(FILES / "chat.jsonl")
+    check_rows(rows, 2)
+    assert [row["answer"] for row in rows] == ["2", "Wien"]
+    assert rows[1]["prompt"] == [{"role": "user", "content": "Wie heißt die Hauptstadt von Österreich?"}]
+
+
+def test_json_is_a_list_of_objects() -> None:
+    assert load_rows(str(FILES / "countdown.json"))[1] == {"target": 64, "nums": [63, 95, 96]}
+
+
+def test_csv_values_are_texts() -> None:
+    rows = load_rows(FILES / "sums.csv")
+    assert rows == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "Add one, two\nand three: ", "answer": "6"}]
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=["text", "chat"])
+def test_parquet_keeps_types(tmp_path: Path, prompt: Any) -> None:
+    rows = [{"prompt": prompt, "answer": 2, "nums": [1, 2]}, {"prompt": prompt, "answer": 3, "nums": []}]
+    assert load_rows(write_parquet(tmp_path / "rows.parquet", rows)) == rows
+
+
+def test_limit_takes_the_first_rows() -> None:
+    assert len(load_rows(FILES / "gsm8k.jsonl")) == 3
+    assert load_rows(FILES / "gsm8k.jsonl", limit=2) == load_rows(FILES / "gsm8k.jsonl")[:2]
+    assert len(load_rows(FILES / "gsm8k.jsonl", limit=9)) == 3
+    with pytest.raises(ValueError, match="limit must be at least 1, or None for all rows; got 0"):
+        load_rows(ROWS, limit=0)
+
+
+def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path: Path) -> None:
+    """U+2028 ends a line for `str.splitlines`, not for JSON."""
+    path = tmp_path / "ROWS.JSONL"
+    path.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False), encoding="utf-8-sig")
+    assert load_rows(path) == [{"prompt": "a\u2028b"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        pytest.param("a.txt", b"1+1=", r"ends in .json, .jsonl, .parquet, .csv; got '.*a.txt'", id="suffix"),
+        pytest.param("a.json", b"[]", "a.json' must have at least one row; got none", id="json-empty"),
+        pytest.param("a.json", b'{"prompt": "1"}', "a.json: expected a list of objects; got dict", id="json-object"),
+        pytest.param(
+            "a.json", b'[{"prompt": "1"}, "2"]', "a.json, row 1: expected an object .* got str", id="json-row"
+        ),
+        pytest.param("a.json", b'{"prompt": "1"}\n{}', "a.json: expected JSON, .* line 2 column 1", id="json-lines"),
+        pytest.param("a.json", b'["\xff"]', "a.json: expected text in UTF-8; got", id="json-encoding"),
+        pytest.param("a.jsonl", b"\n\n", "a.jsonl' must have at least one row; got none", id="jsonl-empty"),
+        pytest.param("a.jsonl", b'{}\n\n{"a"', "a.jsonl, line 3: expected a JSON object; ", id="jsonl-cut-off"),
+        pytest.param("a.jsonl", b"{}\n[1]\n", "a.jsonl, line 2: expected an object .* got list", id="jsonl-list"),
+        pytest.param("a.csv", b"", "a.csv' must have at least one row; got none", id="csv-empty"),
+        pytest.param("a.csv", b"prompt,answer\n", "a.csv' must have at least one row; got none", id="csv-header"),
+        pytest.param("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3: expected 2 values, .* got 1", id="csv-short-row"),
+        pytest.param("a.csv", b"a,b\n1,2,3\n", "a.csv, line 2: expected 2 values, .* got 3", id="csv-long-row"),
+        pytest.param("a.csv", b"a,a\n1,2\n", r"a.csv, line 1: .* all different; got \['a', 'a'\]", id="csv-twice"),
+        pytest.param("a.csv", b'a\n"1\n', "a.csv, line 2: expected CSV; got unexpected end", id="csv-open-quote"),
+        pytest.param("a.parquet", b"PAR2", "a.parquet: expected a Parquet file; got", id="parquet"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["rows.jsonl", "folder/rows.CSV", "./rows", "~/no-such-rows", Path("openai/gsm8k")],
+    ids=["suffix", "upper-case-suffix", "relative", "home", "path"],
+)
+def test_a_missing_file_is_not_looked_for_elsewhere(in_tmp_path: Path, source: Any) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"expected a file at '{source}'; got a path where nothing is"):
+        load_rows(source)
+
+
+def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}')
+    assert load_rows("~/rows.jsonl") == load_rows(Path("~/rows.jsonl")) == [{"prompt": "1+1="}]
+
+
+@pytest.mark.parametrize("options", [{"subset": "main"}, {"split": "test"}], ids=["subset", "split"])
+def test_files_and_lists_have_no_subsets_and_splits(options: Any) -> None:
+    for source in (FILES / "gsm8k.jsonl", ROWS):
+        with pytest.raises(ValueError, match="has no subsets and splits, only a `datasets` name has; got"):
+            load_rows(source, **options)
+
+
+def test_a_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> datasets.Dataset:
+        calls.append((arguments, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows("openai/gsm8k", subset="main", split="test", limit=4) == ROWS[:4]
+    assert load_rows("someone/data-v1.5", limit=99) == ROWS
+    assert calls == [
+        (("openai/gsm8k", "main"), {"split": "test"}),
+        (("someone/data-v1.5", None), {"split": "train"}),
+    ]
+
+
+def test_a_folder_goes_to_datasets(in_tmp_path: Path) -> None:
+    (in_tmp_path / "folder").mkdir()
+    write_parquet(in_tmp_path / "folder" / "train.parquet", ROWS)
+    write_parquet(in_tmp_path / "folder" / "test.parquet", ROWS[:2])
+    assert load_rows("folder") == ROWS
+    assert load_rows("folder", split="test") == ROWS[:2]
+    with pytest.raises(ValueError, match=r"'folder' is no local file, .* split 'dev'; got ValueError: .*dev"):
+        load_rows("folder", split="dev")
+    with pytest.raises(ValueError, match=r"'folder' is no local file, .* subset 'main', .*; got ValueError: .*main"):
+        load_rows("folder", subset="main")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        pytest.param(ConnectionError("no route to the hub"), OSError, id="no-network"),
+        pytest.param(datasets.exceptions.DatasetNotFoundError("no route to the hub"), OSError, id="no-such-name"),
+        pytest.param(RuntimeError("no route to the hub"), OSError, id="the-client's-own"),
+        pytest.param(ValueError("no route to the hub"), ValueError, id="split"),
+    ],
+)
+def test_a_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]) -> None:
+    def load_dataset(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = f"'no/such' is no local file, .* subset None, split 'train'; got {type(error).__name__}: no route"
+    with pytest.raises(kind, match=message) as caught:
+        load_rows("no/such")
+    assert caught.value.__cause__ is error
+
+
+def test_good_rows_pass() -> None:
+    check_rows(ROWS, 10)
+    check_rows([{"prompt": CHAT}, {"prompt": tuple(CHAT)}], 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        pytest.param([], ValueError, "train_dataset must have at least 2 rows, .*; got 0", id="empty"),
+        pytest.param(ROWS[:1], ValueError, "train_dataset must have at least 2 rows, .*; got 1", id="too-few"),
+        pytest.param(["1+1=", "1+2="], TypeError, "row 0 .* must be a mapping of columns; got str", id="texts"),
+        pytest.param(
+            [*ROWS, {"question": "1"}], ValueError, r'row 10 .* column "prompt"; got .*\[\'question\'\]', id="no-prompt"
+        ),
+        pytest.param(
+            [*ROWS, {"prompt": "1"}],
+            ValueError,
+            r"row 10 .* must have the columns \['answer', 'prompt'\], as row 0; got \['prompt'\]",
+            id="fewer-columns",
+        ),
+        pytest.param(
+            [*ROWS, ROWS[0] | {"hint": ""}], ValueError, r"row 10 .*; got \['answer', 'hint', 'prompt'\]", id="more"
+        ),
+        pytest.param([*ROWS, ROWS[0] | {"prompt": " "}], ValueError, "row 10 .* not blank", id="blank-prompt"),
+        pytest.param([*ROWS, ROWS[0] | {"prompt": []}], ValueError, "row 10 .* got an empty list", id="no-messages"),
+        pytest.param([*ROWS, ROWS[0] | {"prompt": None}], TypeError, "row 10 .* got None", id="null-prompt"),
+        pytest.param(
+            [*ROWS, ROWS[0] | {"prompt": CHAT}], ValueError, "row 10 .* in the form of row 0's", id="text-and-chat"
+        ),
+        pytest.param(
+            [row | {"completions": "", "completion_ids": 0} for row in ROWS],
+            ValueError,
+            r"column that reward functions get anyway; got \['completion_ids', 'completions'\]",
+            id="taken-names",
+        ),
+    ],
+)
+def test_bad_rows_are_named(rows: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_rows(rows, 2)
+
+
+def test_errors_call_the_data_set_by_its_name() -> None:
+    with pytest.raises(ValueError, match="row 0 of eval.jsonl: expected a prompt that is not blank"):
+        check_rows([{"prompt": ""}], 1, name="eval.jsonl")
+
+
+def test_long_prompts_are_dropped_and_counted() -> None:
+    rows = [{"prompt": "x" * length} for length in (3, 5, 4, 6)]
+    filtered = filter_by_prompt_length(rows, lambda prompt: [0] * len(prompt), 4)
+    kept, dropped = filtered
+    assert kept == [rows[0], rows[2]]
+    assert dropped == 2
+    assert dropped_message(filtered, 4) == "dropped 2 of 4 rows: their prompts have more than 4 tokens"
+    assert filter_by_prompt_length(rows, lambda prompt: [0] * len(prompt), 6) == (rows, 0)
+
+
+def test_a_filter_that_leaves_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="prompt length in tokens of at most 3; got none: the shortest of 10 .* has 4"):
+        filter_by_prompt_length(ROWS, lambda prompt: [0] * len(prompt), 3)
+    with pytest.raises(ValueError, match="got none: there are no rows"):
+        filter_by_prompt_length([], lambda prompt: [0], 3)
+    with pytest.raises(ValueError, match="the maximal prompt length in tokens must be at least 1; got 0"):
+        filter_by_prompt_length(ROWS, lambda prompt: [0], 0)
+
+
+def test_any_length_can_be_filtered() -> None:
+    assert filter_by_length(ROWS, lambda row: int(str(row["answer"])), 2, what="answer") == (ROWS[:2], 8)
+
+
+def indices(batches: Iterator[list[Any]], count: int) -> list[list[int]]:
+    return [[row["answer"] - 1 for row in batch] for batch in islice(batches, count)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order() -> None:
+    batches = Batches(ROWS, 2, seed=1)
+    first, second = flat(indices(batches, 5)), flat(indices(batches, 5))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert first == epoch_order(10, 1, 0)
+    assert second == epoch_order(10, 1, 1)
+    assert first != flat(indices(Batches(ROWS, 2, seed=2), 5))
+
+
+def test_orders_are_the_same_in_every_process() -> None:
+    """Were they not, a resumed run would see other batches; the numbers are what this code gave when it was written."""
+    assert epoch_order(6, 0, 0) == [0, 4, 3, 1, 5, 2]
+
+
+def test_an_incomplete_batch_is_left_out() -> None:
+    batches = Batches(ROWS, 4)
+    epochs = [round(batches.epoch, 3)]
+    for _ in range(4):
+        assert len(next(batches)) == 4
+        epochs.append(round(batches.epoch, 3))
+    assert epochs == [0.0, 0.5, 1.0, 1.5, 2.0]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 7], ids="after-{}".format)
+def test_a_resumed_order_is_the_same_order(taken: int) -> None:
+    batches = Batches(ROWS, 3, seed=4)
+    indices(batches, taken)
+    state = json.loads(json.dumps(batches.state_dict()))
+    epoch, expected = batches.epoch, indices(batches, 8)
+    resumed = Batches(ROWS, 3, seed=4)
+    indices(resumed, 5)  # wherever it was before
+    resumed.load_state_dict(state)
+    assert resumed.epoch == epoch
+    assert indices(resumed, 8) == expected
+
+
+def test_a_state_goes_on_with_another_batch_size() -> None:
+    batches = Batches(ROWS, 2)
+    before = flat(indices(batches, 2))
+    resumed = Batches(ROWS, 3)
+    resumed.load_state_dict(batches.state_dict())
+    assert sorted(before + flat(indices(resumed, 2))) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"length": 11}, "of a data set of 11 rows; got one of 10", id="length"),
+        pytest.param({"seed": 1}, "of an order with seed 1; got seed 0", id="seed"),
+        pytest.param({"position": 11}, "must be a place in the data set of 10 rows; got", id="position"),
+        pytest.param({"epoch": -1}, "must be a place in the data set of 10 rows; got", id="epoch"),
+        pytest.param({"epoch": 0.5}, "must have an int 'epoch'; got", id="float"),
+        pytest.param({"position": None}, "must have an int 'position'; got", id="none"),
+    ],
+)
+def test_another_state_is_refused(change: Any, message: str) -> None:
+    batches = Batches(ROWS, 2)
+    with pytest.raises(ValueError, match=message):
+        batches.load_state_dict(batches.state_dict() | change)
+
+
+@pytest.mark.parametrize("size", [0, 11])
+def test_batches_that_cannot_be_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1 and at most 10 rows, the data set; got {size}"):
+        Batches(ROWS, size)

@@ -1,0 +1,175 @@
+"""GSM8K and countdown: raw rows to prompts and columns, and puzzles that can be solved."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_fused.trainer.data import check_rows, load_rows
+from grpo_fused.trainer.tasks import TASKS, final_answer, find_task, format_rows, generate_countdown
+
+FILES = Path(__file__).parent / "files"
+RAW_GSM8K = {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
+
+
+def reachable(values: list[Fraction]) -> set[Fraction]:
+    """Everything that can be worked out from all the values, each used once."""
+    if len(values) == 1:
+        return set(values)
+    results = set()
+    for left, right in combinations(range(len(values)), 2):
+        a, b = values[left], values[right]
+        rest = [value for index, value in enumerate(values) if index not in (left, right)]
+        joined = [a + b, a - b, b - a, a * b] + ([a / b] if b else []) + ([b / a] if a else [])
+        for value in joined:
+            results |= reachable([value, *rest])
+    return results
+
+
+def is_solvable(puzzle: Any) -> bool:
+    return puzzle["target"] in reachable([Fraction(number) for number in puzzle["nums"]])
+
+
+def test_gsm8k_from_a_file() -> None:
+    raw = load_rows(FILES / "gsm8k.jsonl")
+    rows = format_rows("gsm8k", raw)
+    check_rows(rows, 3)
+    assert [row["answer"] for row in rows] == ["48", "1250", "-5"]
+    system, user = rows[0]["prompt"]  # type: ignore[misc]
+    assert system == {"role": "system", "content": TASKS["gsm8k"].default_system_prompt}
+    assert user == {"role": "user", "content": raw[0]["question"]}
+    assert "####" not in str(rows)  # the worked answer is not in the prompt
+
+
+def test_countdown_from_a_file() -> None:
+    rows = format_rows("countdown", load_rows(FILES / "countdown.json"))
+    check_rows(rows, 3)
+    assert [(row["target"], row["nums"]) for row in rows] == [
+        (98, [44, 19, 35]),
+        (64, [63, 95, 96]),
+        (28, [95, 11, 56, 12]),
+    ]
+    user = rows[2]["prompt"][-1]["content"]  # type: ignore[index]
+    assert "numbers [95, 11, 56, 12], create an equation that equals 28" in user
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_examples_are_rows_of_their_task(name: str) -> None:
+    task = TASKS[name]
+    assert task.name == name
+    check_rows(format_rows(name, task.examples), 2)
+    check_rows(format_rows(name, task.examples, chat=False), 2)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_default_system_prompt_names_the_tags(name: str) -> None:
+    """They are what the rewards of `grpo_fused.rewards` look for."""
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        assert tag in TASKS[name].default_system_prompt
+
+
+@pytest.mark.parametrize(
+    ("system_prompt", "chat", "expected"),
+    [
+        pytest.param(
+            "Be brief.",
+            True,
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}],
+            id="chat",
+        ),
+        pytest.param("", True, [{"role": "user", "content": "What is 1 + 1?"}], id="chat-without"),
+        pytest.param("Be brief.\n", False, "Be brief.\nUser: What is 1 + 1?\nAssistant:", id="text"),
+        pytest.param("", False, "User: What is 1 + 1?\nAssistant:", id="text-without"),
+    ],
+)
+def test_system_prompts(system_prompt: str, chat: bool, expected: Any) -> None:
+    assert format_rows("gsm8k", [RAW_GSM8K], system_prompt, chat=chat) == [{"prompt": expected, "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("worked", "final"),
+    [
+        pytest.param("so\n#### 72", "72", id="plain"),
+        pytest.param("#### 1,234,567 ", "1234567", id="commas"),
+        pytest.param("#### -3.5", "-3.5", id="negative"),
+        pytest.param("#### 3\nno, wait\n####4", "4", id="last-marker"),
+    ],
+)
+def test_final_answers(worked: str, final: str) -> None:
+    assert final_answer(worked) == final
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        pytest.param("gsm8k", {"question": "q", "answer": "72"}, "ends in \"#### \" .*; got '72'", id="no-marker"),
+        pytest.param("gsm8k", {"question": "q", "answer": "72 ####"}, "got '72 ####'", id="nothing-after"),
+        pytest.param("gsm8k", {"question": "q"}, r"a column 'answer'; got the columns \['question'\]", id="no-answer"),
+        pytest.param("gsm8k", {"question": " ", "answer": "#### 1"}, "'question' to be a text", id="blank"),
+        pytest.param("gsm8k", {"question": "q", "answer": 72}, "'answer' to be a text .*; got 72", id="number"),
+        pytest.param("gsm8k", "text", "a mapping of columns; got str", id="no-mapping"),
+        pytest.param("countdown", {"nums": [1, 2]}, "a column 'target'", id="no-target"),
+        pytest.param("countdown", {"nums": [], "target": 1}, "a list of ints; got \\[\\]", id="no-numbers"),
+        pytest.param("countdown", {"nums": "[1, 2]", "target": 3}, r"a list of ints; got '\[1, 2\]'", id="text"),
+        pytest.param("countdown", {"nums": [1, 2.5], "target": 3}, "a list of ints; got \\[1, 2.5\\]", id="float"),
+        pytest.param("countdown", {"nums": [1, 2], "target": True}, "'target' to be an int; got True", id="bool"),
+    ],
+)
+def test_rows_of_another_shape_are_named(task: str, row: Any, message: str) -> None:
+    good = TASKS[task].examples[0]
+    with pytest.raises(ValueError, match=f"row 1 is not a row of the task '{task}': .*{message}"):
+        format_rows(task, [good, row])
+
+
+def test_an_unknown_task_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="one of gsm8k, countdown; got 'gsm'"):
+        find_task("gsm")
+    with pytest.raises(ValueError, match="one of gsm8k, countdown; got 'gsm'"):
+        format_rows("gsm", [RAW_GSM8K])
+
+
+def test_the_solver_of_these_tests_can_say_no() -> None:
+    assert is_solvable({"nums": [44, 19, 35], "target": 98})
+    assert is_solvable({"nums": [8, 3, 8, 3], "target": 24})  # 8 / (3 - 8 / 3): fractions on the way
+    assert not is_solvable({"nums": [1, 1, 1], "target": 24})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"numbers": (2,), "max_number": 1}, id="ones"),
+        pytest.param({"numbers": (3,), "max_number": 500, "max_target": 1}, id="numbers-above-the-target"),
+    ],
+)
+def test_generated_puzzles_are_solvable(options: Any) -> None:
+    puzzles: list[Any] = list(generate_countdown(25, seed=3, **options))
+    assert len(puzzles) == 25
+    assert all(is_solvable(puzzle) for puzzle in puzzles)
+    ceiling = options.get("max_number", 99)
+    for puzzle in puzzles:
+        assert len(puzzle["nums"]) in options.get("numbers", (3, 4))
+        assert all(1 <= number <= ceiling for number in puzzle["nums"])
+        assert 1 <= puzzle["target"] <= max(ceiling, options.get("max_target", 100))
+    check_rows(format_rows("countdown", puzzles), 25)
+
+
+def test_generated_puzzles_follow_from_the_seed() -> None:
+    assert generate_countdown(10, seed=1) == generate_countdown(10, seed=1)
+    assert generate_countdown(10, seed=1) != generate_countdown(10, seed=2)
+    assert generate_countdown(20, seed=1)[:10] == generate_countdown(10, seed=1)
+    assert {len(puzzle["nums"]) for puzzle in generate_countdown(50)} == {3, 4}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"count": 0}, {"count": 1, "numbers": ()}, {"count": 1, "numbers": (0,)}, {"count": 1, "max_number": 0}],
+    ids=["no-puzzles", "no-choice", "no-numbers", "no-values"],
+)
+def test_puzzles_that_cannot_be_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="must be at least 1; got"):
+        generate_countdown(**options)
