@@ -15,22 +15,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import engines, group_advantages
+from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Batches, check_rows, filter_by_prompt_length
+from grpo_fused.trainer.data import Batches, Row, check_rows, dropped_message, filter_by_prompt_length
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.generation import HuggingFaceEngine, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row, print_samples
-from grpo_fused.trainer.policy import Policy, make_reference
+from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row, mean_of, print_samples
+from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
 from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
-from grpo_fused.trainer.scoring import RewardFunction, Row, reward_names, score_completions
+from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.update import NonFiniteError, Updater
 
 
@@ -92,11 +93,11 @@ class GRPOTrainer:
         self.config, self.tokenizer = config, tokenizer
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
-        self.reward_weights = torch.tensor(_weights(reward_weights, len(reward_functions)))
+        self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
         self.encode = partial(encode_prompt, tokenizer)
         self.prompts_per_process = _share(config.prompts_per_step, self.accelerator.num_processes)
-        self.train_rows = self._usable(train_dataset, config.prompts_per_step)
-        self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1)
+        self.train_rows = self._usable(train_dataset, config.prompts_per_step, "train_dataset")
+        self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
         self.evaluate_too = evaluate
         self.batches = Batches(self.train_rows, config.prompts_per_step, config.seed)
         pad = tokenizer.pad_token_id
@@ -110,6 +111,9 @@ class GRPOTrainer:
         # an engine that cannot run says so before the first rollout
         engines.choose(config.impl, self.accelerator.device, model.dtype)
         self.model = model.to(self.accelerator.device).eval()
+        for function in reward_functions:
+            if isinstance(function, RewardModel):
+                function.to(self.accelerator.device)
         self.policy = Policy(model, self.accelerator, config)
         self.reference = None if config.loss.beta == 0 else make_reference(self.policy)
         optimizer = torch.optim.AdamW(
@@ -289,9 +293,7 @@ class GRPOTrainer:
                 cut_jsonl(self.output_dir / "metrics.jsonl", self.steps_done)
             return True
         if newest is not None and not overwrite:
-            raise ValueError(
-                f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume or overwrite it"
-            )
+            raise ValueError(f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume or overwrite it")
         if self.accelerator.is_main_process:
             for old in checkpoint.checkpoints(self.output_dir):
                 shutil.rmtree(old)
@@ -351,16 +353,16 @@ class GRPOTrainer:
             )
             raise NonFiniteError(f"{error} in step {step}; its batch is in {path}") from error
 
-    def _usable(self, dataset: Sequence[Row], at_least: int) -> Sequence[Row]:
+    def _usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
-        check_rows(dataset, at_least)
+        check_rows(dataset, at_least, name=name)
         if self.config.max_prompt_length is None:
             return dataset
-        kept, dropped = filter_by_prompt_length(dataset, self.encode, self.config.max_prompt_length)
-        if dropped and self.accelerator.is_main_process:
-            tqdm.write(f"{dropped} of {len(dataset)} prompts are longer than {self.config.max_prompt_length} tokens")
-        check_rows(kept, at_least)
-        return kept
+        filtered = filter_by_prompt_length(dataset, self.encode, self.config.max_prompt_length)
+        if filtered.dropped and self.accelerator.is_main_process:
+            tqdm.write(dropped_message(filtered, self.config.max_prompt_length))
+        check_rows(filtered.rows, at_least, name=name)
+        return filtered.rows
 
     def _record(self, history: list[Metrics], metrics: Metrics) -> None:
         history.append(metrics)
@@ -384,33 +386,6 @@ class GRPOTrainer:
     def _any(self, flag: bool) -> bool:
         """Whether it is set on any process: all of them stop after the same step."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout of a model to 0, those of attention included."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-
-
-def mean_of(updates: Sequence[Metrics]) -> Metrics:
-    """Of the optimizer steps of a rollout; a rollout without any had no gradient."""
-    if not updates:
-        return {"loss": 0.0, "grad_norm": 0.0}
-    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-
-
-def _weights(weights: Sequence[float] | None, functions: int) -> list[float]:
-    if functions == 0:
-        raise ValueError("reward_functions must hold at least one function; got none")
-    if weights is not None and len(weights) != functions:
-        raise ValueError(
-            f"reward_weights must have one weight for each of {functions} reward functions; got {len(weights)}"
-        )
-    return [1.0] * functions if weights is None else [float(weight) for weight in weights]
 
 
 def _prompt(row: Row) -> Prompt:

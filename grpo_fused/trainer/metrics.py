@@ -49,6 +49,13 @@ def cut_jsonl(path: Path, last_step: int) -> None:
     os.replace(beside, path)
 
 
+def mean_of(updates: Sequence[Metrics]) -> Metrics:
+    """Of the optimizer steps of a rollout; a rollout without any had no gradient."""
+    if not updates:
+        return {"loss": 0.0, "grad_norm": 0.0}
+    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+
 def format_row(metrics: Mapping[str, float]) -> str:
     """`step  10  reward 0.412  format 0.95 …`: in their order, without those that only the file needs."""
     return "  ".join(f"{_short_name(name)} {_short(value)}" for name, value in metrics.items() if name not in NOT_SHOWN)

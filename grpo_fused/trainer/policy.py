@@ -120,3 +120,13 @@ def make_reference(policy: Policy) -> Reference:
 def _score_without_adapter(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
     with policy.unwrapped.disable_adapter():  # type: ignore[operator]  # of a PeftModel
         return policy.score(rollout, rows)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout of a model to 0, those of attention included."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

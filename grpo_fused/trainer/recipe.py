@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import load_rows
+from grpo_fused.trainer.data import Row, load_rows
 from grpo_fused.trainer.generation import RolloutEngine
 from grpo_fused.trainer.loop import GRPOTrainer
-from grpo_fused.trainer.scoring import RewardFunction, Row
+from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import find_task, format_rows
 from grpo_fused.trainer.vllm import VLLMEngine
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from grpo_fused.rewards.calling import GIVEN, RewardError, RewardFunction, call_reward_functions
 from grpo_fused.rewards.text import Text
 from grpo_fused.rewards.time_limit import check_time_limit
+from grpo_fused.trainer.data import Row
 
 __all__ = ["RewardError", "RewardFunction", "Row", "reward_names", "score_completions"]
 
-Row = Mapping[str, object]
 
 _MAX_REWARD = torch.finfo(torch.float32).max  # beyond it a finite reward would become an infinite one
 
@@ -38,6 +38,22 @@ def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
         name = getattr(function, "__name__", type(function).__name__)
         names.append(f"{name}_{position}" if name in names else name)
     return names
+
+
+def reward_weights_of(reward_functions: Sequence[RewardFunction], weights: Sequence[float] | None) -> list[float]:
+    """One weight for each function, default 1.
+
+    Raises:
+        ValueError: There is no function, or another number of weights.
+    """
+    functions = len(reward_functions)
+    if functions == 0:
+        raise ValueError("reward_functions must hold at least one function; got none")
+    if weights is not None and len(weights) != functions:
+        raise ValueError(
+            f"reward_weights must have one weight for each of {functions} reward functions; got {len(weights)}"
+        )
+    return [1.0] * functions if weights is None else [float(weight) for weight in weights]
 
 
 def score_completions(

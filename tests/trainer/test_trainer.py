@@ -339,7 +339,7 @@ def test_long_prompts_are_left_out_and_counted(
 ) -> None:
     trainer = make_trainer(model, tokenizer, rows, max_prompt_length=5)
     assert [row["prompt"] for row in trainer.train_rows] == ["1+2=", "1+34=", "12+2="]
-    assert "3 of 6" in capsys.readouterr().out
+    assert "dropped 3 of 6" in capsys.readouterr().out
     with pytest.raises(ValueError, match="prompt"):
         make_trainer(model, tokenizer, rows, max_prompt_length=2)
 
