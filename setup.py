@@ -169,6 +169,7 @@ class BuildNative(build_ext):
 setup(
     packages=[
         "grpo_fused",
+        "grpo_fused._ops",
         "grpo_fused.engines",
         "grpo_fused.heads",
         "grpo_fused.integrations",
