@@ -171,6 +171,7 @@ setup(
         "grpo_fused",
         "grpo_fused._ops",
         "grpo_fused.engines",
+        "grpo_fused.functional",
         "grpo_fused.heads",
         "grpo_fused.integrations",
         "grpo_fused.integrations.liger",
