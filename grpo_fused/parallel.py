@@ -173,14 +173,18 @@ class VocabParallel:
         return int(all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum `x` over the ranks, in fp32 at least; the result is what the returned function gives."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        """Begin to sum `x` over the ranks, in fp32 at least; the result is what the returned function gives.
+
+        `x` is given away: where it is wide enough the sum is made in its memory.
+        """
+        dtype = x.dtype
+        wide = x.to(torch.promote_types(dtype, torch.float32))
         _count("hidden gradient", wide)
         work = dist.all_reduce(wide, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            return wide.to(x.dtype)
+            return wide.to(dtype)
 
         return finish
 
