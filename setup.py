@@ -169,7 +169,9 @@ class BuildNative(build_ext):
 setup(
     packages=[
         "grpo_fused",
+        "grpo_fused._ops",
         "grpo_fused.engines",
+        "grpo_fused.functional",
         "grpo_fused.heads",
         "grpo_fused.integrations",
         "grpo_fused.integrations.liger",

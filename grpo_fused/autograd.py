@@ -60,7 +60,7 @@ class LinearGRPOLoss(torch.autograd.Function):
         (dhidden, dweight, dbias), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         return (
             None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
-            None if weight_dtype is None else _scaled(dweight, dloss, weight_dtype),
+            None if weight_dtype is None else scaled(dweight, dloss, weight_dtype),
             None if bias_dtype is None else (dbias * dloss).to(bias_dtype),
             None,
         )
@@ -189,7 +189,7 @@ class SelectiveLogprobs(torch.autograd.Function):
         return (dlogits, *(None,) * 5)
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * factor in `dtype`, rounded once from an fp32 accumulator.
 
     A vocab-sized gradient is scaled where it stands when the graph is about to be freed: a copy would double it.

@@ -24,6 +24,11 @@ class Layout(NamedTuple):
         num_sequences = token_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return cls(token_ids.shape, num_sequences, cu_seqlens)
 
+    @classmethod
+    def of_tokens(cls, token_ids: Tensor) -> Layout:
+        """The layout of ids whose sequences do not matter: [B, T], or [N] each token on its own."""
+        return cls(token_ids.shape, token_ids.shape[0], None)
+
     @property
     def num_tokens(self) -> int:
         """All positions, masked ones included."""
@@ -52,3 +57,16 @@ class Layout(NamedTuple):
         if self.is_per_token(x):
             return x.reshape(-1)
         return x.reshape(-1).index_select(0, sequence_ids)
+
+    def temperatures(self, temperature: float | Tensor) -> tuple[float, Tensor | None]:
+        """(number, None), or (1, one for each token) in the shape of the ids."""
+        if not isinstance(temperature, Tensor):
+            return float(temperature), None
+        temperature = temperature.detach()
+        if temperature.dim() == 0:
+            return 1.0, temperature.expand(self.shape)
+        if len(self.shape) == 2:
+            return 1.0, (temperature if temperature.dim() == 2 else temperature.unsqueeze(1)).expand(self.shape)
+        if self.cu_seqlens is None:
+            return 1.0, temperature
+        return 1.0, self.spread(temperature, self.sequence_ids(temperature.device))

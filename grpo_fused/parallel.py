@@ -1,5 +1,7 @@
 """A call shared by several ranks: slices of the vocabulary, and tokens of one batch. All on `torch.distributed`.
 
+That they make the same call is seen to by `handshake`.
+
 Vocabulary: every rank scores the same tokens against its rows of the weight. What it found of each token (maximum, log
 of the sum, entropy, and the log-prob where it owns the target) goes to all ranks in one collective for each chunk, 3 or
 4 numbers a token; merged in the order of the ranks, so that all have the same bits. Gradients of the weight are local;
@@ -14,7 +16,6 @@ all metrics are those of one process.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,8 +124,8 @@ def _count(kind: str, x: Tensor) -> None:
         traffic.add(kind, x.numel())
 
 
-def _all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[P, ...]: `x` of every rank."""
+def all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[P, ...]: `x` of every rank, counted under `kind`."""
     _count(kind, x)
     out = x.new_empty((dist.get_world_size(group), *x.shape))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
@@ -132,38 +133,12 @@ def _all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def agree(group: dist.ProcessGroup, what: dict[str, int | str], device: torch.device) -> None:
-    """Raise `ValueError` on every rank, naming ranks and values, unless all give the same for each of `what`."""
-    numbers = [value if isinstance(value, int) else zlib.crc32(value.encode()) for value in what.values()]
-    rows = _all_gather("agreement", torch.tensor(numbers, dtype=torch.int64, device=device), group).tolist()
-    if all(row == rows[0] for row in rows):
-        return
-    everything: list[Any] = [None] * len(rows)
-    dist.all_gather_object(everything, what, group=group)
-    for name in what:
-        values = [given.get(name) for given in everything]
-        if any(value != values[0] for value in values):
-            found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ValueError(f"all ranks of a process group must give the same {name}; got {found}")
-
-
-def checksum(x: Tensor | None, mask: Tensor | None) -> int:
-    """Of the values that count, in their places; 0 where there is no tensor."""
-    if x is None:
-        return 0
-    values = x.detach().to(torch.float64)
-    if mask is not None and mask.shape == x.shape:
-        values = torch.where(mask != 0, values, 0.0)
-    bits = values.reshape(-1).contiguous().view(torch.int64)
-    return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum()) >> 1
-
-
 class VocabParallel:
     """A head of which this rank holds some rows."""
 
     def __init__(self, group: dist.ProcessGroup, local_size: int, ids: Tensor) -> None:
         self.group = group
-        sizes = _all_gather("sizes", torch.tensor([local_size], dtype=torch.int64, device=ids.device), group)
+        sizes = all_gather("sizes", torch.tensor([local_size], dtype=torch.int64, device=ids.device), group)
         counts = [int(n) for n in sizes.view(-1).tolist()]
         self.first = sum(counts[: dist.get_rank(group)])
         self.total = sum(counts)
@@ -180,7 +155,7 @@ class VocabParallel:
         parts = [local.max.masked_fill(empty, -math.inf), local.log_sum.masked_fill(empty, 0.0), logp]
         if local.entropy is not None:  # sum of p (z - max), p and max of this rank
             parts.append((local.log_sum - local.entropy).masked_fill(empty, 0.0))
-        every = _all_gather("statistics", torch.stack(parts), self.group)
+        every = all_gather("statistics", torch.stack(parts), self.group)
         m = every[:, 0].amax(0)
         shift = (every[:, 0] - m).clamp(min=_NEVER)
         log_parts = shift + every[:, 1]
@@ -195,17 +170,21 @@ class VocabParallel:
     def smallest(self, count: int) -> int:
         """The least of all ranks' `count`: ranks with larger slices have room for fewer tokens, and all go together."""
         count = min(count, 2**62)
-        return int(_all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
+        return int(all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum `x` over the ranks, in fp32 at least; the result is what the returned function gives."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        """Begin to sum `x` over the ranks, in fp32 at least; the result is what the returned function gives.
+
+        `x` is given away: where it is wide enough the sum is made in its memory.
+        """
+        dtype = x.dtype
+        wide = x.to(torch.promote_types(dtype, torch.float32))
         _count("hidden gradient", wide)
         work = dist.all_reduce(wide, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            return wide.to(x.dtype)
+            return wide.to(dtype)
 
         return finish
 
@@ -224,7 +203,7 @@ class TokenParallel:
     ) -> None:
         self.group, self.split = group, split
         mine = torch.tensor([num_tokens, num_sequences, per_token], dtype=torch.int64, device=device)
-        sizes = _all_gather("sizes", mine, group).tolist()
+        sizes = all_gather("sizes", mine, group).tolist()
         kinds = {row[2] for row in sizes} - {2}  # 2: could be either
         if len(kinds) > 1:
             found = ", ".join(f"rank {r}: {('sequence', 'token', 'either')[row[2]]}" for r, row in enumerate(sizes))
@@ -247,7 +226,7 @@ class TokenParallel:
         longest = max(self.token_counts)
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: x.shape[0]] = x
-        every = _all_gather("objective", padded, self.group)
+        every = all_gather("objective", padded, self.group)
         joined = torch.cat([part[:count] for part, count in zip(every, self.token_counts, strict=True)])
         return joined if self.order is None else joined[self.order]
 
@@ -268,7 +247,7 @@ class TokenParallel:
 
     def sum(self, count: int, device: torch.device) -> int:
         """`count` summed over the ranks."""
-        return int(_all_gather("sizes", torch.tensor([count], device=device), self.group).sum())
+        return int(all_gather("sizes", torch.tensor([count], device=device), self.group).sum())
 
 
 def whole(x: Tensor, process_group: dist.ProcessGroup | ParallelGroups | None) -> Tensor:

@@ -69,7 +69,7 @@ def install(python: Path, *what: str, cwd: Path) -> None:
 def test_wheel_has_one_top_level_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"grpo_fused"}
-    for expected in ("py.typed", "functional.py", "engines/chunked.py", "trainer/loop.py", "rewards/format.py"):
+    for expected in ("py.typed", "functional/head.py", "engines/chunked.py", "trainer/loop.py", "rewards/format.py"):
         assert f"grpo_fused/{expected}" in names
     assert any(name.startswith("grpo_fused/kernels/") and name.endswith(".py") for name in names)
     assert not any(name.startswith("grpo_fused/kernels/__init__") for name in names)
@@ -170,7 +170,7 @@ def test_auto_leaves_out_what_does_not_compile(source):
     assert done.returncode == 0, done.stderr
     assert not list((source / "build" / "broken").rglob("*.so"))
     assert "failed" in done.stderr + done.stdout
-    assert list((source / "build" / "broken").rglob("functional.py"))
+    assert list((source / "build" / "broken").rglob("layout.py"))
 
 
 def test_cuda_mode_says_what_is_missing(source):

@@ -1,4 +1,4 @@
-"""The policy: a Qwen2 of 0.8 million parameters and its character-level tokenizer, built in code."""
+"""The policy: a Qwen2 of half a million parameters (531,072) and its character-level tokenizer, built in code."""
 
 from __future__ import annotations
 

@@ -61,6 +61,15 @@ def ieee_products() -> Iterator[None]:
                 _precision_before.clear()
 
 
+def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
+    """The dtype that inputs are rounded to: autocast's where it applies, else the promoted one."""
+    device = hidden_states.device.type
+    dtype = torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
 @dataclass(frozen=True)
 class Head:
     """An lm head and how its products are taken: logits = logit_scale * (h W^T + b), capped, divided by temperature."""

@@ -1,4 +1,4 @@
-"""The C++ engine of the CPU: three head products for every objective, whatever its coefficients depend on.
+"""The C++ engine of the CPU: three head products, four where coefficients need the scores of all of the batch first.
 
 Scoring leaves the exponentials of the logits behind, in the memory that dW will be written to: that of a bf16 head
 holds H tokens of them. What does not fit goes to scratch, and what does not fit there is computed again. So all rows

@@ -28,19 +28,21 @@ class GradientSums:
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], weight.shape[1])
         self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.hidden else None
-        self.pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
+        """rows of the last chunk, and what gives their dH once it is summed over the ranks"""
         self.weight: Tensor | None = None
         self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
 
     def add(self, rows: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
         """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None)."""
         self.rows += rows.shape[0]
+        self._finish_sum()  # of the chunk before: its dH must not wait beside that of all others
         if self.hidden is not None:
             dhidden = self.head.hidden_gradient(dlogits)
             if scale is not None:
                 dhidden = dhidden / scale
-            if self.tokens.vocab is not None:  # summed while the product for the weight runs
-                self.pending.append((rows, self.tokens.vocab.start_sum(dhidden)))
+            if self.tokens.vocab is not None:  # while the product for the weight and the next chunk's scores are made
+                self.pending = rows, self.tokens.vocab.start_sum(dhidden)
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.weight:
@@ -58,11 +60,15 @@ class GradientSums:
             self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
         self.head.accumulate_weight_gradient(self.weight, dlogits, hidden, first=first, scale=scale)
 
+    def _finish_sum(self) -> None:
+        if self.pending is not None and self.hidden is not None:
+            rows, summed = self.pending
+            self.pending = None
+            self.hidden.index_copy_(0, rows, summed().to(self.hidden.dtype))
+
     def result(self) -> Gradients:
         """What has been added; zeros where nothing was."""
-        for rows, summed in self.pending:
-            assert self.hidden is not None
-            self.hidden.index_copy_(0, rows, summed().to(self.hidden.dtype))
+        self._finish_sum()
         if self.needs.weight and self.weight is None:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)

@@ -9,6 +9,9 @@ from distributed.jobs import slices, vocab_logprobs, vocab_loss
 from helpers import PRECISION, config_id, make_case, make_config
 
 from grpo_fused import fused_linear_logprobs
+from grpo_fused.engines.base import Needs, Tokens
+from grpo_fused.engines.head import Head
+from grpo_fused.engines.sums import GradientSums
 
 ENGINES = ["chunked", "native", "triton"]
 CONFIGS = [
@@ -110,3 +113,34 @@ def test_communication_is_counted(workers):
         else:
             assert got["calls"]["statistics"] > 1
         assert set(got["numbers"]) == {"statistics", "hidden gradient", "agreement", "sizes"}
+
+
+class Slices:
+    """In place of the ranks: doubles what it is given, and counts the sums that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+
+    def start_sum(self, x):
+        self.running += 1
+        self.most = max(self.most, self.running)
+
+        def finish():
+            self.running -= 1
+            return 2 * x
+
+        return finish
+
+
+def test_one_chunk_waits_for_the_ranks_at_a_time():
+    """Its fp32 dH is H numbers a token: those of all chunks would be as much as the hidden states, or twice."""
+    slices, weight, hidden = Slices(), torch.randn(29, 12), torch.randn(20, 12)
+    tokens = Tokens(hidden, torch.zeros(20, dtype=torch.int64), torch.ones(20, dtype=torch.bool), 1.0, slices)
+    sums = GradientSums(Head(weight, None, 1.0, None, torch.float32), tokens, Needs(True, True, False), torch.float32)
+    dlogits = torch.randn(20, 29)
+    for rows in torch.arange(20).split(4):
+        sums.add(rows, dlogits[rows], None)
+    got = sums.result()
+    assert (slices.most, slices.running) == (1, 0)
+    torch.testing.assert_close(got.hidden, 2 * dlogits @ weight)
+    torch.testing.assert_close(got.weight, dlogits.T @ hidden)

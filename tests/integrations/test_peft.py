@@ -218,19 +218,24 @@ def test_the_check_leaves_the_adapters_alone() -> None:
 
 def test_the_trainer_trains_an_adapted_head() -> None:
     """Two micro-batches: each folds the adapter in anew, since a graph lives for one backward."""
-    pytest.importorskip("tqdm")
-    from grpo_fused import GRPOLossConfig
-    from grpo_fused.trainer import GRPOTrainerConfig, Rollout
-    from grpo_fused.trainer.update import accumulate_gradients
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
 
-    model = adapted()
+    from grpo_fused.trainer import GRPOTrainerConfig, Policy, Rollout, Updater
+    from grpo_fused.trainer.update import Window
+
+    model, accelerator = adapted(), Accelerator()
     ids, mask = token_ids(shape=(4, 3)), torch.ones(4, 3, dtype=torch.bool)
     rollout = Rollout(prompt_ids=ids, prompt_mask=mask, completion_ids=ids + 1, completion_mask=mask)
+    rows, advantages = torch.arange(4), torch.tensor([1.0, -1.0, 0.5, -0.5])
     gradients = []
-    for micro_batch_size in (4, 2):
-        config = GRPOTrainerConfig(loss=GRPOLossConfig(), micro_batch_size=micro_batch_size)
+    for tokens in (24, 12):
+        config = GRPOTrainerConfig(micro_batch_tokens=tokens)
+        policy = Policy(model, accelerator, config)
+        assert len(policy.micro_batches(rollout, rows)) == 24 // tokens
         model.zero_grad()
-        accumulate_gradients(model, rollout, torch.tensor([1.0, -1.0, 0.5, -0.5]), None, None, config)
+        updater = Updater(policy, None, torch.optim.SGD(model.parameters()), config)
+        updater.accumulate_gradients(rollout, rows, advantages, Window.of(rollout, rows, accelerator), None, None, None)
         gradients.append([p.grad for n, p in model.named_parameters() if "lm_head.lora" in n])
     for whole, halves in zip(*gradients, strict=True):
         assert whole.abs().max() > 0

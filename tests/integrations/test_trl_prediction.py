@@ -11,7 +11,7 @@ from helpers import frobenius_error, make_case
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.integrations.trl import FusedLogProbFunction
-from grpo_fused.integrations.trl.prediction import Prediction, _multiple, predict
+from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, predict
 
 
 def problem(compact: bool):
@@ -118,3 +118,10 @@ def test_each_row_is_held_against_its_own_coefficient():
     assert _multiple(g, h, rows, g, torch.empty(0)) is None
     longer = torch.cat([g, torch.tensor([1e-6])])
     assert _multiple(longer, None, rows, g, torch.empty(0)) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6])
+def test_median_of_nonzero(count):
+    x = torch.zeros(6)
+    x[torch.randperm(6)[:count]] = torch.rand(count) + 0.1
+    assert _median_of_nonzero(x) == (x[x > 0].median() if count else 0.0)

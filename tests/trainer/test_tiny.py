@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_fused import check_head
-from grpo_fused.trainer.rollout import decode_completions, generate_rollout
+from grpo_fused.trainer import HuggingFaceEngine, Sampling, roll_out
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
 TEXTS = [
@@ -61,8 +61,9 @@ def test_samples_differ_and_the_loss_accepts_the_head() -> None:
     model = tiny_model(tokenizer)
     check_head(model)
     torch.manual_seed(0)
-    rollout = generate_rollout(model, tokenizer, ["1+1="], num_generations=8, max_completion_length=6)
-    assert len(set(decode_completions(tokenizer, rollout))) == 8
+    sampling = Sampling(num_generations=8, max_completion_length=6, eos_token_ids=(tokenizer.eos_token_id,))
+    rollout = roll_out(HuggingFaceEngine(model, tokenizer), [tokenizer("1+1=").input_ids], sampling)
+    assert len(set(map(tuple, rollout.completions()))) == 8
     with torch.no_grad():
         logps = model(rollout.prompt_ids[:1]).logits[0, -1].log_softmax(-1)
     assert logps.max() - logps.min() > 2  # nats: no flat distribution

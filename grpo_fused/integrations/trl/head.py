@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_fused import engines
 from grpo_fused.autograd import HeadCall
-from grpo_fused.functional import _compute_dtype
+from grpo_fused.engines.head import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
@@ -66,7 +66,7 @@ class FusedLogProbFunction:
             cap and temperature, and whether the target is the first maximum, which take one more head product if asked
             for. None for what is not.
         """
-        compute = _compute_dtype(hidden, weight)
+        compute = compute_dtype(hidden, weight)
         call = HeadCall(
             temperatures=None,
             temperature=float(temperature),

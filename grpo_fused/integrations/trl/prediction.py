@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_fused import _ops
-from grpo_fused.autograd import HeadCall
+from grpo_fused.autograd import HeadCall, scaled
 from grpo_fused.config import GRPOLossConfig
 
 TOLERANCE = 5e-6
@@ -53,8 +53,8 @@ class Prediction:
     used: bool = False
     """whether the scores that it is about have been made: any further ones are about something else"""
 
-    def packed(self, targets: Tensor) -> _Packed | None:
-        """The same for the rows of hidden states that have these targets; None where they are not those of the loss."""
+    def take(self, targets: Tensor) -> _Packed | None:
+        """The same, once, for rows of hidden states that have these targets; None where those are not the loss's."""
         num_rows, device = targets.shape[0], targets.device
         if self.used:
             return None
@@ -131,7 +131,7 @@ class PredictedLogprobs(torch.autograd.Function):
         ctx.call, ctx.with_entropy, ctx.prediction = call, with_entropy, prediction
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3]
-        packed = prediction.packed(targets) if prediction is not None and any(needs) else None
+        packed = prediction.take(targets) if prediction is not None and any(needs) else None
         if prediction is None or packed is None:
             logps, entropies, maxima, log_sums = _ops.linear_logprobs(
                 hidden, weight, bias, targets, None, *call, with_entropy
@@ -162,12 +162,9 @@ class PredictedLogprobs(torch.autograd.Function):
             scale = _multiple(dlogps, dentropies, rows, gstar, hstar)
             if scale is not None:
                 ctx.prediction.counts.fused += 1
-                full = torch.zeros_like(hidden)
-                if needs[0]:
-                    full[rows] = (dhidden * scale).to(hidden.dtype)
                 return (
-                    full if needs[0] else None,
-                    (dweight * scale).to(weight.dtype) if needs[1] else None,
+                    _spread(dhidden * scale, rows, hidden) if needs[0] else None,
+                    scaled(dweight, scale, weight.dtype) if needs[1] else None,
                     (dbias * scale).to(bias.dtype) if needs[2] else None,
                     *(None,) * 4,
                 )
@@ -217,6 +214,11 @@ def _predicted(
     return out, entropy_out, gstar, hstar, dhidden, dweight, dbias
 
 
+def _spread(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """`like` with the values of `x` at `rows`, and 0 elsewhere."""
+    return torch.zeros_like(like).index_copy_(0, rows, x.to(like.dtype))
+
+
 def _multiple(
     dlogps: Tensor | None, dentropies: Tensor | None, rows: Tensor, gstar: Tensor, hstar: Tensor
 ) -> Tensor | None:
@@ -228,15 +230,20 @@ def _multiple(
         got = torch.zeros_like(want) if came is None else came[rows].to(want.dtype)
         if came is not None:
             inside = torch.zeros_like(came, dtype=torch.bool).index_fill_(0, rows, True)
-            same &= (came[~inside] == 0).all()  # a gradient at positions that were not predicted
+            same &= (torch.where(inside, 0.0, came) == 0).all()  # no gradient at positions that were not predicted
         if came is dlogps:
             square = want.square().sum()
             scale = torch.where(square > 0, (got * want).sum() / square, 0.0)
         size = (scale * want).abs()
-        usual = size[size > 0].median() if bool((size > 0).any()) else size.new_zeros(())
         # each row by itself: a large coefficient elsewhere says nothing of this one
-        same &= ((got - scale * want).abs() <= TOLERANCE * (size + usual)).all()
+        same &= ((got - scale * want).abs() <= TOLERANCE * (size + _median_of_nonzero(size))).all()
     return scale if bool(same) else None
+
+
+def _median_of_nonzero(x: Tensor) -> Tensor:
+    """0-d: the (lower) median of those of x >= 0 that are not 0, 0 where all are; without a look at their number."""
+    count = (x > 0).sum()
+    return x.sort().values.take(len(x) - count + (count - 1) // 2)
 
 
 @contextlib.contextmanager

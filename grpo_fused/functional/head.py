@@ -1,4 +1,4 @@
-"""The public functions: they document, validate and dispatch."""
+"""The functions of hidden states and the lm head: the loss, and log-probs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from grpo_fused import engines, reference
 from grpo_fused import validation as check
-from grpo_fused.autograd import GRPOObjective, HeadCall, LinearGRPOLoss, LinearLogprobs, LossCall, SelectiveLogprobs
+from grpo_fused.autograd import HeadCall, LinearGRPOLoss, LinearLogprobs, LossCall
 from grpo_fused.batch import LossInputs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
-from grpo_fused.engines.head import ieee_products
+from grpo_fused.engines.head import compute_dtype, ieee_products
 from grpo_fused.engines.reference import loss_from_logprobs
 from grpo_fused.layout import Layout
-from grpo_fused.metrics import loss_metric_names, metric_names
+from grpo_fused.metrics import loss_metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.parallel import ParallelGroups, whole
 
@@ -77,7 +77,8 @@ def fused_linear_grpo_loss(
         impl: `"auto"`, or an engine by name, which then runs or raises. `"reference"` holds all logits and always gives
             all metrics: the next three arguments are about engines that do not.
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
-            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`).
+            device and engine (`engines.scratch.DEFAULT_SCRATCH_BYTES`, `engines.native.SCRATCH_BYTES`). One that is too
+            small raises, but for `native`, which takes what it must and computes again what it cannot keep.
         compact: gather the active rows first, at the price of one device synchronisation; False has none, computes
             masked rows too (and ignores them), and gives the same results.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
@@ -139,8 +140,8 @@ def fused_linear_grpo_loss(
         num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
     )  # fmt: skip
     check.check_scratch(max_scratch_bytes)
-    name = engines.choose(impl, device, _compute_dtype(hidden_states, lm_head_weight))
-    number, temperatures = _temperature(temperature, layout)
+    name = engines.choose(impl, device, compute_dtype(hidden_states, lm_head_weight))
+    number, temperatures = layout.temperatures(temperature)
 
     if name == "reference":
         check.check_one_process(process_group)
@@ -165,7 +166,7 @@ def fused_linear_grpo_loss(
         softcap=softcap,
         config=config.encoded,
         impl=name,
-        compute_dtype=_compute_dtype(hidden_states, lm_head_weight),
+        compute_dtype=compute_dtype(hidden_states, lm_head_weight),
         max_scratch_bytes=max_scratch_bytes,
         compact=compact,
         groups="" if process_group is None else ParallelGroups.of(process_group).encoded,
@@ -234,7 +235,8 @@ def fused_linear_logprobs(
     """
     lm_head_weight = whole(lm_head_weight, process_group)
     lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
-    layout = _token_layout(token_ids, "token_ids")
+    check.check_token_ids(token_ids, "token_ids")
+    layout = Layout.of_tokens(token_ids)
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
     check.check_mask(mask, token_ids, "mask")
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
@@ -243,8 +245,8 @@ def fused_linear_logprobs(
         mask=mask, temperature=temperature if isinstance(temperature, Tensor) else None,
     )  # fmt: skip
     check.check_scratch(max_scratch_bytes)
-    name = engines.choose(impl, hidden_states.device, _compute_dtype(hidden_states, lm_head_weight))
-    number, temperatures = _temperature(temperature, layout)
+    name = engines.choose(impl, hidden_states.device, compute_dtype(hidden_states, lm_head_weight))
+    number, temperatures = layout.temperatures(temperature)
     if name == "reference":
         check.check_one_process(process_group)
         scores = _reference_logprobs(
@@ -258,7 +260,7 @@ def fused_linear_logprobs(
         logit_scale=float(logit_scale),
         softcap=softcap,
         impl=name,
-        compute_dtype=_compute_dtype(hidden_states, lm_head_weight),
+        compute_dtype=compute_dtype(hidden_states, lm_head_weight),
         max_scratch_bytes=max_scratch_bytes,
         compact=compact,
         groups="" if process_group is None else ParallelGroups.of(process_group).encoded,
@@ -267,151 +269,6 @@ def fused_linear_logprobs(
         hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, call, with_entropy
     )
     return LogprobOutput(logps, entropies if with_entropy else None)
-
-
-def grpo_loss(
-    per_token_logps: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor | None = None,
-    *,
-    entropies: Tensor | None = None,
-    old_per_token_logps: Tensor | None = None,
-    ref_per_token_logps: Tensor | None = None,
-    sampling_per_token_logps: Tensor | None = None,
-    importance_sampling_ratio: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_items_in_batch: float | Tensor | None = None,
-    config: GRPOLossConfig = _DEFAULT_CONFIG,
-    impl: Impl = "auto",
-) -> GRPOLossOutput:
-    """The GRPO loss from log-probabilities that you already have; every option of `fused_linear_grpo_loss`.
-
-    Args:
-        per_token_logps: `[B, T]` or packed `[N]`, nats; the loss is differentiable in them.
-        advantages: `[B]` (`[S]` packed) or one for each token.
-        completion_mask: like the log-probs, bool or 0/1, default all active.
-        entropies: like the log-probs, nats; needed for `entropy_coef` (and then differentiable) and
-            `top_entropy_quantile`, otherwise only for the metric `entropy`.
-        old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio, cu_seqlens,
-            num_items_in_batch, config: as in `fused_linear_grpo_loss`.
-        impl: `"auto"` (the analytic derivative) or `"reference"` (autograd).
-
-    Returns:
-        `GRPOLossOutput`; its `entropies` are None where none were given.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where entropies are needed.
-    """
-    check.check_logps(per_token_logps, cu_seqlens)
-    layout = Layout.of(per_token_logps, cu_seqlens)
-    device = per_token_logps.device
-    check.check_mask(completion_mask, per_token_logps)
-    inputs = LossInputs(
-        advantages=advantages,
-        completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        num_items_in_batch=check.as_num_items(num_items_in_batch, device),
-    )
-    check.check_loss_inputs(inputs, layout, config)
-    check.check_entropies(entropies, layout, config)
-    check.check_devices(
-        per_token_logps=per_token_logps, entropies=entropies, advantages=advantages, completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
-        cu_seqlens=cu_seqlens,
-        num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
-    )  # fmt: skip
-    if engines.choose_without_head(impl) == "reference":
-        check.check_loss_values(inputs, layout, entropies)
-        dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
-        wide = None if entropies is None else entropies.to(dtype)
-        return loss_from_logprobs(per_token_logps.to(dtype), wide, inputs, layout, config)
-    arguments = dict(vars(inputs), cu_seqlens=cu_seqlens, config=config.encoded)
-    loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, LossCall(arguments))
-    names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
-    return GRPOLossOutput(
-        loss, logps, None if entropies is None else entropies_out, dict(zip(names, metrics.unbind(), strict=True))
-    )
-
-
-def selective_logprobs(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None = None,
-    *,
-    temperature: float | Tensor = 1.0,
-    with_entropy: bool = False,
-    impl: Impl = "auto",
-) -> LogprobOutput:
-    """Log-probabilities (and entropies) of given tokens from logits that you already have, in fp32 row by row.
-
-    Args:
-        logits: `[B, T, V]` or `[N, V]`, any float dtype; not copied, not changed.
-        token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
-        mask: like `token_ids`, bool or 0/1, default all active. Masked positions give 0 and get no gradient.
-        temperature: > 0: a number, one for each sequence, or one for each token.
-        with_entropy: also return entropies, in nats.
-        impl: `"auto"` or `"reference"`.
-
-    Returns:
-        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 logits), differentiable in the logits.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`.
-
-    Equivalent in plain PyTorch::
-
-        (logits.float() / temperature).log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-    """
-    layout = _token_layout(token_ids, "token_ids")
-    check.check_logits(logits, token_ids)
-    check.check_mask(mask, token_ids, "mask")
-    check.check_head_numbers(temperature, 1.0, None, layout)
-    check.check_devices(
-        logits=logits, token_ids=token_ids, mask=mask,
-        temperature=temperature if isinstance(temperature, Tensor) else None,
-    )  # fmt: skip
-    number, temperatures = _temperature(temperature, layout)
-    if engines.choose_without_head(impl) == "reference":
-        check.check_token_values(token_ids, mask, logits.shape[-1], temperatures)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        scale = number if temperatures is None else temperatures
-        scores = reference.logprobs(logits.to(dtype), token_ids, mask, temperature=scale)
-        return scores if with_entropy else scores._replace(entropies=None)
-    logps, entropies = SelectiveLogprobs.apply(logits, token_ids, mask, temperatures, number, with_entropy)
-    return LogprobOutput(logps, entropies if with_entropy else None)
-
-
-def _token_layout(token_ids: Tensor, name: str) -> Layout:
-    """The layout of ids whose sequences do not matter: [B, T], or [N] each token on its own."""
-    check.check_token_ids(token_ids, name)
-    return Layout(token_ids.shape, token_ids.shape[0], None)
-
-
-def _temperature(temperature: float | Tensor, layout: Layout) -> tuple[float, Tensor | None]:
-    """(number, None), or (1, one for each token) shaped like the ids."""
-    if not isinstance(temperature, Tensor):
-        return float(temperature), None
-    temperature = temperature.detach()
-    if temperature.dim() == 0:
-        return 1.0, temperature.expand(layout.shape)
-    if len(layout.shape) == 2:
-        return 1.0, (temperature if temperature.dim() == 2 else temperature.unsqueeze(1)).expand(layout.shape)
-    if layout.cu_seqlens is None:
-        return 1.0, temperature
-    return 1.0, layout.spread(temperature, layout.sequence_ids(temperature.device))
-
-
-def _compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
-    """The dtype that inputs are rounded to: autocast's where it applies, else the promoted one."""
-    device = hidden_states.device.type
-    dtype = torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return dtype
 
 
 def _reference_logprobs(
@@ -427,7 +284,7 @@ def _reference_logprobs(
     """The reference's scores: fp32 of what the dtypes (and autocast) say the inputs are."""
     temperatures = temperature if isinstance(temperature, Tensor) else None
     check.check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
-    compute = _compute_dtype(hidden_states, lm_head_weight)
+    compute = compute_dtype(hidden_states, lm_head_weight)
     dtype = torch.promote_types(compute, torch.float32)
     by_autocast = compute != torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
     with torch.autocast(hidden_states.device.type, enabled=False), ieee_products():

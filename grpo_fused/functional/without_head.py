@@ -1,0 +1,136 @@
+"""The functions that need no head: the loss from log-probs, and log-probs from logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fused import engines, reference
+from grpo_fused import validation as check
+from grpo_fused.autograd import GRPOObjective, LossCall, SelectiveLogprobs
+from grpo_fused.batch import LossInputs
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines import Impl
+from grpo_fused.engines.reference import loss_from_logprobs
+from grpo_fused.layout import Layout
+from grpo_fused.metrics import metric_names
+from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
+
+_DEFAULT_CONFIG = GRPOLossConfig()
+
+
+def grpo_loss(
+    per_token_logps: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    *,
+    entropies: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    config: GRPOLossConfig = _DEFAULT_CONFIG,
+    impl: Impl = "auto",
+) -> GRPOLossOutput:
+    """The GRPO loss from log-probabilities that you already have; every option of `fused_linear_grpo_loss`.
+
+    Args:
+        per_token_logps: `[B, T]` or packed `[N]`, nats; the loss is differentiable in them.
+        advantages: `[B]` (`[S]` packed) or one for each token.
+        completion_mask: like the log-probs, bool or 0/1, default all active.
+        entropies: like the log-probs, nats; needed for `entropy_coef` (and then differentiable) and
+            `top_entropy_quantile`, otherwise only for the metric `entropy`.
+        old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio, cu_seqlens,
+            num_items_in_batch, config: as in `fused_linear_grpo_loss`.
+        impl: `"auto"` (the analytic derivative) or `"reference"` (autograd).
+
+    Returns:
+        `GRPOLossOutput`; its `entropies` are None where none were given.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where entropies are needed.
+    """
+    check.check_logps(per_token_logps, cu_seqlens)
+    layout = Layout.of(per_token_logps, cu_seqlens)
+    device = per_token_logps.device
+    check.check_mask(completion_mask, per_token_logps)
+    inputs = LossInputs(
+        advantages=advantages,
+        completion_mask=completion_mask,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=check.as_num_items(num_items_in_batch, device),
+    )
+    check.check_loss_inputs(inputs, layout, config)
+    check.check_entropies(entropies, layout, config)
+    check.check_devices(
+        per_token_logps=per_token_logps, entropies=entropies, advantages=advantages, completion_mask=completion_mask,
+        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
+        cu_seqlens=cu_seqlens,
+        num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
+    )  # fmt: skip
+    if engines.choose_without_head(impl) == "reference":
+        check.check_loss_values(inputs, layout, entropies)
+        dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
+        wide = None if entropies is None else entropies.to(dtype)
+        return loss_from_logprobs(per_token_logps.to(dtype), wide, inputs, layout, config)
+    arguments = dict(vars(inputs), cu_seqlens=cu_seqlens, config=config.encoded)
+    loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, LossCall(arguments))
+    names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
+    return GRPOLossOutput(
+        loss, logps, None if entropies is None else entropies_out, dict(zip(names, metrics.unbind(), strict=True))
+    )
+
+
+def selective_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    impl: Impl = "auto",
+) -> LogprobOutput:
+    """Log-probabilities (and entropies) of given tokens from logits that you already have, in fp32 row by row.
+
+    Args:
+        logits: `[B, T, V]` or `[N, V]`, any float dtype; not copied, not changed.
+        token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
+        mask: like `token_ids`, bool or 0/1, default all active. Masked positions give 0 and get no gradient.
+        temperature: > 0: a number, one for each sequence, or one for each token.
+        with_entropy: also return entropies, in nats.
+        impl: `"auto"` or `"reference"`.
+
+    Returns:
+        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 logits), differentiable in the logits.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`.
+
+    Equivalent in plain PyTorch::
+
+        (logits.float() / temperature).log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    """
+    check.check_token_ids(token_ids, "token_ids")
+    layout = Layout.of_tokens(token_ids)
+    check.check_logits(logits, token_ids)
+    check.check_mask(mask, token_ids, "mask")
+    check.check_head_numbers(temperature, 1.0, None, layout)
+    check.check_devices(
+        logits=logits, token_ids=token_ids, mask=mask,
+        temperature=temperature if isinstance(temperature, Tensor) else None,
+    )  # fmt: skip
+    number, temperatures = layout.temperatures(temperature)
+    if engines.choose_without_head(impl) == "reference":
+        check.check_token_values(token_ids, mask, logits.shape[-1], temperatures)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        scale = number if temperatures is None else temperatures
+        scores = reference.logprobs(logits.to(dtype), token_ids, mask, temperature=scale)
+        return scores if with_entropy else scores._replace(entropies=None)
+    logps, entropies = SelectiveLogprobs.apply(logits, token_ids, mask, temperatures, number, with_entropy)
+    return LogprobOutput(logps, entropies if with_entropy else None)

@@ -1,0 +1,16 @@
+"""The peers, where they are installed."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def liger():
+    return pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+
+
+@pytest.fixture(scope="session")
+def liger_triton():
+    pytest.importorskip("triton")
+    return pytest.importorskip("liger_kernel.transformers.grpo_loss").triton_grpo_loss
