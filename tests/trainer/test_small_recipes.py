@@ -30,11 +30,11 @@ def test_puzzles_can_be_solved() -> None:
         assert {a, b} <= set(NUMBERS)
 
 
-@pytest.mark.parametrize(("recipe", "gain"), [("countdown", 0.15), ("format", 0.25), ("length", 4.0), ("mixed", 0.4)])
+@pytest.mark.parametrize(("recipe", "gain"), [("countdown", 0.1), ("format", 0.2), ("length", 5.0), ("mixed", 0.4)])
 def test_the_reward_rises(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, gain: float
 ) -> None:
-    """Gains are half of what was seen, over seeds 0 to 2: 0.3 to 0.5, 0.6, 8 to 11, 0.9 to 1.4."""
+    """By half of what it did: countdown 0.37 to 0.58, format 0.55 to 0.98, length -13 to -2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "small").symlink_to(prepared)
