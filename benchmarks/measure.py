@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,8 @@ def run(program: str, plans: list[Plan], device: str, given: argparse.Namespace)
     Exits with an error at the end if a result of ours was wrong. On a GPU memory comes after all times, which matter
     more when time is short; on a CPU after each case's, since a case takes minutes.
     """
-    out = given.out or (Path("runs/small.json") if given.small else results.new_path(device))
+    results.machine(device)  # before its load is our own
+    out = given.out or (Path(mkdtemp()) / "small.json" if given.small else results.new_path(device))
     started = time.monotonic()
     section: dict[str, Any] = {
         "command": program,

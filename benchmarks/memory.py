@@ -130,8 +130,8 @@ def main() -> None:
     given = parser.parse_args()
     try:
         print(json.dumps(peak(given.case, PROVIDERS[given.provider], given.device)))
-    except torch.OutOfMemoryError as error:
-        print(json.dumps({"failed": f"out of memory: {str(error).splitlines()[0]}"}))
+    except Exception as error:  # a peer may fail in any way; out of memory is one of them
+        print(json.dumps({"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}))
 
 
 if __name__ == "__main__":

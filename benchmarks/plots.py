@@ -90,13 +90,12 @@ def _panel(axis: Any, name: str, bars: dict[str, float], plot: Plot) -> None:
     ordered = sorted(bars, key=lambda key: -bars[key])
     colours = ["#1f6f8b" if key in plot.ours else "#b8b8b8" for key in ordered]
     drawn = axis.barh(ordered, [bars[key] for key in ordered], color=colours)
-    axis.bar_label(
-        drawn, labels=[f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:.0f}" for key in ordered], padding=3
-    )
+    figures = [f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:.0f}" for key in ordered]
+    axis.bar_label(drawn, figures, padding=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axis.set_title(name, fontsize=9, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.12)
     if plot.logarithmic:
         axis.set_xscale("log")
     if plot.limit is not None:
-        axis.axvline(plot.limit, color="black", linewidth=0.8, linestyle=":")
+        axis.axvline(plot.limit, color="black", linewidth=0.8, linestyle=":", zorder=0.5)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -50,8 +51,10 @@ class Run(NamedTuple):
     sections: dict[str, Any]
 
 
+@functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Where and with what this runs."""
+    """Where and with what this runs, at the first call: programs call it before they load the machine themselves, and
+    what is committed while they run is not what they run."""
     about: dict[str, Any] = {"device": device, "kind": machine_kind(device), "name": device_name(device)}
     if device == "cpu":
         about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": _native_kernel()}

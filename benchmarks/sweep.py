@@ -4,6 +4,7 @@
     python -m benchmarks.sweep --seconds 450          # starts nothing new after this
     python -m benchmarks.sweep --small --out r.json   # the same program on a small problem, on a CPU as well
 
+Apple's CCE, QuACK and verl take part where they are installed (`pip install cut-cross-entropy quack-kernels verl`).
 The same measurement as `benchmarks.cpu`. Times come first, then peak memory of the dense cases, each in a fresh
 process.
 """

@@ -27,7 +27,8 @@ def speed(device: str, folder: Path) -> str:
     if run is None:
         return _not_yet(device)
     cases = with_peers(run)
-    blocks = [_about(run), *(_speed_table(found) for found in cases.values())]
+    ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
+    blocks = [_about(run), *(_speed_table(found, ours) for found in cases.values())]
     if missing := _not_yet(device, run):
         blocks.append(missing)
     name = "gpu" if device == "cuda" else device
@@ -123,7 +124,7 @@ def _about(run: Run) -> str:
     )
 
 
-def _speed_table(found: dict[str, Any]) -> str:
+def _speed_table(found: dict[str, Any], ours: set[str]) -> str:
     shape, bare, rows = found["shape"], found["bare"], found["providers"]
     product = 2 * shape["N"] * shape["H"] * shape["V"]
     timed = sorted(
@@ -146,7 +147,7 @@ def _speed_table(found: dict[str, Any]) -> str:
         both, score = row["forward_backward"], row.get("scoring")
         spread = both["times_bare"]
         cells = [
-            name,
+            f"**{name}**" if name in ours else name,
             _ms(both["ms"]["median"]),
             f"{spread['median']:.2f} ({spread['p20']:.2f} to {spread['p80']:.2f})",
             _ms(score["ms"]["median"]) if score else "",

@@ -63,6 +63,7 @@ def prepared(request, dtype) -> Prepared:
 def recorded(request) -> Iterator[list[dict[str, Any]]]:
     """Rows of what was timed; at the end they go into the run's file, if one was named."""
     rows: list[dict[str, Any]] = []
+    results.machine(DEVICE)  # before its load is our own
     yield rows
     out = request.config.getoption("--record")
     if out is not None:
