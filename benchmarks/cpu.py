@@ -43,7 +43,7 @@ QUICK = [
     Plan(Case(10, 102, 896, 151936, "bf16", "zero-advantage-40"), peers=(), memory=False),
     Plan(Case(1, 256, 896, 151936, "fp32"), peers=("eager", "torch-lce", "trl", "liger")),
 ]
-"""Without the peers that take a minute to compile or a minute a round; `make bench` must end within 20 minutes."""
+"""One form of each peer, and torch.compile's compilation once: `make bench` must end within 20 minutes."""
 SMALL = [Plan(Case(2, 40, 64, 2000, "bf16"))]
 
 

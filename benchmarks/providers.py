@@ -113,7 +113,7 @@ def _compiled_logps() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def _torch_chunked(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions()
-    if not hidden.is_cuda:  # its own choice is 8 tokens at N = 1024, each chunk with the whole weight: minutes a call
+    if not hidden.is_cuda:  # its own choice, 2 tokens at N = 240, V = 32000, is tens of times slower than one chunk
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None)
     return F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
 
