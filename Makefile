@@ -31,11 +31,16 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev $(VENV)/.native  ## speed of the loss and its peers on this machine
-	$(BIN)/python -m pytest -q benchmarks --benchmark-only
+# One file a run: each program puts its section into it (benchmarks/results.py).
+bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (under 20 minutes)
+	$(eval OUT := $(shell $(BIN)/python -m benchmarks.results))
+	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr --record $(OUT)
+	$(BIN)/python -m benchmarks.cpu --quick --seconds 600 --out $(OUT)
+	$(BIN)/python -m benchmarks.report
 
-bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side (most of an hour)
+bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side, every case (about an hour)
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.report
 
 # The package is built once more, instrumented, beside the checkout. The loader wants ASan first; leaks are torch's own.
 SANITIZED := build/sanitized
@@ -50,13 +55,14 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often bring their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-gpu:  ## on a GPU: its tests, the head kernel's tuner, row kernels, the sweep with the peers (benchmarks/results/)
+gpu:  ## on a GPU: its tests, the head kernel's tuner, the sweep with the peers, row kernels; into a file and the README
 	$(GPU_PYTHON) setup.py -q build_ext --inplace
 	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
-	mkdir -p benchmarks/results
-	$(GPU_PYTHON) -m benchmarks.tune --out benchmarks/results/tune-$$(date +%Y-%m-%d).json
-	$(GPU_PYTHON) -m benchmarks.sweep --device cuda --out benchmarks/results/gpu-$$(date +%Y-%m-%d).json
-	-$(GPU_PYTHON) -m benchmarks.rows --out benchmarks/results/rows-$$(date +%Y-%m-%d).json
+	$(eval OUT := $(shell $(GPU_PYTHON) -m benchmarks.results --device cuda))
+	$(GPU_PYTHON) -m benchmarks.tune --out $(OUT)
+	$(GPU_PYTHON) -m benchmarks.sweep --out $(OUT)
+	-$(GPU_PYTHON) -m benchmarks.rows --out $(OUT)
+	$(GPU_PYTHON) -m benchmarks.report
 
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
 	$(BIN)/python -m benchmarks.aot

@@ -1,73 +1,103 @@
-"""Implementations of one and the same GRPO loss (dapo, token level, beta 0), ours and the peers', behind one interface.
+"""Implementations of one and the same GRPO loss, ours and the peers', behind one interface.
 
 A provider takes a `Problem` and returns the loss; gradients go to `hidden` and `weight`. Peers that give log-probs only
-are completed by the loss formula in plain torch, which is what their users do.
+are completed by the loss formula in plain torch, which is what their users do; `composition` says so for each. Where a
+kernel has no mask of its own, the active tokens are picked out for it first, as TRL does for its own.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
+from benchmarks.problem import EPSILON, PATTERNS, TEMPERATURE, Problem, loss_from_logps
+from grpo_fused import GRPOLossConfig, _native, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.engines import triton as triton_engine
 
-EPSILON = 0.2
-TEMPERATURE = 1.0
-
-
-@dataclass
-class Problem:
-    """One set of tensors, shared by all providers of a run."""
-
-    hidden: Tensor  # [B, T, H]
-    weight: Tensor  # [V, H]
-    ids: Tensor  # [B, T]
-    mask: Tensor  # [B, T] bool
-    advantages: Tensor  # [B]
-    old: Tensor  # [B, T]
-
-    def clear(self) -> None:
-        self.hidden.grad = None
-        self.weight.grad = None
+ON_TOP = "loss formula in plain torch on top"
 
 
-def make_problem(
-    B: int,
-    T: int,
-    H: int,
-    V: int,
-    dtype: torch.dtype,
-    device: str,
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute the loss."""
+
+    name: str
+    composition: str
+    """what is the provider's own code, and what is formula on top"""
+    loss: Callable[[Problem], Tensor]
+    logps: Callable[[Problem], Tensor] | None = None
+    """[B, T], anything where masked; None where the provider has none of its own"""
+    ours: bool = False
+    """held to our promise on log-probs"""
+    package: str | None = None
+    """top-level package that it needs"""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    needs: Callable[[str], str | None] = lambda device: None
+    """why it cannot run on this device, or None"""
+    compiles: bool = False
+    """compiles at its first call of a shape"""
+    patterns: tuple[str, ...] = tuple(PATTERNS)
+    """where it differs from the others"""
+
+    def unavailable(self, device: str) -> str | None:
+        """Why it cannot run here, or None; that it is installed does not prove that it imports."""
+        if device not in self.devices:
+            return f"runs on {' and '.join(self.devices)} only"
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return self.needs(device)
+
+
+def _ours(p: Problem, impl: str, *, with_metrics: bool = True) -> Tensor:
+    return fused_linear_grpo_loss(
+        p.hidden, p.weight, p.ids, p.advantages, p.mask, old_per_token_logps=p.old, temperature=TEMPERATURE, impl=impl,
+        with_metrics=with_metrics, config=GRPOLossConfig(epsilon=EPSILON),
+    ).loss  # fmt: skip
+
+
+def _engine(impl: str, devices: tuple[str, ...], needs: Callable[[str], str | None] = lambda device: None) -> Provider:
+    return Provider(
+        impl,
+        f"fused_linear_grpo_loss(impl={impl!r}), metrics and entropies included",
+        lambda p: _ours(p, impl),
+        lambda p: fused_linear_logprobs(p.hidden, p.weight, p.ids, p.mask, temperature=TEMPERATURE, impl=impl).logps,
+        ours=True,
+        devices=devices,
+        needs=needs,
+    )
+
+
+def _from_logps(
+    name: str,
+    composition: str,
+    logps: Callable[[Problem], Tensor],
     *,
-    masked: float = 0.0,
-    zero_advantages: float = 0.0,
-) -> Problem:
-    """Random data (never zeros: they cost less power, hence time). Logits have standard deviation 2, old log-probs are
-    those of the policy plus noise of 0.05, so that few ratios are clipped."""
-    g = torch.Generator(device=device).manual_seed(0)
-    hidden = torch.randn(B, T, H, generator=g, device=device, dtype=torch.float32).to(dtype)
-    weight = (torch.randn(V, H, generator=g, device=device, dtype=torch.float32) * (2.0 / H**0.5)).to(dtype)
-    ids = torch.randint(0, V, (B, T), generator=g, device=device)
-    lengths = torch.full((B, 1), round(T * (1 - masked)), device=device)
-    mask = torch.arange(T, device=device) < lengths
-    advantages = torch.randn(B, generator=g, device=device)
-    advantages[: round(B * zero_advantages)] = 0.0
-    logps = fused_linear_logprobs(hidden, weight, ids).logps
-    old = logps + 0.05 * torch.randn(B, T, generator=g, device=device)
-    return Problem(hidden.requires_grad_(), weight.requires_grad_(), ids, mask, advantages, old)
+    package: str | None = None,
+    devices: tuple[str, ...] = ("cpu", "cuda"),
+    needs: Callable[[str], str | None] = lambda device: None,
+    compiles: bool = False,
+) -> Provider:
+    """A provider of log-probs, completed by the formula."""
+    return Provider(
+        name, f"{composition}; {ON_TOP}", lambda p: loss_from_logps(logps(p), p), logps, package=package,
+        devices=devices, needs=needs, compiles=compiles,
+    )  # fmt: skip
 
 
-def loss_from_logps(logps: Tensor, p: Problem) -> Tensor:
-    """The loss formula in plain torch."""
-    ratio = (logps - p.old).exp()
-    advantages = p.advantages.unsqueeze(1)
-    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages)
-    mask = p.mask.to(per_token.dtype)
-    return (per_token * mask).sum() / mask.sum().clamp(min=1)
+def _of_active(negative_logps: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Problem], Tensor]:
+    """Log-probs of a cross-entropy over [n, H], [V, H] and [n]: active tokens picked out, results put back."""
+
+    def logps(p: Problem) -> Tensor:
+        taken = -negative_logps(p.hidden[p.mask], p.weight, p.ids[p.mask]).float()
+        return taken.new_zeros(p.mask.shape).masked_scatter(p.mask, taken)
+
+    return logps
 
 
 def eager_logps(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -76,46 +106,19 @@ def eager_logps(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def eager(p: Problem) -> Tensor:
-    return loss_from_logps(eager_logps(p.hidden, p.weight, p.ids), p)
+@functools.cache
+def _compiled_logps() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(eager_logps, dynamic=False)
 
 
-_compiled_logps: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+def _torch_chunked(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()
+    if not hidden.is_cuda:  # its own choice, 2 tokens at N = 240, V = 32000, is tens of times slower than one chunk
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None)
+    return F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
 
 
-def compiled(p: Problem) -> Tensor:
-    global _compiled_logps
-    if _compiled_logps is None:
-        _compiled_logps = torch.compile(eager_logps)
-    return loss_from_logps(_compiled_logps(p.hidden, p.weight, p.ids), p)
-
-
-def ours(p: Problem, impl: str = "auto", with_metrics: bool = True) -> Tensor:
-    return fused_linear_grpo_loss(
-        p.hidden, p.weight, p.ids, p.advantages, p.mask, old_per_token_logps=p.old, temperature=TEMPERATURE, impl=impl,
-        with_metrics=with_metrics, config=GRPOLossConfig(epsilon=EPSILON),
-    ).loss  # fmt: skip
-
-
-def ours_lean(p: Problem) -> Tensor:
-    """Without metrics: rows of zero advantage are not even scored."""
-    return ours(p, with_metrics=False)
-
-
-def triton_cannot_run() -> str | None:
-    """Why our Triton engine cannot, or None."""
-    from grpo_fused.engines.triton import unavailable
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return unavailable(device, torch.bfloat16)
-
-
-def ours_triton(p: Problem) -> Tensor:
-    """The head product as our kernel, whichever `auto` takes."""
-    return ours(p, impl="triton")
-
-
-def trl_logps(p: Problem) -> Tensor:
+def _trl_logps(p: Problem) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
 
@@ -126,62 +129,128 @@ def trl_logps(p: Problem) -> Tensor:
     return per_token.new_zeros(p.mask.shape).masked_scatter(p.mask, per_token)
 
 
-def trl(p: Problem) -> Tensor:
-    return loss_from_logps(trl_logps(p), p)
-
-
-def liger(p: Problem) -> Tensor:
+def _liger(p: Problem) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     module = LigerFusedLinearGRPOLoss(
         beta=0.0, epsilon_low=EPSILON, epsilon_high=EPSILON, loss_type="dapo", use_ref_model=False,
         temperature=TEMPERATURE, compiled=p.hidden.is_cuda,
     )  # fmt: skip
-    return module(
-        p.hidden, p.weight, p.ids, p.mask.to(torch.float32), p.advantages, old_per_token_logps=p.old
+    return module(p.hidden, p.weight, p.ids, p.mask.to(torch.float32), p.advantages, old_per_token_logps=p.old)[0]
+
+
+def _logits_for_liger(p: Problem) -> Tensor:
+    """[B, T + 1, V]: its kernels want the logits that a model gives, one position longer than the completion."""
+    return F.pad(p.hidden, (0, 0, 0, 1)) @ p.weight.T
+
+
+def _liger_triton(p: Problem) -> Tensor:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    return triton_grpo_loss(
+        _logits_for_liger(p), p.old, None, p.ids, p.advantages, p.mask.int(), temperature=TEMPERATURE, beta=0.0,
+        eps_low=EPSILON, eps_high=EPSILON, loss_type="dapo", reduce=True,
     )[0]  # fmt: skip
 
 
-PROVIDERS: dict[str, tuple[Callable[[Problem], Tensor], str | None]] = {
-    "ours": (ours, None),
-    "ours-lean": (ours_lean, None),
-    "ours-triton": (ours_triton, "triton"),
-    "eager": (eager, None),
-    "torch.compile": (compiled, None),
-    "trl": (trl, "trl"),
-    "liger": (liger, "liger_kernel"),
-}
-"""Name to (function, package that it needs)."""
+def _liger_triton_logps(p: Problem) -> Tensor:
+    """Without gradient, which its authors use for old and reference log-probs."""
+    from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
+
+    return fused_selective_log_softmax(_logits_for_liger(p), p.ids, TEMPERATURE, p.mask.int())
 
 
-def score_ours(p: Problem, impl: str = "auto") -> Tensor:
-    with torch.no_grad():
-        return fused_linear_logprobs(p.hidden, p.weight, p.ids, p.mask, temperature=TEMPERATURE, impl=impl).logps
+def _cce(hidden: Tensor, weight: Tensor, ids: Tensor, *, filter_eps: str | None) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(hidden, weight, ids, reduction="none", filter_eps=filter_eps, impl="cce")
 
 
-def score_ours_triton(p: Problem) -> Tensor:
-    return score_ours(p, impl="triton")
+def _quack(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    return linear_cross_entropy_func(hidden, weight, None, ids, reduction="none", inplace_backward=True)
 
 
-def score_eager(p: Problem) -> Tensor:
-    with torch.no_grad():
-        return eager_logps(p.hidden, p.weight, p.ids)
+def _verl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    return -linear_cross_entropy(hidden, weight, ids, TEMPERATURE, "none")[0]
 
 
-def score_trl(p: Problem) -> Tensor:
-    with torch.no_grad():
-        return trl_logps(p)
+def _triton_missing(device: str) -> str | None:
+    return triton_engine.unavailable(torch.device(device), torch.bfloat16)
 
 
-SCORERS: dict[str, tuple[Callable[[Problem], Tensor], str | None]] = {
-    "ours": (score_ours, None),
-    "ours-triton": (score_ours_triton, "triton"),
-    "eager": (score_eager, None),
-    "trl": (score_trl, "trl"),
-}
+def _hopper(device: str) -> str | None:
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 9 else f"needs compute capability 9.0 or above, this is {major}.{minor}"
 
 
-def installed(package: str | None) -> bool:
-    if package == "triton":
-        return triton_cannot_run() is None
-    return package is None or importlib.util.find_spec(package) is not None
+GPU = ("cuda",)
+_ALL = (
+    _engine("native", ("cpu",), lambda device: _native.cpu_available()),
+    _engine("chunked", ("cpu", "cuda")),
+    _engine("triton", GPU, _triton_missing),
+    Provider(
+        "ours-lean",
+        "fused_linear_grpo_loss(impl='auto', with_metrics=False): rows of zero advantage are not even scored",
+        lambda p: _ours(p, "auto", with_metrics=False),
+        ours=True,
+        patterns=("zero-advantage-40",),
+    ),
+    _from_logps(
+        "eager", "all logits in the head's dtype, then log_softmax in fp32",
+        lambda p: eager_logps(p.hidden, p.weight, p.ids),
+    ),
+    _from_logps(
+        "torch.compile", "eager's log-probs under torch.compile",
+        lambda p: _compiled_logps()(p.hidden, p.weight, p.ids), compiles=True,
+    ),
+    _from_logps(
+        "torch-lce", "torch.nn.functional.linear_cross_entropy(reduction='none')",
+        _of_active(lambda h, w, ids: F.linear_cross_entropy(h, w, ids, reduction="none")),
+    ),
+    _from_logps(
+        "torch-lce-chunked",
+        "the same with options=LinearCrossEntropyOptions(): precision and chunks its own choice, on a CPU 256 tokens",
+        _of_active(_torch_chunked),
+    ),
+    _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _trl_logps, package="trl"),
+    Provider("liger", "LigerFusedLinearGRPOLoss, nothing on top", _liger, package="liger_kernel"),
+    Provider(
+        "liger-triton", "all logits by an eager product, then triton_grpo_loss", _liger_triton, _liger_triton_logps,
+        package="liger_kernel", devices=GPU,
+    ),
+    _from_logps(
+        "cce", "Apple's linear_cross_entropy as shipped: small probabilities are left out of its gradients",
+        _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps="high")), package="cut_cross_entropy", devices=GPU,
+    ),
+    _from_logps(
+        "cce-exact", "Apple's linear_cross_entropy, filter_eps=None",
+        _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps=None)), package="cut_cross_entropy", devices=GPU,
+    ),
+    _from_logps(
+        "quack",
+        "linear_cross_entropy_func(reduction='none'), all logits: its chunked form gives a sum or a mean only, and no "
+        "gradient for each token",
+        _of_active(_quack), package="quack", devices=GPU, needs=_hopper,
+    ),
+    _from_logps(
+        "verl", "verl.utils.kernel.linear_cross_entropy, entropies included", _of_active(_verl), package="verl",
+        devices=GPU,
+    ),
+)  # fmt: skip
+
+PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in _ALL}
+PEERS = tuple(provider.name for provider in _ALL if not provider.ours)
+
+
+def available(device: str, pattern: str, peers: Iterable[str] = PEERS) -> dict[str, Provider]:
+    """Ours and the named peers, those of them that can run here and have something to say to the pattern."""
+    named = set(peers)
+    return {
+        name: provider
+        for name, provider in PROVIDERS.items()
+        if (provider.ours or name in named) and pattern in provider.patterns and provider.unavailable(device) is None
+    }

@@ -10,7 +10,6 @@ put back before every call, outside the measured time, since a gradient is writt
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sweep import machine
+from benchmarks import results
 from benchmarks.timing import copy_bandwidth, summary, time_once
 from grpo_fused import GRPOLossConfig
 from grpo_fused.batch import LossInputs, TokenBatch
@@ -26,7 +25,6 @@ from grpo_fused.engines import cuda_rows
 from grpo_fused.engines.rows import RowWork, Statistics, Transform
 from grpo_fused.layout import Layout
 
-SCHEMA = 1
 VOCABULARIES = (32000, 128256, 151936, 262208)
 SLAB_BYTES = 2 * 2**30
 """fp32 logits of a measurement: those of a chunk by the default scratch budget."""
@@ -147,18 +145,17 @@ def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file of the run (see benchmarks.results)")
     arguments = parser.parse_args()
     device = "cuda"
     works = candidates(device)
-    report: dict[str, Any] = {"schema": SCHEMA, "machine": machine(device), "results": []}
-    report["copy_tb_per_s"] = copy_bandwidth(device, 2**30)
+    section: dict[str, Any] = {"copy_tb_per_s": copy_bandwidth(device, 2**30), "vocabularies": []}
     for vocab_size in VOCABULARIES:
         problem = Problem(vocab_size, SLAB_BYTES, device)
         row = {"V": vocab_size, "R": problem.logits.shape[0], **measure(problem, works, device, arguments.rounds)}
-        report["results"].append(row)
+        section["vocabularies"].append(row)
         print_row(row)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        results.record("rows", section, out=arguments.out, device=device)
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -1,50 +1,106 @@
-"""pytest-benchmark: the loss and its peers on one problem of this machine (make bench).
+"""pytest-benchmark: every provider on one small problem of this machine (the first part of `make bench`).
 
-Sizes are for a CPU and a minute or two; `python -m benchmarks.sweep` has the shapes of a GPU and interleaves providers.
+    python -m pytest benchmarks/test_bench.py [--record FILE] [-k "trl and scoring"]
+
+Forward (no gradient), forward + backward, and scoring; by dtype and by which tokens have a gradient. A result is
+checked against float64 before it is timed: a wrong one of a peer is an expected failure, with its error; one of ours
+fails. Rounds are not interleaved here and the problem is small, so these figures watch for changes of one provider;
+comparisons and ratios to the bare products are `benchmarks.cpu`'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
-from benchmarks.providers import PROVIDERS, SCORERS, installed, make_problem
-from benchmarks.sweep import LOSS_TOLERANCE, exact_gradient, relative_error
+from benchmarks import results
+from benchmarks.exact import Exact, wrong
+from benchmarks.measure import BASES, call_of, check
+from benchmarks.problem import PATTERNS, Case, Problem
+from benchmarks.providers import PROVIDERS
+from benchmarks.timing import cache_flush, summary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = {"B4-T64-H256-V32000": (4, 64, 256, 32000)}
+SHAPE = (5, 48, 256, 32000)  # 40 % of 5 sequences are 2; some 0.1 s a call on two cores
+ROUNDS = 5
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=str)
-def shape(request):
-    return SHAPES[request.param]
+class Prepared(NamedTuple):
+    """A problem with what is right for it, and the verdicts on the providers so far: errors, and why not timed."""
+
+    case: Case
+    problem: Problem
+    exact: Exact
+    verdicts: dict[str, tuple[dict[str, float], str | None]]
+
+    def verdict(self, name: str) -> tuple[dict[str, float], str | None]:
+        if name not in self.verdicts:
+            provider = PROVIDERS[name]
+            try:
+                errors = check(provider, self.problem, self.exact)
+                self.verdicts[name] = errors, wrong(errors, self.problem.hidden.dtype, ours=provider.ours)
+            except Exception as error:  # a peer may fail in any way
+                self.verdicts[name] = {}, f"{type(error).__name__}: {error}"
+        return self.verdicts[name]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def problem(request, shape):
-    return make_problem(*shape, getattr(torch, request.param), DEVICE)
+@pytest.fixture(scope="module", params=["bf16", "fp32"])
+def dtype(request) -> str:
+    return request.param
 
 
+@pytest.fixture(scope="module", params=PATTERNS)
+def prepared(request, dtype) -> Prepared:
+    case = Case(*SHAPE, dtype, request.param)
+    problem = case.problem(DEVICE)
+    return Prepared(case, problem, Exact.of(problem), {})
+
+
+@pytest.fixture(scope="module")
+def recorded(request) -> Iterator[list[dict[str, Any]]]:
+    """Rows of what was timed; at the end they go into the run's file, if one was named."""
+    rows: list[dict[str, Any]] = []
+    results.machine(DEVICE)  # before its load is our own
+    yield rows
+    out = request.config.getoption("--record")
+    if out is not None:
+        results.record("suite", {"rounds": ROUNDS, "rows": rows}, out=out, device=DEVICE)
+
+
+@pytest.mark.parametrize("what", BASES)
 @pytest.mark.parametrize("name", PROVIDERS)
-def test_forward_backward(benchmark, problem, name):
-    provider, package = PROVIDERS[name]
-    if not installed(package):
-        pytest.skip(f"{package} is not installed")
+def test_speed(benchmark, prepared, recorded, name, what):
+    provider = PROVIDERS[name]
+    if (reason := provider.unavailable(DEVICE)) is not None:
+        pytest.skip(reason)
+    if prepared.case.pattern not in provider.patterns:
+        pytest.skip("the same as others here")
+    if what == "scoring" and provider.logps is None:
+        pytest.skip("it has no log-probs of its own")
+    errors, reason = prepared.verdict(name)
+    row = {"provider": name, "what": what, "errors": errors, **prepared.case.describe()}
+    recorded.append(row)
+    if reason is not None:
+        row["not_timed"] = reason
+        if provider.ours:
+            pytest.fail(reason)
+        pytest.xfail(f"not timed: {reason}")
+    call, flush = call_of(provider, what, prepared.problem), cache_flush(DEVICE)
 
-    def call():
-        problem.clear()
-        provider(problem).backward()
+    def finished() -> None:
+        call()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
 
-    call()
-    error = relative_error(problem.hidden.grad, exact_gradient(problem), problem.mask)
-    assert error <= LOSS_TOLERANCE, f"{name} is wrong by {error:.2g}: its speed means nothing"
-    benchmark.extra_info["gradient_error"] = error
-    benchmark.pedantic(call, rounds=5, warmup_rounds=1)
+    def clean() -> None:
+        if flush is not None:
+            flush()
+            torch.cuda.synchronize()
 
-
-@pytest.mark.parametrize("name", SCORERS)
-def test_scoring(benchmark, problem, name):
-    scorer, package = SCORERS[name]
-    if not installed(package):
-        pytest.skip(f"{package} is not installed")
-    benchmark.pedantic(lambda: scorer(problem), rounds=5, warmup_rounds=1)
+    benchmark.extra_info.update(errors)
+    benchmark.pedantic(finished, setup=clean, rounds=ROUNDS, warmup_rounds=1)
+    if benchmark.stats is not None:  # --benchmark-disable
+        row["ms"] = summary([1e3 * seconds for seconds in benchmark.stats.stats.data])

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+Calls = dict[str, Callable[[], object]]
 
-def time_once(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of one call, after everything before it has finished."""
+
+def time_once(call: Callable[[], object], device: str, flush: Callable[[], object] | None = None) -> float:
+    """Milliseconds of one call, after everything before it has finished; `flush` runs first, outside the time."""
     if device != "cuda":
+        if flush is not None:
+            flush()
         start = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start)
     start_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    if flush is not None:
+        flush()  # not waited for: the host launches the call meanwhile
     start_event.record()
     call()
     end_event.record()
@@ -24,51 +30,97 @@ def time_once(call: Callable[[], object], device: str) -> float:
     return start_event.elapsed_time(end_event)
 
 
-def interleave(
-    calls: dict[str, Callable[[], object]], device: str, *, rounds: int, warmup: int = 1
-) -> dict[str, dict[str, float]]:
+def cache_flush(device: str) -> Callable[[], object] | None:
+    """Writes twice the L2 cache of a GPU, so that no call finds there what the call before it has read.
+
+    In training, a head's weight and hidden states come from memory. On a CPU nothing is flushed: each call streams a
+    weight several times its caches.
+    """
+    if device != "cuda":
+        return None
+    size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    return lambda: buffer.fill_(1)
+
+
+def interleave(calls: Calls, device: str, *, rounds: int, warmup: int = 1) -> dict[str, dict[str, float]]:
     """Median, p20 and p80 in milliseconds of each call, taken round by round so that drift hits all alike."""
     return {name: summary(t) for name, t in times_by_round(calls, device, rounds=rounds, warmup=warmup).items()}
 
 
-def times_by_round(
-    calls: dict[str, Callable[[], object]], device: str, *, rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
+def times_by_round(calls: Calls, device: str, *, rounds: int, warmup: int = 1) -> dict[str, list[float]]:
     """Milliseconds of each call, a list of one value for each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup):
         for call in calls.values():
             call()
+    flush = cache_flush(device)
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(time_once(call, device))
+            times[name].append(time_once(call, device, flush))
     return times
 
 
-def summary(values: list[float]) -> dict[str, float]:
+def summary(values: Sequence[float]) -> dict[str, float]:
     """Median, p20 and p80."""
     x = torch.tensor(values, dtype=torch.float64)
-    return {"median": float(x.median()), "p20": float(x.quantile(0.2)), "p80": float(x.quantile(0.8))}
+    return {name: float(x.quantile(q)) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
 
 
-def bare_gemms(N: int, H: int, V: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], object]]:
-    """The head product and its two gradient products alone, each operand as it lies in the engines."""
-    hidden = torch.randn(N, H, device=device).to(dtype)
-    weight = torch.randn(V, H, device=device).to(dtype)
-    logits = torch.randn(N, V, device=device).to(dtype)
+def with_ratios(times: dict[str, list[float]], base: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of each call, and the ratio to `base` taken round by round."""
+    return {
+        name: {
+            "ms": summary(values),
+            "times_bare": summary([value / own for value, own in zip(values, times[base], strict=True)]),
+        }
+        for name, values in times.items()
+    }
 
-    def one() -> Tensor:
-        return hidden @ weight.T
 
-    def three() -> tuple[Tensor, Tensor, Tensor]:
-        return one(), logits @ weight, logits.T @ hidden
+def bare_gemms(N: int, H: int, V: int, dtype: torch.dtype, device: str) -> Calls:
+    """The head product alone (`bare-1`), and with its two gradient products (`bare-3`), each in its fastest layout.
+
+    Which layout of the operands is fastest is tried on the data themselves, on a CPU on 128 tokens of them.
+    """
+    hidden, weight, logits = (torch.randn(size, device=device).to(dtype) for size in (N * H, V * H, N * V))
+
+    def products(n: int) -> list[list[Callable[[], Tensor]]]:
+        few_hidden, few_logits = hidden[: n * H], logits[: n * V]
+        return [
+            _layouts(few_hidden, weight, (n, H, V)),
+            _layouts(few_logits, weight, (n, V, H)),
+            _layouts(few_logits, few_hidden, (V, n, H)),
+        ]
+
+    few = products(N if device == "cuda" else min(N, 128))
+    best = [min(range(4), key=lambda i, forms=forms: _shortest(forms[i], device)) for forms in few]
+    one, *others = [forms[i] for forms, i in zip(products(N), best, strict=True)]
+
+    def three() -> tuple[Tensor, ...]:
+        return one(), *(product() for product in others)
 
     return {"bare-1": one, "bare-3": three}
 
 
+def _layouts(a: Tensor, b: Tensor, shape: tuple[int, int, int]) -> list[Callable[[], Tensor]]:
+    """[m, k] x [k, n] with each operand by rows and by columns; the data are random, so any view of them will do."""
+    m, k, n = shape
+    return [
+        lambda left=left, right=right: left @ right
+        for left in (a.view(m, k), a.view(k, m).T)
+        for right in (b.view(k, n), b.view(n, k).T)
+    ]
+
+
+def _shortest(call: Callable[[], object], device: str) -> float:
+    call()
+    return min(time_once(call, device) for _ in range(2))
+
+
 def copy_bandwidth(device: str, size: int) -> float:
-    """TB/s of a copy (read + write) of `size` bytes."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
+    """TB/s of a copy (read + write) of `size` bytes of random numbers."""
+    source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     times = [time_once(lambda: target.copy_(source), device) for _ in range(5)]
-    return 2 * size / (sorted(times)[2] * 1e-3) / 1e12
+    return 2 * source.nbytes / (sorted(times)[2] * 1e-3) / 1e12

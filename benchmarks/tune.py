@@ -10,14 +10,13 @@ A configuration whose log-probs are wrong is reported with its error and not tim
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.sweep import machine
+from benchmarks import results
 from benchmarks.timing import bare_gemms, interleave
 
 SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 151936)]
@@ -30,14 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one small shape, to see that the program works")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file of the run (see benchmarks.results)")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report: dict[str, Any] = {"schema": 1, "machine": machine(device), "results": []}
+    rows: list[dict[str, Any]] = []
     for N, H, V in SMALL_SHAPES if arguments.small else SHAPES:
         row = {"N": N, "H": H, "V": V, "configurations": tune(N, H, V, device, arguments.rounds)}
-        report["results"].append(row)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        rows.append(row)
+        results.record("tune", {"shapes": rows}, out=arguments.out, device=device)
         print(f"N = {N}, H = {H}, V = {V}")
         for entry in row["configurations"]:
             print(f"  {entry}")

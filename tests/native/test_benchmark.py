@@ -1,30 +1,40 @@
-"""`python -m benchmarks.cpu` runs, times what is right, and refuses what is wrong."""
+"""`python -m benchmarks.cpu` runs from its options to the file of a run, with the native engine in it."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
 
 from benchmarks import cpu
+from benchmarks.results import load
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 
 
-def test_small_mode_writes_a_result(tmp_path):
-    cpu.main(["--small", "--rounds", "1", "--out", str(tmp_path / "r.json")])
-    report = json.loads((tmp_path / "r.json").read_text())
-    row = report["cases"]["small"]
-    assert {"bare-3", "native", "chunked", "eager"} <= row["forward_backward"].keys()
-    assert {"bare-1", "native", "chunked"} <= row["scoring"].keys()
-    assert row["errors"]["native"]["logp"] <= 1e-4
-    assert not {"native", "chunked"} & row["refused"].keys()
-    assert {"commit", "date", "torch", "device", "native"} <= report["machine"].keys()
+def test_small_mode_writes_a_result(tmp_path, monkeypatch):
+    plan = cpu.SMALL[0]._replace(peers=("eager", "trl"))
+    monkeypatch.setattr(cpu, "SMALL", [plan])
+    monkeypatch.setattr("benchmarks.memory.in_fresh_process", lambda case, name, device, timeout_s: {"resident": 1.0})
+    out = tmp_path / "r.json"
+    cpu.main(["--small", "--rounds", "2", "--out", str(out)])
+    run = load(out)
+    section = run.sections["loss"]
+    assert section["command"] == "python -m benchmarks.cpu --small --rounds 2"
+    assert section["providers"]["triton"]["unavailable"] == "runs on cuda only"
+    case = section["cases"][plan.case.name]
+    assert case["bare"].keys() == {"bare-3", "bare-1"}
+    assert {"native", "chunked", "eager"} <= case["providers"].keys()
+    for row in case["providers"].values():
+        assert row["forward_backward"]["ms"]["median"] > 0
+        assert row["scoring"]["times_bare"]["median"] > 0
+        assert row["memory_mib"] == {"resident": 1.0}
+    assert case["providers"]["native"]["errors"]["logp"] <= 1e-4
+    assert case["shape"]["N"] == plan.case.N
+    assert case["shares"] == {"active": 1.0, "gradient": 1.0}
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(cpu, "ours_logps", lambda p, impl: torch.zeros(p.ids.shape))
-    row = cpu.measure(cpu.SMALL["small"]._replace(with_peers=False), 1)
-    assert row["refused"].keys() == {"native", "chunked"}
-    assert row["forward_backward"].keys() == {"bare-3"}
+def test_nothing_new_is_started_when_the_time_is_up(tmp_path):
+    out = tmp_path / "r.json"
+    cpu.main(["--small", "--seconds", "0", "--out", str(out)])
+    section = load(out).sections["loss"]
+    assert section["left_out"] == [cpu.SMALL[0].case.name]
+    assert section["cases"] == {}

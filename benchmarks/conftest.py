@@ -1,0 +1,15 @@
+"""What the suite of `make bench` needs of pytest: an option for the run's file, and threads that do not spin."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is there, see benchmarks.cpu
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, help="also put the results into this file of a run")

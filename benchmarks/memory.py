@@ -1,0 +1,138 @@
+"""Peak memory of one forward and backward of one provider, in a process of its own.
+
+    python -m benchmarks.memory --case 4x256x896x151936:bf16:dense --provider trl [--device cuda]
+
+Prints one line of JSON, all figures in MiB, beyond what was there before the call and the two gradients that it leaves
+(below 0 where the peak came before the gradients):
+
+- `resident`: the process's resident set at its peak. All memory is in it, whoever took it, but also what an allocator
+  took and did not give back. CPU only; null where the kernel does not let the peak be set back.
+- `allocator`: what torch's allocator had handed out at its peak. On a GPU `max_memory_allocated`. On a CPU counted from
+  the profiler's memory events, which C++ code that takes memory elsewhere (malloc, oneDNN's scratch) does not send.
+
+Kernels' own set-up is left out: on a CPU a small problem runs first, on a GPU and for a provider that compiles the
+problem itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.problem import Case
+from benchmarks.providers import PROVIDERS, Provider
+
+MIB = 2**20
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float) -> dict[str, Any]:
+    """The figures, or {"failed": reason}."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--case", str(case), "--provider", provider]
+    try:
+        done = subprocess.run(
+            [*command, "--device", device], capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result within {timeout_s:.0f} s"}
+    if done.returncode < 0:
+        return {
+            "failed": f"killed by signal {-done.returncode}" + (": out of memory?" if done.returncode == -9 else "")
+        }
+    if done.returncode > 0:
+        return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]:
+    """The figures, of this process: it should have done nothing else."""
+    if device == "cpu":
+        small = Case(1, 8, case.H, min(case.V, 512), case.dtype).problem(device)
+        with _profiler():
+            provider.loss(small).backward()
+    problem = case.problem(device)
+
+    def call() -> None:
+        provider.loss(problem).backward()
+
+    if device == "cuda" or provider.compiles:
+        call()
+    problem.clear()
+    gc.collect()
+    gradients = problem.hidden.nbytes + problem.weight.nbytes
+    if device == "cuda":
+        return {"allocator": (_cuda_peak(call) - gradients) / MIB}
+    resident, allocator = _cpu_peaks(call)
+    return {
+        "resident": None if resident is None else (resident - gradients) / MIB,
+        "allocator": (allocator - gradients) / MIB,
+    }
+
+
+def _cuda_peak(call: Callable[[], None]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _cpu_peaks(call: Callable[[], None]) -> tuple[int | None, int]:
+    """Bytes: resident set (None where it cannot be read), and what torch's allocator had handed out."""
+    before = None
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = _resident()
+    except OSError:
+        pass
+    with _profiler() as profiler:
+        call()
+        after = None if before is None else _resident()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return None if before is None or after is None else after - before, most
+
+
+def _profiler() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def _resident() -> int:
+    """Bytes of the resident set at its peak."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    if found is None:
+        raise OSError("no VmHWM in /proc/self/status")
+    return 1024 * int(found[1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=Case.parse, required=True, metavar="BxTxHxV:DTYPE:PATTERN")
+    parser.add_argument("--provider", choices=PROVIDERS, required=True)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    given = parser.parse_args()
+    try:
+        print(json.dumps(peak(given.case, PROVIDERS[given.provider], given.device)))
+    except Exception as error:  # a peer may fail in any way; out of memory is one of them
+        print(json.dumps({"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Results are files: one JSON a run, in a folder for each kind of machine, never overwritten.
+
+    python -m benchmarks.results                 # prints the path for a new run on this CPU, and writes nothing
+    python -m benchmarks.results --device cuda
+
+`record(section, data, out=path)` puts a program's results into the file of its run, so that the programs of
+`make bench` fill one file, each a section of its own:
+
+    {"schema": 2, "machine": {"device": "cpu", "commit": ...}, "sections": {"loss": {...}, "accuracy": {...}}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SCHEMA = 2
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "verl",
+)
+MEASURED = ("grpo_fused", "kernels", "csrc", "setup.py", "benchmarks", ":!benchmarks/results")
+"""What a commit must hold for a result to be that commit's."""
+
+
+class Run(NamedTuple):
+    """One file."""
+
+    path: Path
+    machine: dict[str, Any]
+    sections: dict[str, Any]
+
+
+@functools.cache
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Where and with what this runs, at the first call: programs call it before they load the machine themselves, and
+    what is committed while they run is not what they run."""
+    about: dict[str, Any] = {"device": device, "kind": machine_kind(device), "name": device_name(device)}
+    if device == "cpu":
+        about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": _native_kernel()}
+        about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark wants a quiet machine
+    return about | {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def device_name(device: str) -> str:
+    """As its maker calls it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def machine_kind(device: str = "cpu") -> str:
+    """The name of the processor and its cores, or of the GPU, fit for a folder."""
+    name = device_name(device) if device == "cuda" else f"{device_name(device)} {os.cpu_count()} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def new_path(device: str = "cpu", folder: Path = RESULTS) -> Path:
+    """Where a new run goes: <machine>/<date>-<commit>.json, with the time of day if that exists."""
+    now = datetime.now(timezone.utc)
+    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
+    for moment in (f"{now:%Y-%m-%d}", f"{now:%Y-%m-%d-%H%M%S}"):
+        path = folder / machine_kind(device) / f"{moment}-{commit}.json"
+        if not path.exists():
+            return path
+    raise FileExistsError(f"{path} exists; a run is never overwritten")
+
+
+def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu") -> None:
+    """Put a section into the file of a run, which is made if it is not there; the section so far is replaced.
+
+    A program may call it after each case, so that nothing is lost when it is stopped. The file must be of this device
+    and commit. Numbers that are not finite become null.
+    """
+    about = machine(device)
+    if out.exists():
+        run = load(out)
+        for key in ("device", "kind", "commit"):
+            if run.machine.get(key) != about[key]:
+                raise ValueError(
+                    f"{out} is of {key} {run.machine.get(key)!r}, this run of {about[key]!r}: take a new file"
+                )
+        about, sections = run.machine, run.sections
+    else:
+        sections = {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"schema": SCHEMA, "machine": about, "sections": sections | {section: _plain(data)}}, indent=1)
+    half = out.with_suffix(".tmp")
+    half.write_text(text + "\n", encoding="utf-8")
+    half.replace(out)  # a reader sees the old file or the new one
+
+
+def load(path: Path) -> Run:
+    """A run's file; one of another schema is refused."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    schema = found.get("schema")
+    if schema != SCHEMA:
+        older = isinstance(schema, int) and schema < SCHEMA
+        raise ValueError(
+            f"{path} has schema {schema!r}, this program reads {SCHEMA}: "
+            + ("measure again, or read it with the benchmarks of its commit" if older else "it is newer than this code")
+        )
+    return Run(path, found["machine"], found["sections"])
+
+
+def newest(device: str, section: str, folder: Path = RESULTS) -> Run | None:
+    """The run of latest date on any machine of this device ("cpu" or "cuda") that has the section, or None.
+
+    Files of older schemas are passed over; one of a newer schema is an error.
+    """
+    runs = [load(path) for path in sorted(folder.glob("*/*.json")) if _schema(path) not in range(SCHEMA)]
+    found = [run for run in runs if run.machine["device"] == device and section in run.sections]
+    return max(found, key=lambda run: (run.machine["date"], run.path.name), default=None)
+
+
+def _schema(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")).get("schema")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _native_kernel() -> str:
+    """What the native engine multiplies bf16 with, or why it cannot run."""
+    from grpo_fused import _native
+
+    return _native.cpu_available() or torch.ops.grpo_fused_C.probe()[1]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def main() -> None:
+    """Print the path for a new run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    print(new_path(parser.parse_args().device))
+
+
+if __name__ == "__main__":
+    main()

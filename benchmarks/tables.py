@@ -1,0 +1,225 @@
+"""The README's tables, each made of the newest run that holds its section: no number is typed.
+
+A table is a function from the folder of results to Markdown. `TABLES` names them; the README has a pair of markers for
+each name, and `benchmarks.report` writes between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Run, newest
+from benchmarks.sweep import PLANS as GPU_PLANS
+
+NOT_YET = "not measured yet"
+SPEED_COLUMNS = (
+    "", "forward + backward", "× bare (p20 to p80)", "scoring", "× bare", "memory", "gradients off by",
+    "max \\|Δlogp\\|",
+)  # fmt: skip
+COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
+
+
+def speed(device: str, folder: Path) -> str:
+    """Machine, then a table for each problem that the peers took part in: ours and theirs, fastest first."""
+    run = newest(device, "loss", folder)
+    if run is None:
+        return _not_yet(device)
+    cases = with_peers(run)
+    ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
+    blocks = [_about(run), *(_speed_table(found, ours) for found in cases.values())]
+    if missing := _not_yet(device, run):
+        blocks.append(missing)
+    name = "gpu" if device == "cuda" else device
+    if any("not_timed" not in row for found in cases.values() for row in found["providers"].values()):
+        blocks.append(f"![time of forward and backward beside the bare products](docs/plots/{name}-speed.svg)")
+    if any(peak_mib(row) is not None for found in cases.values() for row in found["providers"].values()):
+        blocks.append(f"![peak memory](docs/plots/{name}-memory.svg)")
+    return "\n\n".join(blocks)
+
+
+def sparsity(device: str, folder: Path) -> str:
+    """What inactive tokens save: each pattern's time beside the dense one's, per token of the batch."""
+    run = newest(device, "loss", folder)
+    header = "| bf16 or fp32, N, H, V | tokens with a gradient | | time | × bare | of the dense time |"
+    rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
+    if not rows:
+        return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
+    return "\n".join([header, "|---|---|---|---|---|---|", *rows])
+
+
+def providers(folder: Path) -> str:
+    """What is timed under each name, and on which of the machines it could not run."""
+    runs = {device: newest(device, "loss", folder) for device in ("cpu", "cuda")}
+    known = {device: run.sections["loss"]["providers"] for device, run in runs.items() if run is not None}
+    if not known:
+        return "`benchmarks/providers.py` says what each name stands for."
+    lines = ["<details><summary>What each name stands for</summary>", "", "| name | what is timed | not run |"]
+    lines.append("|---|---|---|")
+    for name in dict.fromkeys(name for found in known.values() for name in found):
+        entries = {device: found[name] for device, found in known.items() if name in found}
+        absent = [f"{device}: {entry['unavailable']}" for device, entry in entries.items() if entry["unavailable"]]
+        lines.append(f"| {name} | {_cell(next(iter(entries.values()))['composition'])} | {_cell('; '.join(absent))} |")
+    return "\n".join([*lines, "", "</details>"])
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "cpu-speed": lambda folder: speed("cpu", folder),
+    "cpu-sparsity": lambda folder: sparsity("cpu", folder),
+    "gpu-speed": lambda folder: speed("cuda", folder),
+    "gpu-sparsity": lambda folder: sparsity("cuda", folder),
+    "providers": providers,
+}
+"""Name of a pair of markers to the text between them."""
+
+
+def with_peers(run: Run) -> dict[str, Any]:
+    """The cases that someone else took part in, too."""
+    section = run.sections["loss"]
+    return {
+        name: found
+        for name, found in section["cases"].items()
+        if found["shape"]["pattern"] == "dense" and not all(section["providers"][p]["ours"] for p in found["providers"])
+    }
+
+
+def title(shape: dict[str, Any]) -> str:
+    """Of a problem, for people."""
+    return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
+
+
+def peak_mib(row: dict[str, Any]) -> float | None:
+    """MiB beyond inputs and gradients: the resident set on a CPU, the allocator's on a GPU; None if not measured."""
+    found = row.get("memory_mib", {})
+    return found.get("resident", found.get("allocator"))
+
+
+def _not_yet(device: str, run: Run | None = None) -> str:
+    """That nothing was measured, or which of the GPU's shapes were not."""
+    cases = {} if run is None else run.sections["loss"]["cases"]
+    shapes = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
+    lines = (
+        [] if run else [f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."]
+    )
+    if shapes and device == "cuda":
+        lines += ["", "| | bare products | ours | TRL | Liger |", "|---|---|---|---|---|"]
+        lines += [f"| {title(case.describe())} |" + f" {NOT_YET} |" * 4 for case in shapes]
+    return "\n".join(lines).strip()
+
+
+def _about(run: Run) -> str:
+    machine, section = run.machine, run.sections["loss"]
+    name = machine["name"]
+    if machine["device"] == "cpu":
+        name += f", {machine['cores']} cores, {machine['threads']} threads ({machine['native']})"
+    else:
+        name += f", copies at {section['copy_tb_per_s']:.1f} TB/s"
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    commit = machine["commit"] + (" with local changes" if machine["dirty"] else "")
+    load = f", load {machine['load']} at the start" if "load" in machine else ""
+    return (
+        f"{name}; {versions}; Python {machine['python']}.\n"
+        f"Commit {commit}, {machine['date'][:10]}, {section['rounds']} rounds{load}; again with `{section['command']}`."
+    )
+
+
+def _speed_table(found: dict[str, Any], ours: set[str]) -> str:
+    shape, bare, rows = found["shape"], found["bare"], found["providers"]
+    product = 2 * shape["N"] * shape["H"] * shape["V"]
+    timed = sorted(
+        (name for name in rows if "not_timed" not in rows[name]),
+        key=lambda name: rows[name]["forward_backward"]["ms"]["median"],
+    )
+    lines = [
+        f"**{title(shape)}**",
+        "",
+        "| " + " | ".join(SPEED_COLUMNS) + " |",
+        "|" + "---|" * len(SPEED_COLUMNS),
+    ]
+    three, one = bare["bare-3"]["median"], bare["bare-1"]["median"]
+    lines.append(
+        f"| bare products | {_ms(three)}, {_rate(3 * product / three)} | 1 | {_ms(one)}, {_rate(product / one)} "
+        "| 1 | | | |"
+    )
+    for name in timed:
+        row = rows[name]
+        both, score = row["forward_backward"], row.get("scoring")
+        spread = both["times_bare"]
+        cells = [
+            f"**{name}**" if name in ours else name,
+            _ms(both["ms"]["median"]),
+            f"{spread['median']:.2f} ({spread['p20']:.2f} to {spread['p80']:.2f})",
+            _ms(score["ms"]["median"]) if score else "",
+            f"{score['times_bare']['median']:.2f}" if score else "",
+            _memory(row),
+            *_errors(row["errors"]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, row in rows.items():
+        if "not_timed" in row:
+            errors = _errors(row["errors"]) if "errors" in row else ["", ""]
+            lines.append(f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(errors)} |")
+    return "\n".join(lines)
+
+
+def _sparse_rows(cases: dict[str, Any]) -> Iterator[str]:
+    for found in cases.values():
+        shape = found["shape"]
+        if shape["pattern"] == "dense":
+            continue
+        dense = cases.get(_dense_name(shape, cases))
+        for name, row in found["providers"].items():
+            if "not_timed" in row or (dense is not None and "not_timed" in dense["providers"].get(name, {})):
+                continue
+            both = row["forward_backward"]
+            of_dense = ""
+            if dense is not None and name in dense["providers"]:
+                whole = dense["providers"][name]["forward_backward"]["ms"]["median"] / dense["shape"]["N"]
+                of_dense = f"{both['ms']['median'] / shape['N'] / whole:.2f}"
+            yield (
+                f"| {title(shape)}, {shape['pattern']} | {found['shares']['gradient']:.0%} | {name} "
+                f"| {_ms(both['ms']['median'])} | {both['times_bare']['median']:.2f} | {of_dense} |"
+            )
+
+
+def _dense_name(shape: dict[str, Any], cases: dict[str, Any]) -> str:
+    """The dense case of the same head whose number of tokens is nearest."""
+    same = {
+        name: abs(found["shape"]["N"] - shape["N"])
+        for name, found in cases.items()
+        if found["shape"]["pattern"] == "dense" and all(found["shape"][k] == shape[k] for k in ("dtype", "H", "V"))
+    }
+    return min(same, key=lambda name: same[name], default="")
+
+
+def _errors(errors: dict[str, float | None]) -> list[str]:
+    """The larger of the two gradients', and the log-probs'."""
+    gradients = [errors.get("dhidden"), errors.get("dweight")]
+    known = [error for error in gradients if error is not None]
+    return [_small(max(known)) if len(known) == 2 else "", _small(errors.get("logp"))]
+
+
+def _small(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _rate(flop_per_ms: float) -> str:
+    """Of products."""
+    gflops = flop_per_ms / 1e6
+    return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 1e4 else f"{gflops:.0f} GFLOP/s"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    mib = peak_mib(row)
+    if mib is not None:
+        return f"{mib:.0f} MiB"
+    return _cell(row.get("memory_mib", {}).get("failed", ""))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,146 @@
+"""Benchmarks check a result before they time it, and tell wrong, failed and absent providers apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import measure, memory
+from benchmarks.exact import Exact, wrong
+from benchmarks.problem import PATTERNS, Case, loss_from_logps
+from benchmarks.providers import PEERS, PROVIDERS, available
+from benchmarks.timing import bare_gemms, cache_flush, times_by_round
+
+SMALL = Case(5, 16, 32, 300, "fp32")
+RUNNABLE = [name for name, p in PROVIDERS.items() if p.unavailable("cpu") is None and not p.compiles]
+
+
+def test_case_names():
+    case = Case(4, 256, 896, 151936, "bf16", "half-inactive")
+    assert case.name == "bf16-1024-896-151936-half-inactive"
+    assert Case.parse(str(case)) == case
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_exact_is_autograd_in_float64(pattern):
+    case = replace(SMALL, pattern=pattern)
+    problem = case.problem("cpu")
+    want = replace(
+        problem,
+        hidden=problem.hidden.detach().double().requires_grad_(),
+        weight=problem.weight.detach().double().requires_grad_(),
+        old=problem.old.double(),
+    )
+    logits = want.hidden @ want.weight.T
+    logps = logits.log_softmax(-1).gather(-1, want.ids.unsqueeze(-1)).squeeze(-1)
+    loss = loss_from_logps(logps, want)
+    loss.backward()
+    exact = Exact.of(problem)
+    assert exact.loss_error(loss) < 1e-6  # advantages are fp32 there
+    assert max(exact.gradient_errors(want).values()) < 1e-6
+    assert exact.logp_error(logps.detach(), problem) < 1e-12
+    shares = problem.shares()
+    expected = {"dense": (1.0, 1.0), "half-inactive": (0.5, 0.5), "zero-advantage-40": (1.0, 0.6)}[pattern]
+    assert (shares["active"], shares["gradient"]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_providers_compute_the_same_loss(name, pattern):
+    provider = PROVIDERS[name]
+    if provider.package is not None:
+        pytest.importorskip(provider.package)
+    problem = replace(SMALL, pattern=pattern).problem("cpu")
+    errors = measure.check(provider, problem, Exact.of(problem))
+    assert wrong(errors, torch.float32, ours=provider.ours) is None
+    assert max(errors.values()) < 1e-4
+    assert ("logp" in errors) == (provider.logps is not None)
+
+
+def test_wrong_and_failed_results_are_not_timed():
+    def no_mask(p):
+        return loss_from_logps(PROVIDERS["eager"].logps(p), replace(p, mask=torch.ones_like(p.mask)))
+
+    def fails(p):
+        raise RuntimeError("no such kernel\nand more")
+
+    ours, peer = PROVIDERS["chunked"], PROVIDERS["eager"]
+    providers = {
+        "right": ours,
+        "peer": peer,
+        "no mask": replace(peer, loss=no_mask),
+        "log-probs": replace(ours, logps=lambda p: ours.logps(p) + 1e-3),
+        "rounded": replace(peer, logps=lambda p: peer.logps(p) + 1e-3),
+        "fails": replace(peer, loss=fails),
+        "nan": replace(peer, loss=lambda p: peer.loss(p) * float("nan")),
+    }
+    rows = measure.measure(replace(SMALL, pattern="half-inactive"), "cpu", providers, rounds=1)["providers"]
+    reasons = {name: row.get("not_timed") for name, row in rows.items()}
+    assert [name for name, reason in reasons.items() if reason is None] == ["right", "peer", "rounded"]
+    assert "is off by" in reasons["no mask"]
+    assert reasons["log-probs"] == "logp is off by 0.001"
+    assert reasons["fails"] == "RuntimeError: no such kernel"
+    assert reasons["nan"].endswith("is off by nan")
+    for name, row in rows.items():
+        assert ("forward_backward" in row) == (reasons[name] is None)
+
+
+def test_a_wrong_result_of_ours_fails_the_run(tmp_path, monkeypatch):
+    ours = PROVIDERS["chunked"]
+    bad = replace(ours, loss=lambda p: 2 * ours.loss(p))
+    monkeypatch.setitem(PROVIDERS, "chunked", bad)
+    given = measure.argparse.Namespace(out=tmp_path / "r.json", rounds=1, seconds=None, small=True)
+    with pytest.raises(SystemExit, match="a result of ours is wrong"):
+        measure.run("again", [measure.Plan(SMALL, peers=(), memory=False)], "cpu", given)
+    assert (
+        "not_timed"
+        in json.loads((tmp_path / "r.json").read_text())["sections"]["loss"]["cases"][SMALL.name]["providers"][
+            "chunked"
+        ]
+    )
+
+
+def test_who_takes_part():
+    assert available("cpu", "dense", ()).keys() <= {"native", "chunked"}
+    assert "ours-lean" in available("cpu", "zero-advantage-40", ())
+    assert available("cpu", "dense", ("eager",)).keys() == {"eager", *available("cpu", "dense", ())}
+    for name in ("liger-triton", "cce", "cce-exact", "quack", "verl", "triton"):
+        assert PROVIDERS[name].unavailable("cpu") == "runs on cuda only"
+    assert "absent is not installed" in str(replace(PROVIDERS["eager"], package="absent").unavailable("cpu"))
+    assert all("formula" in PROVIDERS[name].composition for name in PEERS if not name.startswith("liger"))
+
+
+def test_bare_products_have_the_shapes_of_a_head():
+    calls = bare_gemms(6, 4, 10, torch.float32, "cpu")
+    assert calls["bare-1"]().shape == (6, 10)
+    assert [x.shape for x in calls["bare-3"]()] == [(6, 10), (6, 4), (10, 4)]
+
+
+def test_rounds_are_interleaved():
+    seen = []
+    times = times_by_round({name: lambda name=name: seen.append(name) for name in "ab"}, "cpu", rounds=3, warmup=1)
+    assert seen == ["a", "b"] * 4
+    assert [len(values) for values in times.values()] == [3, 3]
+    assert cache_flush("cpu") is None
+
+
+def test_peak_memory_of_a_fresh_process():
+    """All logits are 8 MiB here, and eager holds several such at once."""
+    case = Case(2, 128, 32, 8192, "fp32")
+    found = memory.in_fresh_process(case, "eager", "cpu", timeout_s=120)
+    assert 2 * 8 <= found["allocator"] <= 5 * 8
+    assert found["resident"] is None or 0.8 * found["allocator"] <= found["resident"] <= found["allocator"] + 40
+
+
+@pytest.mark.parametrize(
+    ("case", "timeout_s", "reason"),
+    [(SMALL, 0.01, "no result within 0 s"), (Case(1, 4, 8, 2**45), 120, "memory")],
+    ids=["time-out", "out of memory"],
+)
+def test_a_process_that_gives_no_result_is_reported(case, timeout_s, reason):
+    found = memory.in_fresh_process(case, "eager", "cpu", timeout_s=timeout_s)
+    assert found.keys() == {"failed"}
+    assert reason in found["failed"]

@@ -1,0 +1,167 @@
+"""README and plots are what the newest results give; the report says what was not measured, and refuses what it cannot
+read."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from benchmarks import plots, report
+from benchmarks.problem import Case
+from benchmarks.results import SCHEMA
+from benchmarks.sweep import PLANS
+from benchmarks.tables import TABLES
+
+EMPTY = "# Title\n" + "".join(f"<!-- begin:{name} -->\nold\n<!-- end:{name} -->\nkept {name}\n" for name in TABLES)
+
+
+def taken(ms: float, bare: float) -> dict:
+    return {
+        "ms": {"median": ms, "p20": ms - 1, "p80": ms + 1},
+        "times_bare": {"median": ms / bare, "p20": ms / bare - 0.01, "p80": ms / bare + 0.01},
+    }
+
+
+def measured(case: Case, peers: bool = True) -> dict:
+    """A row as `benchmarks.measure` makes it, of figures that nobody took."""
+    errors = {"loss": 1e-6, "dhidden": 2e-3, "dweight": 3e-3, "logp": 4e-6}
+    rows: dict = {
+        "native": {"errors": errors, "forward_backward": taken(900.0, 1000.0), "scoring": taken(250.0, 333.0),
+                   "memory_mib": {"resident": 61.4, "allocator": 60.0}},
+    }  # fmt: skip
+    if peers:
+        rows["trl"] = {"errors": errors | {"logp": 0.08}, "forward_backward": taken(4000.0, 1000.0),
+                       "scoring": taken(700.0, 333.0), "memory_mib": {"failed": "no result within 300 s"}}  # fmt: skip
+        rows["torch-lce"] = {"errors": errors | {"dweight": None}, "not_timed": "dweight is off by nan"}
+        rows["liger"] = {"not_timed": "ImportError: a | b"}
+    bare = {name: {"median": ms, "p20": ms, "p80": ms} for name, ms in (("bare-3", 1000.0), ("bare-1", 333.0))}
+    shares = {"active": 0.5, "gradient": 0.5} if case.pattern != "dense" else {"active": 1.0, "gradient": 1.0}
+    return {"shape": case.describe(), "shares": shares, "bare": bare, "providers": rows}
+
+
+def result(device: str, *cases: tuple[Case, bool], schema: int = SCHEMA, date: str = "2026-05-06T07:08:09") -> str:
+    names = {"native": True, "trl": False, "torch-lce": False, "liger": False, "cce": False}
+    section = {
+        "command": "python -m benchmarks.cpu --quick", "rounds": 3, "copy_tb_per_s": 0.02,
+        "providers": {n: {"composition": f"{n}'s kernel", "ours": ours,
+                          "unavailable": "runs on cuda only" if n == "cce" else None} for n, ours in names.items()},
+        "cases": {case.name: measured(case, peers) for case, peers in cases},
+    }  # fmt: skip
+    about = {"device": device, "kind": "a-machine", "name": "A machine", "cores": 2, "threads": 2, "native": "AVX512",
+             "date": date, "commit": "abc1234", "dirty": False, "load": 0.1, "python": "3.11",
+             "versions": {"torch": "2.13.0"}}  # fmt: skip
+    return json.dumps({"schema": schema, "machine": about, "sections": {"loss": section}})
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A README, a folder of results and one for plots."""
+    (tmp_path / "results" / "a-machine").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(EMPTY)
+    return tmp_path / "README.md", tmp_path / "results", tmp_path / "plots"
+
+
+def put(place, name: str, text: str) -> None:
+    (place[1] / "a-machine" / name).write_text(text)
+
+
+DENSE, HALF = Case(4, 256, 896, 151936), Case(4, 256, 896, 151936, pattern="half-inactive")
+
+
+def test_the_committed_files_are_up_to_date():
+    report.main(["--check"])
+
+
+def test_nothing_measured(place):
+    report.write(*place)
+    text = place[0].read_text()
+    assert text.count("not measured yet") >= 2 + 4 * 3
+    for plan in PLANS:
+        assert f"N = {plan.case.N}, H = {plan.case.H}, V = {plan.case.V}" in text
+    assert "kept gpu-speed" in text
+    assert "old" not in text
+    assert not place[2].exists()
+    assert report.outdated(*place) == ""
+
+
+def test_tables_come_from_the_file(place):
+    put(place, "a.json", result("cpu", (DENSE, True), (HALF, False)))
+    report.write(*place)
+    text = place[0].read_text()
+    cpu, gpu = text.split("begin:gpu-speed")
+    assert "| **native** | 900 ms | 0.90 (0.89 to 0.91) | 250 ms | 0.75 | 61 MiB | 3.0e-03 | 4.0e-06 |" in cpu
+    assert "| trl | 4000 ms | 4.00 (3.99 to 4.01) | 700 ms | 2.10 | no result within 300 s | 3.0e-03 | 8.0e-02 |" in cpu
+    assert "| torch-lce | not timed: dweight is off by nan | | | | |  | 4.0e-06 |" in cpu
+    assert "ImportError: a \\| b" in cpu
+    flops = 2 * 1024 * 896 * 151936
+    assert f"1000 ms, {3 * flops / 1e9:.0f} GFLOP/s" in cpu
+    assert "half-inactive | 50% | native | 900 ms | 0.90 | 1.00 |" in cpu
+    assert "A machine, 2 cores, 2 threads (AVX512); torch 2.13.0" in cpu
+    assert (
+        "Commit abc1234, 2026-05-06, 3 rounds, load 0.1 at the start; again with `python -m benchmarks.cpu --quick`"
+        in cpu
+    )
+    assert "not measured yet" in gpu
+    assert "| cce | cce's kernel | cpu: runs on cuda only |" in gpu
+    for row in (line for line in cpu.splitlines() if line.startswith("|")):
+        assert row.replace("\\|", "").count("|") in (7, 9), row
+
+
+def test_a_gpu_run_leaves_what_it_has_not_measured(place):
+    put(place, "a.json", result("cuda", (PLANS[0].case, True)))
+    report.write(*place)
+    gpu = place[0].read_text().split("begin:gpu-speed")[1]
+    assert f"**bf16, N = 8192, H = {PLANS[0].case.H}, V = 151936**" in gpu
+    assert sum(line.count("not measured yet") == 4 for line in gpu.splitlines()) == 2
+    assert "docs/plots/gpu-speed.svg" in gpu
+
+
+def test_plots_are_the_same_bytes_and_know_their_data(place):
+    pytest.importorskip("matplotlib")
+    put(place, "a.json", result("cpu", (DENSE, True)))
+    report.write(*place)
+    assert sorted(path.name for path in place[2].iterdir()) == ["cpu-memory.svg", "cpu-speed.svg"]
+    first = {path: path.read_bytes() for path in (*place[2].iterdir(), place[0])}
+    assert report.outdated(*place) == ""
+    report.write(*place)
+    assert {path: path.read_bytes() for path in first} == first
+    assert not re.search(rb"<dc:date>|20\d\d-\d\d-\d\dT", b"".join(first[p] for p in first if p.suffix == ".svg"))
+    changed = result("cpu", (DENSE, True)).replace("4.0,", "5.0,")
+    put(place, "b.json", changed.replace("2026-05-06", "2026-05-07"))
+    found = report.outdated(*place)
+    assert "cpu-speed.svg does not show the newest results" in found
+    assert "cpu-memory.svg" not in found
+    assert "+" in found
+    assert plots.plots(place[1])["cpu-speed.svg"].panels[f"bf16, N = {DENSE.N}, H = 896, V = 151936"]["trl"] == 5.0
+
+
+def test_check_fails_with_a_diff(place):
+    options = [f"--{name}={value}" for name, value in zip(("readme", "results", "plots"), place, strict=True)]
+    with pytest.raises(SystemExit, match="(?s)[+]On a CPU.*not up to date: run python -m benchmarks.report"):
+        report.main(["--check", *options])
+    assert place[0].read_text() == EMPTY
+    report.main(options)
+    report.main(["--check", *options])
+
+
+def test_a_newer_schema_is_refused(place):
+    put(place, "a.json", result("cpu", (DENSE, True), schema=SCHEMA + 1))
+    with pytest.raises(ValueError, match="newer than this code"):
+        report.write(*place)
+    assert place[0].read_text() == EMPTY
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (EMPTY.replace("<!-- end:cpu-speed -->", ""), "expected one .*end:cpu-speed.*got 1 and 0"),
+        (EMPTY + EMPTY, "got 2 and 2"),
+        (EMPTY + "<!-- begin:other -->\n<!-- end:other -->\n", "no table is named other; there are cpu-speed"),
+    ],
+    ids=["end missing", "twice", "unknown"],
+)
+def test_markers_must_be_right(place, text, message):
+    with pytest.raises(ValueError, match=message):
+        report.rewritten(text, place[1])
