@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,19 @@ class Ratios(NamedTuple):
     """over the head product and its two gradient products"""
     scoring: tuple[float, float]
     """over one product"""
+
+
+class Measurement(NamedTuple):
+    """The ratios of an engine on one case of a result file."""
+
+    engine: str
+    device: str
+    dtype: torch.dtype
+    sizes: tuple[int, int, int]
+    """tokens, H, V"""
+    ratios: Ratios
+    date: str
+    source: str
 
 
 class Prediction(NamedTuple):
@@ -102,23 +116,19 @@ def predict(shape: Shape, device: torch.device, rate: float | None) -> list[Pred
 
 def ratios_of(engine: str, shape: Shape, device: torch.device) -> tuple[Ratios | None, str]:
     """Ratios for this engine and dtype: the newest of the case nearest in shape; and where they come from."""
-    if device.type != "cpu":
-        return None, "none is known for GPUs yet (make gpu measures them)"
-    near = []
-    for path, report in _results():
-        for name, case in report["cases"].items():
-            about = case["shape"]
-            known = engine in case["forward_backward"] and engine in case["scoring"]
-            if known and not about["masked"] and about["dtype"] == str(shape.dtype):
-                sizes = (about["B"] * about["T"], about["H"], about["V"])
-                wanted = (shape.tokens, shape.hidden, shape.vocab)
-                distance = sum(abs(math.log(a / b)) for a, b in zip(sizes, wanted, strict=True))
-                near.append((distance, f"{path.parent.name}/{path.name}, {name}", case))
+    near = [m for m in _measurements() if (m.engine, m.device, m.dtype) == (engine, device.type, shape.dtype)]
     if near:
-        _, source, case = min(near, key=lambda entry: entry[0])  # the first of several is the newest
-        return Ratios(_range(case["forward_backward"][engine]), _range(case["scoring"][engine])), source
-    ratios_known = MEASURED.get((engine, shape.dtype))
-    return ratios_known, FROM_TABLE if ratios_known else f"none is known for {engine} in {shape.dtype}"
+
+        def distance(m: Measurement) -> float:
+            wanted = (shape.tokens, shape.hidden, shape.vocab)
+            return sum(abs(math.log(a / b)) for a, b in zip(m.sizes, wanted, strict=True))
+
+        nearest = min(near, key=distance)  # the first of several is the newest
+        return nearest.ratios, nearest.source
+    known = MEASURED.get((engine, shape.dtype)) if device.type == "cpu" else None
+    if known is not None:
+        return known, FROM_TABLE
+    return None, f"no ratio is known for {engine} in {str(shape.dtype).removeprefix('torch.')} on {device.type}"
 
 
 def bare_rate(shape: Shape, device: torch.device) -> float:
@@ -151,22 +161,49 @@ def _seconds_of_products(
     return seconds, 3 * 2 * tokens * width * vocab
 
 
-def _results() -> list[tuple[Path, dict[str, Any]]]:
-    """Result files of the CPU benchmark in a checkout, newest first."""
+def _measurements() -> list[Measurement]:
+    """Dense cases of all result files in a checkout, the newest run first."""
     root = Path(__file__).resolve().parents[1]
     if not (root / "setup.py").exists():
         return []
     found = []
-    for path in (root / "benchmarks" / "results").glob("*/cpu-*.json"):
+    for path in sorted((root / "benchmarks" / "results").glob("*/*.json")):
         report = json.loads(path.read_text())
-        if report.get("schema") == 1:
-            found.append((path, report))
-    return sorted(found, key=lambda entry: entry[1]["machine"]["date"], reverse=True)
+        read = {1: _schema_1, 2: _schema_2}.get(report.get("schema"))
+        if read is not None:
+            found += list(read(report, f"{path.parent.name}/{path.name}"))
+    return sorted(found, key=lambda m: m.date, reverse=True)
 
 
-def _range(measured: dict[str, dict[str, float]]) -> tuple[float, float]:
-    values = measured["ratio"].values()
-    return min(values), max(values)
+def _schema_1(report: dict[str, Any], source: str) -> Iterator[Measurement]:
+    if not source.split("/")[1].startswith("cpu-"):
+        return
+    for name, case in report["cases"].items():
+        shape, date = case["shape"], report["machine"]["date"]
+        sizes = (shape["B"] * shape["T"], shape["H"], shape["V"])
+        for engine in ENGINES:
+            if not shape["masked"] and engine in case["forward_backward"] and engine in case["scoring"]:
+                ratios = Ratios(*(_range(case[what][engine]["ratio"]) for what in ("forward_backward", "scoring")))
+                dtype = getattr(torch, shape["dtype"].removeprefix("torch."))
+                yield Measurement(engine, "cpu", dtype, sizes, ratios, date, f"{source}, {name}")
+
+
+def _schema_2(report: dict[str, Any], source: str) -> Iterator[Measurement]:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    machine = report["machine"]
+    for name, case in report["sections"].get("loss", {}).get("cases", {}).items():
+        shape = case["shape"]
+        sizes = (shape["N"], shape["H"], shape["V"])
+        for engine in ENGINES:
+            row = case["providers"].get(engine, {})
+            if shape["pattern"] == "dense" and "forward_backward" in row and "scoring" in row:
+                ratios = Ratios(*(_range(row[what]["times_bare"]) for what in ("forward_backward", "scoring")))
+                where = machine["device"], dtypes[shape["dtype"]]
+                yield Measurement(engine, *where, sizes, ratios, machine["date"], f"{source}, {name}")
+
+
+def _range(ratio: dict[str, float]) -> tuple[float, float]:
+    return min(ratio.values()), max(ratio.values())
 
 
 def _scaled(pair: tuple[float, float], factor: float) -> tuple[float, float]:

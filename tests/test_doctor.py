@@ -79,7 +79,7 @@ def test_without_a_checkout_the_table_stands_in(monkeypatch):
         pairs = zip((*ratios.training, *ratios.scoring), (*measured.training, *measured.scoring), strict=True)
         for mine, newest in pairs:
             assert 1 / 1.6 < mine / newest < 1.6, (engine, dtype)
-    monkeypatch.setattr(predictions, "_results", lambda: [])
+    monkeypatch.setattr(predictions, "_measurements", lambda: [])
     for (engine, dtype), ratios in MEASURED.items():
         assert predictions.ratios_of(engine, SHAPE._replace(dtype=dtype), CPU) == (ratios, predictions.FROM_TABLE)
     assert predictions.ratios_of("native", SHAPE._replace(dtype=torch.float16), CPU)[0] is None
@@ -91,3 +91,25 @@ def test_the_rate_is_that_of_products():
     """Of a tenth of a second or so, whatever the shape."""
     assert 1e8 < predictions.bare_rate(Shape(10**6, 64, 10**6, torch.float32), CPU) < 1e14
     assert predictions.bare_rate(Shape(1, 1, 1, torch.float32), CPU) > 0
+
+
+def test_result_files_of_both_schemas_are_read():
+    summary = {"median": 1.0, "p20": 0.9, "p80": 1.2}
+    case = {
+        "shape": {"N": 8192, "B": 16, "T": 512, "H": 4096, "V": 151936, "dtype": "bf16", "pattern": "dense"},
+        "providers": {
+            "triton": {"forward_backward": {"ms": summary, "times_bare": summary},
+                       "scoring": {"ms": summary, "times_bare": summary}},
+            "chunked": {"errors": {}, "not_timed": "dW is off by 1"},
+        },
+    }  # fmt: skip
+    half = {**case, "shape": {**case["shape"], "pattern": "half-inactive"}}
+    machine = {"device": "cuda", "date": "2027-01-01"}
+    report = {"schema": 2, "machine": machine, "sections": {"loss": {"cases": {"dense": case, "half": half}}}}
+    (found,) = predictions._schema_2(report, "h200/run.json")
+    assert found.engine == "triton"
+    assert (found.device, found.dtype, found.sizes) == ("cuda", torch.bfloat16, (8192, 4096, 151936))
+    assert found.ratios == ((0.9, 1.2), (0.9, 1.2))
+    assert found.source == "h200/run.json, dense"
+    assert list(predictions._schema_2({"machine": machine, "sections": {}}, "x/y.json")) == []
+    assert predictions._measurements(), "there are runs in this checkout"
