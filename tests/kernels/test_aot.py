@@ -219,6 +219,7 @@ fewer programs fit a multiprocessor; lower the number when it falls."""
 
 def test_key_kernels_take_no_more_than_they_did(evidence, head_evidence):
     import triton
+
     from benchmarks import aot_head, aot_rows
 
     if triton.__version__ != "3.7.1":
