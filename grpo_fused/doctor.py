@@ -150,7 +150,7 @@ def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[s
         name = p.engine + (" *" if p.is_auto else "")
         rows.append((f"  {name}", f"{p.cost.products:.3g}", memory, _time(p, 3), _time(p, 1)))
     lines += _table(rows)
-    lines.append("  * what impl='auto' takes. Times are predictions: bare products times measured ratios, which are from")
+    lines.append("  * what impl='auto' takes. Times are predictions: bare products times ratios measured before, from")
     return [*lines, *sorted({f"    {p.source}" for p in found})]
 
 
