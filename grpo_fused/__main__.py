@@ -1,32 +1,36 @@
-"""The command line: `grpo-fused train`, `plot` and `doctor` (also as `python -m grpo_fused`)."""
+"""`grpo-fused`, or `python -m grpo_fused`: train, plot, doctor, check."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+from importlib import import_module
 
-from grpo_fused import doctor
+COMMANDS = {
+    "train": ("trainer.cli", "train a language model by GRPO from a recipe"),
+    "plot": ("trainer.plot", "draw the curves of a run"),
+    "doctor": ("doctor", "what runs here, what is missing and would bring what; expected time and memory of a shape"),
+    "check": ("selfcheck", "hold this installation against float64: every engine, dtype and objective (two minutes)"),
+}
+"""Command to the module of the package whose `main(argv)` it is, imported when it is called; and its help."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs one of the commands."""
-    words = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="grpo-fused", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    # these two bring their own options, and packages that the loss alone does not need
-    commands.add_parser("train", help="train a language model by GRPO from a recipe", add_help=False)
-    commands.add_parser("plot", help="draw the curves of a run", add_help=False)
-    commands.add_parser("doctor", help="which engines and extensions run here; what is missing and what it would bring")
-    command = parser.parse_args(words[:1]).command
-    if command == "doctor":
-        parser.parse_args(words)
-        print(doctor.report())
-        return
+    """The command line."""
+    commands = "\n".join(f"  {name:8} {about}" for name, (_, about) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="grpo-fused",
+        description=f"commands:\n{commands}\n\n`grpo-fused <command> --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    given = parser.parse_args(argv)
     try:
-        from grpo_fused.trainer import cli
+        command = import_module(f"grpo_fused.{COMMANDS[given.command][0]}")
     except ModuleNotFoundError as error:
-        raise SystemExit(f"grpo-fused {command} needs {error.name}: pip install 'grpo-fused[train]'") from error
-    {"train": cli.train, "plot": cli.plot}[command](words[1:])
+        # the loss alone needs no more than torch
+        raise SystemExit(f"grpo-fused {given.command} needs {error.name}: pip install 'grpo-fused[train]'") from error
+    command.main(given.arguments)
 
 
 if __name__ == "__main__":

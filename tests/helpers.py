@@ -1,4 +1,4 @@
-"""Cases to compute, configurations to compute them with, and the one place where tolerances come from."""
+"""Cases to compute, and configurations to compute them with; tolerances come from `grpo_fused.accuracy`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import GRPOLossConfig, GRPOLossOutput, fused_linear_grpo_loss
+from grpo_fused.accuracy import GRADIENT_BOUND, frobenius_error, rounding_errors
 
 LEVELS = ("token", "sequence", "sequence_token")
 PPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -202,10 +203,9 @@ class Precision(NamedTuple):
 
 
 PRECISION = {
-    "reference": Precision(torch.float64, 1e-10),
-    "chunked": Precision(torch.float64, 1e-10),
-    "native": Precision(torch.float32, 2e-5),
-    "triton": Precision(torch.float32, 2e-5),
+    impl: Precision(dtype, GRADIENT_BOUND[dtype])
+    for dtype, impls in ((torch.float64, ("reference", "chunked")), (torch.float32, ("native", "triton")))
+    for impl in impls
 }
 
 
@@ -266,29 +266,13 @@ def assert_same(got: Result, want: Result, *, tol: float, scale: float = 1.0) ->
         assert error <= tol * scale, f"{name}: relative error {error:.3g} > {tol * scale:.3g}"
 
 
-def frobenius_error(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want|, or |got| where nothing is wanted."""
-    norm = want.double().norm()
-    difference = (got.double() - want.double()).norm()
-    return float(difference if norm == 0 else difference / norm)
-
-
 def rounding_error_of_gradients(exact: Case, config: GRPOLossConfig, dtype: torch.dtype) -> dict[str, float]:
-    """Relative Frobenius error of the best that `dtype` allows: float64 throughout, dlogits and results rounded once.
-
-    dlogits are those of the float64 reference (fp16's lifted by a power of two first, as the engines do).
-    """
+    """`rounding_errors` of the dlogits that the float64 reference has."""
     hidden = exact.hidden_states.reshape(-1, exact.hidden_states.shape[-1])
     weight = exact.lm_head_weight
-    logits = (hidden @ weight.T).requires_grad_()
-    case = Case(logits, torch.eye(weight.shape[0], dtype=logits.dtype), exact.completion_ids, exact.advantages,
-                exact.completion_mask, exact.options)  # fmt: skip
-    case.hidden_states = logits.detach().view(*exact.completion_ids.shape, -1)
+    logits = hidden @ weight.T
+    case = Case(logits.view(*exact.completion_ids.shape, -1), torch.eye(weight.shape[0], dtype=logits.dtype),
+                exact.completion_ids, exact.advantages, exact.completion_mask, exact.options)  # fmt: skip
     dlogits = case.run(config, impl="reference").dhidden
     assert dlogits is not None
-    dlogits = dlogits.reshape(logits.shape)
-    scale = 2.0 ** (8 - dlogits.abs().max().log2().floor()) if dtype == torch.float16 else 1.0
-    rounded = (dlogits * scale).to(dtype).double() / scale
-    exact_gradients = {"dhidden": dlogits @ weight, "dweight": dlogits.T @ hidden}
-    best = {"dhidden": (rounded @ weight).to(dtype), "dweight": (rounded.T @ hidden).to(dtype)}
-    return {name: frobenius_error(best[name], exact_gradients[name]) for name in best}
+    return rounding_errors(dlogits.reshape(logits.shape), hidden, weight, dtype)

@@ -5,33 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import config_id, make_case, make_config
-from torch.utils._python_dispatch import TorchDispatchMode
+from recording import AllocationRecorder
 
 from grpo_fused import _ops
-
-
-class AllocationRecorder(TorchDispatchMode):
-    """Bytes of every new storage that an operator returns: the largest, and the most alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.peak = 0
-        self._alive: dict[int, tuple[object, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self.largest = max(self.largest, storage.nbytes())
-                self._alive[storage._cdata] = (
-                    torch.multiprocessing.reductions.StorageWeakRef(storage),
-                    storage.nbytes(),
-                )
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return out
 
 
 def arguments(case, config, scratch):

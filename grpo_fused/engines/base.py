@@ -91,6 +91,17 @@ class Gradients(NamedTuple):
     """rows that did gradient work"""
 
 
+class Cost(NamedTuple):
+    """What forward and backward of a call take on an engine, by the rules that it plans with."""
+
+    products: float
+    """head products of 2·N·H·V FLOP, where no scores are needed first: 3, and more where logits are made again"""
+    scratch_bytes: int
+    """reserved beside inputs, gradients, a copy of the rows' hidden states and per-token vectors"""
+    accumulator_bytes: int
+    """the fp32 sum of dW where that is not the gradient's own memory"""
+
+
 Coefficients = Callable[[slice, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 """`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for a slice k of the rows of the call."""
 
@@ -118,6 +129,10 @@ class Engine(Protocol):
 
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """Dtype of dW for a call of N = `num_tokens` positions: the weight's own where nothing is accumulated."""
+        ...
+
+    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+        """Cost of a dense call of `num_tokens` tokens; `head.weight` may be a stand-in of the right shape."""
         ...
 
     def score(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fused.batch import TokenBatch
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Coefficients, Gradients, Needs, TokenObjective, Tokens
+from grpo_fused.engines.base import Coefficients, Cost, Gradients, Needs, TokenObjective, Tokens
 from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, Head
 from grpo_fused.engines.rows import RowWork, Statistics, TorchRows, Transform
 from grpo_fused.engines.scratch import scratch_budget
@@ -85,6 +85,10 @@ class _Plan(NamedTuple):
     """tokens whose logits are held at a time"""
     block_rows: int
     """tokens whose row work shares temporaries"""
+    row_bytes: int
+    """of a token's logits"""
+    widened_bytes: int
+    """blocks of the weight on their way to fp32"""
 
     @classmethod
     def of(cls, head: Head, max_scratch_bytes: int | None) -> _Plan:
@@ -102,7 +106,7 @@ class _Plan(NamedTuple):
                 f"max_scratch_bytes={max_scratch_bytes} is too small: one token of a vocabulary of {head.vocab_size} "
                 f"takes {(1 + _ROW_TEMPORARIES) * row_bytes + widened} bytes of scratch"
             )
-        return cls(max(chunk_rows, 1), block_rows)
+        return cls(max(chunk_rows, 1), block_rows, row_bytes, widened)
 
 
 class ChunkedEngine:
@@ -121,6 +125,14 @@ class ChunkedEngine:
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
         return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
+
+    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+        """See `Engine.cost`: the slab of a chunk, the temporaries of its row work, widened blocks."""
+        plan = _Plan.of(head, max_scratch_bytes)
+        rows = min(plan.chunk_rows, num_tokens)
+        scratch = (rows + _ROW_TEMPORARIES * min(plan.block_rows, rows)) * plan.row_bytes + plan.widened_bytes
+        dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
+        return Cost(3.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None

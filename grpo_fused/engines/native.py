@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from grpo_fused import _native
-from grpo_fused.engines.base import Coefficients, Gradients, Needs, TokenObjective, Tokens
+from grpo_fused.engines.base import Coefficients, Cost, Gradients, Needs, TokenObjective, Tokens
 from grpo_fused.engines.head import Head
 from grpo_fused.engines.rows import Statistics
+from grpo_fused.engines.sums import GradientSums
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread where that is more.
@@ -52,6 +53,15 @@ class NativeEngine:
         fp16's range has to wait for the upstream gradient: a loss scale.
         """
         return torch.float32 if head.weight.dtype == torch.float16 else head.weight.dtype
+
+    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+        """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
+        budget = _default_scratch() if max_scratch_bytes is None else max_scratch_bytes
+        dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
+        dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
+        plan = _Plan.of(head, num_tokens, dweight, budget)
+        products = 3.0 + (num_tokens - plan.kept_tokens) / max(num_tokens, 1)
+        return Cost(products, plan.fixed_bytes + plan.spill_bytes, GradientSums.accumulator_bytes(head, dtype))
 
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
@@ -188,6 +198,10 @@ class _Plan(NamedTuple):
     """vocabulary blocks whose dz is held at a time"""
     spill_bytes: int
     """for exponentials of tokens that do not fit dW's storage"""
+    fixed_bytes: int
+    """what everything else takes, whatever the budget"""
+    kept_tokens: int
+    """those whose exponentials are kept; the others' are made again"""
 
     @classmethod
     def of(cls, head: Head, count: int, kept: Tensor, budget: int) -> _Plan:
@@ -217,7 +231,7 @@ class _Plan(NamedTuple):
         panel_bytes = lanes * (vocab * item + blocks * 4)
         fixed += min(in_gradient, panels) * lanes * blocks * 4
         spill = min(max(budget - fixed, 0) // panel_bytes, max(panels - in_gradient, 0))
-        return cls(superblock, spill * lanes * vocab * item)
+        return cls(superblock, spill * lanes * vocab * item, fixed, min((in_gradient + spill) * lanes, count))
 
 
 def _product_dtype(head: Head) -> torch.dtype:

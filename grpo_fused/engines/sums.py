@@ -21,6 +21,11 @@ class GradientSums:
             return head.weight.dtype
         return head.statistics_dtype
 
+    @staticmethod
+    def accumulator_bytes(head: Head, weight_dtype: torch.dtype) -> int:
+        """Bytes of a dW that must still be rounded into the gradient."""
+        return 0 if weight_dtype == head.weight.dtype else weight_dtype.itemsize * head.weight.numel()
+
     def __init__(self, head: Head, tokens: Tokens, needs: Needs, weight_dtype: torch.dtype) -> None:
         self.head, self.tokens, self.needs = head, tokens, needs
         self.dtype = weight_dtype

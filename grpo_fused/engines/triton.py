@@ -18,7 +18,7 @@ import os
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Coefficients, Gradients, Needs, Tokens
+from grpo_fused.engines.base import Coefficients, Cost, Gradients, Needs, Tokens
 from grpo_fused.engines.head import Head
 from grpo_fused.engines.rows import Statistics
 from grpo_fused.engines.scratch import scratch_budget
@@ -48,15 +48,18 @@ class TritonEngine:
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """Rows whose dlogits, offsets, partial statistics and copies of hidden states fit the scratch budget."""
-        from grpo_fused.kernels import head_launch
-
-        each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, _transform(head, 1.0)))
-        each += head.gradient_dtype.itemsize * head_launch.padded(head.vocab_size)
-        return self._rows_of(head, each, max_scratch_bytes)
+        return self._rows_of(head, _row_bytes(head), max_scratch_bytes)
 
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
         return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
+
+    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+        """See `Engine.cost`: what a chunk's rows take each; a softcap's exponentials are not kept."""
+        rows = min(self.chunk_rows(head, max_scratch_bytes), num_tokens)
+        dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
+        products = 3.0 if head.softcap is None else 4.0
+        return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))
 
     def score(
         self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
@@ -143,6 +146,14 @@ class TritonEngine:
                 f"takes {bytes_each} bytes of scratch"
             )
         return max(count - count % ROW_MULTIPLE if count > ROW_MULTIPLE else count, 1)
+
+
+def _row_bytes(head: Head) -> int:
+    """For each row: exponentials or dlogits, offsets, partial statistics, copies."""
+    from grpo_fused.kernels import head_launch
+
+    each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, _transform(head, 1.0)))
+    return each + head.gradient_dtype.itemsize * head_launch.padded(head.vocab_size)
 
 
 def _copies_bytes(head: Head) -> int:

@@ -1,16 +1,14 @@
-"""`grpo-fused train` and `grpo-fused plot`."""
+"""`grpo-fused train`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.plot import plot_run
 from grpo_fused.trainer.recipe import Recipe, build_trainer
 
 SWITCHES = {
@@ -50,7 +48,7 @@ def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
         parser.error(str(error))
 
 
-def train(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """`grpo-fused train`."""
     recipe, switches = read_recipe(argv)
     if switches["dry_run"]:
@@ -64,19 +62,6 @@ def train(argv: Sequence[str]) -> None:
     trainer.train()
     if trainer.accelerator.is_main_process:
         print(f"wrote {recipe.output_dir}; its curves: grpo-fused plot {recipe.output_dir}")
-
-
-def plot(argv: Sequence[str]) -> None:
-    """`grpo-fused plot`."""
-    parser = argparse.ArgumentParser(prog="grpo-fused plot", description="Draws the curves of a run into a PNG.")
-    parser.add_argument("run", type=Path, help="the output_dir of a run, or its metrics.jsonl")
-    parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")
-    parser.add_argument("--title", help="default: the name of the folder")
-    arguments = parser.parse_args(argv)
-    try:
-        print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"grpo-fused plot: error: {error}") from error
 
 
 def _underscored(word: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,6 +90,19 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
         axes.set_axis_off()
     figure.savefig(image)
     return image
+
+
+def main(argv: Sequence[str]) -> None:
+    """`grpo-fused plot`."""
+    parser = argparse.ArgumentParser(prog="grpo-fused plot", description="Draws the curves of a run into a PNG.")
+    parser.add_argument("run", type=Path, help="the output_dir of a run, or its metrics.jsonl")
+    parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")
+    parser.add_argument("--title", help="default: the name of the folder")
+    arguments = parser.parse_args(argv)
+    try:
+        print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"grpo-fused plot: error: {error}") from error
 
 
 def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:

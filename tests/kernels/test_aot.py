@@ -194,3 +194,45 @@ def test_head_kernel_compiles_once_for_all_lengths_and_temperatures():
     assert compiled("CONTROL = True\n" + COUNT_HEAD).split() == ["6", "2", "2"], (
         "the count must see what is compiled in"
     )
+
+
+KEY_RESOURCES = {
+    "row_loss_fwd_bwd_kernel-sm_80-bf16-full": (80, 1),
+    "row_loss_fwd_bwd_kernel-sm_90-bf16-plain": (40, 1),
+    "row_loss_fwd_bwd_kernel-sm_90-bf16-full": (80, 1),
+    "row_loss_fwd_bwd_kernel-sm_100-bf16-full": (80, 1),
+    "row_loss_fwd_bwd_kernel-gfx942-bf16-full": (64, 1),
+    "sm_80-bf16-score-plain-odd": (128, 49),
+    "sm_80-bf16-exponentials-plain-odd": (200, 64),
+    "sm_90-bf16-score-plain-odd": (255, 193),
+    "sm_90-bf16-exponentials-plain-odd": (255, 209),
+    "sm_90-bf16-score-full-odd": (240, 129),
+    "sm_100-bf16-score-plain-odd": (200, 129),
+    "sm_100-bf16-exponentials-plain-odd": (200, 193),
+    "gfx942-bf16-score-plain-odd": (192, 34),
+    "gfx942-bf16-exponentials-plain-odd": (200, 34),
+}
+"""Registers of a thread and KiB of shared memory that the kernels of a training step may take: what triton 3.7.1 makes of
+them (`python -m benchmarks.aot`), registers rounded up to the eights in which they are handed out. More is a regression:
+fewer programs fit a multiprocessor; lower the number when it falls."""
+
+
+def test_key_kernels_take_no_more_than_they_did(evidence, head_evidence):
+    import triton
+
+    from benchmarks import aot_head, aot_rows
+
+    if triton.__version__ != "3.7.1":
+        pytest.skip(f"expectations are those of triton 3.7.1; this is {triton.__version__}")
+    found = {}
+    for module, rows in ((aot_rows, evidence), (aot_head, head_evidence)):
+        for row in rows:
+            fields = {name: row[name] for name in module.Variant.__dataclass_fields__}
+            found[str(module.Variant(**fields))] = row["registers"], row["shared_kib"]
+    assert KEY_RESOURCES.keys() <= found.keys()
+    grown = {
+        name: (found[name], most)
+        for name, most in KEY_RESOURCES.items()
+        if found[name][0] > most[0] or found[name][1] > most[1]
+    }
+    assert not grown, "kernel: (registers, KiB) now, and at most"

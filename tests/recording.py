@@ -1,0 +1,79 @@
+"""What a call costs, counted where torch dispatches: memory, products, operators. The same on every machine and run.
+
+A dispatch mode does not see inside a `torch.library` operator, so the tests run what the operator's body runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Bytes of every new storage that an operator returns: the largest, and the most alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.peak = 0
+        self._alive: dict[int, tuple[object, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.largest = max(self.largest, storage.nbytes())
+                self._alive[storage._cdata] = (
+                    torch.multiprocessing.reductions.StorageWeakRef(storage),
+                    storage.nbytes(),
+                )
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+class CostRecorder(AllocationRecorder):
+    """The same, and every operator with the FLOP of its products, those of the native engine included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.flop = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.calls[name] += 1
+        if name in _FLOP:
+            self.flop += _FLOP[name](*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def products(self, tokens: int, width: int, vocab: int) -> float:
+        """FLOP in head products of so many tokens."""
+        return self.flop / (2 * tokens * width * vocab)
+
+
+def _mm(a: Tensor, b: Tensor, *_: Any) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _addmm(_c: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    return _mm(a, b)
+
+
+def _head_scores(hidden: Tensor, weight: Tensor, *_: Any) -> int:
+    return _mm(hidden, weight.T)
+
+
+def _head_gradient(hidden: Tensor, weight: Tensor, *rest: Any) -> int:
+    offsets, rows, dweight, need_hidden = rest[6], rest[7], rest[10], rest[13]
+    made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
+    once = 2 * weight.shape[0] * weight.shape[1]
+    return once * (rows.shape[0] * (int(dweight.numel() > 0) + int(need_hidden)) + made_again)
+
+
+_FLOP = {"mm": _mm, "addmm": _addmm, "head_scores": _head_scores, "head_gradient": _head_gradient}

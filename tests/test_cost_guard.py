@@ -1,0 +1,275 @@
+"""What a call costs, held against what is documented: head products, operators, bytes. Counted, never timed.
+
+Compiled kernels' registers and shared memory are guarded in tests/kernels/test_aot.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import config_id, make_case, make_config
+from recording import CostRecorder
+
+from grpo_fused import engines
+from grpo_fused.batch import LossInputs
+from grpo_fused.engines.base import Needs, Tokens
+from grpo_fused.engines.head import Head
+from grpo_fused.layout import Layout
+from grpo_fused.pipeline import Execution, run_logprobs, run_loss
+
+B, T, H, V = 8, 32, 24, 640
+N = B * T
+ALL = Needs(hidden=True, weight=True, bias=False)
+LIBRARY = ["chunked", "native"]
+
+
+def dense(dtype=torch.float32, **options):
+    """A case whose every token has a gradient: nothing is masked, no ratio is clipped."""
+    case = make_case(0, **{"B": B, "T": T, "H": H, "V": V, "dtype": dtype, "masked": 0.0, "drift": 0.02, **options})
+    if "masked" not in options:
+        case.completion_mask[:] = True  # no empty sequence either
+    return case
+
+
+def prepared(case):
+    weight = case.lm_head_weight
+    head = Head(weight, None, 1.0, None, torch.promote_types(case.hidden_states.dtype, weight.dtype))
+    ids, mask = case.completion_ids, case.completion_mask
+    return head, Tokens(case.hidden_states.flatten(0, 1), ids.flatten(), mask.flatten(), 1.0)
+
+
+def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_metrics=True):
+    """The recorder of a loss call, and its result."""
+    head, tokens = prepared(case)
+    options = dict(case.options)
+    if config.beta == 0.0:
+        options.pop("ref_per_token_logps")
+    if config.off_policy_mask_threshold is None:
+        options.pop("sampling_per_token_logps")
+    inputs = LossInputs(case.advantages, case.completion_mask, **options)
+    layout, how = Layout.of(case.completion_ids, None), Execution(scratch, compact, with_metrics)
+    with torch.no_grad(), CostRecorder() as recorded:
+        result = run_loss(engines.engine(impl), head, tokens, inputs, layout, config, needs, how)
+    return recorded, result
+
+
+def small_chunks(case, rows):
+    """A budget that holds logits of `rows` tokens or some more, of fewer than twice as many."""
+    head, _ = prepared(case)
+    engine, budget = engines.engine("chunked"), 2**14
+    while True:
+        try:
+            if engine.chunk_rows(head, budget) >= rows:
+                return budget
+        except ValueError:
+            pass
+        budget += 2**12
+
+
+TOKEN = [make_config(t) for t in ("dapo", "grpo", "cispo", "sapo")] + [make_config("dapo", beta=0.1, entropy_coef=0.01)]
+SEQUENCE = [make_config("grpo", importance_sampling_level="sequence"), make_config("vespo"), make_config("gmpo"),
+            make_config("dapo", importance_sampling_level="sequence_token"),
+            make_config("dapo", off_policy_mask_threshold=5.0)]  # fmt: skip
+BATCH = [make_config("dapo", top_entropy_quantile=0.5, beta=0.1)]
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+@pytest.mark.parametrize("config", TOKEN + SEQUENCE, ids=config_id)
+def test_three_products_for_every_objective_that_fits(impl, config):
+    """Token level always; sequence level where a sequence fits a chunk."""
+    recorded, result = count(dense(), impl, config)
+    assert result.gradients.tokens == N
+    assert recorded.products(N, H, V) == 3
+
+
+@pytest.mark.parametrize("config", SEQUENCE, ids=config_id)
+def test_one_product_more_where_a_sequence_does_not_fit(config):
+    """But for native, which keeps exponentials instead."""
+    case = dense(B=2)
+    scratch = small_chunks(case, T // 4)
+    assert engines.engine("chunked").chunk_rows(prepared(case)[0], scratch) < T
+    assert count(case, "chunked", config, scratch=scratch)[0].products(2 * T, H, V) == 4
+    assert count(case, "chunked", TOKEN[0], scratch=scratch)[0].products(2 * T, H, V) == 3
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+@pytest.mark.parametrize("config", BATCH, ids=config_id)
+def test_one_product_more_where_the_batch_must_be_known(impl, config):
+    assert count(dense(), impl, config)[0].products(N, H, V) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_products_do_not_depend_on_the_dtype(impl, dtype):
+    """Whatever is widened block by block is multiplied once."""
+    case = dense(dtype, V=3001)
+    assert count(case, impl, TOKEN[0])[0].products(N, H, 3001) == 3
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_what_is_not_needed_is_not_made(impl):
+    case = dense()
+    frozen_head, frozen_body, nothing = Needs(True, False, False), Needs(False, True, False), Needs(False, False, False)
+    for needs, products in ((frozen_head, 2), (frozen_body, 2), (nothing, 1)):
+        assert count(case, impl, TOKEN[0], needs=needs)[0].products(N, H, V) == products
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_scoring_is_one_product(impl):
+    head, tokens = prepared(dense())
+    with torch.no_grad(), CostRecorder() as recorded:
+        run_logprobs(engines.engine(impl), head, tokens, with_entropy=True, how=Execution(None, True, False))
+    assert recorded.products(N, H, V) == 1
+
+
+def test_reference_holds_all_logits():
+    """Three products too, and what the package is there to avoid."""
+    case = dense()
+    with CostRecorder() as recorded:
+        case.run(TOKEN[0], impl="reference")
+    assert recorded.products(N, H, V) == 3
+    assert recorded.peak >= 3 * N * V * 4
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_masked_tokens_cost_nothing(impl):
+    case = dense(masked=0.6)
+    active = int(case.completion_mask.sum())
+    assert 0 < active < N // 2
+    assert count(case, impl, TOKEN[0])[0].products(active, H, V) == 3
+    case.completion_mask[:] = False
+    assert count(case, impl, TOKEN[0])[0].flop == 0
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_zero_advantages_cost_no_gradient(impl):
+    """Their rows are scored for the metrics, and not even that without metrics; a KL penalty makes them count."""
+    case = dense()
+    case.advantages[: B // 4 * 3] = 0.0
+    kept = N // 4
+    assert count(case, impl, TOKEN[0])[0].products(kept, H, V) == 3 + 3
+    assert count(case, impl, TOKEN[0], with_metrics=False)[0].products(kept, H, V) == 3
+    assert count(case, impl, SEQUENCE[0], with_metrics=False)[0].products(kept, H, V) == 3
+    assert count(case, impl, make_config("dapo", beta=0.1))[0].products(N, H, V) == 3
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_clipped_tokens_cost_no_gradient(impl):
+    """They are known after scoring: one product for all, two for those that are left."""
+    case = dense(drift=1.0)
+    recorded, result = count(case, impl, TOKEN[0])
+    live = result.gradients.tokens
+    assert N // 8 < live < N // 4 * 3
+    assert recorded.flop == 2 * H * V * (N + 2 * live)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_matmul_calls_of_chunked(chunks):
+    """Three for each chunk in fp32, whose weight is multiplied as it lies."""
+    case = dense()
+    scratch = small_chunks(case, N // chunks)
+    rows = engines.engine("chunked").chunk_rows(prepared(case)[0], scratch)
+    recorded, _ = count(case, "chunked", TOKEN[0], scratch=scratch)
+    made = -(-N // rows)
+    assert made == chunks
+    assert recorded.calls["mm"] + recorded.calls["addmm"] == 3 * made
+
+
+@pytest.mark.parametrize(("impl", "most"), [("chunked", 330), ("native", 260)])
+def test_operators_of_a_call(impl, most):
+    """As many for many tokens as for few: no loop over tokens or sequences, and no creeping growth."""
+    few, many = (count(dense(T=t, B=b), impl, TOKEN[0])[0] for t, b in ((8, 4), (32, 16)))
+    assert few.calls == many.calls
+    assert sum(few.calls.values()) <= most
+
+
+@pytest.mark.parametrize("config", [*TOKEN, *SEQUENCE], ids=config_id)
+def test_native_is_entered_once_for_scores_and_once_for_gradients(config):
+    reason = engines.unavailable("native", torch.device("cpu"), torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    calls = count(dense(), "native", config)[0].calls
+    assert (calls["head_scores"], calls["head_gradient"], calls["mm"], calls["addmm"]) == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+@pytest.mark.parametrize("config", [TOKEN[0], SEQUENCE[0], BATCH[0]], ids=config_id)
+def test_without_compaction_nothing_waits_for_the_device(impl, config):
+    """No operator whose result's shape, or Python's next step, depends on values."""
+    waits = ("nonzero", "_local_scalar_dense", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2")
+    recorded, _ = count(dense(masked=0.3), impl, config, compact=False)
+    assert [name for name in waits if recorded.calls[name]] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scratch", [None, 3 * 2**19], ids=["default", "1.5-MiB"])
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_memory_is_what_the_engine_says(impl, scratch, dtype):
+    """Beyond gradients and per-token vectors no more than `Engine.cost`, which is no loose bound either.
+
+    What native takes inside its operators is not seen here; tests/native/test_engine.py asks the system for its peak.
+    """
+    case = dense(dtype, B=16, T=32, H=8, V=8192)
+    head, tokens = prepared(case)
+    number = tokens.ids.shape[0]
+    cost = engines.engine(impl).cost(head, number, scratch)
+    assert scratch is None or cost.scratch_bytes <= scratch * (1 if impl == "chunked" else 2)
+    recorded, result = count(case, impl, TOKEN[0], scratch=scratch)
+    gradients = result.gradients.weight.nbytes + result.gradients.hidden.nbytes
+    vectors = number * (4 * 8 * 4 + 8 * 64)  # rows of hidden states, [N] vectors
+    seen = recorded.peak - gradients
+    assert seen <= cost.scratch_bytes + vectors
+    if impl == "chunked":
+        assert seen >= cost.scratch_bytes // 2
+    accumulated = result.gradients.weight.dtype != case.lm_head_weight.dtype
+    assert cost.accumulator_bytes == (result.gradients.weight.nbytes if accumulated else 0)
+
+
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_memory_does_not_grow_with_the_batch(impl):
+    """Four times the tokens, the same scratch: only per-token tensors grow."""
+    budget = 2**20
+    peaks = []
+    for sequences in (8, 32):
+        case = dense(B=sequences, T=32, H=8, V=3000)
+        recorded, result = count(case, impl, TOKEN[0], scratch=budget)
+        peaks.append(recorded.peak - result.gradients.hidden.nbytes)
+    assert peaks[1] - peaks[0] <= 768 * (4 * 8 * 4 + 8 * 64 + 4 * 128)
+
+
+class Counting:
+    """Stands for a kernel, and counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(
+    ("config", "scratch", "options", "launches", "products"),
+    [
+        (TOKEN[0], None, {}, (1, 1, 1), 2),
+        (SEQUENCE[0], None, {}, (1, 1, 1), 2),
+        (BATCH[0], None, {}, (2, 1, 0), 2),
+    ],
+    ids=["token", "sequence", "batch"],
+)
+def test_launches_of_triton(config, scratch, options, launches, products, monkeypatch):
+    """The head kernel scores and stores, one launch merges, one makes dlogits; two library products follow."""
+    reason = engines.unavailable("triton", torch.device("cpu"), torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    from grpo_fused.kernels import head_launch
+
+    names = ("head_fwd_kernel", "finish_scores_fwd_kernel", "exponentials_bwd_kernel")
+    kernels = [Counting(getattr(head_launch, name)) for name in names]
+    for name, kernel in zip(names, kernels, strict=True):
+        monkeypatch.setattr(head_launch, name, kernel)
+    case = dense(B=2, T=8, V=200)
+    recorded, result = count(case, "triton", config)
+    assert result.gradients.tokens == 16
+    assert tuple(kernel.launches for kernel in kernels) == launches
+    assert recorded.products(16, H, 200) == products

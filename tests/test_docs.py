@@ -1,0 +1,356 @@
+"""The README and docs/ do what they say: every block of Python runs, what it prints stands below it, commands exist.
+
+    python -m pytest tests/test_docs.py
+    python tests/test_docs.py --write    # put what blocks print now into the pages
+
+Blocks of a page share a namespace, in order. A comment before a block says what the reader would bring:
+
+    <!-- needs: model, input_ids -->     names that `PREPARED` makes
+    <!-- run: torchrun 2 -->             the block is a program of its own for two ranks
+    <!-- not run: reason -->             a fragment; listed by `test_what_is_not_run_says_why`
+
+A block of text right after one of Python is what it prints: the same words, numbers as near as rounding allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+FRAGMENTS = {"docs/extending.md": 1}
+"""Blocks that are not run; a new one must be counted here."""
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    page: str
+    line: int
+    """of its first line of code, from 1"""
+    language: str
+    code: str
+    needs: list[str]
+    ranks: int
+    """0: run here"""
+    not_run: str | None
+    output: str | None
+    """of the block of text that follows"""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str) -> list[Block]:
+    """All blocks of a page."""
+    lines, found, i = (ROOT / page).read_text(encoding="utf-8").splitlines(), [], 0
+    comments: list[str] = []
+    after = None  # the block that nothing but blank lines separates from here
+    while i < len(lines):
+        fence = re.fullmatch(r"```(\w*)", lines[i])
+        if fence:
+            end = lines.index("```", i + 1)
+            code = "\n".join(lines[i + 1 : end]) + "\n"
+            if fence[1] == "text" and after is not None:
+                found[after] = found[after]._replace(output=code)
+                after = None
+            else:
+                found.append(Block(page, i + 2, fence[1], code, *_instructions(comments), None))
+                after = len(found) - 1 if fence[1] == "python" else None
+            comments, i = [], end
+        elif comment := re.fullmatch(r"<!-- (.*) -->", lines[i]):
+            comments.append(comment[1])
+        elif lines[i].strip():
+            comments, after = [], None
+        i += 1
+    return found
+
+
+def _instructions(comments: list[str]) -> tuple[list[str], int, str | None]:
+    needs: list[str] = []
+    ranks, not_run = 0, None
+    for comment in comments:
+        what, _, value = comment.partition(": ")
+        if what == "needs":
+            needs += value.split(", ")
+        elif what == "run":
+            ranks = int(value.removeprefix("torchrun "))
+        elif what == "not run":
+            not_run = value
+        else:
+            raise ValueError(f"unknown instruction: {comment}")
+    return needs, ranks, not_run
+
+
+class Small:
+    """What readers bring, in small."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self, name: str, names: dict[str, Any]) -> Any:
+        """The value of `name`, which may depend on what the page has made so far."""
+        return PREPARED[name](self, names)
+
+
+def _model(small: Small, names: dict[str, Any]) -> Any:
+    pytest.importorskip("transformers")
+    from integrations.tiny import build
+
+    return build("gemma2")
+
+
+def _ids(small: Small, names: dict[str, Any]) -> Any:
+    from integrations.tiny import token_ids
+
+    return token_ids()
+
+
+def _trl(what: str) -> Callable[[Small, dict[str, Any]], Any]:
+    def make(small: Small, names: dict[str, Any]) -> Any:
+        pytest.importorskip("trl")
+        from integrations import trl_runs
+
+        if what == "model_path":
+            return str(trl_runs.save_small_model(small.folder / "model"))
+        if what == "options":
+            return {
+                "output_dir": str(small.folder / "out"), "per_device_train_batch_size": 4, "num_generations": 4,
+                "max_completion_length": 6, "max_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+                "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+            }  # fmt: skip
+        return {"dataset": trl_runs.dataset, "tokenizer": trl_runs.build_tokenizer}[what]()
+
+    return make
+
+
+def _reward(small: Small, names: dict[str, Any]) -> Any:
+    from integrations.trl_runs import reward
+
+    return reward
+
+
+PREPARED: dict[str, Callable[[Small, dict[str, Any]], Any]] = {
+    "model": _model,
+    "input_ids": _ids,
+    "attention_mask": lambda small, names: torch.ones_like(names["input_ids"]),
+    "old_per_token_logps": lambda small, names: names["out"].per_token_logps,
+    "epsilon": lambda small, names: 0.2,
+    "epsilon_high": lambda small, names: 0.28,
+    "temperature": lambda small, names: 0.9,
+    "reward": _reward,
+    **{name: _trl(name) for name in ("model_path", "options", "dataset", "tokenizer")},
+}
+
+
+def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, dict[str, Any]]]:
+    """Each block that runs, what it printed, and the page's names so far."""
+    small, module = Small(folder), types.ModuleType("page")
+    names = module.__dict__
+    torch.manual_seed(0)
+    for block in blocks(page):
+        if block.language != "python" or block.not_run is not None:
+            continue
+        for name in block.needs:
+            names[name] = small.prepare(name, names)
+        if block.ranks:
+            yield block, _torchrun(block, folder), names
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # blank lines before it: a traceback names the page's lines
+            exec(compile("\n" * (block.line - 1) + block.code, str(ROOT / page), "exec"), names)
+        yield block, printed.getvalue(), names
+
+
+def _torchrun(block: Block, folder: Path) -> str:
+    program = folder / "block.py"
+    program.write_text(block.code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(block.ranks)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(program)], cwd=ROOT, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_runs(page, tmp_path):
+    names: dict[str, Any] = {}
+    for block, printed, current in run_page(page, tmp_path):
+        names = current
+        if block.output is not None:
+            assert_same_text(printed, block.output, str(block))
+    if page in EXPECTED:
+        EXPECTED[page](names)
+
+
+def assert_same_text(got: str, want: str, where: str) -> None:
+    """The same words; errors (1e-6) within a factor of 4, other numbers within 5 % and half a unit."""
+    number = r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+    assert re.sub(number, "#", got).split() == re.sub(number, "#", want).split(), f"{where} prints\n{got}"
+    for mine, theirs in zip(re.findall(number, got), re.findall(number, want), strict=True):
+        a, b = float(mine), float(theirs)
+        if "e" in mine or "e" in theirs:
+            near = a == b or (a * b > 0 and 1 / 4 <= a / b <= 4)
+        else:
+            near = abs(a - b) <= 0.05 * abs(b) + (0.5 if "." not in theirs and abs(b) > 1 else 0)
+        assert near, f"{where} prints {mine} where the page has {theirs}:\n{got}"
+
+
+def _readme_is_equivalent(names: dict[str, Any]) -> None:
+    """The loss by plain PyTorch is the call's, and so are its gradients: on-policy, the ratio is 1."""
+    out, loss, hidden = names["out"], names["loss"], names["hidden_states"]
+    assert names["lm_head_weight"].grad.norm() > 0
+    assert out.loss.abs() < 1e-6, "advantages of one group of equal lengths add up to 0"
+    torch.testing.assert_close(loss.detach(), out.loss.detach(), rtol=0, atol=1e-5)
+    mine, hidden.grad = hidden.grad.clone(), None
+    loss.backward()
+    assert (mine - hidden.grad).norm() < 0.02 * hidden.grad.norm()
+
+
+def _heads_give_the_models_log_probs(names: dict[str, Any]) -> None:
+    from integrations.tiny import log_probs
+
+    want = log_probs(names["model"](input_ids=names["input_ids"]).logits.float(), names["input_ids"])
+    torch.testing.assert_close(names["out"].logps, want, rtol=0, atol=2e-4)
+
+
+EXPECTED = {"README.md": _readme_is_equivalent, "docs/heads.md": _heads_give_the_models_log_probs}
+"""What must hold after a page has run, beside its own assertions."""
+
+
+def test_what_is_not_run_says_why():
+    """Every Python block runs or gives a reason, and their number is known."""
+    fragments = [block for page in PAGES for block in blocks(page) if block.not_run is not None]
+    assert all(block.not_run for block in fragments)
+    assert {page: sum(block.page == page for block in fragments) for page in PAGES if page in FRAGMENTS} == FRAGMENTS
+    assert len(fragments) == sum(FRAGMENTS.values()), [str(block) for block in fragments]
+    assert {block.language for page in PAGES for block in blocks(page)} <= {"python", "bash", "text", "cpp", "bibtex"}
+    unknown = {name for page in PAGES for block in blocks(page) for name in block.needs} - PREPARED.keys()
+    assert not unknown
+
+
+PROSE = [*PAGES, "CONTRIBUTING.md", "csrc/README.md"]
+
+
+def commands(page: str) -> Iterator[str]:
+    """Lines of shell blocks, and commands in running text."""
+    for block in blocks(page):
+        if block.language == "bash":
+            yield from (line.split("#")[0].strip() for line in block.code.splitlines() if line.split("#")[0].strip())
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`([^`]+)`", text):
+        if re.match(r"(make|python|torchrun)\s", code):
+            yield " ".join(code.split())
+
+
+def test_commands_are_found():
+    """The pattern must see them."""
+    assert "make demo" in list(commands("README.md"))
+    assert any("torchrun" in command for command in commands("docs/scaling.md"))
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_commands_exist(page):
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in commands(page):
+        words = command.split()
+        if words[0] == "make":
+            named = [word for word in words[1:] if "=" not in word]
+            assert set(named) <= set(targets), f"{page}: {command}"
+            continue
+        if "-m" in words:
+            name, *arguments = words[words.index("-m") + 1 :]
+            if name in ("pytest", "pip", "venv"):
+                continue
+            source = _module(name, arguments)
+            assert source is not None, f"{page}: {command}: there is no module {name}"
+        else:
+            script = next((word for word in words[1:] if word.endswith(".py")), None)
+            if script is None:
+                assert words[0] == "torchrun", f"{page}: {command}: runs nothing"
+                continue
+            arguments, source = words[words.index(script) + 1 :], (ROOT / script).read_text()
+        for flag in (word for word in arguments if word.startswith("--")):
+            assert f'"{flag}"' in source or words[1] == "setup.py", f"{page}: {command}: {flag} is no option"
+
+
+def _module(name: str, arguments: list[str]) -> str | None:
+    """Source of the module that parses the arguments."""
+    if name == "grpo_fused":
+        from grpo_fused.__main__ import COMMANDS
+
+        assert not arguments or arguments[0] in COMMANDS or arguments[0].startswith("<"), arguments
+        name = f"grpo_fused.{COMMANDS[arguments[0]][0]}" if arguments and arguments[0] in COMMANDS else name
+    base = ROOT / Path(*name.split("."))
+    for path in (base.with_suffix(".py"), base / "__main__.py"):
+        if path.exists():
+            return path.read_text()
+    return None
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_links_and_files_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("http") or ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+    homes = (ROOT, ROOT / "grpo_fused", ROOT / page, (ROOT / page).parent)
+    for code in re.findall(r"`([^`\s]+)`", text):
+        if re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|md|h|cpp|cuh?|toml|txt)", code):
+            assert any((home / code).exists() for home in homes), f"{page}: {code}"
+
+
+def test_places_to_extend_exist():
+    """Each row of the table: names, and the file that has them."""
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\| `([\w/.]+)` \|$", (ROOT / "docs/extending.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    for names, path in rows:
+        found = re.findall(r"`(\w+)`", names)
+        assert found, path
+        for name in found:  # where it is made, not where it is used
+            made = rf"^\s*(?:.*\b(?:def|class) {name}\b|{name}\b.* = |{name}: |.*> {name}\()"
+            assert re.search(made, (ROOT / path).read_text(), re.MULTILINE), f"{path} does not define {name}"
+
+
+def test_comparison_of_output_sees_differences():
+    assert_same_text("off by 3e-06, 0.93 of 519 MiB", "off by 4e-06, 0.935 of 519 MiB", "")
+    for got in ("off by 9e-04", "off by 0e+00", "on by 4e-06"):
+        with pytest.raises(AssertionError):
+            assert_same_text(got, "off by 4e-06", "")
+    for got, want in (("3 products", "4 products"), ("(80, 80)", "(80, 48)"), ("[0.1, nan]", "[0.1, 0.0]")):
+        with pytest.raises(AssertionError):
+            assert_same_text(got, want, "")
+
+
+def write() -> None:
+    """Put what blocks print now into the pages."""
+    import tempfile
+
+    for page in PAGES:
+        with tempfile.TemporaryDirectory() as folder:
+            for block, printed, _ in run_page(page, Path(folder)):
+                if block.output is not None:
+                    text = (ROOT / page).read_text(encoding="utf-8")
+                    before = f"{block.code}```\n\n```text\n"
+                    assert before + block.output in text, block
+                    text = text.replace(before + block.output, before + printed)
+                    (ROOT / page).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/test_docs.py --write")
+    write()
