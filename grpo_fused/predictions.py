@@ -79,12 +79,12 @@ class Prediction(NamedTuple):
 
 
 MEASURED = {
-    ("native", torch.bfloat16): Ratios((0.87, 0.93), (0.74, 0.78)),
-    ("native", torch.float32): Ratios((0.88, 0.96), (0.50, 0.55)),
-    ("chunked", torch.bfloat16): Ratios((2.08, 2.25), (3.18, 3.41)),
-    ("chunked", torch.float32): Ratios((0.70, 1.16), (1.38, 1.43)),
+    ("native", torch.bfloat16): Ratios((0.92, 0.92), (0.84, 0.84)),
+    ("native", torch.float32): Ratios((0.76, 0.92), (0.67, 0.72)),
+    ("chunked", torch.bfloat16): Ratios((2.02, 2.21), (2.9, 3.08)),
+    ("chunked", torch.float32): Ratios((1.12, 1.23), (1.33, 1.55)),
 }
-"""For installations without `benchmarks/results`: p20 to p80 of its runs of 2026-11-21 (1540 and 1550), 1024 tokens,
+"""For installations without `benchmarks/results`: p20 to p80 of its quiet run of 2026-11-21 (1713), 1024 tokens,
 H = 896, V = 151936, 2 cores of an AMD EPYC with AVX512-BF16, torch 2.13. No GPU has been measured."""
 
 FROM_TABLE = "of 2 cores of an AMD EPYC with AVX512-BF16 (grpo_fused.predictions.MEASURED)"

@@ -142,6 +142,16 @@ def _reward(small: Small, names: dict[str, Any]) -> Any:
     return reward
 
 
+def _tiny_policy(small: Small, names: dict[str, Any]) -> Any:
+    pytest.importorskip("accelerate")
+    from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
+
+    tokenizer, folder = tiny_tokenizer(), small.folder / "policy"
+    tiny_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 PREPARED: dict[str, Callable[[Small, dict[str, Any]], Any]] = {
     "model": _model,
     "input_ids": _ids,
@@ -151,6 +161,9 @@ PREPARED: dict[str, Callable[[Small, dict[str, Any]], Any]] = {
     "epsilon_high": lambda small, names: 0.28,
     "temperature": lambda small, names: 0.9,
     "reward": _reward,
+    "path": _tiny_policy,
+    "rows": lambda small, names: [{"prompt": f"{number} + 1 ="} for number in range(4)],
+    "folder": lambda small, names: small.folder / "run",
     **{name: _trl(name) for name in ("model_path", "options", "dataset", "tokenizer")},
 }
 
@@ -271,6 +284,10 @@ def test_commands_exist(page):
             named = [word for word in words[1:] if "=" not in word]
             assert set(named) <= set(targets), f"{page}: {command}"
             continue
+        if words[0] == "pip":
+            continue
+        if words[0] == "grpo-fused":
+            words = ["python", "-m", "grpo_fused", *words[1:]]
         if "-m" in words:
             name, *arguments = words[words.index("-m") + 1 :]
             if name in ("pytest", "pip", "venv"):
@@ -283,6 +300,15 @@ def test_commands_exist(page):
                 assert words[0] == "torchrun", f"{page}: {command}: runs nothing"
                 continue
             arguments, source = words[words.index(script) + 1 :], (ROOT / script).read_text()
+        if arguments[:1] == ["train"]:
+            known = subprocess.run(
+                [sys.executable, "-m", "grpo_fused", "train", "--help"], cwd=ROOT, capture_output=True, text=True
+            ).stdout.replace("-", "_")
+            for flag in (word for word in arguments if word.startswith("--")):
+                assert f"__{flag[2:].replace('-', '_')} " in known, f"{page}: {command}: {flag} is no option"
+            for file in (word for word in arguments if word.endswith(".yaml")):
+                assert (ROOT / file).exists(), f"{page}: {command}"
+            continue
         for flag in (word for word in arguments if word.startswith("--")):
             assert f'"{flag}"' in source or words[1] == "setup.py", f"{page}: {command}: {flag} is no option"
 
