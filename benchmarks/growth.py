@@ -154,7 +154,8 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
     points: list[dict[str, Any]] = []
     for dtype in dtypes:
         for shape in grid.shapes():
-            points += measure(shape, getattr(torch, dtype), device, rounds)
+            points += (found := measure(shape, getattr(torch, dtype), device, rounds))
+            print_points(found)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
@@ -169,15 +170,21 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
     }
 
 
-def print_table(data: dict[str, Any]) -> None:
-    for p in data["points"]:
+def print_points(points: list[dict[str, Any]]) -> None:
+    for p in points:
         text = f"{p['dtype']:9} N={p['N']:6} H={p['H']:4} V={p['V']:6} active {p['active']:4.0%}  {p['engine']:8}"
-        text += f"{p['seconds']['median']:8.3f} s (predicted {p['predicted_seconds']:7.3f})"
+        text += f"{p['seconds']['median']:8.3f} s"
+        if "predicted_seconds" in p:
+            text += f" (predicted {p['predicted_seconds']:7.3f})"
         if p["bytes"] is not None:
             text += f" {p['bytes'] / 2**20:7.1f} MiB"
         if "predicted_bytes" in p:
             text += f" (predicted {p['predicted_bytes'] / 2**20:7.1f})"
-        print(text)
+        print(text, flush=True)
+
+
+def print_table(data: dict[str, Any]) -> None:
+    print_points(data["points"])
     for engine, by_dtype in data["model"]["leave_one_out_error"].items():
         for dtype, error in by_dtype.items():
             seconds = error["seconds"]
