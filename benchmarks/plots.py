@@ -41,8 +41,8 @@ def accuracy_plot(section: dict[str, Any]) -> Figure:
     figure = _figure(
         13.2, 4.6, "What rounding the logits to bf16 costs GRPO",
         f"bf16 inputs, {shape['B'] * shape['T']} tokens sampled from the policy, H = {shape['H']}, V = {shape['V']}, "
-        f"{section['device']}; against float64 on the same inputs, with exact old log-probs. (A head of bf16 logits that has "
-        "scored the rollout too has ratios of 1 as well, until the policy moves.)",
+        f"{section['device']}; against float64 on the same inputs, with exact old log-probs.\n"
+        "A head of bf16 logits that has scored the rollout too has ratios of 1 as well, until the policy moves.",
     )  # fmt: skip
     error, flips, ratios = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 0.9))
     _error_panel(error, section)
@@ -245,7 +245,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
     figure = _figure(
         13.2, 4.5, "A whole training step: the loss is only a part of it",
         f"Qwen2 with H = {model['hidden']}, {model['layers']} layers, V = {model['vocab']}; {section['tokens']} "
-        f"completion tokens, no generation, {model['device']}. On the right, products per token by parameters, attention left out",
+        f"completion tokens, no generation, {model['device']}. On the right: by parameters, without attention scores",
     )  # fmt: skip
     time, memory, share = figure.subplots(1, 3)
     bars = [(dtype, name, r) for dtype, by in section["results"].items() for name, r in by.items() if "head_share" in r]

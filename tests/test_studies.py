@@ -129,14 +129,15 @@ def test_predictions_come_from_the_result_file(tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_predicted_scratch_is_what_a_call_takes(engine):
-    """N = 448 of V = 8192: fp32 logits would be 14 MiB."""
-    shape = scratch_cpu.Shape(448, 128, 8192)
+    """Blocks above 32 MiB, which an allocator gives back at once; what is smaller it may keep, hence the tolerance."""
+    shape = scratch_cpu.Shape(448, 128, 32768)
     (point,) = [p for p in growth.measure(shape, torch.bfloat16, "cpu", 1) if p["engine"] == engine]
     if math.isnan(point["bytes"]):
         pytest.skip("the peak of this process cannot be read")
     predicted = scratch_cpu.scratch_bytes(engine, shape, torch.bfloat16)
-    assert abs(point["bytes"] - predicted) < 6 * 2**20
-    assert predicted > 8 * 2**20
+    tolerance = {"native": 8, "chunked": 16}[engine] * 2**20
+    assert abs(point["bytes"] - predicted) < tolerance
+    assert predicted > 2.5 * tolerance
 
 
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
