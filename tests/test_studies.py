@@ -129,15 +129,15 @@ def test_predictions_come_from_the_result_file(tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_predicted_scratch_is_what_a_call_takes(engine):
-    """Blocks above 32 MiB, which an allocator gives back at once; what is smaller it may keep, hence the tolerance."""
-    shape = scratch_cpu.Shape(448, 128, 32768)
+    """Tolerances are what an allocator may keep, and, of `chunked`, what a library's products take."""
+    N, H, tolerance = {"native": (448, 128, 6 * 2**20), "chunked": (256, 256, 28 * 2**20)}[engine]
+    shape = scratch_cpu.Shape(N, H, 32768)
     (point,) = [p for p in growth.measure(shape, torch.bfloat16, "cpu", 1) if p["engine"] == engine]
     if math.isnan(point["bytes"]):
         pytest.skip("the peak of this process cannot be read")
     predicted = scratch_cpu.scratch_bytes(engine, shape, torch.bfloat16)
-    tolerance = {"native": 8, "chunked": 16}[engine] * 2**20
     assert abs(point["bytes"] - predicted) < tolerance
-    assert predicted > 2.5 * tolerance
+    assert predicted > 1.5 * tolerance
 
 
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
