@@ -14,7 +14,7 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
 INK, MUTED, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 COLORS = {
@@ -137,7 +137,6 @@ def _draw_curves(axes: Axes, groups: dict[tuple[str, ...], tuple[list[float], li
         mine = names[0] in OURS
         color = COLORS.get(names[0], MUTED)
         axes.plot(x, y, color=color, linewidth=2.4 if mine else 1.6, marker="o", markersize=4, zorder=3 if mine else 2)
-    low, high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
     ends = []
     for names, (x, y) in groups.items():
         text = ", ".join(LABELS.get(name, name) for name in names)
@@ -145,14 +144,22 @@ def _draw_curves(axes: Axes, groups: dict[tuple[str, ...], tuple[list[float], li
             text = "eager, TRL, Liger:\nbf16 logits"
         elif len(names) > 1 and names[0] in OURS:
             text = f"ours\n({text})"
-        ends.append([(axes.transData.transform((1, y[-1]))[1] - low) / (high - low), x[-1], text, names[0]])
+        ends.append((x[-1], y[-1], text, COLORS.get(names[0], MUTED)))
+    _name_ends(axes, ends)
+
+
+def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Writes (x, y, text, colour) to the right of its point, above the text below where they would meet."""
+    figure_low, figure_high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
+    points = axes.get_position().height * axes.figure.get_figheight() * 72
     below = -1.0
-    for height, x_end, text, name in sorted(ends, key=lambda end: end[0]):
-        room = 0.005 + 0.02 * (1 + text.count("\n"))  # half its height
+    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+        room = 5.5 * (1 + text.count("\n")) / points  # half its height
+        height = (axes.transData.transform((1, y))[1] - figure_low) / (figure_high - figure_low)
         below = max(height, below + room)
         axes.text(
-            1.12 * x_end, below, text, transform=axes.get_xaxis_transform(), va="center", fontsize=8.5,
-            fontweight="bold", color=COLORS.get(name, MUTED),
+            1.12 * x, below, text, transform=axes.get_xaxis_transform(), va="center", fontsize=8.5,
+            fontweight="bold", color=color,
         )  # fmt: skip
         below += room
 
@@ -183,13 +190,15 @@ def growth_plot(section: dict[str, Any]) -> Figure:
             p for p in section["points"]
             if p["dtype"] == dtype and all(p[k] == v for k, v in base.items() if k != dimension)
         ]  # fmt: skip
-        for row, (measured, predicted, unit) in enumerate(
-            ((_seconds, "predicted_seconds", 1.0), (_bytes, "predicted_bytes", MIB))
-        ):
-            _growth_panel(panels[row][column], points, dimension, measured, predicted, unit, names=column == 0)
+        _growth_panel(panels[0][column], points, dimension, _seconds, "predicted_seconds", 1.0)
+        _growth_panel(panels[1][column], points, dimension, _bytes, "predicted_bytes", MIB)
         _title(panels[0][column], f"Time by {titles[dimension]}", "seconds, forward + backward" if column == 0 else "")
         below = "MiB beyond inputs and gradients" if column == 0 else ""
         _title(panels[1][column], f"Memory by {titles[dimension]}", below)
+    for axes in panels[:, -1]:  # once all panels of the row have set its limits
+        axes.set_xlim(right=2.2 * axes.get_xlim()[1])
+        curves = [curve for curve in axes.get_lines() if curve.get_linestyle() != "None"]
+        _name_ends(axes, [(c.get_xdata()[-1], c.get_ydata()[-1], c.get_label(), c.get_color()) for c in curves])
     return figure
 
 
@@ -208,8 +217,6 @@ def _growth_panel(
     measured: Callable[[dict[str, Any]], float | None],
     predicted: str,
     unit: float,
-    *,
-    names: bool,
 ) -> None:
     ticks = sorted({p[dimension] for p in points})
     for engine in dict.fromkeys(p["engine"] for p in points):
@@ -218,19 +225,19 @@ def _growth_panel(
         line = [(p[dimension], p[predicted] / unit) for p in mine if p.get(predicted)]
         if not dots:
             continue
-        color = COLORS.get(engine, MUTED)
+        color, name = COLORS.get(engine, MUTED), LABELS.get(engine, engine)
         axes.plot(*zip(*dots, strict=True), "o", color=color, markersize=5)
-        if line:
-            axes.plot(*zip(*line, strict=True), color=color, linewidth=1.4)
-        if names:
-            axes.annotate(
-                LABELS.get(engine, engine), dots[0], xytext=(-4, 7), textcoords="offset points", color=color,
-                fontsize=8.5, fontweight="bold",
-            )  # fmt: skip
+        axes.plot(*zip(*(line or dots), strict=True), color=color, linewidth=1.4, label=name)
+    if measured is _bytes:
+        logits = sorted({(p[dimension], 4 * p["N"] * p["active"] * p["V"] / unit) for p in points})
+        axes.plot(
+            *zip(*logits, strict=True), color=MUTED, linewidth=1, linestyle=":", label="fp32 logits\nof all tokens"
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(ticks, [f"{t:.0%}" if dimension == "active" else _thousands(t) for t in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
