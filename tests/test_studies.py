@@ -127,17 +127,21 @@ def test_predictions_come_from_the_result_file(tmp_path):
         fitted.predict("chunked", 1, 1, 1, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def measured_scratch():
+    shape = scratch_cpu.Shape(256, 256, 32768)
+    return shape, {p["engine"]: p["bytes"] for p in growth.measure(shape, torch.bfloat16, "cpu", 1)}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_predicted_scratch_is_what_a_call_takes(engine):
+def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
     """Tolerances are what an allocator may keep, and, of `chunked`, what a library's products take."""
-    N, H, tolerance = {"native": (448, 128, 6 * 2**20), "chunked": (256, 256, 28 * 2**20)}[engine]
-    shape = scratch_cpu.Shape(N, H, 32768)
-    (point,) = [p for p in growth.measure(shape, torch.bfloat16, "cpu", 1) if p["engine"] == engine]
-    if math.isnan(point["bytes"]):
+    shape, measured = measured_scratch
+    if math.isnan(measured[engine]):
         pytest.skip("the peak of this process cannot be read")
     predicted = scratch_cpu.scratch_bytes(engine, shape, torch.bfloat16)
-    assert abs(point["bytes"] - predicted) < tolerance
-    assert predicted > 1.5 * tolerance
+    tolerance = {"native": 2, "chunked": 28}[engine] * 2**20
+    assert abs(measured[engine] - predicted) < tolerance < predicted / 1.5
 
 
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
@@ -149,15 +153,15 @@ def test_the_native_plan_recomputes_only_what_finds_no_place():
 
 
 def test_growth_in_a_tiny_form(tmp_path):
-    grid = growth.Grid(scratch_cpu.Shape(64, 32, 2048), {"N": (32, 64), "V": (1024, 2048), "active": (0.5, 1.0)})
+    grid = growth.Grid(scratch_cpu.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
     section = growth.study(grid, ("bfloat16",), "cpu", rounds=1)
-    assert len(section["points"]) == 4 * len({p["engine"] for p in section["points"]})
+    assert len(section["points"]) == 3 * len({p["engine"] for p in section["points"]})
     assert {"chunked", "bare"} <= section["model"]["coefficients"].keys()
     for point in section["points"]:
         assert point["predicted_seconds"] > 0.0
         assert ("predicted_bytes" in point) == (point["engine"] != "bare")
     assert growth.line(section["model"], "chunked", "bfloat16", [grid.base])[0] > 0.0
-    rendered(plots.growth_plot(section), tmp_path, panels=6)
+    rendered(plots.growth_plot(section), tmp_path, panels=4)
 
 
 def test_end_to_end_in_a_tiny_form(tmp_path):
