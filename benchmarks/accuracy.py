@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.exact import OLD_NOISE, Case, Shape, make_case
+from benchmarks.accuracy_problem import OLD_NOISE, Case, Shape, make_case
 from benchmarks.providers import EPSILON, Problem, eager_logps, installed, liger, loss_from_logps, trl_logps
 from benchmarks.study import record
 from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, cost_cpu, end_to_end, exact, growth, plots, scratch_cpu, study
+from benchmarks import accuracy, accuracy_problem, cost_cpu, end_to_end, growth, study_plots
 from grpo_fused import _native
 
 TINY = exact.Shape(B=2, T=24, H=64, V=1000)
