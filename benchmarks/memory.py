@@ -20,6 +20,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]
     }
 
 
-def _cuda_peak(call: Callable[[], None]) -> int:
+def _cuda_peak(call: Callable[[], object]) -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -89,15 +90,31 @@ def _cuda_peak(call: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _cpu_peaks(call: Callable[[], None]) -> tuple[int | None, int]:
-    """Bytes: resident set (None where it cannot be read), and what torch's allocator had handed out."""
-    before = None
+def peak_bytes(call: Callable[[], object], device: str) -> float:
+    """Peak memory of a call beyond what was there before it: resident memory on the CPU, the allocator's on CUDA; nan
+    where it cannot be read. The call is made twice: the first one takes the libraries' own memory."""
+    call()
+    gc.collect()
+    if device == "cuda":
+        return _cuda_peak(call)
+    before = _forget_peak()
+    call()
+    return math.nan if before is None else _resident() - before
+
+
+def _forget_peak() -> int | None:
+    """Lets the peak of the resident set count from now; bytes of it now, None where that cannot be done."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        before = _resident()
+        Path("/proc/self/clear_refs").write_text("5")
+        return _resident()
     except OSError:
-        pass
+        return None
+
+
+def _cpu_peaks(call: Callable[[], None]) -> tuple[int | None, int]:
+    """Bytes: resident set (None where it cannot be read), and what torch's allocator had handed out."""
+    before = _forget_peak()
     with _profiler() as profiler:
         call()
         after = None if before is None else _resident()

@@ -1,4 +1,4 @@
-"""Bars of time and of memory, from the newest runs, as SVG files that come out alike byte by byte.
+"""Bars of time and of memory, and the studies' pictures, from the newest runs, as SVG files alike byte by byte.
 
 Each file carries the hash of the data that it shows, so that a check needs neither matplotlib nor its version.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.results import newest
 from benchmarks.tables import peak_mib, title, with_peers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Plot(NamedTuple):
@@ -29,12 +32,48 @@ class Plot(NamedTuple):
     @property
     def hash(self) -> str:
         """Of everything that is shown."""
-        return hashlib.sha256(json.dumps(self, sort_keys=True).encode()).hexdigest()
+        return _hash(self)
+
+    def figure(self) -> Figure:
+        """Drawn."""
+        from matplotlib.figure import Figure
+
+        rows = max(len(bars) for bars in self.panels.values())
+        figure = Figure(figsize=(7, len(self.panels) * (0.7 + 0.24 * rows)), layout="tight")
+        axes = figure.subplots(len(self.panels), 1, squeeze=False, sharex=True)
+        for axis, (name, bars) in zip(axes[:, 0], self.panels.items(), strict=True):
+            _panel(axis, name, bars, self)
+        axes[-1, 0].set_xlabel(self.label)
+        return figure
 
 
-def plots(folder: Path) -> dict[str, Plot]:
+class Study(NamedTuple):
+    """A section of a run, drawn by `benchmarks.study_plots`."""
+
+    name: str
+    section: dict[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """Of everything that is shown."""
+        return _hash(self.section)
+
+    def figure(self) -> Figure:
+        """Drawn."""
+        from benchmarks.study_plots import PLOTS
+
+        return PLOTS[self.name](self.section)
+
+
+STUDIES = ("accuracy", "growth", "end_to_end")
+
+
+def plots(folder: Path) -> dict[str, Plot | Study]:
     """File name to what it shows, for what has been measured."""
-    found = {}
+    found: dict[str, Plot | Study] = {}
+    for study in STUDIES:
+        if (run := newest("cuda", study, folder) or newest("cpu", study, folder)) is not None:
+            found[f"{study.replace('_', '-')}.svg"] = Study(study, run.sections[study])
     for device, name in (("cpu", "cpu"), ("cuda", "gpu")):
         run = newest(device, "loss", folder)
         if run is None:
@@ -59,31 +98,25 @@ def plots(folder: Path) -> dict[str, Plot]:
     return found
 
 
-def is_current(path: Path, plot: Plot) -> bool:
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def is_current(path: Path, plot: Plot | Study) -> bool:
     """Whether the file is there and shows these data."""
     return path.exists() and plot.hash in path.read_text(encoding="utf-8")
 
 
-def draw(path: Path, plot: Plot) -> None:
+def draw(path: Path, plot: Plot | Study) -> None:
     """Write the file."""
     import matplotlib
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     # text stays text, ids are salted with a constant: the same data give the same bytes
     with matplotlib.rc_context({"svg.hashsalt": "grpo_fused", "svg.fonttype": "none", "font.size": 9}):
-        rows = max(len(bars) for bars in plot.panels.values())
-        figure, axes = pyplot.subplots(
-            len(plot.panels), 1, figsize=(7, len(plot.panels) * (0.7 + 0.24 * rows)), squeeze=False, sharex=True
-        )
-        for axis, (name, bars) in zip(axes[:, 0], plot.panels.items(), strict=True):
-            _panel(axis, name, bars, plot)
-        axes[-1, 0].set_xlabel(plot.label)
-        figure.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": f"data {plot.hash}"})
-        pyplot.close(figure)
+        plot.figure().savefig(
+            path, format="svg", metadata={"Date": None, "Creator": None, "Description": f"data {plot.hash}"}
+        )
 
 
 def _panel(axis: Any, name: str, bars: dict[str, float], plot: Plot) -> None:

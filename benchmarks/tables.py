@@ -64,12 +64,88 @@ def providers(folder: Path) -> str:
     return "\n".join([*lines, "", "</details>"])
 
 
+def accuracy(folder: Path) -> str:
+    """What rounding of the head costs in bf16, where the largest logit is nearest to 32; and the picture."""
+    run = newest("cpu", "accuracy", folder)
+    if run is None:
+        return f"Accuracy: {NOT_YET} (`make bench`)."
+    rows = [row for row in run.sections["accuracy"]["rows"] if row["dtype"] == "bfloat16"]
+    size = min((row["max_logit"] for row in rows), key=lambda z: abs(z - 32))
+    shape = run.sections["accuracy"]["shape"]
+    lines = [
+        f"bf16, {shape['B'] * shape['T']} tokens, H = {shape['H']}, V = {shape['V']}, largest logit {size:.0f}; "
+        f"{_where(run)}.",
+        "",
+        "| | max \\|Δlogp\\| | mean | clip decisions that flip |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["max_logit"] == size:
+            error = row["logp_error"]
+            lines.append(
+                f"| {row['provider']} | {error['max']:.1e} | {error['mean']:.1e} | {row['flipped']['exact_old']:.2%} |"
+            )
+    return "\n".join([*lines, "", "![errors as logits grow](docs/plots/accuracy.svg)"])
+
+
+def end_to_end(folder: Path) -> str:
+    """What the head is of a training step."""
+    run = newest("cuda", "end_to_end", folder) or newest("cpu", "end_to_end", folder)
+    if run is None:
+        return f"A whole training step: {NOT_YET} (`make bench`)."
+    section = run.sections["end_to_end"]
+    model = section["model"]
+    lines = [
+        f"{model['layers']} layers, H = {model['hidden']}, V = {model['vocab']}, {section['tokens']} completion "
+        f"tokens a step, no generation; {_where(run)}. "
+        + "The head's share of a model's products: "
+        + ", ".join(f"{name} {share:.0%}" for name, share in section["head_flop_share"].items())
+        + ".",
+        "",
+        "| | loss | tokens/s | of which head and loss | memory beyond weights and AdamW |",
+        "|---|---|---|---|---|",
+    ]
+    for dtype, results in section["results"].items():
+        for name, row in results.items():
+            if "step_seconds" in row:
+                memory = f"{row['peak_bytes'] / 2**20:.0f} MiB" if row.get("peak_bytes") else ""
+                share = f"{row['head_share']:.0%}"
+                lines.append(f"| {dtype} | {name} | {row['tokens_per_second']:.0f} | {share} | {memory} |")
+    return "\n".join([*lines, "", "![a training step](docs/plots/end-to-end.svg)"])
+
+
+def growth(folder: Path) -> str:
+    """How far the cost model is from what was measured; and the picture."""
+    run = newest("cuda", "growth", folder) or newest("cpu", "growth", folder)
+    if run is None:
+        return f"Growth: {NOT_YET} (`make bench`)."
+    model = run.sections["growth"]["model"]
+    words = [
+        f"{engine} in {dtype}, {error['seconds']['median']:.0%} (worst {error['seconds']['worst']:.0%})"
+        for engine, by_dtype in model["leave_one_out_error"].items()
+        for dtype, error in by_dtype.items()
+    ]
+    return (
+        f"Time is modelled by `{model['form']}` (N tokens, P products), fitted here and checked on each measurement by "
+        f"the others, median error: {'; '.join(words)}. {_where(run)[:1].upper()}{_where(run)[1:]}.\n\n"
+        "![growth](docs/plots/growth.svg)"
+    )
+
+
+def _where(run: Run) -> str:
+    commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
+    return f"{run.machine['name']}, commit {commit}, {run.machine['date'][:10]}"
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "cpu-speed": lambda folder: speed("cpu", folder),
     "cpu-sparsity": lambda folder: sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed("cuda", folder),
     "gpu-sparsity": lambda folder: sparsity("cuda", folder),
     "providers": providers,
+    "accuracy": accuracy,
+    "growth": growth,
+    "end-to-end": end_to_end,
 }
 """Name of a pair of markers to the text between them."""
 

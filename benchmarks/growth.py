@@ -1,0 +1,223 @@
+"""Time and memory of the loss as tokens, vocabulary, width and share of active tokens grow; a cost model fitted to it.
+
+    python -m benchmarks.growth --out results.json                  # about three minutes on two cores
+    python -m benchmarks.growth --device cuda --out results.json    # up to 131072 tokens
+
+One dimension is varied at a time around a base. The bare products (no loss, all tokens) run in the same rounds. On the
+CPU the memory is predicted from the engines' own rules (`Engine.cost`); the time is fitted, and checked on
+each point by a fit to all the others (`benchmarks.cost_cpu`).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
+
+import argparse
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.cost_cpu import Coefficients, Point, Shape, fit, leave_one_out, scratch_bytes, work_of
+from benchmarks.memory import peak_bytes
+from benchmarks.problem import make_problem
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import machine, record
+from benchmarks.timing import bare_gemms, summary, times_by_round
+from grpo_fused import engines
+
+MOST_BARE_BYTES = 32 * 2**30
+"""The bare products hold all logits: they are left out where these would take more."""
+
+
+class Grid(NamedTuple):
+    """The base and the values that each dimension takes."""
+
+    base: Shape
+    values: dict[str, tuple[float, ...]]
+
+    def shapes(self) -> list[Shape]:
+        """Every shape once, the base first."""
+        varied = [self.base._replace(**{name: v}) for name, values in self.values.items() for v in values]  # type: ignore[arg-type]
+        return list(dict.fromkeys([self.base, *varied]))
+
+
+_ACTIVE = (0.25, 0.5, 1.0)
+GRIDS = {
+    "cpu": Grid(
+        Shape(512, 512, 65536),
+        {
+            "N": (128, 256, 512, 1024, 2048, 4096),
+            "V": (32768, 65536, 131072, 262144),
+            "H": (256, 512, 1024, 2048),
+            "active": _ACTIVE,
+        },
+    ),
+    "cuda": Grid(
+        Shape(8192, 2048, 151936),
+        {
+            "N": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+            "V": (32768, 65536, 151936, 262144),
+            "H": (896, 2048, 4096, 8192),
+            "active": _ACTIVE,
+        },
+    ),
+}
+ENGINES = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
+
+
+def measure(shape: Shape, dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
+    """A point for each engine that can run, and one for the bare products: seconds and bytes."""
+    sequences = math.gcd(shape.N, 8)
+    problem = make_problem(sequences, shape.N // sequences, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
+    gradients = problem.hidden.nbytes + problem.weight.nbytes
+    calls: dict[str, Callable[[], object]] = {}
+    memory: dict[str, float] = {}
+    for engine in ENGINES[device]:
+        if engines.unavailable(engine, torch.device(device), dtype) is not None:
+            continue
+
+        def train(engine: str = engine) -> None:
+            problem.clear()
+            PROVIDERS[engine].loss(problem).backward()
+
+        def from_nothing(train: Callable[[], None] = train) -> None:
+            train()
+            problem.clear()
+
+        try:
+            memory[engine] = peak_bytes(from_nothing, device) - gradients
+        except torch.OutOfMemoryError:
+            continue
+        calls[engine] = train
+    if 2 * shape.N * shape.V * dtype.itemsize <= MOST_BARE_BYTES:
+        calls["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
+    times = times_by_round(calls, device, rounds=rounds)
+    problem.clear()
+    about = shape._asdict() | {"dtype": str(dtype).removeprefix("torch.")}
+    return [
+        about
+        | {"engine": engine, "seconds": summary([1e-3 * ms for ms in values]), "bytes": memory.get(engine)}
+        for engine, values in times.items()
+    ]  # fmt: skip
+
+
+def predict(points: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """The section's `model`; every point gets `predicted_seconds` and, where the rules are known, `predicted_bytes`.
+
+    A point is predicted by the fit that has not seen it. Errors are predicted / measured - 1 in size, the memory's in
+    bytes: a few MiB of noise are much of nothing.
+    """
+    coefficients: dict[str, dict[str, Any]] = {}
+    errors: dict[str, dict[str, Any]] = {}
+    for engine, name in sorted({(p["engine"], p["dtype"]) for p in points}):
+        dtype = getattr(torch, name)
+        mine = [p for p in points if (p["engine"], p["dtype"]) == (engine, name)]
+        # the bare products take all tokens, active or not
+        shapes = [shape_of(p)._replace(active=1.0) if engine == "bare" else shape_of(p) for p in mine]
+        measured = [Point(s, p["seconds"]["median"]) for s, p in zip(shapes, mine, strict=True)]
+        time_errors = leave_one_out(engine, dtype, measured) if len(measured) > 1 else [math.nan]
+        coefficients.setdefault(engine, {})[name] = fit(engine, dtype, measured)._asdict()
+        found = errors.setdefault(engine, {})[name] = {"seconds": _median_and_worst(time_errors)}
+        for point, error, shape in zip(mine, time_errors, shapes, strict=True):
+            point["predicted_seconds"] = point["seconds"]["median"] * (1 + error)
+            if device == "cpu" and engine != "bare":
+                point["predicted_bytes"] = scratch_bytes(engine, shape, dtype)
+        known = [p["predicted_bytes"] - p["bytes"] for p in mine if "predicted_bytes" in p and p["bytes"] is not None]
+        if known:
+            found["bytes"] = _median_and_worst(known)
+    return {"form": "product * N V H P + logit * N V + weight * V H + call", "coefficients": coefficients,
+            "leave_one_out_error": errors}  # fmt: skip
+
+
+def shape_of(point: dict[str, Any]) -> Shape:
+    return Shape(point["N"], point["H"], point["V"], point["active"])
+
+
+def line(model: dict[str, Any], engine: str, dtype: str, shapes: list[Shape]) -> list[float]:
+    """Seconds that the fit to all points gives."""
+    coefficients = Coefficients(**model["coefficients"][engine][dtype])
+    return [coefficients.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
+
+
+def _median_and_worst(errors: list[float]) -> dict[str, float]:
+    sizes = sorted(abs(e) for e in errors)
+    return {"median": sizes[len(sizes) // 2], "worst": sizes[-1]}
+
+
+def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict[str, Any]:
+    """The section `growth`."""
+    points: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        for shape in grid.shapes():
+            points += (found := measure(shape, getattr(torch, dtype), device, rounds))
+            print_points(found)
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    model = predict(points, device)
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "base": grid.base._asdict(),
+        "varied": {name: list(values) for name, values in grid.values.items()},
+        "points": points,
+        "model": model,
+    }
+
+
+def print_points(points: list[dict[str, Any]]) -> None:
+    for p in points:
+        text = f"{p['dtype']:9} N={p['N']:6} H={p['H']:4} V={p['V']:6} active {p['active']:4.0%}  {p['engine']:8}"
+        text += f"{p['seconds']['median']:8.3f} s"
+        if "predicted_seconds" in p:
+            text += f" (predicted {p['predicted_seconds']:7.3f})"
+        if p["bytes"] is not None:
+            text += f" {p['bytes'] / 2**20:7.1f} MiB"
+        if "predicted_bytes" in p:
+            text += f" (predicted {p['predicted_bytes'] / 2**20:7.1f})"
+        print(text, flush=True)
+
+
+def print_table(data: dict[str, Any]) -> None:
+    print_points(data["points"])
+    for engine, by_dtype in data["model"]["leave_one_out_error"].items():
+        for dtype, error in by_dtype.items():
+            seconds = error["seconds"]
+            text = f"{engine} in {dtype}: time off by {seconds['median']:.1%} (worst {seconds['worst']:.1%})"
+            if "bytes" in error:
+                median, worst = (error["bytes"][k] / 2**20 for k in ("median", "worst"))
+                text += f", memory by {median:.1f} MiB (worst {worst:.1f})"
+            print(text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the study, print its table, write its section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shrink", type=int, default=1, help="divide N and V by this, to see that the program works")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(argv)
+    machine(given.device)  # its load before this adds to it
+    data = study(shrunk(GRIDS[given.device], given.shrink), tuple(given.dtypes), given.device, given.rounds)
+    print_table(data)
+    record("growth", data, out=given.out, device=given.device)
+    print(f"written to {given.out}")
+
+
+def shrunk(grid: Grid, by: int) -> Grid:
+    """The same grid with N and V divided."""
+    base = grid.base._replace(N=grid.base.N // by, V=grid.base.V // by)
+    smaller = {name: tuple(v // by for v in grid.values[name]) for name in ("N", "V")}
+    return Grid(base, grid.values | smaller)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The studies in a tiny form: their figures are plausible, can be wrong, and make pictures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import accuracy, accuracy_problem, cost_cpu, end_to_end, growth, memory, results, study_plots
+from grpo_fused import _native
+
+TINY = accuracy_problem.Shape(B=2, T=24, H=64, V=1000)
+ENGINES = [
+    pytest.param("native", marks=pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")),
+    "chunked",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_accuracy():
+    sizes = {"bfloat16": (accuracy.HISTOGRAM_AT,), "float32": (accuracy.HISTOGRAM_AT,)}
+    return accuracy.study(sizes, TINY, "cpu")
+
+
+def rows_of(section, dtype):
+    return {row["provider"]: row for row in section["rows"] if row["dtype"] == dtype}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_our_logps_keep_the_promise_where_a_bf16_head_does_not(tiny_accuracy, engine):
+    rows = rows_of(tiny_accuracy, "bfloat16")
+    ours, eager = rows[engine], rows["eager"]
+    assert ours["max_logit"] == pytest.approx(accuracy.HISTOGRAM_AT, rel=0.02)
+    assert 0 < ours["logp_error"]["mean"] < ours["logp_error"]["max"] <= accuracy.PROMISED_ERROR
+    assert eager["logp_error"]["max"] > 100 * accuracy.PROMISED_ERROR
+    assert ours["flipped"]["exact_old"] < 0.002 < eager["flipped"]["exact_old"] < 0.2
+    assert ours["gradient_error"]["hidden"] < 6e-3 < eager["gradient_error"]["hidden"]
+    assert max(rows_of(tiny_accuracy, "float32")[engine]["gradient_error"].values()) <= 2e-5
+
+
+@pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
+def test_the_native_ratio_is_exactly_one_in_any_company(tiny_accuracy):
+    for dtype in ("bfloat16", "float32"):
+        native = rows_of(tiny_accuracy, dtype)["native"]["on_policy"]
+        assert native["own"] == {"exactly_one": 1.0, "max_deviation": 0.0}
+        assert native["exact"]["max_deviation"] <= accuracy.PROMISED_ERROR
+    eager = rows_of(tiny_accuracy, "bfloat16")["eager"]["on_policy"]
+    assert eager["exact"]["max_deviation"] > 1e-2
+    assert eager["rounded"]["exactly_one"] == 1.0
+
+
+def test_histograms_count_every_token_by_its_ratio(tiny_accuracy):
+    histograms = tiny_accuracy["histograms"]
+    edges, counts = histograms["edges"], histograms["counts"]["bfloat16"]
+    middle = next(i for i, edge in enumerate(edges[1:]) if edge > 1.0)
+    assert edges[middle] < 1.0
+    for of in counts.values():
+        assert all(sum(values) == TINY.B * TINY.T for values in of.values())
+    assert counts["chunked"]["exact"][middle] == TINY.B * TINY.T
+    assert counts["eager"]["exact"][middle] < TINY.B * TINY.T
+    assert accuracy.histogram(torch.tensor([0.1, 1.0, 9.0])) == [1, *[0] * 39, 1, *[0] * 39, 1]
+
+
+def test_flips_are_counted_on_both_sides():
+    exact_ratios = torch.tensor([0.79, 0.81, 1.0, 1.19, 1.21, 1.5]).log()
+    got = torch.tensor([0.81, 0.81, 1.0, 1.21, 1.19, 1.5]).log()
+    assert accuracy.flipped(got, exact_ratios) == 0.5
+    assert accuracy.flipped(exact_ratios, exact_ratios) == 0.0
+
+
+def test_the_exact_gradients_are_those_of_the_reference():
+    case = accuracy_problem.make_case(8.0, torch.float32, TINY, "cpu", with_gradients=True)
+    reference = accuracy.ours("reference")
+    assert reference.train is not None
+    reference.train(case.problem)[0].backward()
+    assert accuracy.relative(case.problem.hidden.grad, case.gradients.hidden) < 1e-5
+    assert accuracy.relative(case.problem.weight.grad, case.gradients.weight) < 1e-5
+    assert (reference.score(case.moved).double() - case.moved_logps).abs().max() < 1e-4
+    assert 0.3 * accuracy_problem.OLD_NOISE < (case.logps - case.moved_logps).std() < 2 * accuracy_problem.OLD_NOISE
+
+
+def synthetic(engine: str, dtype: torch.dtype, coefficients: cost_cpu.Coefficients) -> list[cost_cpu.Point]:
+    shapes = growth.GRIDS["cpu"].shapes()
+    return [cost_cpu.Point(s, coefficients.seconds(cost_cpu.work_of(engine, s, dtype))) for s in shapes]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_cost_model_recovers_known_coefficients(engine):
+    known = cost_cpu.Coefficients(product=6e-12, logit=9e-10, weight=2e-9, call=3e-3)
+    points = synthetic(engine, torch.bfloat16, known)
+    assert cost_cpu.fit(engine, torch.bfloat16, points) == pytest.approx(known, rel=1e-6)
+    assert max(map(abs, cost_cpu.leave_one_out(engine, torch.bfloat16, points))) < 1e-6
+
+
+def test_the_cost_model_has_no_negative_term_and_sees_what_it_cannot_explain():
+    # a call whose time falls with the width: no term does
+    points = [
+        p._replace(seconds=1.0 / p.shape.H) for p in synthetic("bare", torch.float32, cost_cpu.Coefficients(*[1.0] * 4))
+    ]
+    fitted = cost_cpu.fit("bare", torch.float32, points)
+    assert min(fitted) >= 0.0
+    assert max(map(abs, cost_cpu.leave_one_out("bare", torch.float32, points))) > 0.3
+
+
+def test_nonnegative_least_squares_against_a_fine_search():
+    a = torch.tensor([[1.0, 2.0], [2.0, 1.0], [0.5, 3.0]], dtype=torch.float64)
+    for matrix in (a, a * torch.tensor([1.0, -1.0]), -a):
+        found = cost_cpu._nonnegative_least_squares(matrix)
+        grid = torch.cartesian_prod(torch.linspace(0, 1, 201), torch.linspace(0, 1, 201)).double()
+        least = (grid @ matrix.T - 1).square().sum(1).min()
+        assert (found >= 0).all()
+        assert (matrix @ found - 1).square().sum() <= least + 1e-9
+
+
+def test_predictions_come_from_the_result_file(tmp_path):
+    known = cost_cpu.Coefficients(1e-12, 1e-10, 1e-10, 1e-3)
+    model = {"coefficients": {"chunked": {"bfloat16": known._asdict()}}}
+    results.record("growth", {"model": model}, out=tmp_path / "r.json")
+    fitted = cost_cpu.Fitted.load(tmp_path / "r.json")
+    half, whole = (fitted.predict("chunked", 1024, 896, 151936, active=share) for share in (0.5, 1.0))
+    assert whole.seconds == pytest.approx(3 * 1024 * 151936 * 896e-12 + (1024 + 896) * 151936e-10 + 1e-3)
+    assert half.seconds < 0.6 * whole.seconds
+    with pytest.raises(ValueError, match="fitted: chunked in bfloat16"):
+        fitted.predict("chunked", 1, 1, 1, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def measured_scratch():
+    shape = cost_cpu.Shape(256, 256, 32768)
+    return shape, {p["engine"]: p["bytes"] for p in growth.measure(shape, torch.bfloat16, "cpu", 1)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
+    """Tolerances are what an allocator may keep, and, of `chunked`, what a library's products take."""
+    shape, measured = measured_scratch
+    if math.isnan(measured[engine]):
+        pytest.skip("the peak of this process cannot be read")
+    predicted = cost_cpu.scratch_bytes(engine, shape, torch.bfloat16)
+    tolerance = {"native": 2, "chunked": 28}[engine] * 2**20
+    assert abs(measured[engine] - predicted) < tolerance < predicted / 1.5
+
+
+@pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
+def test_the_native_plan_recomputes_only_what_finds_no_place():
+    few = cost_cpu.products_of("native", cost_cpu.Shape(512, 512, 65536), torch.bfloat16)
+    many = cost_cpu.products_of("native", cost_cpu.Shape(8192, 512, 65536), torch.bfloat16)
+    assert few == 3.0
+    assert 3.5 < many < 4.0
+
+
+def test_growth_in_a_tiny_form(tmp_path):
+    grid = growth.Grid(cost_cpu.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
+    section = growth.study(grid, ("bfloat16",), "cpu", rounds=1)
+    assert len(section["points"]) == 3 * len({p["engine"] for p in section["points"]})
+    assert {"chunked", "bare"} <= section["model"]["coefficients"].keys()
+    for point in section["points"]:
+        assert point["predicted_seconds"] > 0.0
+        assert ("predicted_bytes" in point) == (point["engine"] != "bare")
+    assert growth.line(section["model"], "chunked", "bfloat16", [grid.base])[0] > 0.0
+    rendered(study_plots.growth_plot(section), tmp_path, panels=4)
+
+
+def test_end_to_end_in_a_tiny_form(tmp_path):
+    setting = end_to_end.Setting(64, 1, 500, sequences=2, prompt=3, completion=8)
+    section = end_to_end.study([setting], 1, with_memory=False)
+    results = section["results"]["bfloat16"]
+    assert {"ours", "eager"} <= results.keys()
+    for found in results.values():
+        assert 0.0 < found["gradient_error"] <= end_to_end.GRADIENT_TOLERANCE
+        assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"]["median"])
+        found |= end_to_end.memory(setting, "eager")  # a process of its own for each takes too long for a test
+        assert found["standing_bytes"] > 2 * 500 * 64
+    assert 0.0 < section["head_flop_share"]["Qwen2.5-7B"] < section["head_flop_share"]["Qwen2.5-0.5B"] < 0.5
+    assert end_to_end.head_flop_share(3e6, 1000, 1000) == 0.25
+    rendered(study_plots.end_to_end_plot(section), tmp_path, panels=3)
+
+
+def test_all_losses_of_a_step_are_one_and_the_same():
+    setting = end_to_end.Setting(64, 1, 500, sequences=2, prompt=3, completion=8, dtype="float32")
+    model = end_to_end.build_model(setting)
+    rollout = end_to_end.build_rollout(setting, model)
+    losses = {name: p.of_model(model, rollout).item() for name, p in end_to_end.providers().items()}
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["eager"]), rel=1e-4)
+
+
+def test_a_step_of_a_wrong_loss_is_not_timed(monkeypatch):
+    wrong = end_to_end.Provider(end_to_end.eager_of_model, lambda p: 0.9 * end_to_end.eager_of_head(p))
+    monkeypatch.setattr(end_to_end, "providers", lambda: {"ours": wrong})
+    found = end_to_end.measure(end_to_end.Setting(64, 1, 500, 2, 3, 8), 1, with_memory=False)["ours"]
+    assert found["gradient_error"] > 0.05
+    assert "step_seconds" not in found
+
+
+def test_accuracy_makes_a_picture(tiny_accuracy, tmp_path):
+    rendered(study_plots.accuracy_plot(tiny_accuracy), tmp_path, panels=3)
+
+
+def rendered(figure, folder, *, panels: int) -> None:
+    """It draws, and every panel shows something."""
+    assert len(figure.axes) == panels
+    assert all(axes.has_data() for axes in figure.axes)
+    path = folder / "figure.png"
+    figure.savefig(path)
+    assert path.stat().st_size > 10_000
+
+
+def test_peak_memory_is_seen():
+    def call() -> Tensor:
+        return torch.ones(8 * 2**20)
+
+    peak = memory.peak_bytes(call, "cpu")
+    if math.isnan(peak):
+        pytest.skip("the peak of this process cannot be read")
+    assert 30 * 2**20 < peak < 40 * 2**20
