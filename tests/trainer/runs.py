@@ -37,7 +37,7 @@ def count_ones(completions: list[str], **columns: object) -> list[float]:
 
 
 class Recording:
-    """An engine that "samples" the same completions for a prompt whoever asks, of different lengths."""
+    """An engine that "samples" the same completions for a prompt whoever asks, of different lengths and log-probs."""
 
     def generate(self, prompts: Any, sampling: Any) -> Generation:
         rows = []
@@ -46,7 +46,8 @@ class Recording:
             for _ in range(sampling.num_generations):
                 length = int(torch.randint(1, sampling.max_completion_length + 1, (), generator=g))
                 rows.append(torch.randint(3, 21, (length,), generator=g).tolist())
-        return Generation.of_lists(rows, None, sampling.pad_token_id)
+        logps = [[-3.0 - token % 3 for token in row] for row in rows]
+        return Generation.of_lists(rows, logps, sampling.pad_token_id)
 
     def sync_weights(self, model: Any) -> None:
         """Nothing depends on the weights."""
@@ -98,6 +99,7 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         "engine": Recording(),
         "accelerator": accelerator,
         "micro_batch_tokens": 40,
+        "importance_sampling": "sequence_truncate",
         "loss": GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
     }
     trainer = make(Path(folder) / "run", save_steps=1, **options)
