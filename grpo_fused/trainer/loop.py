@@ -133,6 +133,7 @@ class GRPOTrainer:
         self._synced_at = 0  # the optimizer step whose weights the engine has
         self._saved_at = 0
         self._remembered: dict[str, Any] | None = None
+        self._all_failed = False  # all processes are on their way out
         self._open(resume, overwrite)
 
     def train(self) -> list[Metrics]:
@@ -176,7 +177,7 @@ class GRPOTrainer:
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
         self._remember()
-        rollout, rewards = self.collect()
+        rollout, rewards = self._collect_together()
         all_rewards = self.accelerator.gather(rewards)
         groups = group_advantages(
             all_rewards.cpu(),
@@ -330,10 +331,22 @@ class GRPOTrainer:
             if self.config.report_to:
                 self.accelerator.end_training()
 
+    def _collect_together(self) -> tuple[Rollout, Tensor]:
+        """`collect`; where one process fails, all of them do, so that none waits for it and they can save together."""
+        error, collected = RuntimeError("the step failed on another process, which says why"), None
+        try:
+            collected = self.collect()
+        except Exception as own:
+            error = own  # type: ignore[assignment]  # any kind
+        self._all_failed = self._any(collected is None)
+        if collected is None or self._all_failed:
+            raise error
+        return collected
+
     def _save_after_failure(self) -> None:
-        """One process only: with several, the others are somewhere else."""
+        """Several processes can only save where all of them have failed."""
         remembered = self._remembered
-        if remembered is None or self.accelerator.num_processes > 1:
+        if remembered is None or (self.accelerator.num_processes > 1 and not self._all_failed):
             return
         checkpoint.set_random_states(remembered["random"])
         self.batches.load_state_dict(remembered["batches"])
@@ -353,6 +366,7 @@ class GRPOTrainer:
         try:
             yield
         except NonFiniteError as error:
+            self._all_failed = True  # they share the loss and the norm of the gradient
             if self.output_dir is None:
                 raise
             step = self.steps_done + 1

@@ -123,6 +123,20 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def fails_on_one(folder: str) -> None:
+    """The reward function breaks on the last process, in the third step."""
+    trainer = make(Path(folder), accelerator=Accelerator(cpu=True))
+    whole = trainer.reward_functions["count_ones"]
+
+    def breaks(**columns: Any) -> Any:
+        if trainer.steps_done == 2 and trainer.accelerator.is_last_process:
+            raise ConnectionError("the judge is away")
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": breaks}
+    trainer.train()
+
+
 def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """Whole, on the main process."""
     state = trainer.accelerator.get_state_dict(trainer.policy.model)
@@ -130,4 +144,5 @@ def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    {"killed_while_saving": killed_while_saving, "shared": shared}[sys.argv[1]](*sys.argv[2:])
+    programs = {"killed_while_saving": killed_while_saving, "shared": shared, "fails_on_one": fails_on_one}
+    programs[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]  # each has its own arguments
