@@ -60,7 +60,10 @@ def save_checkpoint(
     unfinished = folder / f"{UNFINISHED}-{final.name}"
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp.get_model_state_dict(model, options=options)  # collective where the model is sharded
-    moments: dict[str, Any] = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+    # of an optimizer that has not stepped, torch would make moments by a step with zero gradients, which counts
+    moments: dict[str, Any] = {"state": {}, "param_groups": []}
+    if optimizer.state:
+        moments = dcp.get_optimizer_state_dict(model, optimizer, options=options)
     random_states = gather_random_states(accelerator)
     failure = [""]
     if accelerator.is_main_process:
@@ -81,7 +84,7 @@ def save_checkpoint(
             shutil.rmtree(final, ignore_errors=True)
             unfinished.rename(final)
             _sync(folder)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # an OSError, or what safetensors and tokenizers make of it
             shutil.rmtree(unfinished, ignore_errors=True)
             failure[0] = f"could not write {final}: {error}"
     if accelerator.num_processes > 1:
@@ -115,7 +118,8 @@ def load_checkpoint(
         load_weights(checkpoint, accelerator.unwrap_model(model), model)
         options = dcp.StateDictOptions(full_state_dict=True)
         restored: dict[str, Any] = {"state": moments, "param_groups": state.pop("param_groups")}
-        dcp.set_optimizer_state_dict(model, optimizer, restored, options=options)
+        if moments:
+            dcp.set_optimizer_state_dict(model, optimizer, restored, options=options)
         set_random_states(load_file(checkpoint / f"rng-{accelerator.process_index}.safetensors"))
     except CheckpointError as error:
         raise CheckpointError(f"cannot resume from {checkpoint}: {error}{_alternatives(checkpoint)}") from None

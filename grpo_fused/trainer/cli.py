@@ -51,11 +51,11 @@ def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
 def main(argv: Sequence[str]) -> None:
     """`grpo-fused train`."""
     recipe, switches = read_recipe(argv)
-    if switches["dry_run"]:
-        dry_run(recipe)
-        print("the dry run went through: one step on a tiny model, nothing was kept")
-        return
     try:
+        if switches["dry_run"]:
+            dry_run(recipe)
+            print("the dry run went through: one step on a tiny model, nothing was kept")
+            return
         trainer = build_trainer(recipe, resume=switches["resume"], overwrite=switches["overwrite"])
     except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
         raise SystemExit(f"grpo-fused train: error: {error}") from error

@@ -50,7 +50,7 @@ def load_rows(
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, or None for all rows; got {limit}")
     name = _name_of(source)
-    if isinstance(source, (str, Path)) and not _is_file(source):
+    if isinstance(source, (str, Path)) and not is_file(source):
         rows = _load_dataset(str(source), subset, split, limit)
     else:
         if subset is not None or split != "train":
@@ -230,7 +230,7 @@ def _name_of(source: str | Path | Sequence[Row]) -> str:
     return repr(str(source)) if isinstance(source, (str, Path)) else f"the {type(source).__name__} of rows"
 
 
-def _is_file(source: str | Path) -> bool:
+def is_file(source: str | Path) -> bool:
     """Whether to read a file; False for a `datasets` name. Raises if it can only be a file, and is not there."""
     path = Path(source).expanduser()
     if path.is_file():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_fused.rewards import RewardModel
-from grpo_fused.trainer.data import Row
+from grpo_fused.trainer.data import Row, is_file
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, build_trainer, with_adapter
@@ -59,6 +59,6 @@ def _rows(recipe: Recipe) -> list[Row]:
         task = find_task(recipe.task)
         return format_rows(task, task.examples, system_prompt=recipe.system_prompt, chat=recipe.chat)[:2]
     assert recipe.dataset is not None
-    if Path(recipe.dataset).is_file():
+    if is_file(recipe.dataset):
         return recipe.train_rows()[:2]
     return [{"prompt": prompt} for prompt in PROMPTS[:2]]

@@ -51,17 +51,16 @@ def evaluate(
     mine = list(rows)[accelerator.process_index :: accelerator.num_processes]
     # sums and counts of: each reward, pass@1, pass@n
     sums = torch.zeros(2, len(names) + 2, dtype=torch.float64)
-    # processes take the same number of turns, those without rows repeat one and do not count it
-    turns = math.ceil(math.ceil(len(rows) / accelerator.num_processes) / batch_size)
-    for turn in range(turns):
-        batch = mine[turn * batch_size : (turn + 1) * batch_size]
-        asked = batch or rows[:1]
-        greedy = judge(asked, replace(sampling, greedy=True, num_generations=1)).double().cpu()
+    # processes ask for the same numbers of completions (sampling may run in step): they repeat a row, uncounted
+    most = math.ceil(len(rows) / accelerator.num_processes)
+    for start in range(0, most, batch_size):
+        batch = mine[start : start + batch_size]
+        asked = batch + list(rows[:1]) * (min(batch_size, most - start) - len(batch))
+        greedy = judge(asked, replace(sampling, greedy=True, num_generations=1))[: len(batch)].double().cpu()
         sampled = None
         if samples:
             sampled = judge(asked, replace(sampling, num_generations=samples))[:, success].reshape(-1, samples).cpu()
-        if not batch:
-            continue
+            sampled = sampled[: len(batch)]
         judged = ~greedy.isnan()
         sums[0, : len(names)] += greedy.nan_to_num().sum(0)
         sums[1, : len(names)] += judged.sum(0)

@@ -132,8 +132,9 @@ class GRPOTrainer:
         self.steps_done = 0
         self._synced_at = 0  # the optimizer step whose weights the engine has
         self._saved_at = 0
-        self._before_step: dict[str, Any] | None = None
-        self._resumed = self._open(resume, overwrite)
+        self._remembered: dict[str, Any] | None = None
+        self._all_failed = False  # all processes are on their way out
+        self._open(resume, overwrite)
 
     def train(self) -> list[Metrics]:
         """Runs up to `config.steps` steps; returns their metrics, with step 0 for the evaluation before training.
@@ -147,7 +148,7 @@ class GRPOTrainer:
         """
         history: list[Metrics] = []
         with self._run(), StopRequest() as stop:
-            if not self._resumed and (before := self.evaluate()):
+            if self.steps_done == 0 and (before := self.evaluate()):
                 self._record(history, {"step": 0} | before)
             progress = tqdm(
                 total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
@@ -156,9 +157,12 @@ class GRPOTrainer:
             while self.steps_done < self.config.steps and not self._any(stop.requested):
                 metrics = {"step": self.steps_done + 1} | self.step()
                 self.steps_done += 1
-                if self._due(self.config.eval_steps):
-                    metrics |= self.evaluate()
-                self._record(history, metrics)
+                self._remember()
+                try:
+                    if self._due(self.config.eval_steps):
+                        metrics |= self.evaluate()
+                finally:  # an evaluation that fails takes nothing back
+                    self._record(history, metrics)
                 if self._due(self.config.save_steps):
                     self.save()
                 progress.set_postfix_str(f"{metrics['tokens_per_second']:.0f} tokens/s, reward {metrics['reward']:.3g}")
@@ -172,8 +176,8 @@ class GRPOTrainer:
     def step(self) -> Metrics:
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
-        self._before_step = self._state() | {"random": checkpoint.random_states()}
-        rollout, rewards = self.collect()
+        self._remember()
+        rollout, rewards = self._collect_together()
         all_rewards = self.accelerator.gather(rewards)
         groups = group_advantages(
             all_rewards.cpu(),
@@ -273,17 +277,25 @@ class GRPOTrainer:
             "scaler": None if scaler is None else scaler.state_dict(),
         }
 
-    def _open(self, resume: bool, overwrite: bool) -> bool:
-        """Begins in `output_dir`, or goes on from its newest checkpoint: whether it does."""
+    def _remember(self) -> None:
+        """What a checkpoint of the steps done holds beside the weights, for `_save_after_failure`."""
+        self._remembered = self._state() | {"random": checkpoint.random_states()}
+
+    def _open(self, resume: bool, overwrite: bool) -> None:
+        """Begins in `output_dir`, or goes on from its newest checkpoint."""
+        if resume and overwrite:
+            raise ValueError("resume goes on with a run and overwrite removes it: give one of them; got both")
         if self.output_dir is None:
             if resume:
                 raise ValueError("resume needs the output_dir of the run; got none")
-            return False
+            return
         newest = checkpoint.latest_checkpoint(self.output_dir)
         if newest is not None and resume:
             state = checkpoint.load_checkpoint(
                 newest, accelerator=self.accelerator, model=self.policy.model, optimizer=_inner(self.optimizer)
             )
+            for group in self.optimizer.param_groups:  # the checkpoint's options are those of its run
+                group["betas"], group["weight_decay"] = self.config.adam_betas, self.config.weight_decay
             self.steps_done = self._saved_at = state["step"]
             if self.accelerator.scaler is not None and state["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -291,7 +303,7 @@ class GRPOTrainer:
             self.batches.load_state_dict(state["batches"])
             if self.accelerator.is_main_process:
                 cut_jsonl(self.output_dir / "metrics.jsonl", self.steps_done)
-            return True
+            return
         if newest is not None and not overwrite:
             raise ValueError(f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume or overwrite it")
         if self.accelerator.is_main_process:
@@ -299,12 +311,11 @@ class GRPOTrainer:
                 shutil.rmtree(old)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             (self.output_dir / "metrics.jsonl").write_text("", encoding="utf-8")
-        return False
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        """Seeds and trackers; and where a step fails that has not changed the weights, a checkpoint from before it."""
-        if not self._resumed:
+        """Seeds and trackers; and where something fails, a checkpoint of what was trained."""
+        if self.steps_done == 0:
             set_seed(self.config.seed, device_specific=True)
         if self.config.report_to:
             options = {k: v for k, v in vars(self.config).items() if isinstance(v, (bool, int, float, str))}
@@ -313,22 +324,34 @@ class GRPOTrainer:
             yield
         except checkpoint.CheckpointError:
             raise
-        except (Exception, KeyboardInterrupt):
-            self._save_before_failure()
+        except BaseException:  # a second Ctrl-C and a reward function's sys.exit too
+            self._save_after_failure()
             raise
         finally:
             if self.config.report_to:
                 self.accelerator.end_training()
 
-    def _save_before_failure(self) -> None:
-        """One process only: with several, the others are somewhere else."""
-        before = self._before_step
-        if before is None or self.accelerator.num_processes > 1:
+    def _collect_together(self) -> tuple[Rollout, Tensor]:
+        """`collect`; where one process fails, all of them do, so that none waits for it and they can save together."""
+        error, collected = RuntimeError("the step failed on another process, which says why"), None
+        try:
+            collected = self.collect()
+        except Exception as own:
+            error = own  # type: ignore[assignment]  # any kind
+        self._all_failed = self._any(collected is None)
+        if collected is None or self._all_failed:
+            raise error
+        return collected
+
+    def _save_after_failure(self) -> None:
+        """Several processes can only save where all of them have failed."""
+        remembered = self._remembered
+        if remembered is None or (self.accelerator.num_processes > 1 and not self._all_failed):
             return
-        if before["optimizer_steps"] != self.update.optimizer_steps:
-            return  # half a step has changed the weights: the last checkpoint is what there is
-        checkpoint.set_random_states(before["random"])
-        self.batches.load_state_dict(before["batches"])
+        checkpoint.set_random_states(remembered["random"])
+        self.batches.load_state_dict(remembered["batches"])
+        # a step that failed after its first optimizer step is taken again, from the weights that it has moved
+        self.update.optimizer_steps = remembered["optimizer_steps"]
         try:
             path = self.save()
         except checkpoint.CheckpointError as error:
@@ -343,6 +366,7 @@ class GRPOTrainer:
         try:
             yield
         except NonFiniteError as error:
+            self._all_failed = True  # they share the loss and the norm of the gradient
             if self.output_dir is None:
                 raise
             step = self.steps_done + 1

@@ -127,6 +127,6 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # hidden_dropout, resid_pdrop, layerdrop, ...
                 setattr(module, name, 0.0)

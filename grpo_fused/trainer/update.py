@@ -77,18 +77,10 @@ class Updater:
             self.optimizer_steps += self.config.num_iterations  # the schedule goes on
             return []
         ref_logps = None if self.reference is None else self.reference(rollout, rows)
-        correction, old_logps = None, None
+        old_logps, ratio, corrections = None, None, Metrics()
         if rollout.sampling_logps is not None and self.config.importance_sampling is not None:
             old_logps = self.policy.score(rollout, rows)
-            scored = torch.zeros_like(rollout.completion_mask)
-            write_rows(scored, rows, rollout.completion_mask[rows.to(scored.device)])
-            correction = importance_sampling_correction(
-                old_logps,
-                rollout.sampling_logps,
-                scored,
-                mode=self.config.importance_sampling,
-                clip_max=self.config.importance_sampling_clip,
-            )
+            ratio, corrections = self.correct_sampling(rollout, rows, old_logps, rollout.sampling_logps)
         history = []
         for _ in range(self.config.num_iterations):
             # on-policy the old log-probs are those of this very pass: None says so, and the next iteration gets them
@@ -99,14 +91,37 @@ class Updater:
                 window,
                 old_logps,
                 ref_logps,
-                None if correction is None else correction.ratio,
+                ratio,
             )
             old_logps = logps if old_logps is None else old_logps
             metrics |= self.step_optimizer(metrics["loss"])
-            if correction is not None:
-                metrics |= {name: value.item() for name, value in correction.metrics.items()}
-            history.append(metrics)
+            history.append(metrics | corrections)
         return history
+
+    def correct_sampling(
+        self, rollout: Rollout, rows: Tensor, old_logps: Tensor, sampling_logps: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        """Importance ratios [B, T] or [B, 1] of `rows`, 1 elsewhere, and their metrics over all processes."""
+        mode = self.config.importance_sampling
+        assert mode is not None
+        index = rows.to(old_logps.device)
+        mask = rollout.completion_mask[index]
+        correction = importance_sampling_correction(
+            old_logps[index], sampling_logps[index], mask, mode=mode, clip_max=self.config.importance_sampling_clip
+        )
+        ratio = torch.ones(len(old_logps), correction.ratio.shape[1], device=old_logps.device)
+        write_rows(ratio, rows, correction.ratio)
+        tokens, values = mask.sum().float(), correction.metrics
+        mine = torch.stack([tokens, torch.full_like(tokens, len(rows)), *(value.float() for value in values.values())])
+        table = self.accelerator.gather(mine[None]).double().cpu()  # [processes, 2 + metrics]
+        table = table[table[:, 1] > 0]  # those that train on something
+        metrics = {}
+        for column, name in enumerate(values, start=2):
+            weights = table[:, int("ratio" in name and mode.startswith("sequence"))]
+            means = {"mean": (table[:, column] * weights).sum() / weights.sum()}
+            extremes = {"min": table[:, column].min(), "max": table[:, column].max()}
+            metrics[name] = float((means | extremes)[name.rpartition("/")[2]])
+        return ratio, metrics
 
     def accumulate_gradients(
         self,

@@ -33,7 +33,9 @@ class VLLMEngine:
         try:
             import vllm
         except ImportError as error:
-            raise ImportError("rollouts by vLLM need it installed (pip install vllm); or leave engine='hf'") from error
+            raise ImportError(
+                "rollouts by vLLM need it installed (pip install vllm); or sample with rollout: hf"
+            ) from error
         self.vllm = vllm
         self.llm = vllm.LLM(
             model=model,

@@ -37,7 +37,7 @@ def count_ones(completions: list[str], **columns: object) -> list[float]:
 
 
 class Recording:
-    """An engine that "samples" the same completions for a prompt whoever asks, of different lengths."""
+    """An engine that "samples" the same completions for a prompt whoever asks, of different lengths and log-probs."""
 
     def generate(self, prompts: Any, sampling: Any) -> Generation:
         rows = []
@@ -46,7 +46,8 @@ class Recording:
             for _ in range(sampling.num_generations):
                 length = int(torch.randint(1, sampling.max_completion_length + 1, (), generator=g))
                 rows.append(torch.randint(3, 21, (length,), generator=g).tolist())
-        return Generation.of_lists(rows, None, sampling.pad_token_id)
+        logps = [[-3.0 - token % 3 for token in row] for row in rows]
+        return Generation.of_lists(rows, logps, sampling.pad_token_id)
 
     def sync_weights(self, model: Any) -> None:
         """Nothing depends on the weights."""
@@ -98,6 +99,7 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         "engine": Recording(),
         "accelerator": accelerator,
         "micro_batch_tokens": 40,
+        "importance_sampling": "sequence_truncate",
         "loss": GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
     }
     trainer = make(Path(folder) / "run", save_steps=1, **options)
@@ -121,6 +123,20 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def fails_on_one(folder: str) -> None:
+    """The reward function breaks on the last process, in the third step."""
+    trainer = make(Path(folder), accelerator=Accelerator(cpu=True))
+    whole = trainer.reward_functions["count_ones"]
+
+    def breaks(**columns: Any) -> Any:
+        if trainer.steps_done == 2 and trainer.accelerator.is_last_process:
+            raise ConnectionError("the judge is away")
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": breaks}
+    trainer.train()
+
+
 def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """Whole, on the main process."""
     state = trainer.accelerator.get_state_dict(trainer.policy.model)
@@ -128,4 +144,5 @@ def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    {"killed_while_saving": killed_while_saving, "shared": shared}[sys.argv[1]](*sys.argv[2:])
+    programs = {"killed_while_saving": killed_while_saving, "shared": shared, "fails_on_one": fails_on_one}
+    programs[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]  # each has its own arguments

@@ -20,6 +20,7 @@ from trainer.runs import OPTIONS, make
 from trainer.small_model import build_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint
 from grpo_fused.trainer.checkpoint import checkpoints, latest_checkpoint
 from grpo_fused.trainer.metrics import read_jsonl
@@ -228,6 +229,104 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) 
     tensors = load_file(dump)
     assert {"prompt_ids", "completion_ids", "completion_mask", "advantages"} <= set(tensors)
     assert tensors["advantages"].shape == (OPTIONS["prompts_per_step"] * OPTIONS["num_generations"],)
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt], ids=lambda error: error.__name__)
+def test_a_failing_evaluation_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any], error: type) -> None:
+    """It comes after the weights of its step have changed, and before the step is saved or written down."""
+    trainer = make(tmp_path, eval_steps=3)
+
+    def fails() -> dict[str, float]:
+        if trainer.steps_done == 3:
+            raise error("the held-out judge is away")
+        return {}
+
+    trainer.evaluate_too = fails
+    with pytest.raises(error):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000003"]
+    resumed = make(tmp_path, resume=True)
+    resumed.train()
+    same(outcome(resumed, tmp_path), unbroken)
+
+
+def test_a_failing_second_iteration_loses_no_earlier_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    step, calls = trainer.update.step_optimizer, []
+
+    def fails(loss: float) -> dict[str, float]:
+        calls.append(None)
+        return step(loss if len(calls) < 6 else float("nan"))
+
+    monkeypatch.setattr(trainer.update, "step_optimizer", fails)
+    with pytest.raises(NonFiniteError):
+        trainer.train()
+    resumed = make(tmp_path, resume=True)
+    assert (resumed.steps_done, resumed.update.optimizer_steps) == (2, 4)
+    resumed.train()
+
+
+def test_saving_before_the_first_optimizer_step_changes_nothing(tmp_path: Path) -> None:
+    """A first rollout without spread leaves the optimizer without moments; a resumed run has none either."""
+
+    def trained(name: str, **options: Any) -> GRPOTrainer:
+        trainer = make(tmp_path / name, steps=3, loss=GRPOLossConfig(), **options)
+        whole = trainer.reward_functions["count_ones"]
+        trainer.reward_functions = {
+            "count_ones": lambda completions: whole(completions) if trainer.steps_done else [0.0] * len(completions)
+        }
+        trainer.train()
+        return trainer
+
+    never = trained("never")
+    always = trained("always", save_steps=1, save_total_limit=None)
+    for path in checkpoints(tmp_path / "always")[1:]:
+        path.rename(tmp_path / path.name)
+    resumed = trained("always", resume=True)
+    for name, value in never.model.state_dict().items():
+        assert torch.equal(value, always.model.state_dict()[name]), name
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -> None:
+    make(tmp_path, steps=1).train()
+    resumed = make(tmp_path, steps=2, resume=True, weight_decay=0.5, adam_betas=(0.8, 0.9))
+    (group,) = resumed.optimizer.param_groups
+    assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.8, 0.9))
+
+
+def test_resume_and_overwrite_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give one of them; got both"):
+        make(tmp_path, resume=True, overwrite=True)
+
+
+def test_training_goes_on_in_the_same_process(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
+    """In a notebook: Ctrl-C, a look at the rows, `train()` again. It neither seeds anew nor evaluates as step 0."""
+    trainer = make(tmp_path)
+    whole = trainer.reward_functions["count_ones"]
+
+    def interrupts(**columns: Any) -> list[float]:
+        if trainer.steps_done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": interrupts}
+    assert len(trainer.train()) == 3
+    trainer.evaluate_too = lambda: {"seen": 1.0} if trainer.steps_done == 3 else {}
+    assert len(trainer.train()) == 3
+    same(outcome(trainer, tmp_path), unbroken)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizers library raises a bare Exception on a full disk."""
+    trainer = make(tmp_path, steps=1)
+
+    def full(*args: Any, **options: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(trainer.tokenizer, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match=r"could not write .*checkpoint-000001: No space left"):
+        trainer.train()
 
 
 def test_random_states_come_back() -> None:

@@ -119,6 +119,20 @@ def test_wrong_recipes_end_with_the_reason(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "data/trian.jsonl"], "data/trian.jsonl"),
+        (["--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
+    ],
+    ids=["data", "reward"],
+)
+def test_a_dry_run_finds_what_is_not_there(recipe: Path, arguments: list[str], message: str) -> None:
+    """A misspelt file is not taken for the name of a data set."""
+    with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{message}"):
+        main(["train", "--config", str(recipe), "--dry-run", *arguments])
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rewards": (Reward(name="nice"),)}, "nice"),

@@ -14,6 +14,8 @@ import pytest
 import torch
 from trainer.runs import shared
 
+from grpo_fused.trainer.checkpoint import checkpoints
+
 TOLERANCE = 1e-5
 """Absolute, on weights of size 0.2 after four optimizer steps at 1e-2: gradients are summed in another order, and Adam
 divides them by their own size."""
@@ -25,45 +27,45 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run(repo_root: Path, folder: Path, processes: int, kind: str, loss_type: str, launcher: str = "torchrun") -> Any:
+def run(repo_root: Path, folder: Path, processes: int, kind: str, loss_type: str) -> Any:
     folder.mkdir()
     if processes == 1:
         shared(str(folder), kind, loss_type)
-        return outcome(folder)
+        return outcome(folder, processes)
+    done = launch(repo_root, processes, "shared", str(folder), kind, loss_type)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return outcome(folder, processes)
+
+
+def launch(repo_root: Path, processes: int, *arguments: str) -> Any:
+    """A program of `trainer.runs`."""
     path = os.pathsep.join([str(repo_root), str(repo_root / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    program = ["-m", "trainer.runs", "shared", str(folder), kind, loss_type]
-    commands = {
-        "torchrun": ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())],
-        "accelerate": [
-            "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1",
-            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()),
-        ],
-    }  # fmt: skip
-    command = [sys.executable, "-m", *commands[launcher], *program]
-    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return outcome(folder)
+    # not `accelerate launch --cpu`, which starts one process whatever the number it is given
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    command = [sys.executable, "-m", *launcher, "-m", "trainer.runs", *arguments]
+    return subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Weights and metrics that `runs.shared` wrote."""
+def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights and metrics that `runs.shared` wrote, as so many processes."""
+    assert {len(list(saved.glob("rng-*"))) for saved in (folder / "run").glob("checkpoint-*")} == {processes}
     return torch.load(folder / "weights.pt", weights_only=True), json.loads((folder / "history.json").read_text())
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss_type", "launcher"),
+    ("kind", "loss_type"),
     [
-        pytest.param("plain", "grpo", "accelerate", id="ddp-grpo-accelerate"),
-        pytest.param("fsdp", "dapo", "torchrun", id="fsdp2-dapo"),
-        pytest.param("plain", "dapo", "torchrun", id="ddp-dapo-torchrun", marks=pytest.mark.full),
-        pytest.param("lora", "bnpo", "torchrun", id="ddp-lora-bnpo", marks=pytest.mark.full),
+        pytest.param("plain", "grpo", id="ddp-grpo"),
+        pytest.param("fsdp", "dapo", id="fsdp2-dapo"),
+        pytest.param("plain", "dapo", id="ddp-dapo", marks=pytest.mark.full),
+        pytest.param("lora", "bnpo", id="ddp-lora-bnpo", marks=pytest.mark.full),
     ],
 )
-def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_type: str, launcher: str) -> None:
+def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_type: str) -> None:
     one_kind = "plain" if kind == "fsdp" else kind
     weights, history = run(repo_root, tmp_path / "one", 1, one_kind, loss_type)
-    other_weights, other_history = run(repo_root, tmp_path / "two", 2, kind, loss_type, launcher)
+    other_weights, other_history = run(repo_root, tmp_path / "two", 2, kind, loss_type)
     assert weights.keys() == other_weights.keys()
     moved = 0.0
     for name, value in weights.items():
@@ -76,3 +78,11 @@ def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_
         assert row.keys() == other.keys()
         for name, value in row.items():
             assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
+
+
+def test_what_fails_on_one_process_loses_nothing(repo_root: Path, tmp_path: Path) -> None:
+    """The other one neither waits for it nor leaves without what was trained."""
+    done = launch(repo_root, 2, "fails_on_one", str(tmp_path))
+    assert done.returncode != 0
+    assert "RewardError: reward function 'count_ones' raised ConnectionError: the judge is away" in done.stderr
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]

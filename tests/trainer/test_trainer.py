@@ -6,17 +6,19 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from trainer.small_model import build_small_model
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
-from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, Rollout
-from grpo_fused.trainer.evaluation import pass_at_k
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, Rollout, Sampling
+from grpo_fused.trainer.evaluation import evaluate, pass_at_k
 from grpo_fused.trainer.rollout import pad_prompts
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
@@ -269,9 +271,11 @@ def test_dropout_is_off_in_every_module(tokenizer: PreTrainedTokenizerFast, rows
 
     model = build_small_model(len(tokenizer))
     model.model.layers[0].self_attn.attention_dropout = 0.5
+    model.model.layers[0].hidden_dropout = model.model.layerdrop = 0.5  # Bloom's, and OPT's
     peft_model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.3))
     trainer = make_trainer(peft_model, tokenizer, rows, gradient_checkpointing=True)  # type: ignore[arg-type]
     ids = torch.tensor([tokenizer("1+2=").input_ids])
+    assert (model.model.layers[0].hidden_dropout, model.model.layerdrop) == (0, 0)
     trainer.model.train()
     assert torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
 
@@ -395,6 +399,36 @@ def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast,
         norms[mode] = metrics["grad_norm"]
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(0.1), rel=1e-4)
     assert norms["token_truncate"] == pytest.approx(math.exp(0.1) * norms[None], rel=1e-3)
+
+
+def test_sequences_that_are_left_out_do_not_dilute_the_sampling_metrics(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, importance_sampling="sequence_truncate", max_completion_length=1)
+    rollout, _ = trainer.collect()
+    rollout = rollout._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
+    (metrics,) = trainer.update(rollout, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
+    for kind in ("min", "mean", "max"):
+        assert metrics[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_processes_evaluate_in_step(process: int) -> None:
+    """Five rows for two processes, three at a time: each asks for as many completions as the other."""
+    asked: list[int] = []
+
+    def judge(rows: Any, sampling: Sampling) -> Tensor:
+        asked.append(len(rows) * sampling.num_generations)
+        return torch.tensor([[float(row["prompt"])] for row in rows for _ in range(sampling.num_generations)])
+
+    alone = SimpleNamespace(
+        process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
+    )
+    rows = [{"prompt": str(number)} for number in (0, 1, 0, 1, 0)]
+    sampling = Sampling(num_generations=4, max_completion_length=2)
+    metrics = evaluate(judge, rows, ["number"], 0, sampling, 2, alone, batch_size=3)  # type: ignore[arg-type]
+    assert asked == [3, 6]
+    assert metrics == {"eval/number": process, "eval/pass@1": process, "eval/pass@2": process}
 
 
 def test_the_engine_gets_new_weights_when_there_are_any(
