@@ -58,8 +58,9 @@ class GRPOTrainer:
         accelerator: Default one with `config.mixed_precision`.
 
     Raises:
-        ValueError: The data set is too small, its rows disagree, prompts and processes do not divide, the weights do
-            not match the functions, or `output_dir` holds the checkpoints of a run that `resume` does not continue.
+        ValueError: The data set is too small, its rows disagree, prompts and processes do not divide, the processes
+            share the model by something else than DDP or FSDP2, the weights do not match the functions, or
+            `output_dir` holds the checkpoints of a run that `resume` does not continue.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
         RuntimeError: The named engine of the loss cannot run on the model's device.
@@ -90,6 +91,7 @@ class GRPOTrainer:
             log_with=list(config.report_to) or None,
             project_dir=None if output_dir is None else str(output_dir),
         )
+        _check_distribution(self.accelerator)
         self.config, self.tokenizer = config, tokenizer
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
@@ -414,6 +416,15 @@ class GRPOTrainer:
 
 def _prompt(row: Row) -> Prompt:
     return cast(Prompt, row["prompt"])  # `check_rows` has seen it
+
+
+def _check_distribution(accelerator: Accelerator) -> None:
+    """The loss reads the head's weight outside the model's forward, where other ways leave a piece of it."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"processes must share a model by DDP or FSDP2; got {kind.value}")
 
 
 def _share(prompts: int, processes: int) -> int:

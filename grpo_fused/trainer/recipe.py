@@ -129,6 +129,16 @@ class Recipe(GRPOTrainerConfig):
             find_task(self.task)
         elif self.dataset is None:
             raise ValueError("a recipe must name a dataset or a task; got neither")
+        if self.rollout == "vllm" and self.importance_sampling is not None:  # found after the first rollout otherwise
+            if self.loss.loss_type == "gmpo":
+                raise ValueError(
+                    "loss_type gmpo takes no correction of vLLM's log-probs: set importance_sampling: null"
+                )
+            if self.loss.loss_type == "vespo" and self.importance_sampling.startswith("sequence"):
+                raise ValueError(
+                    f"loss_type vespo needs importance_sampling by token (token_mask, token_truncate) or null; "
+                    f"got {self.importance_sampling}"
+                )
         for name in ("limit", "eval_limit"):
             value = getattr(self, name)
             if value is not None and value < 1:

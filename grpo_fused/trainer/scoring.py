@@ -44,7 +44,7 @@ def reward_weights_of(reward_functions: Sequence[RewardFunction], weights: Seque
     """One weight for each function, default 1.
 
     Raises:
-        ValueError: There is no function, or another number of weights.
+        ValueError: There is no function, another number of weights, or one that is NaN or infinite.
     """
     functions = len(reward_functions)
     if functions == 0:
@@ -53,6 +53,8 @@ def reward_weights_of(reward_functions: Sequence[RewardFunction], weights: Seque
         raise ValueError(
             f"reward_weights must have one weight for each of {functions} reward functions; got {len(weights)}"
         )
+    if weights is not None and not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"reward_weights must be finite; got {list(weights)}")
     return [1.0] * functions if weights is None else [float(weight) for weight in weights]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from trainer import runs
 from trainer.runs import OPTIONS, make
@@ -44,6 +45,7 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a whole module, it is made before each test's own
     folder = tmp_path_factory.mktemp("unbroken")
     trainer = make(folder)
     trainer.train()

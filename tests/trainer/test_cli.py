@@ -106,8 +106,10 @@ def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
         (["--rewards", '[{"name": "format", "model": "x"}]'], "exactly one of name, function and model"),
         (["--task", "chess"], "chess"),
         (["--dtype", "int8"], "int8"),
+        (["--rollout", "vllm", "--loss.loss_type", "gmpo"], "set importance_sampling: null"),
+        (["--rollout", "vllm", "--loss", "{loss_type: vespo, epsilon: 0.2}"], "importance_sampling by token"),
     ],
-    ids=["group-of-one", "beta", "misspelt", "no-rewards", "two-kinds", "task", "dtype"],
+    ids=["group-of-one", "beta", "misspelt", "no-rewards", "two-kinds", "task", "dtype", "gmpo-vllm", "vespo-vllm"],
 )
 def test_wrong_recipes_end_with_the_reason(
     recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 from trainer.small_model import build_small_model
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -128,6 +130,8 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, rows, [])
     with pytest.raises(ValueError, match="one weight for each of 1 reward functions; got 2"):
         make_trainer(model, tokenizer, rows, reward_weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="reward_weights must be finite; got .*nan"):
+        make_trainer(model, tokenizer, rows, reward_weights=[float("nan")])
     with pytest.raises(ValueError, match="at least 2 rows, as many as a step takes; got 1"):
         make_trainer(model, tokenizer, rows[:1])
     with pytest.raises(ValueError, match='row 1 of train_dataset must have a column "prompt"; got the columns'):
@@ -138,6 +142,25 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, [row | {"completions": ""} for row in rows])
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an EOS token"):
+        make_trainer(model, tokenizer, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(DistributedType.FSDP, "version 2 .*; got version 1"), (DistributedType.DEEPSPEED, "DDP or FSDP2; got DEEPSPEED")],
+    ids=["fsdp1", "deepspeed"],
+)
+def test_other_ways_to_share_a_model_are_refused(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: DistributedType,
+    message: str,
+) -> None:
+    """They shard the head that the loss reads; said at set-up and not after the first rollout."""
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
+    with pytest.raises(ValueError, match=message):
         make_trainer(model, tokenizer, rows)
 
 
