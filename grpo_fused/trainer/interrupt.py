@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -33,3 +34,4 @@ class StopRequest:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+        os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again to stop now\n")  # as handlers may

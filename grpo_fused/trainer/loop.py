@@ -306,13 +306,15 @@ class GRPOTrainer:
             if self.accelerator.is_main_process:
                 cut_jsonl(self.output_dir / "metrics.jsonl", self.steps_done)
             return
-        if newest is not None and not overwrite:
-            raise ValueError(f"output_dir {self.output_dir} holds a run, up to {newest.name}: resume or overwrite it")
+        metrics = self.output_dir / "metrics.jsonl"
+        if not overwrite and not resume and (newest is not None or (metrics.exists() and metrics.stat().st_size)):
+            what = f", up to {newest.name}" if newest is not None else " that has no checkpoint"
+            raise ValueError(f"output_dir {self.output_dir} holds a run{what}: resume or overwrite it")
         if self.accelerator.is_main_process:
             for old in checkpoint.checkpoints(self.output_dir):
                 shutil.rmtree(old)
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            (self.output_dir / "metrics.jsonl").write_text("", encoding="utf-8")
+            metrics.write_text("", encoding="utf-8")
 
     @contextmanager
     def _run(self) -> Iterator[None]:

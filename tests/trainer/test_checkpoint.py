@@ -189,6 +189,10 @@ def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None
         make(tmp_path, steps=1)
     make(tmp_path, steps=2, overwrite=True).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="holds a run that has no checkpoint: resume or overwrite it"):
+        make(tmp_path / "early", steps=1)
     with pytest.raises(ValueError, match="resume needs the output_dir"):
         make(None, resume=True)
     assert make(tmp_path / "new", resume=True).steps_done == 0  # nothing there yet: a job that may be restarted
