@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory import peak_bytes
+from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.problem import Problem, loss_from_logps
 from benchmarks.providers import PROVIDERS, eager_logps
 from benchmarks.results import machine, record
@@ -272,8 +272,9 @@ def memory_in_child(setting: Setting, name: str) -> dict[str, float]:
 
 def memory(setting: Setting, name: str) -> dict[str, float]:
     """Bytes: peak of a step beyond weights and optimizer state, and these."""
-    step = Step(setting, providers()[name])
-    peak = peak_bytes(step, setting.device)
+    with blocks_given_back():
+        step = Step(setting, providers()[name])
+        peak = peak_bytes(step, setting.device)
     state = [v for values in step.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {"peak_bytes": peak, "standing_bytes": sum(x.nbytes for x in [*step.model.parameters(), *state])}
 

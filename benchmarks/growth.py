@@ -18,13 +18,14 @@ import argparse
 import gc
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.cost_cpu import Coefficients, Point, Shape, fit, leave_one_out, scratch_bytes, work_of
-from benchmarks.memory import peak_bytes
+from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.problem import make_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import machine, record
@@ -71,40 +72,55 @@ GRIDS = {
 ENGINES = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
 
 
-def measure(shape: Shape, dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
-    """A point for each engine that can run, and one for the bare products: seconds and bytes."""
-    sequences = math.gcd(shape.N, 8)
-    problem = make_problem(sequences, shape.N // sequences, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
-    gradients = problem.hidden.nbytes + problem.weight.nbytes
-    calls: dict[str, Callable[[], object]] = {}
-    memory: dict[str, float] = {}
-    for engine in ENGINES[device]:
-        if engines.unavailable(engine, torch.device(device), dtype) is not None:
-            continue
+class Calls:
+    """Forward + backward of every engine that can run, on one problem."""
 
-        def train(engine: str = engine) -> None:
-            problem.clear()
-            PROVIDERS[engine].loss(problem).backward()
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
+        B = math.gcd(shape.N, 8)
+        self.problem = make_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
+        self.device = device
+        self.engines = [e for e in ENGINES[device] if engines.unavailable(e, torch.device(device), dtype) is None]
 
-        def from_nothing(train: Callable[[], None] = train) -> None:
-            train()
-            problem.clear()
+    def train(self, engine: str) -> None:
+        self.problem.clear()
+        PROVIDERS[engine].loss(self.problem).backward()
+
+    def peak_bytes(self, engine: str) -> float | None:
+        """Beyond inputs and gradients; None where there is not enough."""
+
+        def from_nothing() -> None:
+            self.train(engine)
+            self.problem.clear()
 
         try:
-            memory[engine] = peak_bytes(from_nothing, device) - gradients
+            peak = peak_bytes(from_nothing, self.device)
         except torch.OutOfMemoryError:
-            continue
-        calls[engine] = train
+            return None
+        return peak - self.problem.hidden.nbytes - self.problem.weight.nbytes
+
+
+def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float | None]:
+    """Bytes of each engine."""
+    calls = Calls(shape, dtype, device)
+    return {engine: calls.peak_bytes(engine) for engine in calls.engines}
+
+
+def measure_time(
+    shape: Shape, dtype: torch.dtype, device: str, rounds: int, memory: dict[str, float | None]
+) -> list[dict[str, Any]]:
+    """A point for each engine that `memory` has a figure of, and one for the bare products."""
+    calls = Calls(shape, dtype, device)
+    timed: dict[str, Callable[[], object]] = {
+        engine: partial(calls.train, engine) for engine in calls.engines if memory[engine] is not None
+    }
     if 2 * shape.N * shape.V * dtype.itemsize <= MOST_BARE_BYTES:
-        calls["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
-    times = times_by_round(calls, device, rounds=rounds)
-    problem.clear()
+        timed["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
+    times = times_by_round(timed, device, rounds=rounds)
     about = shape._asdict() | {"dtype": str(dtype).removeprefix("torch.")}
     return [
-        about
-        | {"engine": engine, "seconds": summary([1e-3 * ms for ms in values]), "bytes": memory.get(engine)}
+        about | {"engine": engine, "seconds": summary([1e-3 * ms for ms in values]), "bytes": memory.get(engine)}
         for engine, values in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def predict(points: list[dict[str, Any]], device: str) -> dict[str, Any]:
@@ -152,14 +168,13 @@ def _median_and_worst(errors: list[float]) -> dict[str, float]:
 
 def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict[str, Any]:
     """The section `growth`."""
+    cases = [(shape, getattr(torch, dtype)) for dtype in dtypes for shape in grid.shapes()]
+    with blocks_given_back():  # which takes time, so that the times come after
+        memory = [released(measure_memory, *case, device) for case in cases]
     points: list[dict[str, Any]] = []
-    for dtype in dtypes:
-        for shape in grid.shapes():
-            points += (found := measure(shape, getattr(torch, dtype), device, rounds))
-            print_points(found)
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
+    for case, its_memory in zip(cases, memory, strict=True):
+        points += (found := released(measure_time, *case, device, rounds, its_memory))
+        print_points(found)
     model = predict(points, device)
     return {
         "device": device,
@@ -169,6 +184,15 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
         "points": points,
         "model": model,
     }
+
+
+def released(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """`measure(*arguments)`, and nothing of it left in memory."""
+    found = measure(*arguments)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
 
 
 def print_points(points: list[dict[str, Any]]) -> None:

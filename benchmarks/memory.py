@@ -5,8 +5,8 @@
 Prints one line of JSON, all figures in MiB, beyond what was there before the call and the two gradients that it leaves
 (below 0 where the peak came before the gradients):
 
-- `resident`: the process's resident set at its peak. All memory is in it, whoever took it, but also what an allocator
-  took and did not give back. CPU only; null where the kernel does not let the peak be set back.
+- `resident`: the process's resident set at its peak. All memory is in it, whoever took it; freed blocks from 1 MiB on
+  are given back at once. CPU only; null where the kernel does not let the peak be set back.
 - `allocator`: what torch's allocator had handed out at its peak. On a GPU `max_memory_allocated`. On a CPU counted from
   the profiler's memory events, which C++ code that takes memory elsewhere (malloc, oneDNN's scratch) does not send.
 
@@ -24,7 +24,8 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from benchmarks.problem import Case
 from benchmarks.providers import PROVIDERS, Provider
 
 MIB = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -90,9 +92,26 @@ def _cuda_peak(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@contextmanager
+def blocks_given_back() -> Iterator[None]:
+    """Freed blocks from 1 MiB on leave the process at once (glibc), until they shall be kept again for speed.
+
+    Usually glibc keeps what is below 32 MiB, in a heap with gaps: the peak of one and the same call was seen to vary by
+    150 MiB. So enter it early in a process. Afterwards the limits are the highest that glibc comes to by itself.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    adjust(_M_MMAP_THRESHOLD, MIB)
+    try:
+        yield
+    finally:
+        adjust(_M_MMAP_THRESHOLD, 32 * MIB)
+        adjust(_M_TRIM_THRESHOLD, 64 * MIB)
+
+
 def peak_bytes(call: Callable[[], object], device: str) -> float:
-    """Peak memory of a call beyond what was there before it: resident memory on the CPU, the allocator's on CUDA; nan
-    where it cannot be read. The call is made twice: the first one takes the libraries' own memory."""
+    """Peak memory of a call beyond what was there before it: resident memory on the CPU (best within
+    `blocks_given_back`), the allocator's on CUDA; nan where it cannot be read. The call is made twice: the first one
+    takes the libraries' own memory."""
     call()
     gc.collect()
     if device == "cuda":
@@ -105,10 +124,10 @@ def peak_bytes(call: Callable[[], object], device: str) -> float:
 def _forget_peak() -> int | None:
     """Lets the peak of the resident set count from now; bytes of it now, None where that cannot be done."""
     try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return _resident()
-    except OSError:
+    except (AttributeError, OSError):
         return None
 
 
@@ -146,7 +165,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     given = parser.parse_args()
     try:
-        print(json.dumps(peak(given.case, PROVIDERS[given.provider], given.device)))
+        with blocks_given_back():
+            print(json.dumps(peak(given.case, PROVIDERS[given.provider], given.device)))
     except Exception as error:  # a peer may fail in any way; out of memory is one of them
         print(json.dumps({"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}))
 

@@ -129,18 +129,20 @@ def test_predictions_come_from_the_result_file(tmp_path):
 @pytest.fixture(scope="module")
 def measured_scratch():
     shape = cost_cpu.Shape(256, 256, 32768)
-    return shape, {p["engine"]: p["bytes"] for p in growth.measure(shape, torch.bfloat16, "cpu", 1)}
+    with memory.blocks_given_back():
+        return shape, growth.measure_memory(shape, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
-    """Tolerances are what an allocator may keep, and, of `chunked`, what a library's products take."""
     shape, measured = measured_scratch
     if math.isnan(measured[engine]):
         pytest.skip("the peak of this process cannot be read")
     predicted = cost_cpu.scratch_bytes(engine, shape, torch.bfloat16)
-    tolerance = {"native": 2, "chunked": 28}[engine] * 2**20
-    assert abs(measured[engine] - predicted) < tolerance < predicted / 1.5
+    if engine == "native":  # to what an allocator may keep of the blocks of earlier tests
+        assert abs(measured[engine] - predicted) < 2 * 2**20 < predicted / 1.5
+    else:  # a budget, of which a small call does not take all
+        assert 0.4 * predicted < measured[engine] < predicted + 8 * 2**20
 
 
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
