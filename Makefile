@@ -37,8 +37,8 @@ bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its pee
 	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr --record $(OUT)
 	$(BIN)/python -m benchmarks.cpu --quick --seconds 600 --out $(OUT)
 	$(BIN)/python -m benchmarks.accuracy --out $(OUT)
-	$(BIN)/python -m benchmarks.growth --out $(OUT)
-	$(BIN)/python -m benchmarks.end_to_end --out $(OUT)
+	$(BIN)/python -m benchmarks.growth --rounds 2 --out $(OUT)
+	$(BIN)/python -m benchmarks.end_to_end --rounds 3 --out $(OUT)
 	$(BIN)/python -m benchmarks.report
 
 bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side, every case (about an hour)

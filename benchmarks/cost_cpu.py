@@ -77,8 +77,10 @@ def cost_of(engine: str, shape: Shape, dtype: torch.dtype) -> Cost:
 
 def scratch_bytes(engine: str, shape: Shape, dtype: torch.dtype) -> int:
     """Peak of a loss with both gradients, beyond inputs and gradients."""
-    cost = cost_of(engine, shape, dtype)
-    return cost.scratch_bytes + cost.accumulator_bytes + shape.tokens * shape.H * dtype.itemsize  # gathered states
+    at_work = cost_of(engine, shape, dtype).scratch_bytes + shape.tokens * shape.H * dtype.itemsize  # gathered states
+    # whether dW needs a sum of its own is decided by all tokens; the gradient that it becomes is not there yet
+    sums = cost_of(engine, shape._replace(active=1.0), dtype).accumulator_bytes
+    return max(at_work + sums - shape.V * shape.H * dtype.itemsize, sums) if sums else at_work
 
 
 def products_of(engine: str, shape: Shape, dtype: torch.dtype) -> float:

@@ -128,6 +128,8 @@ def load(path: Path) -> Run:
             f"{path} has schema {schema!r}, this program reads {SCHEMA}: "
             + ("measure again, or read it with the benchmarks of its commit" if older else "it is newer than this code")
         )
+    if missing := {"machine", "sections"} - found.keys():
+        raise ValueError(f"{path} must have machine and sections; it lacks {', '.join(sorted(missing))}")
     return Run(path, found["machine"], found["sections"])
 
 
