@@ -35,7 +35,7 @@ lint: $(VENV)/.dev  ## style and types
 bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (under 20 minutes)
 	$(eval OUT := $(shell $(BIN)/python -m benchmarks.results))
 	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr --record $(OUT)
-	$(BIN)/python -m benchmarks.cpu --quick --seconds 600 --out $(OUT)
+	$(BIN)/python -m benchmarks.cpu --quick --seconds 450 --out $(OUT)
 	$(BIN)/python -m benchmarks.accuracy --out $(OUT)
 	$(BIN)/python -m benchmarks.growth --rounds 2 --out $(OUT)
 	$(BIN)/python -m benchmarks.end_to_end --rounds 3 --out $(OUT)
