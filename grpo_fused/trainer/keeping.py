@@ -120,8 +120,8 @@ class KeptRun:
             self._save_after_failure()
             raise
         finally:
-            if self.config.report_to:
-                self.accelerator.end_training()
+            for tracker in self.accelerator.trackers:  # `end_training` would end the process group, too
+                tracker.finish()
 
     def _save_after_failure(self) -> None:
         """Several processes can only save where all of them have failed."""

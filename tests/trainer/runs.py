@@ -119,8 +119,15 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
     assert all(torch.equal(again[name], value) for name, value in state.items())
     resumed.engine = HuggingFaceEngine(resumed.model, resumed.tokenizer, synced=kind == "fsdp")
     assert resumed.step()["completion_length"] > 0  # sampling works on whatever accelerate has made of the model
+    leave(accelerator)
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Ends the process where there are several: gloo was seen to wait for ever in the destructors of DDP's reducers."""
     if accelerator.num_processes > 1:
-        torch.distributed.destroy_process_group()
+        accelerator.wait_for_everyone()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def fails_on_one(folder: str) -> None:

@@ -44,7 +44,7 @@ def launch(repo_root: Path, processes: int, *arguments: str) -> Any:
     # not `accelerate launch --cpu`, which starts one process whatever the number it is given
     launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
     command = [sys.executable, "-m", *launcher, "-m", "trainer.runs", *arguments]
-    return subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=180)
 
 
 def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
