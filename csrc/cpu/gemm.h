@@ -8,7 +8,7 @@ namespace grpo {
 // Tokens (or columns of a gradient) that lie side by side along vector lanes.
 constexpr int64_t kLanes = 64;
 
-// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], fp32 accumulation in the order of the depth.
+// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that the depth alone decides.
 //
 // A word holds one fp32 number or two bf16 numbers that are neighbours along the depth, so one layout serves both:
 // a is row-major with `lda` words a row, b is [depth, 64] words without gaps. Depth and strides count words.

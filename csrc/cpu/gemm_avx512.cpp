@@ -15,8 +15,11 @@ namespace {
 constexpr int kRows = 6;
 constexpr int kVectors = kLanes / 16;
 
-// Depth taken at a time: the slice of b (256 KiB) stays in the second-level cache while the rows pass over it.
-constexpr int64_t kDepth = 1024;
+// Depth summed in one go, then added to what is there: a chain of roundings is as long as a slice and as the number of
+// slices, not as the vocabulary. Measured (fp32, H = 896, V = 32000; the library's products make 3.1e-6 and 7e-7):
+// |dlogp| 6.9e-6 in one chain, 5.0e-6 with 512, 2.0e-6 with 256, 1.9e-6 with 128; dH 3.4e-6, 1.0e-6, 0.8e-6, 0.7e-6 off.
+// Time: as one chain, within 1 % in bf16 and 1.5 % in fp32; with 128, 4 % more.
+constexpr int64_t kDepth = 256;
 
 template <int Rows, bool Bf16>
 WITH_BF16 inline __attribute__((always_inline)) void rows_of(int64_t depth, const uint32_t* a, int64_t lda,
@@ -25,7 +28,7 @@ WITH_BF16 inline __attribute__((always_inline)) void rows_of(int64_t depth, cons
 #pragma GCC unroll 6
   for (int i = 0; i < Rows; i++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; j++) sum[i][j] = add ? _mm512_loadu_ps(c + i * ldc + 16 * j) : _mm512_setzero_ps();
+    for (int j = 0; j < kVectors; j++) sum[i][j] = _mm512_setzero_ps();
   }
   for (int64_t k = 0; k < depth; k++) {
     __m512i right[kVectors];
@@ -47,7 +50,10 @@ WITH_BF16 inline __attribute__((always_inline)) void rows_of(int64_t depth, cons
 #pragma GCC unroll 6
   for (int i = 0; i < Rows; i++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; j++) _mm512_storeu_ps(c + i * ldc + 16 * j, sum[i][j]);
+    for (int j = 0; j < kVectors; j++) {
+      float* to = c + i * ldc + 16 * j;
+      _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), sum[i][j]) : sum[i][j]);
+    }
   }
 }
 

@@ -41,6 +41,22 @@ def test_objectives_in_fp32(config):
     assert_same(case.run(config, impl="native"), want, tol=2e-5)
 
 
+@pytest.mark.parametrize(("hidden_size", "vocab"), [(64, 20000), (1024, 2000)], ids=["long in V", "long in H"])
+def test_long_sums_in_fp32_are_as_exact_as_the_library_s(hidden_size, vocab):
+    """One chain of additions over all of V or H, rounded at each, is off by 2e-6."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, hidden_size) * 16 / hidden_size**0.5, torch.randn(vocab, hidden_size) / 4
+    ids, upstream = torch.randint(0, vocab, (64,)), torch.randn(64)
+
+    def gradients(dtype, impl):
+        h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+        fused_linear_logprobs(h[None], w, ids[None], impl=impl).logps.backward(upstream.to(dtype)[None])
+        return h.grad, w.grad
+
+    for got, want in zip(gradients(torch.float32, "native"), gradients(torch.float64, "reference"), strict=True):
+        assert frobenius_error(got, want) < 1e-6
+
+
 HEADS = {
     "plain": {},
     "bias": {"lm_head_bias": torch.linspace(-2, 2, 517)},
