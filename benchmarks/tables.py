@@ -29,6 +29,10 @@ def speed(device: str, folder: Path) -> str:
     cases = with_peers(run)
     ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
     blocks = [_about(run), *(_speed_table(found, ours) for found in cases.values())]
+    alone = [row for name, found in _dense(run).items() if name not in cases for row in _alone_rows(found)]
+    if alone:
+        header = "| Other sizes | | forward + backward | × bare | scoring | × bare | memory |"
+        blocks.append("\n".join([header, "|---" * 7 + "|", *alone]))
     if missing := _not_yet(device, run):
         blocks.append(missing)
     name = "gpu" if device == "cuda" else device
@@ -152,11 +156,17 @@ TABLES: dict[str, Callable[[Path], str]] = {
 
 def with_peers(run: Run) -> dict[str, Any]:
     """The cases that someone else took part in, too."""
-    section = run.sections["loss"]
+    entries = run.sections["loss"]["providers"]
     return {
         name: found
-        for name, found in section["cases"].items()
-        if found["shape"]["pattern"] == "dense" and not all(section["providers"][p]["ours"] for p in found["providers"])
+        for name, found in _dense(run).items()
+        if not all(entries[provider]["ours"] for provider in found["providers"])
+    }
+
+
+def _dense(run: Run) -> dict[str, Any]:
+    return {
+        name: found for name, found in run.sections["loss"]["cases"].items() if found["shape"]["pattern"] == "dense"
     }
 
 
@@ -220,23 +230,34 @@ def _speed_table(found: dict[str, Any], ours: set[str]) -> str:
     )
     for name in timed:
         row = rows[name]
-        both, score = row["forward_backward"], row.get("scoring")
-        spread = both["times_bare"]
-        cells = [
-            f"**{name}**" if name in ours else name,
-            _ms(both["ms"]["median"]),
-            f"{spread['median']:.2f} ({spread['p20']:.2f} to {spread['p80']:.2f})",
-            _ms(score["ms"]["median"]) if score else "",
-            f"{score['times_bare']['median']:.2f}" if score else "",
-            _memory(row),
-            *_errors(row["errors"]),
-        ]
+        spread = row["forward_backward"]["times_bare"]
+        both, ratio, *others = _taken(row)
+        ratio += f" ({spread['p20']:.2f} to {spread['p80']:.2f})"
+        cells = [f"**{name}**" if name in ours else name, both, ratio, *others, *_errors(row["errors"])]
         lines.append("| " + " | ".join(cells) + " |")
     for name, row in rows.items():
         if "not_timed" in row:
             errors = _errors(row["errors"]) if "errors" in row else ["", ""]
             lines.append(f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(errors)} |")
     return "\n".join(lines)
+
+
+def _taken(row: dict[str, Any]) -> list[str]:
+    """Forward + backward and its ratio to the bare products, scoring and its ratio, memory."""
+    both, score = row["forward_backward"], row.get("scoring")
+    return [
+        _ms(both["ms"]["median"]),
+        f"{both['times_bare']['median']:.2f}",
+        _ms(score["ms"]["median"]) if score else "",
+        f"{score['times_bare']['median']:.2f}" if score else "",
+        _memory(row),
+    ]
+
+
+def _alone_rows(found: dict[str, Any]) -> Iterator[str]:
+    for name, row in found["providers"].items():
+        taken = [f"not timed: {_cell(row['not_timed'])}", *[""] * 4] if "not_timed" in row else _taken(row)
+        yield f"| {' | '.join([title(found['shape']), name, *taken])} |"
 
 
 def _sparse_rows(cases: dict[str, Any]) -> Iterator[str]:
