@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
@@ -51,6 +53,8 @@ def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
 def main(argv: Sequence[str]) -> None:
     """`grpo-fused train`."""
     recipe, switches = read_recipe(argv)
+    if os.getcwd() not in sys.path:  # a reward's module lies there; a console script does not look there by itself
+        sys.path.append(os.getcwd())
     try:
         if switches["dry_run"]:
             dry_run(recipe)

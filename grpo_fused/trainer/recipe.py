@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Row, load_rows
+from grpo_fused.trainer.data import Row, is_file, load_rows
 from grpo_fused.trainer.generation import RolloutEngine
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.scoring import RewardFunction
@@ -28,7 +28,8 @@ class Reward:
 
     Args:
         name: A built-in one: format, exact_answer, math_accuracy, countdown, ...
-        function: One of your own, "module:function" or "path/to/file.py:function".
+        function: One of your own, "module:function" or "path/to/file.py:function"; `grpo-fused train` finds modules of
+            the folder that it is called in, too.
         model: Path or name of a sequence-classification model with one label.
         weight: Of this reward in the sum.
         options: Keyword options of the function.
@@ -89,8 +90,8 @@ class Recipe(GRPOTrainerConfig):
         subset: Of a `datasets` name.
         split: Of a `datasets` name.
         limit: Take the first rows only.
-        eval_dataset: Held-out rows, like `dataset`.
-        eval_split: Of a `datasets` name; alone it takes the held-out rows from `dataset`.
+        eval_dataset: Held-out rows, like `dataset`; `subset` and `split` count for it only if it is a `datasets` name.
+        eval_split: Of a `datasets` name, default `split`; alone it takes the held-out rows from `dataset`.
         eval_limit: Take the first held-out rows only.
         system_prompt: Put before each prompt; default that of the task.
         chat: Prompts of a task are chat messages; false for base models without a chat template.
@@ -151,21 +152,25 @@ class Recipe(GRPOTrainerConfig):
 
     def train_rows(self) -> list[Row]:
         """The training data."""
-        return self._rows(self.dataset, self.split, self.limit)
+        return self._rows(self.dataset, self.subset, self.split, self.limit)
 
     def eval_rows(self) -> list[Row] | None:
         """The held-out data, if any."""
         if self.eval_dataset is None and self.eval_split is None:
             return None
-        return self._rows(self.eval_dataset or self.dataset, self.eval_split or self.split, self.eval_limit)
+        if self.eval_dataset is not None and is_file(self.eval_dataset):
+            return self._rows(self.eval_dataset, None, self.eval_split or "train", self.eval_limit)
+        return self._rows(
+            self.eval_dataset or self.dataset, self.subset, self.eval_split or self.split, self.eval_limit
+        )
 
-    def _rows(self, source: str | None, split: str, limit: int | None) -> list[Row]:
+    def _rows(self, source: str | None, subset: str | None, split: str, limit: int | None) -> list[Row]:
         if self.task is None:
             assert source is not None
-            rows = load_rows(source, subset=self.subset, split=split, limit=limit)
+            rows = load_rows(source, subset=subset, split=split, limit=limit)
             return rows if self.system_prompt is None else [with_system_prompt(row, self.system_prompt) for row in rows]
         task = find_task(self.task)
-        subset = self.subset if source is not None else self.subset or task.subset
+        subset = subset if source is not None else subset or task.subset
         rows = load_rows(source or task.source, subset=subset, split=split, limit=limit)
         return format_rows(task, rows, system_prompt=self.system_prompt, chat=self.chat)
 

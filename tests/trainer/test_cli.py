@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,25 @@ def test_functions_are_found_by_place(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("value = 3\n")
     with pytest.raises(ValueError, match="must be a function; got int"):
         load_function(f"{tmp_path / 'x.py'}:value")
+
+
+def test_a_module_of_the_folder_that_it_is_called_in(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rewards_of_mine.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
+    of_mine = recipe.read_text().replace("{name: length, options: {target_length: 3}}", "function: rewards_of_mine:one")
+    recipe.write_text(of_mine)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as a console script's
+    monkeypatch.chdir(tmp_path)
+    main(["train", "--config", str(recipe), "--dry-run"])
+    assert "the dry run went through" in capsys.readouterr().out
+
+
+def test_held_out_rows_of_a_file_take_no_subset_and_split(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "p"}\n')
+    named = {"dataset": "some/name", "subset": "main", "split": "train[:10]"}
+    read = Recipe(model="m", rewards=(Reward(name="format"),), eval_dataset=str(tmp_path / "held.jsonl"), **named)
+    assert read.eval_rows() == [{"prompt": "p"}]
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
