@@ -56,7 +56,7 @@ GRPO_HOST_DEVICE T expm1_of(T x) {
   return std::abs(x) < T(0.25) ? exp_minus_1_minus(x) + x : std::exp(x) - T(1);
 }
 
-enum class Policy : int { PPO = 0, CISPO = 1, SAPO = 2 };  // as POLICIES in kernels/objective.py
+enum class Policy : int { PPO = 0, CISPO = 1, SAPO = 2, COUNT };  // as POLICIES in kernels/objective.py
 
 template <typename T>
 struct ObjectiveOptions {

@@ -38,7 +38,10 @@ USED_BY: dict[str, frozenset[str]] = {
     "vespo_lambda_neg": frozenset({"vespo"}),
     "off_policy_mask_threshold": frozenset(get_args(LossType)) - {"gmpo"},
 }
-"""Which loss types read an option; one that is missing here is read by all of them."""
+"""Which loss types read an option; one that is missing here is read by all of them.
+
+`use_bias_correction_kl=False` is what `gmpo` does in any case, and is not refused.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A self-test of this installation: every engine that runs here against the eager reference in float64.
 
-    python -m grpo_fused check            # under two minutes on two cores
+    python -m grpo_fused check            # about a minute on two cores
     python -m grpo_fused check --quick    # some seconds
 
 Every engine x dtype x objective is run on padded, packed and poisoned inputs; log-probs and gradients are held to the

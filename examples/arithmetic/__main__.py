@@ -139,7 +139,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=(
             "Trains a Qwen2 of half a million parameters, built in code, on two-digit sums and differences. A short "
             "supervised warm-up on demonstrations (all right, but most do not show their work) is followed by GRPO "
-            "with a format reward and an exact-answer reward. About two minutes on two CPU cores; no network."
+            "with a format reward and an exact-answer reward. About three minutes on two CPU cores; no network."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

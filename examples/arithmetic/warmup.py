@@ -1,4 +1,4 @@
-"""The supervised warm-up: a few epochs on a few hundred worked questions.
+"""The supervised warm-up: a few epochs on questions with answers, some of them worked.
 
 Enough for the model to know the format and some of the arithmetic, too little to know all of it. GRPO starts here.
 """

@@ -47,7 +47,7 @@ def grpo_loss(
         impl: `"auto"` (the analytic derivative) or `"reference"` (autograd).
 
     Returns:
-        `GRPOLossOutput`; its `entropies` are None where none were given.
+        `GRPOLossOutput`; its `entropies` are None where none were given, and its metrics have no `gradient_tokens`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where entropies are needed.

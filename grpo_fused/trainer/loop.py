@@ -138,7 +138,8 @@ class GRPOTrainer(KeptRun):
 
         Raises:
             RewardError: A reward function raised, timed out or returned what it must not.
-            NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir/failed-step-<n>`.
+            NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir`, a file
+                `failed-step-<n>-process-<rank>.safetensors`.
             CheckpointError: A checkpoint could not be written.
         """
         history: list[Metrics] = []
