@@ -61,7 +61,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark wants a quiet machine
     return about | {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
+        # a copy of the tree without .git can be told
+        "commit": _git("rev-parse", "--short", "HEAD") or os.environ.get("GRPO_FUSED_COMMIT", "unknown"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},

@@ -21,7 +21,8 @@ from benchmarks.timing import bare_gemms, interleave
 
 SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 151936)]
 SMALL_SHAPES = [(40, 64, 300)]
-LOGP_TOLERANCE = 1e-4
+LOGP_TOLERANCE = 1e-3
+"""Wrong, not inexact: tensor cores may cut every partial sum towards zero, by 1e-4 in all at H = 4096."""
 
 
 def main() -> None:
@@ -63,6 +64,9 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
     for number, config in enumerate([HEAD_CONFIGS[arch].plain, *CANDIDATES.get(arch, ())]):
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
         found.append(entry)
+        if config.specialized and not _specializes():
+            entry["failed"] = "not tried: warp specialisation was seen to compile with triton 3.7 only, and may abort"
+            continue
         room = Exponentials.empty(N, weight, torch.bfloat16, transform, config=config)
 
         def score(config: Any = config, room: Exponentials | None = None) -> Any:
@@ -86,6 +90,12 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
                 entry[f"{what}_ms"] = timed
                 entry[f"{what}_share_of_library"] = times["library"]["median"] / timed["median"]
     return found
+
+
+def _specializes() -> bool:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
 
 
 if __name__ == "__main__":

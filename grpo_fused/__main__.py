@@ -9,7 +9,10 @@ COMMANDS = {
     "train": ("trainer.cli", "train a language model by GRPO from a recipe"),
     "plot": ("trainer.plot", "draw the curves of a run"),
     "doctor": ("doctor", "what runs here, what is missing and would bring what; expected time and memory of a shape"),
-    "check": ("selfcheck", "hold this installation against float64: every engine, dtype and objective (about a minute)"),
+    "check": (
+        "selfcheck",
+        "hold this installation against float64: every engine, dtype and objective (about a minute)",
+    ),
 }
 """Command to the module of the package whose `main(argv)` it is, imported when it is called; and its help."""
 

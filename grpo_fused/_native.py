@@ -1,4 +1,4 @@
-"""The native libraries: loaded once at import, and why not where they cannot be.
+"""The native libraries: that of the CPU is loaded at import, that of CUDA when it is asked for; and why not, if not.
 
 Both are optional. They are built against torch's stable ABI and register operators in `torch.ops.grpo_fused_C`; here
 those get the fake implementations that `torch.compile` needs.
@@ -6,6 +6,7 @@ those get the fake implementations that `torch.compile` needs.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,9 +20,18 @@ def cpu_available() -> str | None:
     return _cpu_reason
 
 
+@cache
 def cuda_available() -> str | None:
-    """None if the CUDA operators can run here, else the reason in words."""
-    return _cuda_reason
+    """None if the CUDA operators can run here, else the reason in words.
+
+    Not at import: asking for a device initialises CUDA, and a process that is forked after that cannot use it.
+    """
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    reason = _load("_C_cuda")
+    if reason is None:
+        _fakes.register_fakes()
+    return reason
 
 
 def _load(name: str) -> str | None:
@@ -42,15 +52,6 @@ def _load_cpu() -> str | None:
         _register_fakes()
         _fakes.register_fakes()
         reason = torch.ops.grpo_fused_C.probe()[0] or None
-    return reason
-
-
-def _load_cuda() -> str | None:
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    reason = _load("_C_cuda")
-    if reason is None:
-        _fakes.register_fakes()
     return reason
 
 
@@ -96,4 +97,3 @@ def head_plan(vocab: int, width: int, compute_dtype: torch.dtype) -> tuple[int, 
 
 
 _cpu_reason = _load_cpu()
-_cuda_reason = _load_cuda()

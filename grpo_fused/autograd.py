@@ -194,9 +194,11 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
     A vocab-sized gradient is scaled where it stands when the graph is about to be freed: a copy would double it.
     """
-    if _graph_is_freed() and not torch._C._functorch.is_batchedtensor(factor):
-        return gradient.mul_(factor).to(dtype)
-    return (gradient * factor).to(dtype)
+    if not _graph_is_freed() or torch._C._functorch.is_batchedtensor(factor):
+        return (gradient * factor).to(dtype)
+    if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    return gradient.mul_(factor).to(dtype)
 
 
 def _graph_is_freed() -> bool:

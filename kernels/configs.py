@@ -40,6 +40,8 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
+    if major == 12:  # consumer Blackwell: Ada's shared memory, not that of sm_100
+        return "sm_89"
     known = sorted((key for key in ROW_CONFIGS if key.startswith("sm_")), key=lambda key: int(key[3:]))
     at_most = [key for key in known if int(key[3:]) <= 10 * major + minor]
     return at_most[-1] if at_most else known[0]

@@ -206,3 +206,9 @@ def test_sdist_holds_all_sources(source, tmp_path):
     for path in (ROOT / "csrc").rglob("*.*"):
         assert str(path.relative_to(ROOT)) in held
     assert {"setup.py", "kernels/rows.py", "grpo_fused/_native.py"} <= held
+
+
+def test_an_import_asks_for_no_cuda_device():
+    """Which would initialise CUDA, and a process that is forked after that could not use it."""
+    code = "import torch; torch.cuda.is_available = lambda: print('asked'); import grpo_fused"
+    assert run(sys.executable, "-c", code, cwd=ROOT) == ""

@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor> token_objective(Tensor logp, std::optional<Tensor> ol
                   "logp must be float32 or float64");
   STD_TORCH_CHECK(logp.dim() == 1 && logp.is_contiguous(), "logp must be contiguous [R]; got ", logp.dim(),
                   " dimensions");
-  constexpr auto policies = static_cast<int64_t>(grpo::Policy::COUNT);
+  constexpr auto policies = static_cast<int64_t>(grpo_fused::Policy::COUNT);
   STD_TORCH_CHECK(0 <= policy && policy < policies, "policy must be at least 0 and below ", policies, "; got ", policy);
   STD_TORCH_CHECK(1 <= kl_estimator && kl_estimator <= 3, "kl_estimator must be 1, 2 or 3; got ", kl_estimator);
   check_row_tensor("advantages", advantages, logp);

@@ -178,7 +178,7 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
               int64_t policy, int64_t kl_estimator, bool bias_correction, double epsilon, double epsilon_high,
               double delta, double dual_clip, double tau_pos, double tau_neg, double beta, Tensor max, Tensor log_sum,
               Tensor logp, OptionalTensor entropy, Tensor loss, Tensor dlogp, int64_t blocks, int64_t threads) {
-  constexpr auto policies = static_cast<int64_t>(grpo::Policy::COUNT);
+  constexpr auto policies = static_cast<int64_t>(grpo_fused::Policy::COUNT);
   STD_TORCH_CHECK(0 <= policy && policy < policies, "policy must be at least 0 and below ", policies, "; got ", policy);
   STD_TORCH_CHECK(1 <= kl_estimator && kl_estimator <= 3, "kl_estimator must be 1, 2 or 3; got ", kl_estimator);
   RowArguments a = common_arguments(logits, targets, bias, temperatures, temperature, logit_scale, softcap);

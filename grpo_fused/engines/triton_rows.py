@@ -20,13 +20,13 @@ def objective_numbers(config: GRPOLossConfig) -> launch.ObjectiveNumbers:
         loss_type=config.loss_type,
         kl_estimator=config.kl_estimator,
         bias_correction=config.use_bias_correction_kl,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_upper,
-        delta=math.inf if config.delta is None else config.delta,
-        dual_clip=math.inf if config.dual_clip is None else config.dual_clip,
-        tau_pos=config.sapo_temperature_pos,
-        tau_neg=config.sapo_temperature_neg,
-        beta=config.beta,
+        epsilon=float(config.epsilon),  # an int would be compiled in
+        epsilon_high=float(config.epsilon_upper),
+        delta=math.inf if config.delta is None else float(config.delta),
+        dual_clip=math.inf if config.dual_clip is None else float(config.dual_clip),
+        tau_pos=float(config.sapo_temperature_pos),
+        tau_neg=float(config.sapo_temperature_neg),
+        beta=float(config.beta),
     )
 
 

@@ -73,3 +73,12 @@ def test_selective_from_logits_as_they_lie(monkeypatch, dtype, mask_some):
     torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads[0][1], grads[1][1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads[0][2], grads[1][2], rtol=eps, atol=2e-6 if dtype == torch.float32 else 1e-3)
+
+
+def test_whole_numbers_reach_the_kernel_as_floats():
+    """Triton would compile an int in, 1 as a constant of its own."""
+    from grpo_fused import GRPOLossConfig
+    from grpo_fused.engines.triton_rows import objective_numbers
+
+    numbers = objective_numbers(GRPOLossConfig(beta=1, epsilon=1, epsilon_high=2, delta=4))
+    assert {type(getattr(numbers, name)) for name in ("beta", "epsilon", "epsilon_high", "delta")} == {float}
