@@ -58,19 +58,20 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often bring their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-# A test that fails does not keep the figures: the sweep times nothing that float64 does not confirm. The tuner comes
-# last, since a candidate may abort its compiler. `make gpu OUT=FILE` chooses the file; where time is short, call the
-# lines one by one, the sweep with --seconds. With nvcc, a CUDA extension that does not compile is an error.
+# What fails stops nothing that comes after it, and is an error at the end: the sweep times nothing that float64 does not
+# confirm. The tuner comes last, since a candidate may abort its compiler. `make gpu OUT=FILE` chooses the file; where time
+# is short, call the lines one by one, the sweep with --seconds. With nvcc, a CUDA extension must compile.
+FAILED := build/gpu-failed
 gpu:  ## on a GPU: its tests, the sweep with the peers, row kernels, the head kernel's tuner; into a file and the README
 	$(if $(shell command -v nvcc 2>/dev/null),GRPO_FUSED_BUILD=cuda) $(GPU_PYTHON) setup.py -q build_ext --inplace
-	@mkdir -p build
-	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu; echo $$? > build/gpu-tests
+	@mkdir -p build && rm -f $(FAILED)
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu || echo tests >> $(FAILED)
 	$(eval OUT := $(shell $(GPU_PYTHON) -m benchmarks.results --device cuda))
-	-$(GPU_PYTHON) -m benchmarks.sweep --out $(OUT)
-	-$(GPU_PYTHON) -m benchmarks.rows --out $(OUT)
-	-$(GPU_PYTHON) -m benchmarks.tune --out $(OUT)
+	$(GPU_PYTHON) -m benchmarks.sweep --out $(OUT) || echo sweep >> $(FAILED)
+	$(GPU_PYTHON) -m benchmarks.rows --out $(OUT) || echo rows >> $(FAILED)
+	$(GPU_PYTHON) -m benchmarks.tune --out $(OUT) || echo tune >> $(FAILED)
 	$(GPU_PYTHON) -m benchmarks.report
-	@exit $$(cat build/gpu-tests)
+	@! cat $(FAILED) 2>/dev/null  # their names, if any
 
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
 	$(BIN)/python -m benchmarks.aot

@@ -15,8 +15,8 @@ class GRPOLossOutput(NamedTuple):
     per_token_logps: Tensor
     """fp32, nats, shaped like the token ids; detached, 0 where masked."""
     entropies: Tensor | None
-    """fp32, nats, shaped like the token ids; detached, 0 where masked. None where the caller of
-    `grpo_loss` gave no entropies, and with `with_metrics=False`."""
+    """fp32, nats, shaped like the token ids; detached, 0 where masked. None where the caller of `grpo_loss` gave none,
+    and with `with_metrics=False`."""
     metrics: dict[str, Tensor]
     """0-d fp32 tensors on the device, by TRL's names; detached."""
 

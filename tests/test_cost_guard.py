@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import config_id, make_case, make_config
 from recording import CostRecorder
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
 from grpo_fused.batch import LossInputs
@@ -16,6 +17,7 @@ from grpo_fused.engines.base import Needs, Tokens
 from grpo_fused.engines.head import Head
 from grpo_fused.layout import Layout
 from grpo_fused.pipeline import Execution, run_logprobs, run_loss
+from grpo_fused.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640
 N = B * T
@@ -273,3 +275,13 @@ def test_launches_of_triton(config, scratch, options, launches, products, monkey
     assert result.gradients.tokens == 16
     assert tuple(kernel.launches for kernel in kernels) == launches
     assert recorded.products(16, H, 200) == products
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp16_adds_to_dw_in_blocks_on_a_gpu(dtype):
+    """One block, which the engine's cost tells beside the fp32 dW."""
+    with FakeTensorMode():
+        head = Shape(8192, 4096, 151936, dtype).head(torch.device("cuda"))
+        cost = engines.engine("chunked").cost(head, 8192, None)
+    dweight = 4 * 151936 * 4096
+    assert cost.accumulator_bytes == dweight + (32 * 2**20 if dtype == torch.float16 else 0)

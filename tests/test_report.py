@@ -112,6 +112,15 @@ def test_tables_come_from_the_file(place):
         assert row.replace("\\|", "").count("|") in (7, 8, 9), row
 
 
+def test_a_wrong_result_of_ours_is_named_where_no_peer_took_part(place):
+    run = json.loads(result("cpu", (FEW, False)))
+    run["sections"]["loss"]["cases"][FEW.name]["providers"]["native"] = {"not_timed": "dweight is off by 2"}
+    put(place, "a.json", json.dumps(run))
+    report.write(*place)
+    row = "| bf16, N = 128, H = 896, V = 151936 | native | not timed: dweight is off by 2 |  |  |  |  |"
+    assert row in place[0].read_text()
+
+
 def test_a_gpu_run_leaves_what_it_has_not_measured(place):
     put(place, "a.json", result("cuda", (PLANS[0].case, True)))
     report.write(*place)

@@ -27,7 +27,7 @@ VOCAB_BLOCK_BYTES = 4 * 2**20
 at 4 MiB, 0.52 s at 8 and 16, 0.70 s at 64."""
 
 VOCAB_BLOCK_BYTES_CUDA = 32 * 2**20
-"""The same on a GPU, where 4 MiB at H = 4096 are 600 launches a product. Not timed on a chip."""
+"""Size of a block of fp16's dW on a GPU, where 4 MiB at H = 4096 would be 600 products. Not timed on a chip."""
 
 _FP32_PRECISION_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 

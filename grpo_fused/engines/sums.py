@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.engines.base import Gradients, Needs, Tokens
-from grpo_fused.engines.head import Head
+from grpo_fused.engines.head import VOCAB_BLOCK_BYTES_CUDA, Head
 
 
 class GradientSums:
@@ -23,8 +23,13 @@ class GradientSums:
 
     @staticmethod
     def accumulator_bytes(head: Head, weight_dtype: torch.dtype) -> int:
-        """Bytes of a dW that must still be rounded into the gradient."""
-        return 0 if weight_dtype == head.weight.dtype else weight_dtype.itemsize * head.weight.numel()
+        """Bytes of a dW that must still be rounded into the gradient; on a GPU also of a block that fp16 adds to it.
+
+        On a CPU such blocks are within the scratch budget.
+        """
+        dweight = 0 if weight_dtype == head.weight.dtype else weight_dtype.itemsize * head.weight.numel()
+        in_blocks = head.weight.is_cuda and head.compute_dtype == torch.float16
+        return dweight + (min(VOCAB_BLOCK_BYTES_CUDA, dweight) if in_blocks else 0)
 
     def __init__(self, head: Head, tokens: Tokens, needs: Needs, weight_dtype: torch.dtype) -> None:
         self.head, self.tokens, self.needs = head, tokens, needs

@@ -79,9 +79,8 @@ def fused_linear_grpo_loss(
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
             device and engine (`engines.scratch.DEFAULT_SCRATCH_BYTES`, `engines.native.SCRATCH_BYTES`). One that is too
             small raises, but for `native`, which takes what it must and computes again what it cannot keep.
-        compact: gather the active rows first, at the price of a device synchronisation (two where scoring
-            comes first); False has none, computes
-            masked rows too (and ignores them), and gives the same results.
+        compact: gather the active rows first, at the price of a device synchronisation (two where scoring comes
+            first); False has none, computes masked rows too (and ignores them), and gives the same results.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
             `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
         process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of

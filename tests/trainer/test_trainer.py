@@ -1,167 +1,23 @@
-"""The loop: what it refuses, what it writes, and that it learns."""
+"""The loop: what it writes, what its options change, and that it learns."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from torch import Tensor
 from trainer.small_model import build_small_model
+from trainer.small_trainer import make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
-from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, Rollout, Sampling
-from grpo_fused.trainer.evaluation import evaluate, pass_at_k
+from grpo_fused.trainer import HuggingFaceEngine, Rollout
 from grpo_fused.trainer.rollout import pad_prompts
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
-
-SMALL = {
-    "steps": 2,
-    "prompts_per_step": 2,
-    "num_generations": 4,
-    "max_completion_length": 4,
-    "learning_rate": 1e-3,
-}
-
-
-def count_ones(completions: list[str], **columns: object) -> list[float]:
-    """A reward that an untrained model can climb."""
-    return [float(text.count("1")) for text in completions]
-
-
-def make_trainer(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: list[dict[str, str]],
-    rewards: list[Any] | None = None,
-    *,
-    reward_weights: list[float] | None = None,
-    output_dir: Path | None = None,
-    evaluate: Callable[[], dict[str, float]] | None = None,
-    eval_dataset: list[dict[str, str]] | None = None,
-    overwrite: bool = False,
-    **options: Any,
-) -> GRPOTrainer:
-    return GRPOTrainer(
-        model,
-        tokenizer,
-        [count_ones] if rewards is None else rewards,
-        rows,
-        GRPOTrainerConfig(**(SMALL | options)),
-        reward_weights=reward_weights,
-        output_dir=output_dir,
-        evaluate=evaluate,
-        eval_dataset=eval_dataset,
-        overwrite=overwrite,
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        pytest.param({"num_generations": 1}, ValueError, "num_generations must be at least 2; got 1", id="one"),
-        pytest.param({"steps": 0}, ValueError, "steps must be at least 1; got 0", id="no-steps"),
-        pytest.param({"steps": 1.5}, TypeError, "steps must be an int; got 1.5", id="float-steps"),
-        pytest.param({"num_iterations": True}, TypeError, "num_iterations must be an int; got True", id="bool"),
-        pytest.param({"temperature": 0.0}, ValueError, "temperature must be positive; got 0.0", id="temperature"),
-        pytest.param({"learning_rate": float("nan")}, ValueError, "learning_rate must be finite", id="nan"),
-        pytest.param({"learning_rate": "1e-3"}, TypeError, "learning_rate must be a float", id="text"),
-        pytest.param({"adam_betas": (0.9, 1.0)}, ValueError, "adam_betas", id="betas"),
-        pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
-        pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
-        pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got dict", id="loss"),
-        pytest.param({"top_p": 1.5}, ValueError, "top_p must not be above 1; got 1.5", id="top-p"),
-        pytest.param({"min_p": -0.1}, ValueError, "min_p must not be negative nor above 1; got -0.1", id="min-p"),
-        pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a tuple .*; got 'stop'", id="stop"),
-        pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
-        pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
-        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be a bool; got 1", id="checkpointing"),
-        pytest.param({"importance_sampling": "clip"}, ValueError, "importance_sampling must be", id="correction"),
-    ],
-)
-def test_config_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        GRPOTrainerConfig(**(SMALL | options))
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        pytest.param(
-            [1.0], ValueError, "'broken' must return one reward for each of 8 completions; got 1", id="length"
-        ),
-        pytest.param(None, TypeError, "'broken' must return a list of 8 floats .* got NoneType", id="none"),
-        pytest.param(torch.ones(8), TypeError, "'broken' must return a list .* got Tensor", id="tensor"),
-        pytest.param(["good"] * 8, TypeError, "'broken' must return floats or None; got 'good'", id="text"),
-        pytest.param([float("nan")] * 8, ValueError, "'broken' must return finite rewards .*; got nan", id="nan"),
-        pytest.param([float("inf")] * 8, ValueError, "'broken' must return finite rewards .*; got inf", id="inf"),
-    ],
-)
-def test_broken_reward_functions_are_named(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: list[dict[str, str]],
-    answer: object,
-    error: type[Exception],
-    message: str,
-) -> None:
-    def broken(**columns: object) -> object:
-        return answer
-
-    with pytest.raises(error, match=message):
-        make_trainer(model, tokenizer, rows, [count_ones, broken]).step()
-
-
-def test_wrong_set_ups_are_refused(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
-) -> None:
-    with pytest.raises(TypeError, match="reward function 1 must be callable; got 'format'"):
-        make_trainer(model, tokenizer, rows, [count_ones, "format"])
-    with pytest.raises(ValueError, match="at least one function"):
-        make_trainer(model, tokenizer, rows, [])
-    with pytest.raises(ValueError, match="one weight for each of 1 reward functions; got 2"):
-        make_trainer(model, tokenizer, rows, reward_weights=[1.0, 2.0])
-    with pytest.raises(ValueError, match="reward_weights must be finite; got .*nan"):
-        make_trainer(model, tokenizer, rows, reward_weights=[float("nan")])
-    with pytest.raises(ValueError, match="at least 2 rows, as many as a step takes; got 1"):
-        make_trainer(model, tokenizer, rows[:1])
-    with pytest.raises(ValueError, match='row 1 of train_dataset must have a column "prompt"; got the columns'):
-        make_trainer(model, tokenizer, [rows[0], {"question": "1+1="}])
-    with pytest.raises(ValueError, match=r"row 1 of train_dataset must have the columns \['answer', 'prompt'\]"):
-        make_trainer(model, tokenizer, [rows[0], {"prompt": "1+1="}])
-    with pytest.raises(ValueError, match=r"got \['completions'\]"):
-        make_trainer(model, tokenizer, [row | {"completions": ""} for row in rows])
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="needs an EOS token"):
-        make_trainer(model, tokenizer, rows)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [(DistributedType.FSDP, "version 2 .*; got version 1"), (DistributedType.DEEPSPEED, "DDP or FSDP2; got DEEPSPEED")],
-    ids=["fsdp1", "deepspeed"],
-)
-def test_other_ways_to_share_a_model_are_refused(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: list[dict[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: DistributedType,
-    message: str,
-) -> None:
-    """They shard the head that the loss reads; said at set-up and not after the first rollout."""
-    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
-    with pytest.raises(ValueError, match=message):
-        make_trainer(model, tokenizer, rows)
 
 
 def test_reward_functions_get_their_columns(
@@ -371,38 +227,6 @@ def test_long_prompts_are_left_out_and_counted(
         make_trainer(model, tokenizer, rows, max_prompt_length=2)
 
 
-def test_evaluation_is_greedy_and_pass_at_k(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
-) -> None:
-    def first_is_one(completions: list[str], **columns: object) -> list[float]:
-        return [float(text.startswith("1")) for text in completions]
-
-    trainer = make_trainer(
-        model, tokenizer, rows, [count_ones, first_is_one], reward_weights=[0.1, 1.0], eval_dataset=rows, eval_samples=8,
-        eval_steps=1,
-    )  # fmt: skip
-    metrics = trainer.evaluate()
-    greedy = [
-        tokenizer.decode(model.generate(torch.tensor([tokenizer(row["prompt"]).input_ids]), max_new_tokens=4, do_sample=False,
-                                        eos_token_id=1, pad_token_id=0)[0, len(tokenizer(row["prompt"]).input_ids):],
-                         skip_special_tokens=True)
-        for row in rows
-    ]  # fmt: skip
-    assert metrics["eval/first_is_one"] == pytest.approx(sum(text.startswith("1") for text in greedy) / len(rows))
-    assert metrics["eval/count_ones"] == pytest.approx(sum(text.count("1") for text in greedy) / len(rows))
-    assert 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@8"] <= 1
-    steps = [row["step"] for row in trainer.train() if "eval/pass@1" in row]
-    assert steps == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)]
-)
-def test_pass_at_k(samples: int, right: int, k: int, chance: float) -> None:
-    """1 - C(n - c, k) / C(n, k): of 5 with 2 right, 1 of the 10 triples holds none."""
-    assert pass_at_k(samples, right, k) == pytest.approx(chance)
-
-
 def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
     """An engine whose probabilities are lower by a factor of e^0.1 a token: the truncated ratio weighs the gradient."""
 
@@ -433,25 +257,6 @@ def test_sequences_that_are_left_out_do_not_dilute_the_sampling_metrics(
     (metrics,) = trainer.update(rollout, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
     for kind in ("min", "mean", "max"):
         assert metrics[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(math.exp(0.1), rel=1e-4)
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_processes_evaluate_in_step(process: int) -> None:
-    """Five rows for two processes, three at a time: each asks for as many completions as the other."""
-    asked: list[int] = []
-
-    def judge(rows: Any, sampling: Sampling) -> Tensor:
-        asked.append(len(rows) * sampling.num_generations)
-        return torch.tensor([[float(row["prompt"])] for row in rows for _ in range(sampling.num_generations)])
-
-    alone = SimpleNamespace(
-        process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
-    )
-    rows = [{"prompt": str(number)} for number in (0, 1, 0, 1, 0)]
-    sampling = Sampling(num_generations=4, max_completion_length=2)
-    metrics = evaluate(judge, rows, ["number"], 0, sampling, 2, alone, batch_size=3)  # type: ignore[arg-type]
-    assert asked == [3, 6]
-    assert metrics == {"eval/number": process, "eval/pass@1": process, "eval/pass@2": process}
 
 
 def test_the_engine_gets_new_weights_when_there_are_any(

@@ -1,0 +1,51 @@
+"""A trainer of the small policy, and a reward that it can climb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+
+SMALL = {
+    "steps": 2,
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "max_completion_length": 4,
+    "learning_rate": 1e-3,
+}
+
+
+def count_ones(completions: list[str], **columns: object) -> list[float]:
+    """A reward that an untrained model can climb."""
+    return [float(text.count("1")) for text in completions]
+
+
+def make_trainer(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    rewards: list[Any] | None = None,
+    *,
+    reward_weights: list[float] | None = None,
+    output_dir: Path | None = None,
+    evaluate: Callable[[], dict[str, float]] | None = None,
+    eval_dataset: list[dict[str, str]] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> GRPOTrainer:
+    return GRPOTrainer(
+        model,
+        tokenizer,
+        [count_ones] if rewards is None else rewards,
+        rows,
+        GRPOTrainerConfig(**(SMALL | options)),
+        reward_weights=reward_weights,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        eval_dataset=eval_dataset,
+        overwrite=overwrite,
+    )

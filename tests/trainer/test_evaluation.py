@@ -1,0 +1,66 @@
+"""Evaluation: greedy answers, pass@k, and processes that keep step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trainer.small_trainer import count_ones, make_trainer
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from grpo_fused.trainer import Sampling
+from grpo_fused.trainer.evaluation import evaluate, pass_at_k
+
+
+def test_evaluation_is_greedy_and_pass_at_k(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    def first_is_one(completions: list[str], **columns: object) -> list[float]:
+        return [float(text.startswith("1")) for text in completions]
+
+    trainer = make_trainer(
+        model, tokenizer, rows, [count_ones, first_is_one], reward_weights=[0.1, 1.0], eval_dataset=rows, eval_samples=8,
+        eval_steps=1,
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    greedy = [
+        tokenizer.decode(model.generate(torch.tensor([tokenizer(row["prompt"]).input_ids]), max_new_tokens=4, do_sample=False,
+                                        eos_token_id=1, pad_token_id=0)[0, len(tokenizer(row["prompt"]).input_ids):],
+                         skip_special_tokens=True)
+        for row in rows
+    ]  # fmt: skip
+    assert metrics["eval/first_is_one"] == pytest.approx(sum(text.startswith("1") for text in greedy) / len(rows))
+    assert metrics["eval/count_ones"] == pytest.approx(sum(text.count("1") for text in greedy) / len(rows))
+    assert 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@8"] <= 1
+    steps = [row["step"] for row in trainer.train() if "eval/pass@1" in row]
+    assert steps == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)]
+)
+def test_pass_at_k(samples: int, right: int, k: int, chance: float) -> None:
+    """1 - C(n - c, k) / C(n, k): of 5 with 2 right, 1 of the 10 triples holds none."""
+    assert pass_at_k(samples, right, k) == pytest.approx(chance)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_processes_evaluate_in_step(process: int) -> None:
+    """Five rows for two processes, three at a time: each asks for as many completions as the other."""
+    asked: list[int] = []
+
+    def judge(rows: Any, sampling: Sampling) -> Tensor:
+        asked.append(len(rows) * sampling.num_generations)
+        return torch.tensor([[float(row["prompt"])] for row in rows for _ in range(sampling.num_generations)])
+
+    alone = SimpleNamespace(
+        process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
+    )
+    rows = [{"prompt": str(number)} for number in (0, 1, 0, 1, 0)]
+    sampling = Sampling(num_generations=4, max_completion_length=2)
+    metrics = evaluate(judge, rows, ["number"], 0, sampling, 2, alone, batch_size=3)  # type: ignore[arg-type]
+    assert asked == [3, 6]
+    assert metrics == {"eval/number": process, "eval/pass@1": process, "eval/pass@2": process}

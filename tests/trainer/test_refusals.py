@@ -1,0 +1,113 @@
+"""What the trainer refuses, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from trainer.small_trainer import SMALL, count_ones, make_trainer
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from grpo_fused.trainer import GRPOTrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        pytest.param({"num_generations": 1}, ValueError, "num_generations must be at least 2; got 1", id="one"),
+        pytest.param({"steps": 0}, ValueError, "steps must be at least 1; got 0", id="no-steps"),
+        pytest.param({"steps": 1.5}, TypeError, "steps must be an int; got 1.5", id="float-steps"),
+        pytest.param({"num_iterations": True}, TypeError, "num_iterations must be an int; got True", id="bool"),
+        pytest.param({"temperature": 0.0}, ValueError, "temperature must be positive; got 0.0", id="temperature"),
+        pytest.param({"learning_rate": float("nan")}, ValueError, "learning_rate must be finite", id="nan"),
+        pytest.param({"learning_rate": "1e-3"}, TypeError, "learning_rate must be a float", id="text"),
+        pytest.param({"adam_betas": (0.9, 1.0)}, ValueError, "adam_betas", id="betas"),
+        pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
+        pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
+        pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got dict", id="loss"),
+        pytest.param({"top_p": 1.5}, ValueError, "top_p must not be above 1; got 1.5", id="top-p"),
+        pytest.param({"min_p": -0.1}, ValueError, "min_p must not be negative nor above 1; got -0.1", id="min-p"),
+        pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a tuple .*; got 'stop'", id="stop"),
+        pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
+        pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
+        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be a bool; got 1", id="checkpointing"),
+        pytest.param({"importance_sampling": "clip"}, ValueError, "importance_sampling must be", id="correction"),
+    ],
+)
+def test_config_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GRPOTrainerConfig(**(SMALL | options))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        pytest.param(
+            [1.0], ValueError, "'broken' must return one reward for each of 8 completions; got 1", id="length"
+        ),
+        pytest.param(None, TypeError, "'broken' must return a list of 8 floats .* got NoneType", id="none"),
+        pytest.param(torch.ones(8), TypeError, "'broken' must return a list .* got Tensor", id="tensor"),
+        pytest.param(["good"] * 8, TypeError, "'broken' must return floats or None; got 'good'", id="text"),
+        pytest.param([float("nan")] * 8, ValueError, "'broken' must return finite rewards .*; got nan", id="nan"),
+        pytest.param([float("inf")] * 8, ValueError, "'broken' must return finite rewards .*; got inf", id="inf"),
+    ],
+)
+def test_broken_reward_functions_are_named(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    answer: object,
+    error: type[Exception],
+    message: str,
+) -> None:
+    def broken(**columns: object) -> object:
+        return answer
+
+    with pytest.raises(error, match=message):
+        make_trainer(model, tokenizer, rows, [count_ones, broken]).step()
+
+
+def test_wrong_set_ups_are_refused(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    with pytest.raises(TypeError, match="reward function 1 must be callable; got 'format'"):
+        make_trainer(model, tokenizer, rows, [count_ones, "format"])
+    with pytest.raises(ValueError, match="at least one function"):
+        make_trainer(model, tokenizer, rows, [])
+    with pytest.raises(ValueError, match="one weight for each of 1 reward functions; got 2"):
+        make_trainer(model, tokenizer, rows, reward_weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="reward_weights must be finite; got .*nan"):
+        make_trainer(model, tokenizer, rows, reward_weights=[float("nan")])
+    with pytest.raises(ValueError, match="at least 2 rows, as many as a step takes; got 1"):
+        make_trainer(model, tokenizer, rows[:1])
+    with pytest.raises(ValueError, match='row 1 of train_dataset must have a column "prompt"; got the columns'):
+        make_trainer(model, tokenizer, [rows[0], {"question": "1+1="}])
+    with pytest.raises(ValueError, match=r"row 1 of train_dataset must have the columns \['answer', 'prompt'\]"):
+        make_trainer(model, tokenizer, [rows[0], {"prompt": "1+1="}])
+    with pytest.raises(ValueError, match=r"got \['completions'\]"):
+        make_trainer(model, tokenizer, [row | {"completions": ""} for row in rows])
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="needs an EOS token"):
+        make_trainer(model, tokenizer, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(DistributedType.FSDP, "version 2 .*; got version 1"), (DistributedType.DEEPSPEED, "DDP or FSDP2; got DEEPSPEED")],
+    ids=["fsdp1", "deepspeed"],
+)
+def test_other_ways_to_share_a_model_are_refused(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: DistributedType,
+    message: str,
+) -> None:
+    """They shard the head that the loss reads; said at set-up and not after the first rollout."""
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model, tokenizer, rows)
