@@ -10,9 +10,13 @@ namespace {
 // void brgemm(M, N, K, lda, ldb, ldc, add_C, const BFloat16* A, const BFloat16* B, float* C, bool is_vnni)
 using Brgemm = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const void*, const void*, float*,
                         bool);
-constexpr const char* kSymbol = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb";
+// void brgemm_release(bool is_vnni)
+using Release = void (*)(bool);
+constexpr const char* kBrgemm = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb";
+constexpr const char* kRelease = "_ZN2at6native7cpublas14brgemm_releaseEb";
 
 Brgemm brgemm = nullptr;
+Release brgemm_release = nullptr;
 
 void multiply(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc,
               bool add) {
@@ -38,6 +42,7 @@ bool multiplies() {
   for (float& x : c) x = 1.0f;
   try {
     multiply(kRows, kDepth, a, kDepth, b, c, kLanes, true);
+    brgemm_release(true);
   } catch (...) {
     return false;
   }
@@ -54,10 +59,13 @@ bool multiplies() {
 }  // namespace
 
 Gemm find_brgemm_bf16() {
-  void* found = dlsym(RTLD_DEFAULT, kSymbol);
-  if (found == nullptr) return nullptr;
-  brgemm = reinterpret_cast<Brgemm>(found);
-  return multiplies() ? multiply : nullptr;
+  brgemm = reinterpret_cast<Brgemm>(dlsym(RTLD_DEFAULT, kBrgemm));
+  brgemm_release = reinterpret_cast<Release>(dlsym(RTLD_DEFAULT, kRelease));
+  return brgemm != nullptr && brgemm_release != nullptr && multiplies() ? multiply : nullptr;
+}
+
+void release_tiles() {
+  if (brgemm_release != nullptr) brgemm_release(true);
 }
 
 }  // namespace grpo

@@ -34,4 +34,8 @@ void gemm_avx512_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t ld
 // PyTorch's own micro-kernel for AMX (brgemm.cpp), or nullptr where it is missing or fails its self-test.
 Gemm find_brgemm_bf16();
 
+// Gives back this thread's AMX tiles. brgemm configures them once and remembers it; any other AMX product on the thread
+// (the library's) configures them anew, and the next brgemm would be an illegal instruction.
+void release_tiles();
+
 }  // namespace grpo

@@ -57,6 +57,18 @@ def test_long_sums_in_fp32_are_as_exact_as_the_library_s(hidden_size, vocab):
         assert frobenius_error(got, want) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_of_the_library_in_between(dtype):
+    """On a processor with AMX both configure the tiles: one that relies on the other's dies of an illegal instruction."""
+    hidden, weight = torch.randn(200, 96, dtype=dtype), torch.randn(320, 96, dtype=dtype)
+    ids = torch.randint(0, 320, (200,))
+    first = fused_linear_logprobs(hidden, weight, ids, impl="native").logps
+    for _ in range(3):
+        product = hidden @ weight.T
+        assert torch.equal(fused_linear_logprobs(hidden, weight, ids, impl="native").logps, first)
+        assert torch.equal(hidden @ weight.T, product)
+
+
 HEADS = {
     "plain": {},
     "bias": {"lm_head_bias": torch.linspace(-2, 2, 517)},
