@@ -156,30 +156,34 @@ GRPO_HOST_DEVICE void to_z(float (&x)[N], float (&slope)[N], int column, int val
   }
 }
 
-// Statistics of some elements of a row: max, sum of exp(z - max), and sum of exp(z - max) * (z - max).
+// Statistics of some elements of a row: max, sum of exp(z - max) without the 1 of the maximum itself, so that the sum of
+// a confident token keeps its digits, and sum of exp(z - max) * (z - max).
 struct alignas(16) Partial {
-  float max, total, moment;
+  float max, rest, moment;
 };
 
 GRPO_HOST_DEVICE Partial no_elements() { return {MINUS_INFINITY, 0.0f, 0.0f}; }
 
-// The same statistics, relative to a max that is no smaller.
-GRPO_HOST_DEVICE Partial relative_to(const Partial& p, float max) {
-  const bool finite = p.max > MINUS_INFINITY;  // else there is nothing to shift: its total is 0, or NaN
-  const float drop = finite ? p.max - max : 0.0f;
-  const float shrink = std::exp(drop);
-  return {max, p.total * shrink, (p.moment + p.total * drop) * shrink};
+// Part `p` as it counts in a row whose maximum is `max`, an element of another part: its own maximum is in the sum.
+GRPO_HOST_DEVICE Partial below(const Partial& p, float max) {
+  if (!(p.max > MINUS_INFINITY)) return {max, p.rest, p.moment};  // nothing is in it: 0, or NaN
+  const float drop = p.max - max, total = 1.0f + p.rest, shrink = std::exp(drop);
+  return {max, total * shrink, (p.moment + total * drop) * shrink};
 }
 
+// The part that owns the row's maximum is the first that has it.
 GRPO_HOST_DEVICE Partial merge_in_order(const Partial* parts, int count) {
   float max = MINUS_INFINITY;
   GRPO_UNROLL_4
   for (int i = 0; i < count; ++i) max = std::fmax(max, parts[i].max);
   Partial all = {max, 0.0f, 0.0f};
+  bool owned = false;
   GRPO_UNROLL_4
   for (int i = 0; i < count; ++i) {
-    const Partial part = relative_to(parts[i], max);
-    all.total += part.total;
+    const bool owns = !owned && parts[i].max == max;
+    const Partial part = owns ? parts[i] : below(parts[i], max);
+    owned = owned || owns;
+    all.rest += part.rest;
     all.moment += part.moment;
   }
   return all;
@@ -190,17 +194,20 @@ GRPO_HOST_DEVICE void add_elements(Partial& p, const float (&z)[N]) {
   float top = z[0];
 GRPO_UNROLL
   for (int i = 1; i < N; ++i) top = std::fmax(top, z[i]);
-  if (top > p.max) p = relative_to(p, top);  // rare after the first few
+  const bool owns = top > p.max;  // rare after the first few
+  if (owns) p = below(p, top);
   const float reference = p.max > MINUS_INFINITY ? p.max : 0.0f;
-  float total = 0.0f, moment = 0.0f;
+  float rest = 0.0f, moment = 0.0f, ties = owns ? -1.0f : 0.0f;
 GRPO_UNROLL
   for (int i = 0; i < N; ++i) {
     const float shifted = z[i] - reference;
     const float e = fast_exp(shifted);
-    total += e;
+    const bool at_max = shifted == 0.0f;
+    ties += at_max ? 1.0f : 0.0f;
+    rest += at_max ? 0.0f : e;
     if constexpr (WITH_ENTROPY) moment += e * std::fmax(shifted, LOWEST_LOGP);  // 0 * -inf counts 0
   }
-  p.total += total;
+  p.rest += rest + ties;
   p.moment += moment;
 }
 
@@ -209,9 +216,9 @@ struct RowStatistics {
 };
 
 GRPO_HOST_DEVICE RowStatistics finish(const Partial& row, float z_target) {
-  const float log_sum = std::log(row.total);
+  const float log_sum = std::log1p(row.rest);
   const float logp = min_or_nan((z_target - row.max) - log_sum, 0.0f);
-  return {row.max, log_sum, logp, max_or_nan(log_sum - row.moment / row.total, 0.0f)};
+  return {row.max, log_sum, logp, max_or_nan(log_sum - row.moment / (1.0f + row.rest), 0.0f)};
 }
 
 // What the gradient of a row is made of: at columns other than the target (constant - dentropy * log p) * p * slope.

@@ -156,16 +156,17 @@ class VocabParallel:
         if local.entropy is not None:  # sum of p (z - max), p and max of this rank
             parts.append((local.log_sum - local.entropy).masked_fill(empty, 0.0))
         every = all_gather("statistics", torch.stack(parts), self.group)
-        m = every[:, 0].amax(0)
+        m, owner = every[:, 0].max(0, keepdim=True)
         shift = (every[:, 0] - m).clamp(min=_NEVER)
-        log_parts = shift + every[:, 1]
-        log_sum = log_parts.logsumexp(0)
-        share = log_parts - log_sum
+        # as in a row: the maximum's own 1 stays out of the sum
+        sums = shift.exp() * every[:, 1].exp()
+        log_sum = sums.scatter(0, owner, every[:, 1].gather(0, owner).expm1()).sum(0).log1p()
         entropy = None
         if local.entropy is not None:
-            moment = (share.exp() * (every[:, 3] + shift)).sum(0)
-            entropy = (log_sum - moment).clamp(min=0.0)
-        return Statistics(m, log_sum, (every[:, 2] + share).amax(0).clamp(max=0.0), entropy)
+            share = (shift + every[:, 1] - log_sum).exp()
+            entropy = (log_sum - (share * (every[:, 3] + shift)).sum(0)).clamp(min=0.0)
+        target = ((every[:, 2] + every[:, 1]) + shift).amax(0)  # z - m: of a confident target exactly 0
+        return Statistics(m.squeeze(0), log_sum, (target - log_sum).clamp(max=0.0), entropy)
 
     def smallest(self, count: int) -> int:
         """The least of all ranks' `count`: ranks with larger slices have room for fewer tokens, and all go together."""

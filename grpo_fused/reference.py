@@ -60,13 +60,19 @@ def logprobs(logits: Tensor, token_ids: Tensor, mask: Tensor | None, *, temperat
     if isinstance(temperature, Tensor):
         temperature = torch.where(active, temperature.to(logits.dtype), 1.0).unsqueeze(-1)
     logits = torch.where(active.unsqueeze(-1), logits, 0.0) / temperature
-    log_p = torch.log_softmax(logits, dim=-1)
+    at = logits.argmax(-1, keepdim=True)
+    maximum = logits.gather(-1, at)
+    possible = logits != -math.inf  # 0 * (-inf) counts 0 in value and gradient
+    shifted = torch.where(possible, logits - maximum, 0.0)
+    others = torch.where(possible, shifted.exp(), 0.0).scatter(-1, at, 0.0)
+    rest = others.sum(-1)  # without the maximum's own 1, so that a confident token keeps its digits
     ids = torch.where(active, token_ids, 0).to(torch.int64)
-    logps = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    # 0 * (-inf) counts 0 in value and gradient
-    entropies = -torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min))
+    ids = ids.unsqueeze(-1)
+    below = torch.where(ids == at, 0.0, logits.gather(-1, ids) - maximum)  # the maximum's own gradient must not cancel
+    logps = below.squeeze(-1) - rest.log1p()
+    entropies = rest.log1p() - (others * shifted).sum(-1) / (1.0 + rest)
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-    return LogprobOutput(torch.where(active, logps, zero), torch.where(active, entropies.sum(-1), zero))
+    return LogprobOutput(torch.where(active, logps, zero), torch.where(active, entropies, zero))
 
 
 def grpo_loss(logps: Tensor, entropies: Tensor | None, inputs: PaddedInputs, config: GRPOLossConfig) -> GRPOLossOutput:

@@ -113,8 +113,8 @@ def check_head(
             f"lm_head_weight must be [V, {hidden_states.shape[-1]}] to go with hidden_states of shape "
             f"{_shape(hidden_states)}; got {_shape(lm_head_weight)}"
         )
-    if lm_head_weight.shape[0] < 1:
-        raise ValueError("lm_head_weight must have at least one row; got a vocabulary of 0")
+    if 0 in lm_head_weight.shape:
+        raise ValueError(f"lm_head_weight must be [V, H] with V >= 1 and H >= 1; got {_shape(lm_head_weight)}")
     if lm_head_bias is not None:
         _check_tensor(lm_head_bias, "lm_head_bias")
         _check_floating(lm_head_bias, "lm_head_bias")

@@ -29,8 +29,15 @@ ROW_CONFIGS = {
     "interpreter": RowConfig(256, 1, True),
 }
 
-PAD = 16
-"""Rows of logits are padded to a multiple of this, so that every access stays 16 bytes wide at any vocabulary size."""
+PAD = 32
+"""Rows of logits are padded to a multiple of this, so that every access stays 16 bytes wide at any vocabulary size.
+oneDNN's AMX products also multiply what lies beyond a row of bf16 dlogits by 0, up to a multiple of 32: that must be 0,
+and not the bits of a logit, which may be those of a NaN."""
+
+
+def padded(vocab_size: int) -> int:
+    """Columns of a row of logits, exponentials or dlogits."""
+    return -(-vocab_size // PAD) * PAD
 
 
 def architecture(device: torch.device) -> str:

@@ -20,24 +20,11 @@ import triton
 import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1
-from .rows import to_z
+from .rows import finish_statistics, merge_statistics, shares, to_z
 
 SCORE = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
 DLOGITS = tl.constexpr(2)
-
-
-@triton.jit
-def merge_statistics(m, total, moment, other_m, other_total, other_moment, WITH_ENTROPY: tl.constexpr):
-    """(max, sum of exp(z - max), sum of exp(z - max) * (z - max)) of two parts of a row."""
-    new_m = tl.maximum(m, other_m)
-    safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
-    rescale, other_rescale = tl.exp(m - safe_m), tl.exp(other_m - safe_m)
-    if WITH_ENTROPY:
-        drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
-        other_drop = tl.where(other_m == -float("inf"), 0.0, other_m - safe_m)
-        moment = (moment + total * drop) * rescale + (other_moment + other_total * other_drop) * other_rescale
-    return new_m, total * rescale + other_total * other_rescale, moment
 
 
 @triton.jit
@@ -84,7 +71,7 @@ def store_block(out, block, row, col, N, V, stride, BLOCK_N: tl.constexpr, BLOCK
 
 @triton.jit
 def epilogue(
-    acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
+    acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
     entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
     WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_V: tl.constexpr,
@@ -112,21 +99,16 @@ def epilogue(
             dentropy = tl.load(dentropy_ptr + rows, mask=live, other=0.0)
             dz -= dentropy[:, None] * p * (log_p + entropy[:, None])
         store_block(out, dz * slope, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
-        return m, total, moment
+        return m, rest, moment
     else:
         if not EVEN_V:
             z = tl.where(cols < V, z, -float("inf"))
         tile_m = tl.max(z, axis=1)
-        safe_m = tl.where(tile_m == -float("inf"), 0.0, tile_m)
-        shifted = z - safe_m[:, None]
-        e = tl.exp(shifted)
-        tile_moment = tile_m
-        if WITH_ENTROPY:
-            tile_moment = tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=1)
+        e, tile_rest, tile_moment = shares(z, tile_m, WITH_ENTROPY)
         if MODE == EXPONENTIALS:
             store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
             tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, tile_m, mask=live)
-        return merge_statistics(m, total, moment, tile_m, tl.sum(e, axis=1), tile_moment, WITH_ENTROPY)
+        return merge_statistics(m, rest, moment, tile_m, tile_rest, tile_moment, WITH_ENTROPY)
 
 
 @triton.jit(
@@ -147,7 +129,7 @@ def head_fwd_kernel(
     entropy_ptr,
     dlogp_ptr,
     dentropy_ptr,
-    total_ptr,
+    rest_ptr,
     moment_ptr,
     offset_ptr,
     stride_xn,
@@ -183,7 +165,7 @@ def head_fwd_kernel(
     """Every work item of [N, H] x [V, H]^T; a program takes items pid, pid + num_programs, and so on.
 
     `x`, `w` and `out` are tensor descriptors where TMA says so, else pointers. Partial statistics go to
-    [splits, N]: maxima to `max_ptr`, sums to `total_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
+    [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
     """
     k_steps = tl.cdiv(H, BLOCK_K)
     for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):
@@ -196,7 +178,7 @@ def head_fwd_kernel(
         first_tile = split * tiles_per_split
         tiles = tl.minimum(num_tiles - first_tile, tiles_per_split)
         m = tl.full([BLOCK_N], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_N], tl.float32)
+        rest = tl.zeros([BLOCK_N], tl.float32)
         moment = tl.zeros([BLOCK_N], tl.float32)
         if SPECIALIZED:
             for tile in tl.range(first_tile, first_tile + tiles):
@@ -221,8 +203,8 @@ def head_fwd_kernel(
                         EVEN_K,
                         UPCAST,
                     )
-                m, total, moment = epilogue(
-                    acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
+                m, rest, moment = epilogue(
+                    acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                     num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
                     WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
@@ -252,8 +234,8 @@ def head_fwd_kernel(
                     UPCAST,
                 )
                 if k == k_steps - 1:
-                    m, total, moment = epilogue(
-                        acc, m, total, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
+                    m, rest, moment = epilogue(
+                        acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                         log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                         num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
                         WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
@@ -263,7 +245,7 @@ def head_fwd_kernel(
             rows = row + tl.arange(0, BLOCK_N)
             part = split * N + rows  # below 2^31: at most 128 splits
             tl.store(max_ptr + part, m, mask=rows < N)
-            tl.store(total_ptr + part, total, mask=rows < N)
+            tl.store(rest_ptr + part, rest, mask=rows < N)
             if WITH_ENTROPY:
                 tl.store(moment_ptr + part, moment, mask=rows < N)
 
@@ -280,7 +262,7 @@ def finish_scores_fwd_kernel(
     targets_ptr,
     temperature_ptr,
     part_max_ptr,
-    part_total_ptr,
+    part_rest_ptr,
     part_moment_ptr,
     max_ptr,
     log_sum_ptr,
@@ -313,11 +295,13 @@ def finish_scores_fwd_kernel(
     rows = row + tl.arange(0, BLOCK_N)
     live = rows < N
     targets = tl.load(targets_ptr + rows, mask=live, other=0)
+    known = (targets >= 0) & (targets < V)  # others are not read: their log-probs are NaN
     acc = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     for k in tl.range(0, H, BLOCK_K):
         a = load_block(x_ptr, row, k, N, stride_xn, H, BLOCK_N, BLOCK_K, False, EVEN_K, UPCAST)
         cols = k + tl.arange(0, BLOCK_K)
-        b = tl.load(w_ptr + targets[:, None] * stride_wv + cols[None, :], mask=cols[None, :] < H, other=0.0)
+        pointers = w_ptr + targets[:, None] * stride_wv + cols[None, :]
+        b = tl.load(pointers, mask=known[:, None] & (cols[None, :] < H), other=0.0)
         if UPCAST:
             b = b.to(tl.float32)
         acc = tl.dot(a, b.T, acc, input_precision="ieee")
@@ -326,25 +310,25 @@ def finish_scores_fwd_kernel(
     if HAS_TEMPERATURES:
         inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
     product = tl.sum(tl.where(diagonal, acc, 0.0), axis=1)
-    z, _ = to_z(product, bias_ptr, targets, live, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    product = tl.where(known, product, float("nan"))
+    z, _ = to_z(product, bias_ptr, targets, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
 
     m = tl.full([BLOCK_N], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_N], tl.float32)
+    rest = tl.zeros([BLOCK_N], tl.float32)
     moment = tl.zeros([BLOCK_N], tl.float32)
     for split in tl.range(0, splits):
         part = split * N + rows  # below 2^31: at most 128 splits
         part_m = tl.load(part_max_ptr + part, mask=live, other=0.0)
-        part_total = tl.load(part_total_ptr + part, mask=live, other=1.0)
+        part_rest = tl.load(part_rest_ptr + part, mask=live, other=0.0)
         part_moment = part_m
         if WITH_ENTROPY:
             part_moment = tl.load(part_moment_ptr + part, mask=live, other=0.0)
-        m, total, moment = merge_statistics(m, total, moment, part_m, part_total, part_moment, WITH_ENTROPY)
-    log_sum = tl.log(total)
+        m, rest, moment = merge_statistics(m, rest, moment, part_m, part_rest, part_moment, WITH_ENTROPY)
+    log_sum, logp, entropy = finish_statistics(m, rest, moment, z)
     tl.store(max_ptr + rows, m, mask=live)
     tl.store(log_sum_ptr + rows, log_sum, mask=live)
-    tl.store(logp_ptr + rows, tl.minimum((z - m) - log_sum, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=live)
+    tl.store(logp_ptr + rows, logp, mask=live)
     if WITH_ENTROPY:
-        entropy = tl.maximum(log_sum - moment / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(entropy_ptr + rows, entropy, mask=live)
 
 

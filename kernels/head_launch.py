@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .configs import PAD
+from .configs import padded
 from .head import DLOGITS, EXPONENTIALS, SCORE, exponentials_bwd_kernel, finish_scores_fwd_kernel, head_fwd_kernel
 from .head_configs import HeadConfig, finish_config, head_config, pass_config
 from .launch import RowStatistics, RowTransform, check_bias, device_of, empty_statistics
@@ -41,17 +41,13 @@ class Exponentials(NamedTuple):
         config = config or head_config(weight, transform)
         tiles = num_tiles(config, weight)
         values = torch.empty((num_rows, padded(weight.shape[0])), dtype=dtype, device=weight.device)
+        values[:, weight.shape[0] :] = 0.0  # stays 0 as exponentials and as dlogits
         offsets = torch.empty((num_rows, tiles), dtype=torch.float32, device=weight.device)
         return cls(values[:, : weight.shape[0]], offsets, config.block_v)
 
     def rows(self, count: int) -> Exponentials:
         """The first `count` rows."""
         return Exponentials(self.values[:count], self.offsets[:count], self.block_v)
-
-
-def padded(vocab_size: int) -> int:
-    """Columns of a row of E or dlogits: V rounded up so that rows start 16 bytes aligned."""
-    return -(-vocab_size // PAD) * PAD
 
 
 def num_tiles(config: HeadConfig, weight: Tensor) -> int:
@@ -92,7 +88,7 @@ def head_scores(
     config = config or head_config(weight, transform)
     splits, _ = config.splits(*weight.shape)
     # a tensor each: parts of one would start aligned for some N only, and compile again
-    part_max, part_total, part_moment = (
+    part_max, part_rest, part_moment = (
         torch.empty((splits, hidden.shape[0]), dtype=torch.float32, device=hidden.device) if wanted else None
         for wanted in (True, True, with_entropy)
     )
@@ -100,13 +96,13 @@ def head_scores(
     with device_of(hidden):
         _launch(
             config, hidden, weight, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
-            max_ptr=part_max, total_ptr=part_total, moment_ptr=part_moment, offset_ptr=offsets,
+            max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets,
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
         finish = finish_config(hidden.device, hidden.dtype)
         number, temperatures = _temperature(transform)
         finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
-            hidden, weight, transform.bias, targets, temperatures, part_max, part_total, part_moment, stats.max,
+            hidden, weight, transform.bias, targets, temperatures, part_max, part_rest, part_moment, stats.max,
             stats.log_sum, stats.logp, stats.entropy, hidden.stride(0), weight.stride(0), hidden.shape[0],
             *weight.shape, splits, number, *_numbers(transform), HAS_BIAS=transform.bias is not None,
             HAS_SOFTCAP=transform.softcap is not None, HAS_TEMPERATURES=temperatures is not None,
@@ -171,7 +167,7 @@ def exponentials_to_dlogits(
 
 
 _POINTERS = (
-    "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "total_ptr",
+    "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "rest_ptr",
     "moment_ptr", "offset_ptr",
 )  # fmt: skip
 

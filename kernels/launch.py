@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .configs import PAD, RowConfig, row_config
+from .configs import RowConfig, padded, row_config
 from .objective import KL_ESTIMATORS, POLICIES
 from .rows import row_gradient_bwd_kernel, row_loss_fwd_bwd_kernel, row_statistics_fwd_kernel
 
@@ -143,10 +143,10 @@ def padded_width(logits: Tensor) -> int:
     """Columns of a row that may be touched: V rounded up to `PAD` where the row's stride covers that, else V."""
     rows, vocab_size = logits.shape
     stride = logits.stride(0)
-    padded = -(-vocab_size // PAD) * PAD
-    end = logits.storage_offset() + (rows - 1) * stride + padded
-    fits = stride >= padded and end * logits.itemsize <= logits.untyped_storage().nbytes()
-    return padded if fits else vocab_size
+    width = padded(vocab_size)
+    end = logits.storage_offset() + (rows - 1) * stride + width
+    fits = stride >= width and end * logits.itemsize <= logits.untyped_storage().nbytes()
+    return width if fits else vocab_size
 
 
 def _common(logits: Tensor, transform: RowTransform, out: Tensor | None = None) -> tuple[dict[str, Any], RowConfig]:

@@ -41,6 +41,13 @@ def expm1(x):
 
 
 @triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0, with the digits of a tiny x: the rounding of 1 + x is divided out."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), for scalars too."""
     return 1.0 / (1.0 + tl.exp(-x))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .objective import LOWEST_LOGP, expm1, sigmoid, token_objective
+from .objective import LOWEST_LOGP, expm1, log1p, sigmoid, token_objective
 
 # Slices of per-token tensors start anywhere: without this an odd start would compile a kernel of its own.
 PER_ROW_POINTERS = [
@@ -53,6 +53,48 @@ def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.c
 
 
 @triton.jit
+def shares(z, m, WITH_ENTROPY: tl.constexpr):
+    """exp(z - m) of the last axis, and what `merge_statistics` takes of it: (e, rest, moment), m being the maximum."""
+    safe_m = tl.where(m == -float("inf"), 0.0, m)
+    shifted = z - tl.expand_dims(safe_m, -1) if len(z.shape) == 2 else z - safe_m
+    e = tl.exp(shifted)
+    # the maximum's own 1 stays out of the sum, whose digits a confident token needs; it can occur more than once
+    at_max = shifted == 0.0
+    ties = tl.sum(at_max.to(tl.float32), axis=len(z.shape) - 1)
+    rest = tl.sum(tl.where(at_max, 0.0, e), axis=len(z.shape) - 1) + tl.maximum(ties - 1.0, 0.0)
+    moment = rest
+    if WITH_ENTROPY:
+        moment = tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=len(z.shape) - 1)
+    return e, rest, moment
+
+
+@triton.jit
+def merge_statistics(m, rest, moment, other_m, other_rest, other_moment, WITH_ENTROPY: tl.constexpr):
+    """(max, rest, moment) of two parts of a row: the online softmax.
+
+    rest is the sum of exp(z - max) without the 1 of the maximum itself, moment the sum of exp(z - max) * (z - max).
+    """
+    new_m = tl.maximum(m, other_m)
+    safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
+    scale, other_scale = tl.exp(m - safe_m), tl.exp(other_m - safe_m)
+    if WITH_ENTROPY:
+        drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
+        other_drop = tl.where(other_m == -float("inf"), 0.0, other_m - safe_m)
+        moment = (moment + (1.0 + rest) * drop) * scale + (other_moment + (1.0 + other_rest) * other_drop) * other_scale
+    # one scale is 1: of the part that keeps its maximum out of the sum; the other's maximum is now in it
+    return new_m, rest * scale + other_rest * other_scale + tl.minimum(scale, other_scale), moment
+
+
+@triton.jit
+def finish_statistics(m, rest, moment, z_target):
+    """(log_sum, logp, entropy) of merged statistics and the target's logit."""
+    log_sum = log1p(rest)
+    logp = tl.minimum((z_target - m) - log_sum, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    entropy = tl.maximum(log_sum - moment / (1.0 + rest), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return log_sum, logp, entropy
+
+
+@triton.jit
 def row_statistics(
     row_ptr,
     bias_ptr,
@@ -67,30 +109,25 @@ def row_statistics(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(max, log_sum, logp, entropy) of a row, online over blocks; max + log_sum would lose the digits of log_sum."""
+    """(max, log_sum, logp, entropy) of a row, online over blocks; max + log_sum would lose the digits of log_sum.
+
+    A target outside the vocabulary is not read: its log-prob is NaN.
+    """
     m = -float("inf")
-    total = 0.0
-    moment = 0.0  # sum of exp(z - m) * (z - m)
+    rest = 0.0
+    moment = 0.0
     for start in tl.range(0, padded, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         raw = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)
         z, _ = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(cols < V, z, -float("inf"))
-        new_m = tl.maximum(m, tl.max(z, axis=0))
-        safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
-        rescale = tl.exp(m - safe_m)
-        shifted = z - safe_m
-        e = tl.exp(shifted)
-        if WITH_ENTROPY:
-            drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
-            moment = (moment + total * drop) * rescale + tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=0)
-        total = total * rescale + tl.sum(e, axis=0)
-        m = new_m
-    log_sum = tl.log(total)
-    raw_target = tl.load(row_ptr + target).to(tl.float32)
-    z_target, _ = to_z(raw_target, bias_ptr, target, target < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
-    logp = tl.minimum((z_target - m) - log_sum, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    entropy = tl.maximum(log_sum - moment / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        block_m = tl.max(z, axis=0)
+        _, block_rest, block_moment = shares(z, block_m, WITH_ENTROPY)
+        m, rest, moment = merge_statistics(m, rest, moment, block_m, block_rest, block_moment, WITH_ENTROPY)
+    known = (target >= 0) & (target < V)
+    raw_target = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
+    z_target, _ = to_z(raw_target, bias_ptr, target, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    log_sum, logp, entropy = finish_statistics(m, rest, moment, z_target)
     return m, log_sum, logp, entropy
 
 

@@ -147,3 +147,68 @@ def test_no_token_at_all():
     logits = torch.randn(2, 3, 5, requires_grad=True)
     selective_logprobs(logits, torch.zeros(2, 3, dtype=torch.int64), mask).logps.sum().backward()
     assert logits.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+@pytest.mark.parametrize("margin", [18.0, 30.0, 80.0])
+def test_confident_tokens_keep_their_digits(margin, impl):
+    """Beside the 1 of the maximum itself, a sum of exp(-18) loses its digits, and one of exp(-30) is lost."""
+    vocab, target = 4096, 5
+    others = torch.randn(vocab - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = torch.cat([others[:target], torch.full((1,), margin, dtype=torch.float64), others[target:]]).float()
+    weight = logits.unsqueeze(1).requires_grad_()  # the hidden state is 1: the logits are the weight
+    hidden = torch.ones(1, 1, 1)
+    ids = torch.full((1, 1), target)
+    out = fused_linear_logprobs(hidden, weight, ids, with_entropy=True, impl=impl)
+    out.logps.backward()
+
+    shifted = logits.double() - margin
+    e = shifted.exp()
+    e[target] = 0.0
+    rest = e.sum()
+    entropy = rest.log1p() - (e * shifted).sum() / (1 + rest)
+    torch.testing.assert_close(out.logps.double().view(()), -rest.log1p(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(out.entropies.double().view(()), entropy, rtol=1e-3, atol=0)
+    torch.testing.assert_close(weight.grad[target, 0].double(), rest / (1 + rest), rtol=1e-3, atol=0)
+    torch.testing.assert_close(weight.grad[:, 0].double(), -e / (1 + rest), rtol=1e-3, atol=float(1.01 * rest))
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+def test_a_maximum_that_occurs_more_than_once(impl):
+    """Hidden states of 0, a vocabulary padded with equal rows: every one of the maxima counts."""
+    for vocab in (1, 2, 300, 3000):
+        out = fused_linear_logprobs(
+            torch.zeros(1, 2, 4),
+            torch.randn(vocab, 4),
+            torch.zeros(1, 2, dtype=torch.int64),
+            with_entropy=True,
+            impl=impl,
+        )
+        want = torch.full((1, 2), float(vocab)).log()
+        torch.testing.assert_close(out.logps, -want)
+        torch.testing.assert_close(out.entropies, want)
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+def test_entropy_of_a_token_whose_target_is_impossible(impl, compact):
+    """A bias of -inf: p log p is 0, not NaN, at a masked position's stand-in target, too."""
+    hidden = torch.randn(1, 3, 4, requires_grad=True)
+    weight = torch.randn(5, 4, requires_grad=True)
+    bias = torch.zeros(5)
+    bias[0] = -torch.inf
+    ids, mask = torch.tensor([[1, 0, -100]]), torch.tensor([[1, 1, 0]])
+
+    def gradients(impl, dtype, **options):
+        h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+        out = fused_linear_logprobs(
+            h, w, ids, mask, lm_head_bias=bias.to(dtype), with_entropy=True, impl=impl, **options
+        )
+        (out.entropies.sum() + out.logps[0, 0]).backward()
+        return h.grad, w.grad
+
+    for got, want in zip(
+        gradients(impl, torch.float32, compact=compact), gradients("reference", torch.float64), strict=True
+    ):
+        assert want.ne(0).any()
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)

@@ -48,7 +48,8 @@ class Lanes {
       at_target = -std::expm1(logp) * dlogp;
       if (entropy_) {
         entropy = g.statistics.entropy[t], dentropy = g.dentropy[t] * factor;
-        at_target -= std::exp(logp) * dentropy * (logp + entropy);
+        const float log_p = logp < kLowestLog ? kLowestLog : logp;  // p log p of an impossible token is 0
+        at_target -= std::exp(log_p) * dentropy * (log_p + entropy);
       }
       if (softcap_ != 0.0f) {
         const float capped = ((logp + log_sum) + max) * temperature / softcap_;
@@ -208,11 +209,11 @@ class Gradient {
     }
     const int64_t size = plan_.block_rows * kLanes;
     float* statistics = stage_offsets_.get() + worker * (chunk_ + kLanes) + chunk_;  // beyond a chunk's offsets
-    float sum[kLanes];
+    float rest[kLanes];
     void* kept = exponentials_.get() + worker * size;
     exponentials_of_tile(plan_, in_, weights_.get() + worker * plan_.block_rows * plan_.stride,
                          recomputed_.panel(panel), block, panel, tiles_.get() + worker * size,
-                         {statistics, sum, nullptr}, kept);
+                         {statistics, rest, nullptr}, kept);
     *offset = statistics;
     return kept;
   }

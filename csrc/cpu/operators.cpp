@@ -173,6 +173,7 @@ std::tuple<Tensor, Tensor> head_gradient(Tensor hidden, Tensor weight, std::opti
 // (vocabulary rows of a block, bytes of a kept exponential), for a compute dtype of 4 or 2 bytes that is bf16 or not.
 std::vector<int64_t> head_plan(int64_t vocab, int64_t hidden, bool bf16) {
   check_machine();
+  STD_TORCH_CHECK(vocab >= 1 && hidden >= 1, "a head has at least one row and one column; got [", vocab, ", ", hidden, "]");
   const Plan plan = Plan::of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
   return {plan.block_rows, plan.element_size()};
 }

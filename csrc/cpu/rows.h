@@ -12,6 +12,9 @@ enum class Dtype { fp32, bf16, fp16 };
 // What an operand's words hold.
 enum class Operand { fp32, bf16 };
 
+// Stands for log 0 where it meets a factor of 0.
+constexpr float kLowestLog = -1e4f;
+
 inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
 
 // z = softcap(scale * (product + bias)) / temperature
@@ -25,7 +28,7 @@ struct Transform {
 // Statistics of one tile, or of the tiles merged so far, [64] each.
 struct TileStatistics {
   float* max;
-  float* sum;       // of exp(z - max)
+  float* rest;      // sum of exp(z - max) without the 1 of the maximum itself; -1 where all is -inf
   float* weighted;  // of exp(z - max) * (z - max), or nullptr
 };
 

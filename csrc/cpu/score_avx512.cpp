@@ -9,9 +9,6 @@ namespace {
 constexpr int kVectors = kLanes / 16;
 constexpr float kLowest = -3.4028234e38f;
 
-// Stands for log 0 where it meets a factor of 0.
-constexpr float kLowestLog = -1e4f;
-
 void to_logits(float* z, int64_t rows, const Transform& t, const __m512* factor) {
   for (int64_t r = 0; r < rows; r++) {
     const __m512 bias = all(t.bias == nullptr ? 0.0f : t.bias[r]);
@@ -28,15 +25,21 @@ void to_logits(float* z, int64_t rows, const Transform& t, const __m512* factor)
 
 template <bool Entropy, bool Keep, Operand Kind>
 void exponentials(const float* z, int64_t rows, const __m512* max, const TileStatistics& out, void* kept) {
-  __m512 sum[kVectors], weighted[kVectors];
-  for (int j = 0; j < kVectors; j++) sum[j] = weighted[j] = _mm512_setzero_ps();
+  // the maximum's own 1 stays out of the sum, whose digits a confident token needs; it can occur more than once
+  __m512 rest[kVectors], ties[kVectors], weighted[kVectors];
+  for (int j = 0; j < kVectors; j++) {
+    rest[j] = weighted[j] = _mm512_setzero_ps();
+    ties[j] = all(-1.0f);
+  }
   for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; j++) {
       const int64_t at = r * kLanes + 16 * j;
       const __m512 shifted = _mm512_sub_ps(_mm512_loadu_ps(z + at), max[j]);
       const __m512 e = exp_nonpositive(shifted);
-      sum[j] = _mm512_add_ps(sum[j], e);
+      const __mmask16 at_max = _mm512_cmp_ps_mask(shifted, _mm512_setzero_ps(), _CMP_EQ_OQ);
+      rest[j] = _mm512_mask_add_ps(rest[j], _knot_mask16(at_max), rest[j], e);
+      ties[j] = _mm512_mask_add_ps(ties[j], at_max, ties[j], all(1.0f));
       if constexpr (Entropy) weighted[j] = _mm512_fmadd_ps(e, _mm512_max_ps(all(kLowestLog), shifted), weighted[j]);
       if constexpr (Keep && Kind == Operand::bf16) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(kept) + at),
@@ -47,7 +50,7 @@ void exponentials(const float* z, int64_t rows, const __m512* max, const TileSta
     }
   }
   for (int j = 0; j < kVectors; j++) {
-    _mm512_storeu_ps(out.sum + 16 * j, sum[j]);
+    _mm512_storeu_ps(out.rest + 16 * j, _mm512_add_ps(rest[j], ties[j]));
     if constexpr (Entropy) _mm512_storeu_ps(out.weighted + 16 * j, weighted[j]);
   }
 }
@@ -93,16 +96,19 @@ void merge_tile(const TileStatistics& total, const TileStatistics& tile) {
     const __m512 max = _mm512_max_ps(a, b);
     const __m512 down_a = _mm512_sub_ps(a, max), down_b = _mm512_sub_ps(b, max);
     const __m512 factor_a = exp_nonpositive(down_a), factor_b = exp_nonpositive(down_b);
-    const __m512 sum_a = _mm512_loadu_ps(total.sum + at), sum_b = _mm512_loadu_ps(tile.sum + at);
+    const __m512 rest_a = _mm512_loadu_ps(total.rest + at), rest_b = _mm512_loadu_ps(tile.rest + at);
     if (total.weighted != nullptr) {
       // sum of e (z - max) = factor * (sum of e (z - own max) + (own max - max) * sum of e)
       const __m512 shift_a = _mm512_max_ps(all(kLowestLog), down_a), shift_b = _mm512_max_ps(all(kLowestLog), down_b);
+      const __m512 sum_a = _mm512_add_ps(all(1.0f), rest_a), sum_b = _mm512_add_ps(all(1.0f), rest_b);
       const __m512 weighted_a = _mm512_fmadd_ps(shift_a, sum_a, _mm512_loadu_ps(total.weighted + at));
       const __m512 weighted_b = _mm512_fmadd_ps(shift_b, sum_b, _mm512_loadu_ps(tile.weighted + at));
       _mm512_storeu_ps(total.weighted + at,
                        _mm512_fmadd_ps(factor_a, weighted_a, _mm512_mul_ps(factor_b, weighted_b)));
     }
-    _mm512_storeu_ps(total.sum + at, _mm512_fmadd_ps(factor_a, sum_a, _mm512_mul_ps(factor_b, sum_b)));
+    // one factor is 1: of the part that keeps its maximum out of the sum; the other's maximum is now in it
+    const __m512 merged = _mm512_fmadd_ps(factor_a, rest_a, _mm512_mul_ps(factor_b, rest_b));
+    _mm512_storeu_ps(total.rest + at, _mm512_add_ps(merged, _mm512_min_ps(factor_a, factor_b)));
     _mm512_storeu_ps(total.max + at, max);
   }
 }

@@ -65,7 +65,7 @@ namespace {
 // depend on which thread took which.
 constexpr int64_t kSplits = 96;
 
-// Statistics of all tokens for one range: rows max, sum, weighted of [tokens, padded] each.
+// Statistics of all tokens for one range: rows max, rest, weighted of [tokens, padded] each.
 struct Partial {
   float* base;
   int64_t padded;
@@ -79,14 +79,14 @@ struct Partial {
 
 void finish(const HeadInputs& inputs, const Statistics& out, const Partial& total, const float* target_logit) {
   for (int64_t t = 0; t < inputs.tokens; t++) {
-    const float max = total.base[t], sum = total.base[total.padded + t];
-    const float log_sum = std::log(sum);
+    const float max = total.base[t], rest = total.base[total.padded + t];
+    const float log_sum = std::log1p(rest);
     out.max[t] = max;
     out.log_sum[t] = log_sum;
     const float logp = (target_logit[t] - max) - log_sum;
     out.logp[t] = logp > 0.0f ? 0.0f : logp;
     if (out.with_entropy) {
-      const float entropy = log_sum - total.base[2 * total.padded + t] / sum;
+      const float entropy = log_sum - total.base[2 * total.padded + t] / (1.0f + rest);
       out.entropy[t] = entropy < 0.0f ? 0.0f : entropy;
     }
   }

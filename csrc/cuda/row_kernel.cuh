@@ -50,14 +50,12 @@ __device__ __forceinline__ Thread this_thread() {
 
 // The statistics of a block from those of its threads, known to all of them: a tree over lanes, then warps in order.
 __device__ __forceinline__ Partial merge_block(Partial p, Partial* warps) {
-  float max = p.max;
-#pragma unroll
-  for (int offset = WARP / 2; offset > 0; offset /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
-  p = relative_to(p, max);
 #pragma unroll
   for (int offset = WARP / 2; offset > 0; offset /= 2) {
-    p.total += __shfl_down_sync(~0u, p.total, offset);
-    p.moment += __shfl_down_sync(~0u, p.moment, offset);
+    const Partial pair[] = {p,
+                            {__shfl_down_sync(~0u, p.max, offset), __shfl_down_sync(~0u, p.rest, offset),
+                             __shfl_down_sync(~0u, p.moment, offset)}};
+    p = merge_in_order(pair, 2);
   }
   if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = p;
   __syncthreads();
@@ -124,7 +122,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
     __syncwarp();
     cluster_wait();
     if (static_cast<int>(threadIdx.x) < blocks) {
-      store_remote(scratch.blocks + rank, threadIdx.x, mine.max, mine.total, mine.moment, 0.0f);
+      store_remote(scratch.blocks + rank, threadIdx.x, mine.max, mine.rest, mine.moment, 0.0f);
     }
     __syncwarp();
     // past this, every block has read its part and its target, and knows what all others found

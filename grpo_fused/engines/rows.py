@@ -24,7 +24,8 @@ class Statistics(NamedTuple):
     max: Tensor
     """[R] m = max_j z_j"""
     log_sum: Tensor
-    """[R] log sum_j exp(z_j - m); kept apart from m, whose common offset would cost it its digits"""
+    """[R] log sum_j exp(z_j - m); kept apart from m, whose common offset would cost it its digits. It is log1p of the
+    sum without the maximum's own 1: a confident token keeps its digits, too."""
     logp: Tensor
     """[R]"""
     entropy: Tensor | None
@@ -214,18 +215,18 @@ class TorchRows:
 
 
 def _statistics(z: Tensor, targets: Tensor, with_entropy: bool) -> Statistics:
-    maximum = z.amax(dim=1)
-    shifted = z - maximum.unsqueeze(1)
+    maximum, at = z.max(dim=1, keepdim=True)
+    shifted = z - maximum
     target = shifted.gather(1, targets.unsqueeze(1)).squeeze(1)
+    e = shifted.exp() if with_entropy else shifted.exp_()
+    rest = e.scatter_(1, at, 0.0).sum(dim=1)
+    log_sum = rest.log1p()
+    logp = (target - log_sum).clamp_(max=0.0)
     if not with_entropy:
-        log_sum = shifted.exp_().sum(dim=1).log_()
-        return Statistics(maximum, log_sum, (target - log_sum).clamp_(max=0.0), None)
-    weighted = shifted.exp()
-    total = weighted.sum(dim=1)
-    weighted.mul_(shifted.clamp_(min=LOWEST_LOG_P))
-    log_sum = total.log()
-    entropy = (log_sum - weighted.sum(dim=1) / total).clamp_(min=0.0)
-    return Statistics(maximum, log_sum, (target - log_sum).clamp_(max=0.0), entropy)
+        return Statistics(maximum.squeeze(1), log_sum, logp, None)
+    moment = e.mul_(shifted.clamp_(min=LOWEST_LOG_P)).sum(dim=1)
+    entropy = (log_sum - moment / (1.0 + rest)).clamp_(min=0.0)
+    return Statistics(maximum.squeeze(1), log_sum, logp, entropy)
 
 
 def _gradient(z: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

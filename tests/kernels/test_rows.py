@@ -16,7 +16,7 @@ SHAPES = [(1, 1), (5, 37), (3, 256), (2, 257), (2, 1031)]
 
 
 def padded_logits(values: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
-    """[R, V] view of rows padded to 16 elements, whose padding holds NaN."""
+    """[R, V] view of rows padded to `PAD` elements, whose padding holds NaN."""
     rows, vocab_size = values.shape
     width = (vocab_size + PAD - 1) // PAD * PAD
     slab = torch.full((rows, width), torch.nan, dtype=dtype)
@@ -190,3 +190,13 @@ def test_no_rows():
         empty, torch.zeros(0, dtype=torch.int64), RowTransform(None, 1.0, None, 1.0), with_entropy=True
     )
     assert stats.logp.shape == (0,)
+
+
+def test_targets_outside_the_vocabulary_are_not_read():
+    values, _ = case((3, 37))
+    targets = torch.tensor([-1, 37, 10**9])
+    stats = row_statistics(
+        padded_logits(values), targets, RowTransform(torch.zeros(37), 1.0, None, 1.0), with_entropy=True
+    )
+    assert stats.logp.isnan().all()
+    assert stats.entropy.isfinite().all()

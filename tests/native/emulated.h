@@ -84,7 +84,6 @@ inline float exchange(float value, unsigned from) {
   warp.meeting.arrive_and_wait();
   return other;
 }
-inline float __shfl_xor_sync(unsigned, float value, int offset) { return exchange(value, threadIdx.x % 32 ^ offset); }
 inline float __shfl_down_sync(unsigned, float value, int offset) { return exchange(value, threadIdx.x % 32 + offset); }
 
 template <typename Body>

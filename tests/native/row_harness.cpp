@@ -25,13 +25,10 @@ Partial merge_threads(std::vector<Partial> threads) {
   std::vector<Partial> warps;
   for (size_t first = 0; first < threads.size(); first += WARP) {
     Partial* lane = &threads[first];
-    float max = MINUS_INFINITY;
-    for (int i = 0; i < WARP; ++i) max = std::fmax(max, lane[i].max);
-    for (int i = 0; i < WARP; ++i) lane[i] = relative_to(lane[i], max);
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
       for (int i = 0; i < offset; ++i) {
-        lane[i].total += lane[i + offset].total;
-        lane[i].moment += lane[i + offset].moment;
+        const Partial pair[] = {lane[i], lane[i + offset]};
+        lane[i] = merge_in_order(pair, 2);
       }
     }
     warps.push_back(lane[0]);

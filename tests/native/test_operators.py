@@ -110,3 +110,10 @@ def test_block_plan_agrees_with_the_kept_layout(dtype):
     block_rows, lanes = _native.kept_layout(hidden, weight, kept, spill)
     assert offsets.shape == (-(-1000 // block_rows), lanes)
     assert lanes > 2 * 64
+
+
+@pytest.mark.parametrize(("vocab", "hidden"), [(300, 0), (0, 40), (-1, 40)])
+def test_a_plan_of_nothing_is_refused(vocab, hidden):
+    """An integer division by zero would kill the process."""
+    with pytest.raises(RuntimeError, match=r"at least one row and one column; got \["):
+        torch.ops.grpo_fused_C.head_plan(vocab, hidden, True)

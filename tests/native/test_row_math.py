@@ -247,3 +247,17 @@ def test_plans_of_real_vocabularies(rows):
     assert rows.plan(151936, 4, blocks=2, **hopper) is None
     assert rows.plan(151936, 4, **{**hopper, "clusters": False}, blocks=4) is None
     assert rows.plan(262208, 4, **hopper).blocks == 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+@pytest.mark.parametrize("margin", [20.0, 80.0])
+def test_confident_tokens_and_equal_maxima(rows, margin, layout):
+    values, _ = make_rows((3, 4097), std=1.0)
+    targets = torch.tensor([7, 4000, 7])
+    values[0, 7] = values[1, 4000] = margin
+    values[2] = 0.5
+    stats = rows.statistics(values, targets, PLAIN, layout)
+    e = (values.double() - values.double().amax(1, keepdim=True)).exp()
+    e[[0, 1, 2], targets] = 0.0
+    rest = e.sum(1)
+    torch.testing.assert_close(stats.logp.double(), -rest.log1p(), rtol=1e-5, atol=0)
