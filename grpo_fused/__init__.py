@@ -1,8 +1,14 @@
+# ruff: noqa: E402 (imports need the path of `grpo_fused.kernels`)
 """GRPO losses straight from hidden states and the lm-head weight, without ever holding the logits of the batch."""
 
 from __future__ import annotations
 
 import os as _os
+
+# In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
+_root = _os.path.dirname(__path__[0])
+if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
+    __path__.append(_root)
 
 from grpo_fused.advantages import group_advantages
 from grpo_fused.config import GRPOLossConfig
@@ -11,11 +17,6 @@ from grpo_fused.heads import capture_head_input, check_head, head_hidden_states,
 from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, ImportanceSamplingOutput, LogprobOutput
 from grpo_fused.parallel import ParallelGroups
 from grpo_fused.rollout_corrections import importance_sampling_correction
-
-# In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
-_root = _os.path.dirname(__path__[0])
-if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
-    __path__.append(_root)
 
 __version__ = "0.1.0"
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from grpo_fused.kernels.configs import padded
 from helpers import (
     PRECISION,
     all_configs,
@@ -21,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fused import GRPOLossConfig
+from grpo_fused.engines.head import _has_fp32_output, ieee_products
 
 ENGINES = ["chunked", "native", "triton"]
 SEVERAL_CHUNKS = {
@@ -159,8 +165,8 @@ def test_shapes_and_values(B, T, H, V, seed, drift, logit_std, config, scratch, 
     case = make_case(seed, B=B, T=T, H=H, V=V, drift=drift, logit_std=logit_std)
     case = pack(case) if packed else case
     want = case.run(config, impl="reference")
-    least = 8 * (4 * V + 3 * V * H)
-    got = case.run(config, max_scratch_bytes=least + scratch * 8 * V)
+    row = 8 * padded(V)
+    got = case.run(config, max_scratch_bytes=4 * row + 24 * V * H + scratch * row)
     assert_same(got, want, tol=1e-9)
 
 
@@ -270,6 +276,59 @@ def test_fp32_products_are_ieee_whatever_the_global_setting(precision):
         torch.set_float32_matmul_precision(before)
     assert torch.equal(lowered.out.per_token_logps, plain.out.per_token_logps)
     assert torch.equal(lowered.dweight, plain.dweight)
+
+
+def test_settings_of_precision_can_be_read_and_are_put_back():
+    """Another thread may read the legacy flags, which raise where the two interfaces disagree."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with ieee_products():
+            assert not torch.backends.cuda.matmul.allow_tf32
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("vocab", [37, 2000, 2016])
+def test_what_lies_beyond_a_row_of_dlogits_is_0(vocab):
+    """oneDNN's AMX products multiply it by 0, up to a multiple of 32: the bits of a logit may be a NaN."""
+    case = make_case(13, B=2, T=40, H=64, V=vocab, dtype=torch.bfloat16, logit_std=5.0)
+    want = case.to(torch.float64).run(GRPOLossConfig(), impl="reference")
+    got = case.run(GRPOLossConfig(), impl="chunked")
+    assert frobenius_error(got.dhidden, want.dhidden) < 1e-2
+
+
+def test_bf16_is_widened_where_the_processor_has_no_products_for_it():
+    """The library's fallback is 18 times slower than fp32; here in a process that may use AVX2 only."""
+    program = (
+        "import torch; from grpo_fused.engines.head import Head; "
+        "head = Head(torch.zeros(3, 4, dtype=torch.bfloat16), None, 1.0, None, torch.bfloat16); "
+        "print(head.gradient_dtype, head.product_dtype)"
+    )
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **limits}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["torch.float32", "torch.float32"]
+
+
+def test_products_into_fp32_are_asked_for_where_they_exist(monkeypatch):
+    cuda = torch.device("cuda")
+    for capability, bf16 in {(7, 5): False, (8, 0): True, (9, 0): True}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert _has_fp32_output(torch.bfloat16, cuda) == bf16
+        assert _has_fp32_output(torch.float16, cuda)
+        assert not _has_fp32_output(torch.float32, cuda)
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        assert not _has_fp32_output(torch.float16, cuda)
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not _has_fp32_output(torch.bfloat16, cuda)
 
 
 @pytest.mark.parametrize("impl", ENGINES)

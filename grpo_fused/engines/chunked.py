@@ -20,6 +20,7 @@ from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, Head
 from grpo_fused.engines.rows import RowWork, Statistics, TorchRows, Transform
 from grpo_fused.engines.scratch import scratch_budget
 from grpo_fused.engines.sums import GradientSums, fp16_scale
+from grpo_fused.kernels.configs import padded
 
 _ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds beside the slab
 _WIDENED_BLOCKS = 3  # a weight block on its way to fp32, and a block of dW, on the CPU
@@ -33,10 +34,6 @@ _WORTH_SKIPPING = 7 / 8
 def row_block_bytes(device: str) -> int:
     """Size of the blocks that row work takes at a time: what stays in a CPU's cache, or fills a launch elsewhere."""
     return 4 * 2**20 if device == "cpu" else 64 * 2**20
-
-
-ROW_PAD = 16
-"""Rows of the slab are padded to this many elements off the CPU, so that row kernels access 16 bytes at a time."""
 
 
 def gradient_fits_in_place(device: torch.device) -> bool:
@@ -95,7 +92,7 @@ class _Plan(NamedTuple):
         """chunk_rows = (budget - row temporaries - widened weight blocks) / bytes of a row of logits."""
         device = head.weight.device.type
         budget = scratch_budget(head.weight.device, max_scratch_bytes)
-        row_bytes = head.statistics_dtype.itemsize * max(head.vocab_size, 1)
+        row_bytes = head.statistics_dtype.itemsize * padded(head.vocab_size)
         widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
         block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
         chunk_rows = (budget - widened) // row_bytes - _ROW_TEMPORARIES * block_rows
@@ -206,7 +203,7 @@ class _Workspace:
     def __init__(self, head: Head, rows: int, block_rows: int, row_work: RowWork) -> None:
         self.head, self.block_rows, self.row_work = head, block_rows, row_work
         device, dtype = head.weight.device, head.statistics_dtype
-        width = head.vocab_size if device.type == "cpu" else -(-head.vocab_size // ROW_PAD) * ROW_PAD
+        width = padded(head.vocab_size)
         self.slab = torch.empty((rows, width), dtype=dtype, device=device)
         narrow = head.gradient_dtype
         separate = narrow != dtype and not gradient_fits_in_place(device)
@@ -232,13 +229,15 @@ class _Workspace:
         dentropy: Tensor | None,
     ) -> Tensor:
         """dlogits [K, V] of `rows`, which are those at `kept` of the rows last scored, in place of their logits."""
-        out = self.gradients[: rows.shape[0], : self.head.vocab_size]
+        out = self._out(rows)
         raw = self.slab[: rows.shape[0] if kept is None else None, : self.head.vocab_size]
         transform = self._transform(tokens, rows)
         targets = tokens.gradient_targets(rows)
         self.row_work.gradient(
             raw, kept, targets, statistics, dlogp, dentropy, transform, out, block_rows=self.block_rows
         )
+        if self.slab.device.type == "cpu":  # kernels fill the rows themselves
+            self.gradients[: rows.shape[0], self.head.vocab_size : self.slab.shape[1]] = 0.0
         return out
 
     def loss(
@@ -247,7 +246,7 @@ class _Workspace:
         """Statistics and dlogits [R, V] of `rows` in one pass over their logits, or None where that cannot be."""
         if not self.row_work.has_one_pass(config):
             return None
-        out = self.gradients[: rows.shape[0], : self.head.vocab_size]
+        out = self._out(rows)
         stats = self.row_work.loss(
             self.logits(tokens, rows),
             tokens.target_rows(rows),
@@ -258,6 +257,9 @@ class _Workspace:
             with_entropy=with_entropy,
         )
         return stats, out
+
+    def _out(self, rows: Tensor) -> Tensor:
+        return self.gradients[: rows.shape[0], : self.head.vocab_size]
 
     def logits(self, tokens: Tokens, rows: Tensor) -> Tensor:
         """Fill the slab with the products of `rows`."""

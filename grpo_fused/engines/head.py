@@ -7,16 +7,18 @@ What is fast and exact differs by device:
   multiplied in fp32, from blocks of the weight that are widened on the fly; it costs about the difference between the
   fp32 and the bf16 GEMM (2 x on AVX512-BF16, more on AMX) in one product of three. The two gradient products take bf16
   operands, whose rounding is that of the result.
-- fp16 has no fast product on the CPU (measured: 1 to 40 GFLOP/s against 150 in fp32), so fp16 is widened throughout.
+- fp16 has no fast product on the CPU (measured: 1 to 40 GFLOP/s against 150 in fp32), so fp16 is widened throughout;
+  so is bf16 where the processor has no instructions for it (18 x slower than fp32 at V = 3200, H = 896 by AVX2).
 """
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -35,33 +37,53 @@ _FP32_PRECISION_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.b
 _precision_lock = threading.Lock()
 _precision_users = 0
 _precision_before: list[tuple[Any, str]] = []
+_legacy_precision_before = "highest"
 
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
     """fp32 products in IEEE precision whatever the global TF32 or matmul-precision setting says.
 
-    The setting is the process's: the first of several threads changes it, the last one puts it back.
+    The setting is the process's: the first of several threads changes it, the last one puts it back. One that was made
+    by `torch.set_float32_matmul_precision` is changed by it too: other threads may read the legacy flags, which raise
+    where the two interfaces disagree.
     """
     global _precision_users
     with _precision_lock:
         _precision_users += 1
         if _precision_users == 1:
-            for backend in _FP32_PRECISION_BACKENDS:
-                if backend.fp32_precision not in ("ieee", "none"):
-                    _precision_before.append((backend, backend.fp32_precision))
-                    backend.fp32_precision = "ieee"
+            _set_ieee()
     try:
         yield
     finally:
         with _precision_lock:
             _precision_users -= 1
             if _precision_users == 0:
-                for backend, precision in _precision_before:
-                    # what equals the global setting is taken to follow it, and goes on following it
-                    follows = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
-                    backend.fp32_precision = "none" if follows else precision
-                _precision_before.clear()
+                _restore_precision()
+
+
+def _set_ieee() -> None:
+    global _legacy_precision_before
+    _precision_before[:] = [(backend, backend.fp32_precision) for backend in _FP32_PRECISION_BACKENDS]
+    try:
+        _legacy_precision_before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the caller uses the new interface, so that the legacy one cannot be read anyway
+        _legacy_precision_before = "highest"
+    if _legacy_precision_before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    for backend in _FP32_PRECISION_BACKENDS:
+        if backend.fp32_precision not in ("ieee", "none"):
+            backend.fp32_precision = "ieee"
+
+
+def _restore_precision() -> None:
+    if _legacy_precision_before != "highest":
+        torch.set_float32_matmul_precision(_legacy_precision_before)
+    for backend, precision in _precision_before:
+        if backend.fp32_precision != precision:
+            # what equals the global setting is taken to follow it, and goes on following it
+            follows = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
+            backend.fp32_precision = "none" if follows else precision
 
 
 def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
@@ -71,6 +93,32 @@ def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return dtype
+
+
+def _has_products_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the library's products in `dtype` are worth having: on a CPU bf16 needs instructions for it."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return True
+    return dtype == torch.bfloat16 and _cpu_multiplies_bf16()
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
+
+
+def _has_fp32_output(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `mm(out_dtype=float32)` takes operands of `dtype` on `device`, as its own checks say.
+
+    It is CUDA's alone, wants bf16 from compute capability 8.0 on, and refuses fp16 where fp16 accumulation is allowed.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 @dataclass(frozen=True)
@@ -100,7 +148,7 @@ class Head:
     def gradient_dtype(self) -> torch.dtype:
         """Operand dtype of the two gradient products."""
         converts = self.weight.dtype != self.compute_dtype  # block by block, whose products must not be rounded
-        if not self._has_fp32_output and (converts or self.compute_dtype == torch.float16):
+        if not self._has_fp32_output and (converts or not _has_products_in(self.compute_dtype, self.weight.device)):
             return self.statistics_dtype
         return self.compute_dtype
 
@@ -111,7 +159,7 @@ class Head:
 
     @property
     def _has_fp32_output(self) -> bool:
-        return self.weight.device.type == "cuda" and self.compute_dtype in (torch.bfloat16, torch.float16)
+        return _has_fp32_output(self.compute_dtype, self.weight.device)
 
     @cached_property
     def rounded_weight(self) -> Tensor:

@@ -151,9 +151,10 @@ class TritonEngine:
 def _row_bytes(head: Head) -> int:
     """For each row: exponentials or dlogits, offsets, partial statistics, copies."""
     from grpo_fused.kernels import head_launch
+    from grpo_fused.kernels.configs import padded
 
     each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, _transform(head, 1.0)))
-    return each + head.gradient_dtype.itemsize * head_launch.padded(head.vocab_size)
+    return each + head.gradient_dtype.itemsize * padded(head.vocab_size)
 
 
 def _copies_bytes(head: Head) -> int:
