@@ -2,15 +2,16 @@
 
 Ranks that do different things would wait for each other, or add up what does not belong together. What must be alike is
 written down by each operator (`Call`): options and which tensors there are, on all ranks; on ranks with the same tokens
-also what these hold.
+also what these hold. The first collective of every operator is one digest of a fixed size, so that different operators
+meet in it, too. A rank whose own arguments are wrong says so in the digest, and all raise.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,26 @@ from torch import Tensor
 
 from grpo_fused.batch import LossInputs
 from grpo_fused.layout import Layout
-from grpo_fused.parallel import Groups, TokenParallel, VocabParallel, all_gather
+from grpo_fused.parallel import (
+    Groups,
+    ParallelGroups,
+    PeerError,
+    TokenParallel,
+    VocabParallel,
+    all_gather,
+    device_of,
+    gather_objects,
+)
+
+_NUMBERS = 3
+"""integers that ranks exchange in the digest beside the digest itself"""
 
 
 @dataclass(frozen=True)
 class Call:
     """What a rank is about to do, by the names that an error gives."""
 
+    operator: str
     options: Mapping[str, object]
     """the same on all ranks"""
     tensors: Mapping[str, Tensor | None]
@@ -37,7 +51,8 @@ class Call:
     def form(self) -> dict[str, int | str]:
         """What ranks with other tokens must give alike."""
         there = [name for name, x in {**self.tensors, **self.coefficients}.items() if x is not None]
-        return {**{name: str(value) for name, value in self.options.items()}, "tensors": ", ".join(there)}
+        options = {name: str(value) for name, value in self.options.items()}
+        return {"operator": self.operator, **options, "tensors": ", ".join(there)}
 
     def contents(self) -> dict[str, int | str]:
         """What ranks with the same tokens must give alike besides."""
@@ -46,49 +61,123 @@ class Call:
         return {**sums, **zeros}
 
 
-def vocab_ranks(groups: Groups, call: Call, ids: Tensor, weight: Tensor) -> VocabParallel | None:
-    """The ranks with other slices of the head, once all have been seen to make the same call; None without such."""
+def join(
+    groups: Groups,
+    call: Call,
+    ids: Tensor,
+    weight: Tensor,
+    check: Callable[[int], None],
+    loss: tuple[LossInputs, Layout] | None = None,
+) -> tuple[VocabParallel | None, TokenParallel | None]:
+    """The ranks with other slices of the head and those with other tokens, once all are found to make the same call.
+
+    `check` is called with the size of the whole vocabulary, and raises where this rank's tensors hold what they must
+    not. Where it does, or the ranks differ, all ranks of both groups raise.
+    """
+    vocab, tokens, vocab_size = None, None, weight.shape[0]
+    failure: Exception | None = None
     if groups.vocab is None:
-        return None
-    agree(groups.vocab, {**call.form(), "tokens": ids.numel(), **call.contents()}, weight.device)
-    return VocabParallel(groups.vocab, weight.shape[0], ids.reshape(-1))
+        failure = _attempt(check, vocab_size)
+    else:
+        what = {**call.form(), "tokens": ids.numel(), **call.contents()}
+        rows, failure = agree(groups.vocab, what, [vocab_size], None, lambda rows: check(sum(row[0] for row in rows)))
+        vocab = VocabParallel(groups.vocab, [row[0] for row in rows], ids.reshape(-1))
+        vocab_size = vocab.total
+    if groups.tokens is not None:
+        assert loss is not None
+        inputs, layout = loss
+        what = {
+            **call.form(),
+            "split_sequences": int(groups.split_sequences),
+            "num_items": checksum(inputs.num_items_in_batch, None),
+            "vocabulary": vocab_size,
+        }
+        sizes = [layout.num_tokens, layout.num_sequences, layout.reading(inputs.advantages)]
+        rows, failure = agree(groups.tokens, what, sizes, failure)
+        if failure is None:
+            tokens = TokenParallel(groups.tokens, rows, groups.split_sequences)
+    if failure is not None:
+        raise failure
+    return vocab, tokens
 
 
-def token_ranks(
-    groups: Groups, call: Call, inputs: LossInputs, layout: Layout, vocab_size: int
-) -> TokenParallel | None:
-    """The ranks with other tokens, once all have been seen to make the same call; None without such."""
-    if groups.tokens is None:
-        return None
-    advantages, padded = inputs.advantages, layout.cu_seqlens is None
-    # a padded [B, 1] may be one for each sequence or the only column of a rank, and no tokens may be anything
-    either = (padded and advantages.dim() == 2 and advantages.shape[1] == 1) or layout.num_tokens == 0
-    per_token = 2 if either else int(layout.is_per_token(advantages))
-    what = {
-        **call.form(),
-        "split_sequences": int(groups.split_sequences),
-        "num_items": checksum(inputs.num_items_in_batch, None),
-        "vocabulary": vocab_size,
-    }
-    agree(groups.tokens, what, advantages.device)
-    return TokenParallel(
-        groups.tokens, layout.num_tokens, layout.num_sequences, groups.split_sequences, per_token, advantages.device
-    )
+def agree(
+    group: dist.ProcessGroup,
+    what: Mapping[str, int | str],
+    numbers: list[int],
+    failure: Exception | None,
+    check: Callable[[list[list[int]]], None] = lambda rows: None,
+) -> tuple[list[list[int]], Exception | None]:
+    """(`numbers` of every rank, why all ranks must raise or None).
 
-
-def agree(group: dist.ProcessGroup, what: Mapping[str, int | str], device: torch.device) -> None:
-    """Raise `ValueError` on every rank, naming ranks and values, unless all give the same for each of `what`."""
-    numbers = [value if isinstance(value, int) else zlib.crc32(value.encode()) for value in what.values()]
-    rows = all_gather("agreement", torch.tensor(numbers, dtype=torch.int64, device=device), group).tolist()
-    if all(row == rows[0] for row in rows):
-        return
-    everything: list[Any] = [None] * len(rows)
-    dist.all_gather_object(everything, dict(what), group=group)
-    for name in what:
-        values = [given.get(name) for given in everything]
+    They must where one has failed already, gives another value for one of `what`, or finds by `check(numbers of all)`
+    that its arguments are wrong.
+    """
+    text = repr(sorted(what.items())).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    rows = _exchange(group, [digest, int(failure is not None), *numbers])
+    found = [row[2:] for row in rows]
+    if failure is None and not any(failed for _, failed, *_ in rows):
+        failure = _attempt(check, found)  # the same on all ranks where all digests are
+    if all(row[:2] == [digest, 0] for row in rows):
+        return found, failure
+    given = gather_objects(group, (dict(what), _reason(failure)))
+    reasons = {rank: reason for rank, (_, reason) in enumerate(given) if reason is not None}
+    if failure is not None:
+        return found, failure
+    if reasons:
+        return found, PeerError.of(reasons)
+    for name in {name: None for values, _ in given for name in values}:
+        values = [value.get(name) for value, _ in given]
         if any(value != values[0] for value in values):
-            found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ValueError(f"all ranks of a process group must give the same {name}; got {found}")
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            return found, ValueError(f"all ranks of a process group must give the same {name}; got {listed}")
+    return found, RuntimeError("ranks of a process group gave different calls")
+
+
+@contextmanager
+def refusing_together(process_group: dist.ProcessGroup | ParallelGroups | None) -> Iterator[None]:
+    """What this rank raises in the block is raised on the others of the call too, which wait in their handshake."""
+    try:
+        yield
+    except Exception as failure:
+        if isinstance(process_group, (dist.ProcessGroup, ParallelGroups)):
+            groups = ParallelGroups.of(process_group)
+            for group in (groups.vocab, groups.tokens):
+                if group is not None and dist.get_world_size(group) > 1:
+                    _exchange(group, [0, 1])
+                    gather_objects(group, ({}, _reason(failure)))
+        raise
+
+
+@contextmanager
+def failing_together(vocab: VocabParallel | None, tokens: TokenParallel | None) -> Iterator[None]:
+    """What this rank raises in the block, after the handshake, is raised on the others at their next collective."""
+    try:
+        yield
+    except Exception as failure:
+        for ranks in (vocab, tokens):
+            if ranks is not None and not (isinstance(failure, PeerError) and failure.group is ranks.group):
+                ranks.meet(failure)
+        raise
+
+
+def _exchange(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
+    """[digest, failed, numbers ...] of every rank; always of the same size, whatever a rank is about to do."""
+    padded = [*numbers, *[0] * (2 + _NUMBERS - len(numbers))]
+    return all_gather("agreement", torch.tensor(padded, dtype=torch.int64, device=device_of(group)), group).tolist()
+
+
+def _attempt(check: Callable[..., None], *arguments: object) -> Exception | None:
+    try:
+        check(*arguments)
+    except Exception as failure:
+        return failure
+    return None
+
+
+def _reason(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 def checksum(x: Tensor | None, mask: Tensor | None) -> int:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Whether the contents of tensors on `device` are looked at: on the CPU, elsewhere with `GRPO_FUSED_DEBUG=1`."""
+    return device.type == "cpu" or os.environ.get("GRPO_FUSED_DEBUG") == "1"
+
+
+def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
+    """(number, None), or (1, the tensor as it was given)."""
+    return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)
 
 
 class Layout(NamedTuple):
@@ -45,8 +56,8 @@ class Layout(NamedTuple):
     def is_per_token(self, x: Tensor) -> bool:
         """Whether `x` has one value for each token rather than one for each sequence.
 
-        `[B, 1]` is one for each sequence, which at T = 1 is the same. A packed 1-d tensor could be either where N = S;
-        one for each sequence is meant (and values are checked: it raises unless that is the same, too).
+        `[B, 1]` is one for each sequence, which at T = 1 is the same. A packed 1-d tensor could be either where N = S:
+        `check_reading` lets it pass only where that is the same, too.
         """
         if self.cu_seqlens is None and len(self.shape) == 2:
             return x.dim() == 2 and x.shape[1] != 1
@@ -58,15 +69,33 @@ class Layout(NamedTuple):
             return x.reshape(-1)
         return x.reshape(-1).index_select(0, sequence_ids)
 
-    def temperatures(self, temperature: float | Tensor) -> tuple[float, Tensor | None]:
-        """(number, None), or (1, one for each token) in the shape of the ids."""
-        if not isinstance(temperature, Tensor):
-            return float(temperature), None
-        temperature = temperature.detach()
-        if temperature.dim() == 0:
-            return 1.0, temperature.expand(self.shape)
-        if len(self.shape) == 2:
-            return 1.0, (temperature if temperature.dim() == 2 else temperature.unsqueeze(1)).expand(self.shape)
+    def reading(self, x: Tensor) -> int:
+        """How checked `x` is read: 0 one for each sequence, 1 one for each token, 2 it is the same."""
+        if self.num_tokens == 0 or x.numel() == 0:
+            return 2
         if self.cu_seqlens is None:
-            return 1.0, temperature
-        return 1.0, self.spread(temperature, self.sequence_ids(temperature.device))
+            return 2 if x.dim() == 2 and x.shape[1] == 1 else int(self.is_per_token(x))
+        return 2 if x.dim() == 1 and self.num_tokens == self.num_sequences else int(self.is_per_token(x))
+
+    def check_reading(self, name: str, x: Tensor) -> None:
+        """Raise `ValueError` where `x` could be one for each sequence or one for each token, and that differs.
+
+        Such a call is packed, with as many tokens as sequences and an empty one among them. Looking at the offsets of
+        one with as many tokens as sequences waits for the device.
+        """
+        if self.cu_seqlens is None or x.dim() != 1 or self.num_tokens != self.num_sequences:
+            return
+        if self.cu_seqlens.tolist() != list(range(self.num_sequences + 1)):
+            raise ValueError(
+                f"{name} of shape {tuple(x.shape)} could be one for each of {self.num_tokens} tokens or one for each "
+                "of as many sequences, and a sequence is empty; pass [S, 1] for one a sequence, or leave the empty "
+                "sequences out of cu_seqlens"
+            )
+
+    def per_token(self, x: Tensor) -> Tensor:
+        """[N]: what was given for the call (0-d), for each sequence or for each token, at each token."""
+        if x.dim() == 0:
+            return x.expand(self.num_tokens)
+        if len(self.shape) == 2:
+            return (x if x.dim() == 2 else x.unsqueeze(1)).expand(self.shape).reshape(-1)
+        return x.reshape(-1) if self.cu_seqlens is None else self.spread(x, self.sequence_ids(x.device))

@@ -1,6 +1,6 @@
 """A call shared by several ranks: slices of the vocabulary, and tokens of one batch. All on `torch.distributed`.
 
-That they make the same call is seen to by `handshake`.
+That they make the same call is checked by `handshake`.
 
 Vocabulary: every rank scores the same tokens against its rows of the weight. What it found of each token (maximum, log
 of the sum, entropy, and the log-prob where it owns the target) goes to all ranks in one collective for each chunk, 3 or
@@ -16,7 +16,7 @@ all metrics are those of one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from grpo_fused.layout import values_are_checked
 
 if TYPE_CHECKING:
     from grpo_fused.engines.rows import Statistics
@@ -110,7 +112,10 @@ _counters: list[Traffic] = []
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Count what is communicated in the block: `statistics`, `hidden gradient`, `objective`, `agreement`, `sizes`."""
+    """Count what is communicated in the block, by kind.
+
+    `statistics`, `hidden gradient`, `objective`, `agreement`, `sizes`, `status`.
+    """
     traffic = Traffic()
     _counters.append(traffic)
     try:
@@ -133,16 +138,64 @@ def all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class VocabParallel:
-    """A head of which this rank holds some rows."""
+def gather_objects(group: dist.ProcessGroup, x: Any) -> list[Any]:
+    """`x` of every rank."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, x, group=group)
+    return every
 
-    def __init__(self, group: dist.ProcessGroup, local_size: int, ids: Tensor) -> None:
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the numbers lie that a group exchanges to agree: NCCL has none on the CPU."""
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
+class PeerError(RuntimeError):
+    """Another rank of the call failed; the message names it and its reason."""
+
+    group: dist.ProcessGroup | None = None
+    """where that was learnt, if after the handshake: its ranks know already"""
+
+    @classmethod
+    def of(cls, reasons: Mapping[int, str], group: dist.ProcessGroup | None = None) -> PeerError:
+        """From what ranks of a process group said."""
+        error = cls("; ".join(f"rank {rank} of the process group failed: {why}" for rank, why in reasons.items()))
+        error.group = group
+        return error
+
+
+class _Ranks:
+    """Ranks that share a call."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        sizes = all_gather("sizes", torch.tensor([local_size], dtype=torch.int64, device=ids.device), group)
-        counts = [int(n) for n in sizes.view(-1).tolist()]
-        self.first = sum(counts[: dist.get_rank(group)])
-        self.total = sum(counts)
-        self.owned = (ids >= self.first) & (ids < self.first + local_size)
+        # a GPU would have to be waited for
+        self._meets = values_are_checked(device_of(group))
+
+    def meet(self, failure: Exception | None = None) -> None:
+        """Before each collective: raise where another rank has failed since the last one, and so does not come to it.
+
+        A rank that has failed calls this with its reason, and raises afterwards.
+        """
+        if not self._meets:
+            return
+        failed = torch.tensor([int(failure is not None)], device=device_of(self.group))
+        if not all_gather("status", failed, self.group).any():
+            return
+        given = gather_objects(self.group, None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is None:
+            raise PeerError.of({rank: why for rank, why in enumerate(given) if why is not None}, self.group)
+
+
+class VocabParallel(_Ranks):
+    """A head of which this rank holds some rows: rank r `sizes[r]` of them."""
+
+    def __init__(self, group: dist.ProcessGroup, sizes: list[int], ids: Tensor) -> None:
+        super().__init__(group)
+        rank = dist.get_rank(group)
+        self.first = sum(sizes[:rank])
+        self.total = sum(sizes)
+        self.owned = (ids >= self.first) & (ids < self.first + sizes[rank])
         """[N] bool: tokens whose target is among this rank's rows."""
 
     def merged(self, rows: Tensor, local: Statistics) -> Statistics:
@@ -155,6 +208,7 @@ class VocabParallel:
         parts = [local.max.masked_fill(empty, -math.inf), local.log_sum.masked_fill(empty, 0.0), logp]
         if local.entropy is not None:  # sum of p (z - max), p and max of this rank
             parts.append((local.log_sum - local.entropy).masked_fill(empty, 0.0))
+        self.meet()
         every = all_gather("statistics", torch.stack(parts), self.group)
         m, owner = every[:, 0].max(0, keepdim=True)
         shift = (every[:, 0] - m).clamp(min=_NEVER)
@@ -171,6 +225,7 @@ class VocabParallel:
     def smallest(self, count: int) -> int:
         """The least of all ranks' `count`: ranks with larger slices have room for fewer tokens, and all go together."""
         count = min(count, 2**62)
+        self.meet()
         return int(all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
@@ -180,6 +235,7 @@ class VocabParallel:
         """
         dtype = x.dtype
         wide = x.to(torch.promote_types(dtype, torch.float32))
+        self.meet()
         _count("hidden gradient", wide)
         work = dist.all_reduce(wide, group=self.group, async_op=True)
 
@@ -190,21 +246,12 @@ class VocabParallel:
         return finish
 
 
-class TokenParallel:
-    """A batch of which this rank holds some tokens."""
+class TokenParallel(_Ranks):
+    """A batch of which this rank holds some tokens; `sizes`: tokens, sequences and `Layout.reading` of each rank."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_tokens: int,
-        num_sequences: int,
-        split: bool,
-        per_token: int,
-        device: torch.device,
-    ) -> None:
-        self.group, self.split = group, split
-        mine = torch.tensor([num_tokens, num_sequences, per_token], dtype=torch.int64, device=device)
-        sizes = all_gather("sizes", mine, group).tolist()
+    def __init__(self, group: dist.ProcessGroup, sizes: list[list[int]], split: bool) -> None:
+        super().__init__(group)
+        self.split = split
         kinds = {row[2] for row in sizes} - {2}  # 2: could be either
         if len(kinds) > 1:
             found = ", ".join(f"rank {r}: {('sequence', 'token', 'either')[row[2]]}" for r, row in enumerate(sizes))
@@ -227,6 +274,7 @@ class TokenParallel:
         longest = max(self.token_counts)
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: x.shape[0]] = x
+        self.meet()
         every = all_gather("objective", padded, self.group)
         joined = torch.cat([part[:count] for part, count in zip(every, self.token_counts, strict=True)])
         return joined if self.order is None else joined[self.order]
@@ -248,6 +296,7 @@ class TokenParallel:
 
     def sum(self, count: int, device: torch.device) -> int:
         """`count` summed over the ranks."""
+        self.meet()
         return int(all_gather("sizes", torch.tensor([count], device=device), self.group).sum())
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from grpo_fused.batch import LossInputs
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, values_are_checked
 
 
 def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
@@ -232,13 +231,12 @@ def check_devices(**tensors: Tensor | None) -> None:
         raise ValueError(f"all tensors must be on one device; got {listed}")
 
 
-def values_are_checked(device: torch.device) -> bool:
-    """Whether the contents of tensors on `device` are looked at."""
-    return device.type == "cpu" or os.environ.get("GRPO_FUSED_DEBUG") == "1"
-
-
-def check_token_values(token_ids: Tensor, mask: Tensor | None, vocab_size: int, temperatures: Tensor | None) -> None:
+def check_token_values(
+    token_ids: Tensor, mask: Tensor | None, vocab_size: int, temperature: Tensor | None, layout: Layout
+) -> None:
     """Ids within the vocabulary and temperatures > 0 on active positions, masks of 0 and 1."""
+    if temperature is not None:
+        layout.check_reading("temperature", temperature)
     if not values_are_checked(token_ids.device):
         return
     if mask is not None and mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
@@ -249,17 +247,17 @@ def check_token_values(token_ids: Tensor, mask: Tensor | None, vocab_size: int, 
         raise ValueError(
             f"token ids on active positions must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}"
         )
-    if temperatures is not None and not (temperatures[active] > 0).all():
+    if temperature is not None and not (layout.per_token(temperature)[active.reshape(-1)] > 0).all():
         raise ValueError("temperature must be > 0 on active positions; got one that is not")
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:
     """Finite numbers where a token is active, a positive normaliser, and offsets that cover the packed tokens."""
+    layout.check_reading("advantages", inputs.advantages)
     device = inputs.advantages.device
     if not values_are_checked(device):
         return
     _check_offsets(layout)
-    _check_one_meaning(inputs.advantages, layout)
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     mask = inputs.completion_mask
@@ -333,22 +331,8 @@ def _check_offsets(layout: Layout) -> None:
         )
 
 
-def _check_one_meaning(advantages: Tensor, layout: Layout) -> None:
-    if layout.cu_seqlens is None:
-        return
-    offsets = layout.cu_seqlens.tolist()
-    one_each = offsets == list(range(len(offsets)))
-    if advantages.dim() == 1 and advantages.shape[0] == layout.num_tokens == layout.num_sequences and not one_each:
-        raise ValueError(
-            f"advantages of shape {_shape(advantages)} could be one for each of {layout.num_tokens} tokens or for each "
-            "of as many sequences; pass [S, 1] for one a sequence"
-        )
-
-
 def _spreadable(layout: Layout) -> list[tuple[int, ...]]:
     """Shapes of what may be given for each sequence or for each token."""
-    if len(layout.shape) == 1:
-        return [(layout.num_sequences,), (layout.num_sequences, 1), tuple(layout.shape)]
     return [(layout.num_sequences,), (layout.num_sequences, 1), tuple(layout.shape)]
 
 

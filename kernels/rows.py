@@ -58,10 +58,11 @@ def shares(z, m, WITH_ENTROPY: tl.constexpr):
     safe_m = tl.where(m == -float("inf"), 0.0, m)
     shifted = z - tl.expand_dims(safe_m, -1) if len(z.shape) == 2 else z - safe_m
     e = tl.exp(shifted)
-    # the maximum's own 1 stays out of the sum, whose digits a confident token needs; it can occur more than once
-    at_max = shifted == 0.0
-    ties = tl.sum(at_max.to(tl.float32), axis=len(z.shape) - 1)
-    rest = tl.sum(tl.where(at_max, 0.0, e), axis=len(z.shape) - 1) + tl.maximum(ties - 1.0, 0.0)
+    # The maximum's own 1 stays out of the sum, whose digits a confident token needs. Where the sum is next to 1, that 1
+    # is the only exponential which is not small. Counting equal maxima would take up to 55 registers more.
+    total = tl.sum(e, axis=len(z.shape) - 1)
+    small = tl.sum(tl.where(e < 0.5, e, 0.0), axis=len(z.shape) - 1)
+    rest = tl.where(total < 1.01, small, total - 1.0)
     moment = rest
     if WITH_ENTROPY:
         moment = tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=len(z.shape) - 1)

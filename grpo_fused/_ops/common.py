@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.head import ieee_products
 from grpo_fused.engines.rows import Statistics
+from grpo_fused.layout import Layout
 from grpo_fused.parallel import VocabParallel
 
 
@@ -27,15 +28,16 @@ def tokens_of(
     mask: Tensor | None,
     temperatures: Tensor | None,
     temperature: float,
+    layout: Layout,
     vocab: VocabParallel | None = None,
 ) -> Tokens:
-    """The positions of a call; `hidden` are its logits where there is no head."""
+    """The positions of a call; `hidden` are its logits where there is no head, `temperatures` as the caller gave."""
     flat = ids.reshape(-1).to(torch.int64)
     return Tokens(
         hidden_states=_flat(hidden),
         ids=flat if vocab is None else flat - vocab.first,
         mask=torch.ones_like(ids, dtype=torch.bool).view(-1) if mask is None else mask.reshape(-1) != 0,
-        temperature=temperature if temperatures is None else temperatures.reshape(-1),
+        temperature=temperature if temperatures is None else layout.per_token(temperatures),
         vocab=vocab,
     )
 

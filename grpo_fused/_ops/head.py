@@ -12,7 +12,7 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.base import Gradients, Needs
 from grpo_fused.engines.head import Head
 from grpo_fused.engines.rows import Statistics
-from grpo_fused.handshake import Call, token_ranks, vocab_ranks
+from grpo_fused.handshake import Call, failing_together, join
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import loss_metric_names
 from grpo_fused.parallel import Groups
@@ -62,31 +62,37 @@ def linear_grpo_loss(
     )
     with plain(hidden_states.device):
         call = Call(
+            "loss",
             options={
                 "loss options": config, "impl": impl, "temperature": temperature, "logit_scale": logit_scale,
                 "softcap": softcap, "compute_dtype": compute_dtype, "compact": compact, "with_metrics": with_metrics,
                 "need_hidden": need_hidden, "need_weight": need_weight, "need_bias": need_bias,
                 "hidden size": hidden_states.shape[-1],
             },
-            tensors={**vars(inputs), "completion_ids": completion_ids, "temperatures": temperatures},
+            tensors={
+                **vars(inputs), "completion_ids": completion_ids, "temperature tensor": temperatures,
+                "cu_seqlens": cu_seqlens,
+            },
             mask=completion_mask,
         )  # fmt: skip
+
+        def check(vocab_size: int) -> None:
+            check_token_values(completion_ids, completion_mask, vocab_size, temperatures, layout)
+            check_loss_values(inputs, layout)
+
         known = Groups.decode(groups)
-        vocab = vocab_ranks(known, call, completion_ids, lm_head_weight)
-        vocab_size = lm_head_weight.shape[0] if vocab is None else vocab.total
-        ranks = token_ranks(known, call, inputs, layout, vocab_size)
-        check_token_values(completion_ids, completion_mask, vocab_size, temperatures)
-        check_loss_values(inputs, layout)
-        result = run_loss(
-            engines.engine(impl),
-            _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
-            tokens_of(hidden_states, completion_ids, completion_mask, temperatures, temperature, vocab),
-            inputs,
-            layout,
-            GRPOLossConfig.decode(config),
-            Needs(need_hidden, need_weight, need_bias),
-            Execution(max_scratch_bytes, compact, with_metrics, ranks),
-        )
+        vocab, ranks = join(known, call, completion_ids, lm_head_weight, check, loss=(inputs, layout))
+        with failing_together(vocab, ranks):
+            result = run_loss(
+                engines.engine(impl),
+                _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
+                tokens_of(hidden_states, completion_ids, completion_mask, temperatures, temperature, layout, vocab),
+                inputs,
+                layout,
+                GRPOLossConfig.decode(config),
+                Needs(need_hidden, need_weight, need_bias),
+                Execution(max_scratch_bytes, compact, with_metrics, ranks),
+            )
         names = _metric_names(config, ref_per_token_logps, with_metrics)
         return (
             result.loss,
@@ -161,23 +167,29 @@ def linear_logprobs(
     """(logps, entropies or empty, maxima, log sums); the backward takes them all."""
     with plain(hidden_states.device):
         call = Call(
+            "log-probs",
             options={
                 "engine": impl, "compute dtype": compute_dtype, "hidden size": hidden_states.shape[-1],
                 "with_entropy": with_entropy, "compact": compact, "temperature": temperature,
                 "logit_scale": logit_scale, "softcap": softcap,
             },
-            tensors={"token_ids": token_ids, "mask": mask, "temperatures": temperatures},
+            tensors={"token_ids": token_ids, "mask": mask, "temperature tensor": temperatures},
             mask=mask,
         )  # fmt: skip
-        vocab = vocab_ranks(Groups.decode(groups), call, token_ids, lm_head_weight)
-        check_token_values(token_ids, mask, lm_head_weight.shape[0] if vocab is None else vocab.total, temperatures)
-        scores = run_logprobs(
-            engines.engine(impl),
-            _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
-            tokens_of(hidden_states, token_ids, mask, temperatures, temperature, vocab),
-            with_entropy=with_entropy,
-            how=Execution(max_scratch_bytes, compact, with_metrics=False),
-        )
+        layout = Layout.of_tokens(token_ids)
+
+        def check(vocab_size: int) -> None:
+            check_token_values(token_ids, mask, vocab_size, temperatures, layout)
+
+        vocab, _ = join(Groups.decode(groups), call, token_ids, lm_head_weight, check)
+        with failing_together(vocab, None):
+            scores = run_logprobs(
+                engines.engine(impl),
+                _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
+                tokens_of(hidden_states, token_ids, mask, temperatures, temperature, layout, vocab),
+                with_entropy=with_entropy,
+                how=Execution(max_scratch_bytes, compact, with_metrics=False),
+            )
         return *scores_like(token_ids, scores), scores.max, scores.log_sum
 
 
@@ -234,6 +246,7 @@ def linear_logprobs_backward(
     """(dhidden, dweight, dbias), empty where not needed, from the scores of `linear_logprobs` or, anew, without."""
     with plain(hidden_states.device):
         call = Call(
+            "gradient of log-probs",
             options={
                 "engine": impl, "compute dtype": compute_dtype, "hidden size": hidden_states.shape[-1],
                 "needs": (need_hidden, need_weight, need_bias), "compact": compact,
@@ -242,17 +255,19 @@ def linear_logprobs_backward(
             mask=mask,
             coefficients={"dlogps": dlogps, "dentropies": dentropies},
         )  # fmt: skip
-        vocab = vocab_ranks(Groups.decode(groups), call, token_ids, lm_head_weight)
-        gradients = run_logprobs_gradient(
-            engines.engine(impl),
-            _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
-            tokens_of(hidden_states, token_ids, mask, temperatures, temperature, vocab),
-            _known_scores(logps, entropies, maxima, log_sums),
-            None if dlogps is None else dlogps.reshape(-1),
-            None if dentropies is None else dentropies.reshape(-1),
-            Needs(need_hidden, need_weight, need_bias),
-            Execution(max_scratch_bytes, compact, with_metrics=False),
-        )
+        layout = Layout.of_tokens(token_ids)
+        vocab, _ = join(Groups.decode(groups), call, token_ids, lm_head_weight, lambda _: None)
+        with failing_together(vocab, None):
+            gradients = run_logprobs_gradient(
+                engines.engine(impl),
+                _head(hidden_states, lm_head_weight, lm_head_bias, logit_scale, softcap, compute_dtype),
+                tokens_of(hidden_states, token_ids, mask, temperatures, temperature, layout, vocab),
+                _known_scores(logps, entropies, maxima, log_sums),
+                None if dlogps is None else dlogps.reshape(-1),
+                None if dentropies is None else dentropies.reshape(-1),
+                Needs(need_hidden, need_weight, need_bias),
+                Execution(max_scratch_bytes, compact, with_metrics=False),
+            )
         return _gradients_like(hidden_states, lm_head_weight, gradients)
 
 

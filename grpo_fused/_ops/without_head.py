@@ -99,8 +99,9 @@ def selective_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(logps, entropies or empty) from logits."""
     with plain(logits.device):
-        check_token_values(token_ids, mask, logits.shape[-1], temperatures)
-        tokens = tokens_of(logits, token_ids, mask, temperatures, temperature)
+        layout = Layout.of_tokens(token_ids)
+        check_token_values(token_ids, mask, logits.shape[-1], temperatures, layout)
+        tokens = tokens_of(logits, token_ids, mask, temperatures, temperature, layout)
         return scores_like(token_ids, run_scores_of_logits(tokens, with_entropy=with_entropy))
 
 
@@ -121,7 +122,7 @@ def selective_logprobs_backward(
 ) -> Tensor:
     """dlogits in the dtype of the logits."""
     with plain(logits.device):
-        tokens = tokens_of(logits, token_ids, mask, temperatures, temperature)
+        tokens = tokens_of(logits, token_ids, mask, temperatures, temperature, Layout.of_tokens(token_ids))
         dlogp = None if dlogps is None else dlogps.reshape(-1)
         dentropy = None if dentropies is None else dentropies.reshape(-1)
         return run_logits_gradient(tokens, dlogp, dentropy).view(logits.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +16,8 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.engines.head import compute_dtype, ieee_products
 from grpo_fused.engines.reference import loss_from_logprobs
-from grpo_fused.layout import Layout
+from grpo_fused.handshake import refusing_together
+from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import loss_metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.parallel import ParallelGroups, whole
@@ -113,41 +116,43 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
-    lm_head_weight = whole(lm_head_weight, process_group)
-    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
-    check.check_ids(completion_ids, cu_seqlens)
-    layout = Layout.of(completion_ids, cu_seqlens)
-    check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
-    check.check_mask(completion_mask, completion_ids)
-    check.check_head_numbers(temperature, logit_scale, softcap, layout)
-    device = hidden_states.device
-    inputs = LossInputs(
-        advantages=advantages,
-        completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        num_items_in_batch=check.as_num_items(num_items_in_batch, device),
-    )
-    check.check_loss_inputs(inputs, layout, config)
-    check.check_devices(
-        hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias,
-        completion_ids=completion_ids, completion_mask=completion_mask, advantages=advantages,
-        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
-        cu_seqlens=cu_seqlens, temperature=temperature if isinstance(temperature, Tensor) else None,
-        num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
-    )  # fmt: skip
-    check.check_scratch(max_scratch_bytes)
-    name = engines.choose(impl, device, compute_dtype(hidden_states, lm_head_weight))
-    number, temperatures = layout.temperatures(temperature)
+    with nullcontext() if process_group is None else refusing_together(process_group):
+        lm_head_weight = whole(lm_head_weight, process_group)
+        lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
+        check.check_ids(completion_ids, cu_seqlens)
+        layout = Layout.of(completion_ids, cu_seqlens)
+        check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
+        check.check_mask(completion_mask, completion_ids)
+        check.check_head_numbers(temperature, logit_scale, softcap, layout)
+        device = hidden_states.device
+        inputs = LossInputs(
+            advantages=advantages,
+            completion_mask=completion_mask,
+            old_per_token_logps=old_per_token_logps,
+            ref_per_token_logps=ref_per_token_logps,
+            sampling_per_token_logps=sampling_per_token_logps,
+            importance_sampling_ratio=importance_sampling_ratio,
+            num_items_in_batch=check.as_num_items(num_items_in_batch, device),
+        )
+        check.check_loss_inputs(inputs, layout, config)
+        check.check_devices(
+            hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias,
+            completion_ids=completion_ids, completion_mask=completion_mask, advantages=advantages,
+            old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
+            sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
+            cu_seqlens=cu_seqlens, temperature=temperature if isinstance(temperature, Tensor) else None,
+            num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
+        )  # fmt: skip
+        check.check_scratch(max_scratch_bytes)
+        name = engines.choose(impl, device, compute_dtype(hidden_states, lm_head_weight))
+        if name == "reference":
+            check.check_one_process(process_group)
+    number, temperatures = split_temperature(temperature)
 
     if name == "reference":
-        check.check_one_process(process_group)
         scores = _reference_logprobs(
             hidden_states, lm_head_weight, lm_head_bias, completion_ids, completion_mask,
-            number if temperatures is None else temperatures, logit_scale, softcap,
+            number if temperatures is None else temperatures, logit_scale, softcap, layout,
         )  # fmt: skip
         check.check_loss_values(inputs, layout)
         out = loss_from_logprobs(scores.logps, scores.entropies, inputs, layout, config)
@@ -233,25 +238,27 @@ def fused_linear_logprobs(
         logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         entropies = -(log_p.exp() * log_p).sum(-1)
     """
-    lm_head_weight = whole(lm_head_weight, process_group)
-    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
-    check.check_token_ids(token_ids, "token_ids")
-    layout = Layout.of_tokens(token_ids)
-    check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
-    check.check_mask(mask, token_ids, "mask")
-    check.check_head_numbers(temperature, logit_scale, softcap, layout)
-    check.check_devices(
-        hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias, token_ids=token_ids,
-        mask=mask, temperature=temperature if isinstance(temperature, Tensor) else None,
-    )  # fmt: skip
-    check.check_scratch(max_scratch_bytes)
-    name = engines.choose(impl, hidden_states.device, compute_dtype(hidden_states, lm_head_weight))
-    number, temperatures = layout.temperatures(temperature)
+    with nullcontext() if process_group is None else refusing_together(process_group):
+        lm_head_weight = whole(lm_head_weight, process_group)
+        lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
+        check.check_token_ids(token_ids, "token_ids")
+        layout = Layout.of_tokens(token_ids)
+        check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
+        check.check_mask(mask, token_ids, "mask")
+        check.check_head_numbers(temperature, logit_scale, softcap, layout)
+        check.check_devices(
+            hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias, token_ids=token_ids,
+            mask=mask, temperature=temperature if isinstance(temperature, Tensor) else None,
+        )  # fmt: skip
+        check.check_scratch(max_scratch_bytes)
+        name = engines.choose(impl, hidden_states.device, compute_dtype(hidden_states, lm_head_weight))
+        if name == "reference":
+            check.check_one_process(process_group)
+    number, temperatures = split_temperature(temperature)
     if name == "reference":
-        check.check_one_process(process_group)
         scores = _reference_logprobs(
             hidden_states, lm_head_weight, lm_head_bias, token_ids, mask,
-            number if temperatures is None else temperatures, logit_scale, softcap,
+            number if temperatures is None else temperatures, logit_scale, softcap, layout,
         )  # fmt: skip
         return scores if with_entropy else scores._replace(entropies=None)
     call = HeadCall(
@@ -280,10 +287,13 @@ def _reference_logprobs(
     temperature: Tensor | float,
     logit_scale: float,
     softcap: float | None,
+    layout: Layout,
 ) -> LogprobOutput:
     """The reference's scores: fp32 of what the dtypes (and autocast) say the inputs are."""
-    temperatures = temperature if isinstance(temperature, Tensor) else None
-    check.check_token_values(token_ids, mask, lm_head_weight.shape[0], temperatures)
+    given = temperature if isinstance(temperature, Tensor) else None
+    check.check_token_values(token_ids, mask, lm_head_weight.shape[0], given, layout)
+    if given is not None:
+        temperature = layout.per_token(given).view(layout.shape)
     compute = compute_dtype(hidden_states, lm_head_weight)
     dtype = torch.promote_types(compute, torch.float32)
     by_autocast = compute != torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)

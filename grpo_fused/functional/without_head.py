@@ -12,7 +12,7 @@ from grpo_fused.batch import LossInputs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.engines.reference import loss_from_logprobs
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 
@@ -125,11 +125,11 @@ def selective_logprobs(
         logits=logits, token_ids=token_ids, mask=mask,
         temperature=temperature if isinstance(temperature, Tensor) else None,
     )  # fmt: skip
-    number, temperatures = layout.temperatures(temperature)
+    number, temperatures = split_temperature(temperature)
     if engines.choose_without_head(impl) == "reference":
-        check.check_token_values(token_ids, mask, logits.shape[-1], temperatures)
+        check.check_token_values(token_ids, mask, logits.shape[-1], temperatures, layout)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        scale = number if temperatures is None else temperatures
+        scale = number if temperatures is None else layout.per_token(temperatures).view(layout.shape)
         scores = reference.logprobs(logits.to(dtype), token_ids, mask, temperature=scale)
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies = SelectiveLogprobs.apply(logits, token_ids, mask, temperatures, number, with_entropy)

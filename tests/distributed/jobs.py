@@ -100,26 +100,61 @@ def disagreeing(rank: int, group: Any, case: Case, configs: list, changes: list[
     extra = {name: mine.options.pop(name) for name in ("compact",) if name in mine.options}
     try:
         mine.run(configs[rank], process_group=group, **extra)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
 
 
-def one_fails(rank: int, group: Any, case: Case) -> str:
-    """Rank 1 raises before its first collective; what becomes of rank 0, in a group that waits 5 seconds."""
-    import datetime
+def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
+    """Rank 1 alone is given something wrong; what every rank raises."""
+    if how == "grid":  # rank 2 t + v has slice v of the vocabulary and part t of the batch
+        from distributed.workers import PAIRS
 
-    import torch.distributed as dist
-
-    short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5))
-    mine = of_vocabulary(case, slices([15, 14])[rank])
-    if rank == 1:
+        v, t = rank % 2, rank // 2
+        mine = of_vocabulary(rows_of(case, slice(2 * t, 2 * t + 2)), slices([15, 14])[v])
+        given: Any = ParallelGroups(vocab=PAIRS[2 * t, 2 * t + 1], tokens=PAIRS[v, v + 2])
+    elif how == "vocab":
+        mine, given = of_vocabulary(case, slices([15, 14])[rank]), group
+    else:
+        mine, given = rows_of(case, slice(2 * rank, 2 * rank + 2)), ParallelGroups(tokens=group)
+    options: dict[str, Any] = {}
+    if rank == 1 and what == "dtype":  # seen by the public function
         mine.completion_ids = mine.completion_ids.float()
+    elif rank == 1 and what == "id":  # seen by the operator
+        mine.completion_ids = torch.where(mine.completion_mask, 29, mine.completion_ids)
+    elif rank == 1 and what == "advantage":
+        mine.advantages = mine.advantages * torch.nan
+    elif rank == 1 and what == "scratch":  # seen after the handshake
+        options["max_scratch_bytes"] = 1
+    elif rank == 1 and what == "score":
+        options["impl"] = "chunked"
+        _fail_once("score")
+    elif rank == 1 and what == "gradient":
+        options["impl"] = "chunked"
+        _fail_once("gradient")
+    elif rank == 1 and what == "operator":
+        try:
+            fused_linear_logprobs(mine.hidden_states, mine.lm_head_weight, mine.completion_ids, process_group=given)
+        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
     try:
-        mine.run(GRPOLossConfig(), process_group=short)
-    except (RuntimeError, TypeError) as error:
-        return type(error).__name__
+        mine.run(GRPOLossConfig(), **{"impl": "chunked", **options}, process_group=given)
+    except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def _fail_once(name: str) -> None:
+    """The next chunk of this process cannot be worked on, as where its memory is full."""
+    from grpo_fused.engines.chunked import _Workspace
+
+    original = getattr(_Workspace, name)
+
+    def fails(*_: Any) -> Any:
+        setattr(_Workspace, name, original)
+        raise MemoryError(f"no room for the {name}")
+
+    setattr(_Workspace, name, fails)
 
 
 def checkpointed_and_accumulated(rank: int, group: Any, case: Case, sizes: list[int]) -> dict:

@@ -10,7 +10,7 @@ IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1
 
 
 def call(ids=IDS, mask=MASK, options=None, **coefficients) -> Call:
-    return Call(options or {"impl": "chunked", "compact": True}, {"ids": ids, "mask": mask}, mask, coefficients)
+    return Call("loss", options or {"impl": "chunked", "compact": True}, {"ids": ids, "mask": mask}, mask, coefficients)
 
 
 def test_form_is_of_options_and_of_which_tensors_there_are():

@@ -89,15 +89,34 @@ def test_ranks_that_disagree_are_named(workers):
         assert got == "no error"
 
 
-def test_an_error_on_one_rank_does_not_hang_the_others(tmp_path):
-    """They fail within the timeout of the group; in processes of their own, which such a failure leaves unusable."""
-    from distributed.workers import Workers
+FAILURES = {
+    "dtype": "TypeError: completion_ids must have an integer dtype; got torch.float32",
+    "id": "ValueError: token ids on active positions must lie in [0, 29)",
+    "advantage": "ValueError: advantages must be finite",
+    "scratch": "ValueError: max_scratch_bytes=1 is too small",
+    "score": "MemoryError: no room for the score",
+    "gradient": "MemoryError: no room for the gradient",
+}
 
-    pair = Workers(2, tmp_path)
-    try:
-        assert pair.run(one_fails, 2, make_case(5).to(torch.float32)) == ["RuntimeError", "TypeError"]
-    finally:
-        pair.stop()
+
+@pytest.mark.parametrize("how", ["vocab", "tokens", "grid"])
+@pytest.mark.parametrize("what", FAILURES)
+def test_an_error_on_one_rank_is_raised_on_all(what, how, workers):
+    """At once, with the rank and its reason, and the group can be used again."""
+    ranks = 4 if how == "grid" else 2
+    got = workers.run(one_fails, ranks, make_case(5).to(torch.float32), how, what)
+    assert got[1].startswith(FAILURES[what]), got
+    for rank in set(range(ranks)) - {1}:
+        assert got[rank].startswith("PeerError: rank "), got
+        assert FAILURES[what] in got[rank], got
+    case = make_case(5).to(torch.float32)
+    assert workers.run(one_fails, ranks, case, how, "nothing") == ["no error"] * ranks
+
+
+def test_different_operators_are_named(workers):
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "vocab", "operator"):
+        assert got.startswith("ValueError: all ranks of a process group must give the same "), got
+        assert "operator; got rank 0: loss, rank 1: log-probs" in got, got
 
 
 def test_wrong_groups_are_refused():

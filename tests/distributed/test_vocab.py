@@ -112,7 +112,7 @@ def test_communication_is_counted(workers):
             assert got["calls"]["statistics"] == chunks
         else:
             assert got["calls"]["statistics"] > 1
-        assert set(got["numbers"]) == {"statistics", "hidden gradient", "agreement", "sizes"}
+        assert set(got["numbers"]) == {"statistics", "hidden gradient", "agreement", "sizes", "status"}
 
 
 class Slices:
@@ -122,6 +122,7 @@ class Slices:
         self.running = self.most = 0
 
     def start_sum(self, x):
+        """As `VocabParallel.start_sum`."""
         self.running += 1
         self.most = max(self.most, self.running)
 

@@ -203,18 +203,19 @@ KEY_RESOURCES = {
     "row_loss_fwd_bwd_kernel-sm_100-bf16-full": (80, 1),
     "row_loss_fwd_bwd_kernel-gfx942-bf16-full": (64, 1),
     "sm_80-bf16-score-plain-odd": (128, 49),
-    "sm_80-bf16-exponentials-plain-odd": (200, 64),
+    "sm_80-bf16-exponentials-plain-odd": (232, 64),
     "sm_90-bf16-score-plain-odd": (255, 193),
     "sm_90-bf16-exponentials-plain-odd": (255, 209),
     "sm_90-bf16-score-full-odd": (240, 129),
     "sm_100-bf16-score-plain-odd": (200, 129),
-    "sm_100-bf16-exponentials-plain-odd": (200, 193),
-    "gfx942-bf16-score-plain-odd": (192, 34),
-    "gfx942-bf16-exponentials-plain-odd": (200, 34),
+    "sm_100-bf16-exponentials-plain-odd": (184, 193),
+    "gfx942-bf16-score-plain-odd": (224, 34),
+    "gfx942-bf16-exponentials-plain-odd": (232, 34),
 }
 """Registers of a thread and KiB of shared memory that the kernels of a training step may take: what triton 3.7.1 makes of
 them (`python -m benchmarks.aot`), registers rounded up to the eights in which they are handed out. More is a regression:
-fewer programs fit a multiprocessor; lower the number when it falls."""
+fewer programs fit a multiprocessor; lower the number when it falls. The sum that keeps a confident token's digits took
+sm_80 from 200 to 232 and gfx942 from 192 and 200 to 224 and 232: as many programs fit as before."""
 
 
 def test_key_kernels_take_no_more_than_they_did(evidence, head_evidence):
