@@ -128,8 +128,8 @@ def _trl(what: str) -> Callable[[Small, dict[str, Any]], Any]:
         if what == "options":
             return {
                 "output_dir": str(small.folder / "out"), "per_device_train_batch_size": 4, "num_generations": 4,
-                "max_completion_length": 6, "max_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
-                "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+                "max_completion_length": 6, "max_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no",
+                "disable_tqdm": True,
             }  # fmt: skip
         return {"dataset": trl_runs.dataset, "tokenizer": trl_runs.build_tokenizer}[what]()
 

@@ -22,7 +22,7 @@ from grpo_fused.accuracy import LOGP_BOUND
 from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.functional import fused_linear_logprobs
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
-from grpo_fused.heads.hidden import accepts
+from grpo_fused.heads.hidden import accepts, replaced_forward
 from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
 
 TOLERANCE = LOGP_BOUND
@@ -174,18 +174,19 @@ def _run_own_head(
     rows: list[Tensor] = []
     products: list[Tensor] = []
 
-    def choose_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(args) != 1 or not isinstance(args[0], Tensor):
-            raise RuntimeError(f"the model must call its head with the hidden states alone; got {len(args)} arguments")
-        rows.append(_rows(args[0].to(wide), weight, form))
-        return (rows[-1].view(args[0].shape),)
+    own_forward = head.forward
 
-    def keep_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            got = len(args) + len(kwargs)
+            raise RuntimeError(f"the model must call its head with the hidden states alone; got {got} arguments")
+        with torch.autocast(weight.device.type, enabled=False):
+            rows.append(_rows(args[0].to(wide), weight, form))
+            output: Tensor = own_forward(rows[-1].view(args[0].shape))
         products.append(output.reshape(-1, output.shape[-1]).clone())  # some models cap in place
+        return output
 
-    with ExitStack() as hooks:
-        hooks.callback(head.register_forward_pre_hook(choose_input).remove)
-        hooks.callback(head.register_forward_hook(keep_output).remove)
+    with replaced_forward(head, forward):
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
         try:
             output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)
@@ -255,8 +256,19 @@ def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, fp32 as fp32, eager; and everything as before on the way out, by an exception too."""
+    """Eval mode, fp32 as fp32, eager; and everything as before on the way out, by an exception too.
+
+    The attention is the plain one: the head does not depend on it, and fused kernels may need a GPU, half precision or
+    rows that a trainer has packed (TRL's asynchronous GRPO).
+    """
     modes = [(module, module.training) for module in model.modules()]
+    sources: list[Any] = list(configs(model))
+    attention = [
+        (config, config._attn_implementation)
+        for config in sources
+        if isinstance(getattr(type(config), "_attn_implementation", None), property)
+        and config._attn_implementation not in (None, "eager", "sdpa")
+    ]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=sorted(devices, key=str)))
@@ -268,10 +280,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             for module, _ in modes:
                 module.training = False  # not eval(): some modules merge weights there
+            for config, _ in attention:
+                config._attn_implementation = {"": "eager"}  # transformers: its own, not those of nested configs
             yield
         finally:
             for module, training in modes:
                 module.training = training
+            for config, kind in attention:
+                config._attn_implementation = {"": kind}
 
 
 def _disagreement(answer: _Answer, weight: Tensor, bias: Tensor | None, form: HeadForm) -> str | None:

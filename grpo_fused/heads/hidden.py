@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,21 @@ class CapturedHeadInput:
                 "model that multiplies by the head's weight itself, or has several heads, is not supported"
             )
         return self._inputs[0]
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """The module runs `forward` in place of its own, hooks around it as before, for a block."""
+    # The instance's attribute hides the class's method, and accelerate keeps its own there: put back what was.
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 @contextmanager
@@ -63,16 +78,8 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         captured._inputs.append(hidden_states)
         return hidden_states.new_zeros((*hidden_states.shape[:-1], 1))
 
-    # The instance's attribute hides the class's method, and accelerate keeps its own there: put back what was.
-    before = head.__dict__.get("forward")
-    head.forward = keep
-    try:
+    with replaced_forward(head, keep):
         yield captured
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before
 
 
 def head_hidden_states(

@@ -14,3 +14,11 @@ def liger():
 def liger_triton():
     pytest.importorskip("triton")
     return pytest.importorskip("liger_kernel.transformers.grpo_loss").triton_grpo_loss
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """As in a fresh process, for what is said once in one."""
+    from grpo_fused.integrations.liger import options
+
+    monkeypatch.setattr(options, "_said", set())

@@ -11,7 +11,25 @@ from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 PPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 REQUIRED = {"cispo": {"epsilon_high": 1.1}, "dr_grpo": {"max_completion_length": 11}}
+CHANGED = {
+    "epsilon_low": 0.1,
+    "epsilon_high": 0.15,
+    "delta": 1.15,
+    "sapo_temperature_pos": 0.7,
+    "sapo_temperature_neg": 1.4,
+    "vespo_k_pos": 1.5,
+    "vespo_lambda_pos": 2.0,
+    "vespo_k_neg": 2.0,
+    "vespo_lambda_neg": 2.5,
+}
+"""Options that not all loss types read, none at its default."""
 TOL = {"rtol": 3e-5, "atol": 3e-6}
+
+
+def unread(loss_type):
+    """Those of `CHANGED` that the loss type does not read."""
+    reads = {"cispo": ("epsilon_high",), "sapo": ("sapo",), "vespo": ("vespo",)}.get(loss_type, ("epsilon", "delta"))
+    return {name: value for name, value in CHANGED.items() if not name.startswith(reads)}
 
 
 def problem(seed=0, dtype=torch.float32, **shape):

@@ -10,7 +10,18 @@ import itertools
 
 import pytest
 import torch
-from integrations.liger_cases import LOSS_TYPES, PPO, REQUIRED, TOL, assert_same, oracle, problem, relative_error, run
+from integrations.liger_cases import (
+    LOSS_TYPES,
+    PPO,
+    REQUIRED,
+    TOL,
+    assert_same,
+    oracle,
+    problem,
+    relative_error,
+    run,
+    unread,
+)
 from torch.testing import assert_close
 
 from grpo_fused.integrations.liger import FusedLinearGRPOLoss, grpo_loss_from_logits
@@ -56,6 +67,32 @@ def test_module(liger, loss_type, level, name):
     assert_same(run(ours, inputs, upstream=1.7), want, **TOL)
     without = {**inputs, "old_per_token_logps": None}
     assert_same(run(ours, without), run(theirs, without), **TOL)
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "luspo"])  # see test_luspo
+def test_options_that_the_loss_type_does_not_read(liger, loss_type):
+    """Liger ignores them in silence. We say so, of each once in a process, and ignore them."""
+    options = {"loss_type": loss_type, **REQUIRED.get(loss_type, {}), **unread(loss_type)}
+    with pytest.warns(UserWarning, match="is ignored, as in Liger: loss_type=") as told:
+        ours = FusedLinearGRPOLoss(**options)
+    assert sorted(str(warning.message).split()[0] for warning in told) == sorted(unread(loss_type))
+    FusedLinearGRPOLoss(**options)
+    inputs = problem(4, B=6, drift=0.7)
+    assert_same(run(ours, inputs), run(liger(**options, compiled=False), inputs), **TOL)
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("name", ["ref_per_token_logps", "ref_input"])
+def test_a_reference_that_is_not_read(liger, name):
+    inputs = problem(5)
+    ref = inputs.pop("ref_per_token_logps")
+    inputs[name] = ref if name == "ref_per_token_logps" else inputs["_input"]
+    theirs, ours = (module(use_ref_model=False, compiled=False) for module in (liger, FusedLinearGRPOLoss))
+    with pytest.warns(UserWarning, match=f"{name} is ignored, as in Liger: use_ref_model=False"):
+        got = run(ours, inputs)
+    assert_same(got, run(theirs, inputs), **TOL)
+    run(ours, inputs)  # says nothing again
 
 
 @pytest.mark.parametrize("shape", ["B", "B,1", "B,T"])
@@ -225,13 +262,6 @@ def test_overflowing_ratios(liger, where):
     assert theirs[2]["_input"].isnan().any()
     assert_close(ours[0].double(), want[0], **TOL)
     assert max(relative_error(ours, want).values()) < 3e-5
-
-
-def test_delta_without_a_clip(liger):
-    """Liger's module ignores it; its other interface refuses it, and so do we."""
-    liger(loss_type="cispo", delta=1.5)
-    with pytest.raises(ValueError, match=r"delta=1\.5 is not read by loss_type='cispo'"):
-        FusedLinearGRPOLoss(loss_type="cispo", delta=1.5)
 
 
 def test_vespo_ratios_of_masked_tokens(liger):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from integrations.liger_cases import LOSS_TYPES, PPO, TOL, logits_problem, run_logits
+from integrations.liger_cases import LOSS_TYPES, PPO, TOL, logits_problem, run_logits, unread
 from torch.testing import assert_close
 
 from grpo_fused.integrations.liger import grpo_loss_from_logits
@@ -52,6 +52,22 @@ def test_from_logits(liger_triton, loss_type, level, name, reduce):
             assert_close(mine, other.detach(), **TOL)
     assert their_gradient.norm() > 0
     assert (gradient - their_gradient).norm() / their_gradient.norm() < 3e-5
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+def test_options_that_the_loss_type_does_not_read(liger_triton, loss_type):
+    options = {name.replace("epsilon", "eps"): value for name, value in unread(loss_type).items() if name != "delta"}
+    inputs = logits_problem(1)
+    with pytest.warns(UserWarning, match="is ignored, as in Liger: loss_type=") as told:
+        ours, gradient = run_logits(grpo_loss_from_logits, inputs, torch.ones(4, 7), loss_type=loss_type, **options)
+    assert sorted(str(warning.message).split()[0] for warning in told) == sorted(options)
+    theirs, their_gradient = run_logits(liger_triton, inputs, torch.ones(4, 7), loss_type=loss_type, **options)
+    assert_close(ours[0], theirs[0], **TOL)
+    assert (gradient - their_gradient).norm() / their_gradient.norm() < 3e-5
+    if loss_type == "cispo":
+        with pytest.raises(ValueError, match="not supported for loss_type='cispo'"):
+            run_logits(liger_triton, inputs, torch.ones(4, 7), loss_type=loss_type, delta=1.5)
 
 
 @pytest.mark.parametrize("ratio", [(4,), (4, 1)], ids=str)

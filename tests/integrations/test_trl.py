@@ -215,11 +215,53 @@ def test_a_loss_that_nobody_foresaw_is_exact_all_the_same(folder, tmp_path):
         return Trainer
 
     options = run_options("dapo", "token", 0.1, "entropy-quantile")
-    with pytest.warns(UserWarning, match="took another pass over the head"):
+    with pytest.warns(UserWarning, match="was not the one that its options say, so its gradients took another pass"):
         got = train(altered(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
     want = train(altered(GRPOTrainer), GRPOConfig, folder, tmp_path, **options)
     assert_same_run(got, want)
     assert got.trainer.loss_counts.recomputed > 0
+
+
+@pytest.mark.parametrize("replaced", ["_compute_loss", "_get_per_token_logps_and_entropies"])
+def test_a_subclass_that_replaces_what_makes_the_loss_is_told(replaced, folder, tmp_path):
+    """Nothing is fused then; what it computes is TRL's."""
+
+    class Trainer(ours.FusedGRPOTrainer):
+        pass
+
+    setattr(Trainer, replaced, getattr(GRPOTrainer, replaced))
+    with pytest.warns(UserWarning, match=r"a loss of Trainer was not made of .* must call super\(\)'s") as told:
+        got = train(Trainer, GRPOConfig, folder, tmp_path, max_steps=2, num_iterations=2)
+    assert sum("must call super" in str(warning.message) for warning in told) == 1
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (0, 2)
+
+
+def default_settings(out: Any) -> dict[str, Any]:
+    """What TRL's users run with: bf16 autocast, a reference that accelerate has prepared, clipped gradients."""
+    defaults = GRPOConfig(str(out), use_cpu=True, report_to="none")
+    assert defaults.bf16
+    names = ("bf16", "gradient_checkpointing", "max_grad_norm", "model_init_kwargs")
+    return {"beta": 0.1, "num_iterations": 2, "max_steps": 2, **{name: getattr(defaults, name) for name in names}}
+
+
+def test_default_settings(folder, tmp_path):
+    """TRL rounds its logits to bf16 and we do not: alike to bf16's 2^-8 in each of a few products."""
+    got, want = both(folder, tmp_path, **default_settings(tmp_path))
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=2**-6, atol=2**-8)
+    apart = math.sqrt(sum((got.weights[n] - want.weights[n]).square().sum().item() for n in want.weights))
+    length = math.sqrt(sum((want.weights[n] - want.initial[n]).square().sum().item() for n in want.weights))
+    assert 0 < apart <= 2**-5 * length
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (2, 0)
+
+
+def test_default_settings_of_gmpo(folder, tmp_path):
+    got = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, **default_settings(tmp_path))
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (2, 0)
+
+
+def test_liger_layers_on_the_cpu_are_refused(folder, tmp_path):
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="use_liger_kernel must be False on the CPU"):
+        train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, use_liger_kernel=True)
 
 
 def test_engine_and_scratch_can_be_chosen(folder, tmp_path):

@@ -14,7 +14,14 @@ from integrations.trl_runs import build_tokenizer, dataset, reward, save_small_m
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
-from grpo_fused.integrations.trl import FusedLogProbFunction, check_version, patch_trl, unpatch_trl, use_fused_head
+from grpo_fused.integrations.trl import (
+    FusedLogProbFunction,
+    check_version,
+    head,
+    patch_trl,
+    unpatch_trl,
+    use_fused_head,
+)
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 
 
@@ -201,6 +208,11 @@ def test_other_trainers_run_on_our_head(which, tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def check_fused_head_of(model: Any) -> None:
+    utils.add_fused_lm_head(model)
+    check_trl_reads_the_head(model)
+
+
 def test_models_whose_head_trl_misreads_are_refused(tmp_path):
     """recurrent_gemma: another name for the softcap. modernbert-decoder: a transform before the head."""
     from transformers import (
@@ -220,7 +232,7 @@ def test_models_whose_head_trl_misreads_are_refused(tmp_path):
     with pytest.raises(
         RuntimeError, match="TRL's fused head takes softcap=None for RecurrentGemma.*, whose own head has 5.0"
     ):
-        check_trl_reads_the_head(gemma)
+        check_fused_head_of(gemma)
     bert = ModernBertDecoderForCausalLM(
         ModernBertDecoderConfig(
             vocab_size=42, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -228,9 +240,30 @@ def test_models_whose_head_trl_misreads_are_refused(tmp_path):
         )
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="does something to them before its head"):
-        check_trl_reads_the_head(bert)
+        check_fused_head_of(bert)
     with use_fused_head(), pytest.raises(RuntimeError, match="softcap"):
         utils.add_fused_lm_head(gemma)
+
+
+def test_async_grpo_checks_the_head(tmp_path, monkeypatch):
+    """Its model attends by a GPU kernel to rows that the trainer packs, which the check must do without."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    folder = save_small_model(tmp_path / "small")
+    checked = []
+
+    def check(model: Any) -> None:
+        check_trl_reads_the_head(model)
+        checked.append(model)
+        raise StopIteration  # what follows needs a GPU and a vLLM server
+
+    monkeypatch.setattr(head, "check_trl_reads_the_head", check)
+    with use_fused_head(), pytest.raises(StopIteration):
+        AsyncGRPOTrainer(
+            str(folder), reward, AsyncGRPOConfig(str(tmp_path), use_cpu=True, report_to="none"), dataset(),
+            build_tokenizer(),
+        )  # fmt: skip
+    assert checked[0].config._attn_implementation not in ("eager", "sdpa")
 
 
 def test_adapter_on_the_head_is_refused(tmp_path):

@@ -19,8 +19,8 @@ What differs from Liger, on purpose:
   exponentiated, where Liger overflows to inf and NaN;
 - a bad token with a ratio between `delta` and 1 + `eps_high` keeps its gradient, which `triton_grpo_loss` drops;
 - vespo's `vllm_is_ratio` counts on active tokens only;
-- options that a loss type does not read raise when they are set, instead of being ignored; cispo, sapo and vespo work
-  at `importance_sampling_level="sequence"`, too, which Liger refuses.
+- an argument that has no effect and is set all the same gets a warning, once in a process;
+- cispo, sapo and vespo work at `importance_sampling_level="sequence"`, too, which Liger refuses.
 """
 
 from __future__ import annotations

@@ -13,14 +13,22 @@ from grpo_fused.batch import LossInputs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs
-from grpo_fused.integrations.liger.options import MODULE_DEFAULTS, as_config, liger_metrics, num_items, rollout_ratio
+from grpo_fused.integrations.liger.options import (
+    MODULE_DEFAULTS,
+    as_config,
+    liger_metrics,
+    num_items,
+    rollout_ratio,
+    warn_ignored,
+)
 
 
 class FusedLinearGRPOLoss(torch.nn.Module):
     """`liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` (0.8.5), computed by `fused_linear_grpo_loss`.
 
-    An option that the loss type does not read must keep its default; only `max_completion_length` may always be given,
-    as trainers do. Options are attributes, read at each call.
+    An option that the loss type does not read is ignored, as in Liger; one that is set to other than its default gets a
+    warning, once in a process (not `max_completion_length`: trainers always pass it). Options are attributes, read at
+    each call.
 
     Args:
         beta: Weight of the KL penalty, >= 0. Without a reference model it has no effect, as in Liger.
@@ -41,7 +49,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         impl: The engine, as in `fused_linear_grpo_loss`; not in Liger.
 
     Raises:
-        ValueError: An option is unknown, out of range, missing, or not read by the loss type.
+        ValueError: An option is unknown, out of range or missing.
         TypeError: An option has the wrong type.
 
     Equivalent with Liger's names::
@@ -81,6 +89,14 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             raise ValueError(f"chunk_size must be >= 1; got {chunk_size}")
         if not temperature > 0:
             raise ValueError(f"temperature must be > 0; got {temperature}")
+        positive = {
+            "sapo_temperature_pos": sapo_temperature_pos,
+            "sapo_temperature_neg": sapo_temperature_neg,
+            "delta": delta,
+        }
+        for name, value in positive.items():  # by all loss types, as in Liger
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0; got {value}")
         self.beta = beta
         self.compiled = compiled
         self.use_ref_model = use_ref_model
@@ -143,13 +159,15 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             clipped (before `delta`).
 
         Raises:
-            ValueError: Shapes or ranges that are wrong; no reference where one is needed, one where
-                `use_ref_model=False` would ignore it.
+            ValueError: Shapes or ranges that are wrong; no reference where one is needed.
             TypeError: A wrong type or dtype.
         """
         config = self._config()
-        if not self.use_ref_model and not (ref_per_token_logps is None and ref_input is None):
-            raise ValueError("use_ref_model=False does not read ref_per_token_logps or ref_input; pass None")
+        if not self.use_ref_model:
+            for name, value in (("ref_per_token_logps", ref_per_token_logps), ("ref_input", ref_input)):
+                if value is not None:
+                    warn_ignored(name, "use_ref_model=False does not read it")
+            ref_per_token_logps = ref_input = None
         check.check_ids(selected_token_ids, None, "selected_token_ids")
         check.check_mask(attention_mask, selected_token_ids, "attention_mask")
         ref = ref_per_token_logps

@@ -11,10 +11,11 @@ from torch import Tensor
 from grpo_fused import objective
 from grpo_fused import validation as check
 from grpo_fused.batch import LossInputs, TokenBatch
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.config import PPO_FAMILY, GRPOLossConfig
 from grpo_fused.functional import selective_logprobs
 from grpo_fused.integrations.liger.options import (
     LOGITS_DEFAULTS,
+    LOSS_TYPES,
     as_config,
     is_clipped,
     liger_metrics,
@@ -76,7 +77,8 @@ def grpo_loss_from_logits(
         delta: Upper bound on the ratio before clipping, > 0 (grpo, bnpo, dr_grpo, dapo, luspo).
         use_bias_correction_kl: Multiply the KL estimate by the importance ratio.
         num_items_in_batch: As `FusedLinearGRPOLoss.forward`; read with `reduce=True`.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: VESPO's gamma shapes and rates.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: VESPO's gamma shapes and rates. An option that the
+            loss type does not read is ignored, as by `FusedLinearGRPOLoss`.
 
     Returns:
         With `reduce=True` `(loss, metrics)`: 0-d, differentiable in the logits, and the list `[kl, clip_ratio]`
@@ -85,7 +87,7 @@ def grpo_loss_from_logits(
         logits, before any averaging; the second None where beta is 0; the last 0 or 1. fp32 (fp64 for fp64 logits).
 
     Raises:
-        ValueError: Shapes, ranges, unknown options, options that the loss type does not read, beta without `ref_logp`.
+        ValueError: Shapes, ranges, unknown options, delta where the loss type has no clip, beta without `ref_logp`.
         TypeError: A wrong type or dtype.
 
     Source: liger-kernel 0.8.5, `liger_kernel/transformers/grpo_loss.py`, for the interface.
@@ -96,6 +98,8 @@ def grpo_loss_from_logits(
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (B, L + 1):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits must be [{B}, {L + 1}, V], one position more than completion_ids; got {got}")
+    if delta is not None and loss_type in LOSS_TYPES and loss_type not in PPO_FAMILY:  # Liger refuses it here, too
+        raise ValueError(f"delta must be None for loss_type={loss_type!r}, which has no clip; got {delta}")
     config = as_config(
         LOGITS_DEFAULTS, loss_type=loss_type, beta=beta, importance_sampling_level=importance_sampling_level,
         use_bias_correction_kl=use_bias_correction_kl, eps_low=eps_low, eps_high=eps_high, delta=delta,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -45,19 +46,28 @@ def as_config(
     read: dict[str, Any] = {"loss_type": loss_type, "importance_sampling_level": importance_sampling_level}
     for name, value in options.items():
         ours = _OUR_NAMES.get(name, name)
+        users = USED_BY.get(ours)
+        if users is not None and loss_type not in users:
+            if name in defaults and value not in (None, defaults[name]):
+                readers = ", ".join(sorted(users.intersection(LOSS_TYPES)))
+                warn_ignored(name, f"loss_type={loss_type!r} does not read it (only {readers})")
+            continue
         if value is None and defaults.get(name) is not None:
             raise ValueError(f"{name} must be a number; got None")
         if ours.startswith(("epsilon", "sapo")) and not value > 0:
             raise ValueError(f"{name} must be > 0; got {value}")
-        users = USED_BY.get(ours)
-        if users is None or loss_type in users:
-            read[ours] = value
-        elif name in defaults and value != defaults[name]:
-            raise ValueError(
-                f"{name}={value!r} is not read by loss_type={loss_type!r} (only by {', '.join(sorted(users))}); leave "
-                f"it at {defaults[name]!r}"
-            )
+        read[ours] = value
     return GRPOLossConfig(**read)
+
+
+def warn_ignored(name: str, why: str) -> None:
+    """Say once in a process that an argument which Liger takes in silence has no effect."""
+    if (name, why) not in _said:
+        _said.add((name, why))
+        warnings.warn(f"{name} is ignored, as in Liger: {why}", stacklevel=2)
+
+
+_said: set[tuple[str, str]] = set()
 
 
 def num_items(value: float | Tensor | None, mask: Tensor, config: GRPOLossConfig) -> float | Tensor | None:

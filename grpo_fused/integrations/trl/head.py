@@ -6,7 +6,7 @@ call. Putting `FusedLogProbFunction` there switches every trainer at once, also 
 
 from __future__ import annotations
 
-import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,6 @@ from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_pr
 from grpo_fused.integrations.trl.statistics import extra_statistics
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-_TRAINERS = ("grpo_trainer", "rloo_trainer", "dpo_trainer", "kto_trainer", "sft_trainer")
 
 
 class FusedLogProbFunction:
@@ -153,10 +152,11 @@ def _install() -> None:
         return
     from trl.trainer import utils
 
-    checked = _checking(utils.add_fused_lm_head)
-    replacements = [(utils, "_ChunkedLogProbFunction", _Dispatch), (utils, "add_fused_lm_head", checked)]
-    for name in _TRAINERS:
-        replacements.append((importlib.import_module(f"trl.trainer.{name}"), "add_fused_lm_head", checked))
+    own, checked = utils.add_fused_lm_head, _checking(utils.add_fused_lm_head)
+    replacements: list[tuple[Any, str, Any]] = [(utils, "_ChunkedLogProbFunction", _Dispatch)]
+    for name, module in list(sys.modules.items()):  # trainers that are imported later take theirs from `utils`
+        if name.split(".")[0] == "trl" and vars(module).get("add_fused_lm_head") is own:
+            replacements.append((module, "add_fused_lm_head", checked))
     for module, name, value in replacements:
         _replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
@@ -171,16 +171,19 @@ def _restore() -> None:
 
 def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     def add_checked_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+        add_fused_lm_head(model, *args, **kwargs)
         if (_of_block.get() or _patched) is not None:  # not in a thread that only shares the module
             check_trl_reads_the_head(model)
-        add_fused_lm_head(model, *args, **kwargs)
 
     return add_checked_fused_lm_head
 
 
 @torch.no_grad()
 def check_trl_reads_the_head(model: Any) -> None:
-    """Raise unless what TRL makes of a model's configuration is the model's own head.
+    """Raise unless what TRL's fused forward makes of a model's head is the model's own.
+
+    Args:
+        model: One that `add_fused_lm_head` has patched; its base, if it is peft's.
 
     Raises:
         RuntimeError: TRL takes another scale or softcap, other hidden states, or more rows of the weight than the model
@@ -189,48 +192,48 @@ def check_trl_reads_the_head(model: Any) -> None:
     """
     head = lm_head_inputs(model)
     name = type(model).__name__
-    for field, value in trl_head(model).items():
-        if value != head[field]:  # type: ignore[literal-required]
-            raise RuntimeError(
-                f"TRL's fused head takes {field}={value} for {name}, whose own head has {head[field]}: "  # type: ignore[literal-required]
-                "its log-probs would be wrong"
-            )
     module: Any = output_head(model)
     if hasattr(module, "base_layer") and not module.merged:
         raise RuntimeError(
             f"TRL's fused head multiplies by the weight under the adapter on the head of {name}, and would never train "
             "the adapter: leave the head out of target_modules"
         )
+    base: Any = unwrap(model)
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
     rows = module.weight.shape[0]
+    ids = torch.arange(1, 5, device=module.weight.device).remainder(rows).unsqueeze(0)
+    with undisturbed(base):
+        theirs = _what_trl_takes(base, ids)
+        own = head_hidden_states(base, ids)[0, :-1]
+    for field in ("logit_scale", "softcap"):
+        if theirs[field] != head[field]:  # type: ignore[literal-required]
+            raise RuntimeError(
+                f"TRL's fused head takes {field}={theirs[field]} for {name}, whose own head has {head[field]}: "  # type: ignore[literal-required]
+                "its log-probs would be wrong"
+            )
     if rows != head["lm_head_weight"].shape[0]:
         raise RuntimeError(
             f"TRL's fused head takes all {rows} rows of the head of {name}, which has "
             f"{head['lm_head_weight'].shape[0]} logits: its log-probs would be wrong"
         )
-    base: Any = unwrap(model)
-    base = base.get_base_model() if hasattr(base, "get_base_model") else base
-    ids = torch.arange(1, 5, device=head["lm_head_weight"].device).remainder(rows).unsqueeze(0)
-    with undisturbed(base):
-        base.eval()
-        backbone = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        own = head_hidden_states(base, ids)
-    if own.shape != backbone.shape or not torch.allclose(own, backbone, rtol=1e-3, atol=1e-3):
+    hidden = theirs["hidden"]
+    if own.shape != hidden.shape or not torch.allclose(own.float(), hidden.float(), rtol=1e-3, atol=1e-3):
         raise RuntimeError(
             f"TRL's fused head takes the backbone's last hidden states, and {name} does something to them before its "
             "head: its log-probs would be wrong"
         )
 
 
-def trl_head(model: Any) -> dict[str, float | None]:
-    """(logit_scale, softcap) as TRL reads them off a model's configuration."""
-    config = model.config.get_text_config()
-    scale = next(
-        (value for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")
-         if (value := getattr(config, name, None)) is not None), None,
-    )  # fmt: skip
-    if scale is None and getattr(config, "logits_scaling", None) is not None:
-        scale = config.logits_scaling if config.model_type == "hyperclovax" else 1 / config.logits_scaling
-    return {
-        "logit_scale": 1.0 if scale is None else float(scale),
-        "softcap": getattr(config, "final_logit_softcapping", None),
-    }
+def _what_trl_takes(model: Any, ids: Tensor) -> dict[str, Any]:
+    """The hidden states `[T - 1, H]`, softcap and scale that TRL's forward hands its head for `ids` `[1, T]`."""
+    taken: dict[str, Any] = {}
+
+    class Recording(FusedLogProbFunction):
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            taken.update(hidden=args[0], softcap=args[6], logit_scale=float(args[7]))
+            return super().apply(*args)
+
+    with use_fused_head(Recording):
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+    return taken

@@ -74,6 +74,7 @@ class Prediction:
         if bool((targets[rows] != self.completion_ids.to(device)[mask]).any()) or bool(elsewhere.any()):
             return None
         if count in (0, batch):
+            self.used = True
             return None  # nothing to gain; and one value for each sequence would look like one for each token
         lengths = mask.sum(1)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -38,9 +38,16 @@ class _FusedLoss:
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
         )
         super().__init__(*args, **kwargs)
+        if self.args.use_liger_kernel and self.args.device.type == "cpu":  # type: ignore[attr-defined]
+            raise ValueError(
+                "use_liger_kernel must be False on the CPU; got True. TRL then puts Liger's Triton kernels into the "
+                "layers of the model, and they run on a GPU only. The loss does not need them: "
+                f"{type(self).__name__} makes it by its own kernels"
+            )
         for model in (self.model, self.ref_model):  # type: ignore[attr-defined]
             if model is not None:
                 check_trl_reads_the_head(model)
+        self._announced = False  # whether the loss of this training step was, and its tokens were scored here
         self._warned = False
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,16 +55,32 @@ class _FusedLoss:
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if self.loss_counts.recomputed and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "a loss of TRL was not the one that its options say, so its gradients took another pass over the head "
-                "(they are exact all the same); see `loss_counts` for how often",
-                stacklevel=2,
-            )
         prediction = self.predict_loss(inputs) if torch.is_grad_enabled() else None
         with predict(prediction):
-            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+            loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        self._announced = prediction is not None and prediction.used
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's; says, once, where the gradients of a step took another pass over the head, and why."""
+        self._announced, before = False, self.loss_counts.recomputed
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if not self._announced:
+            self.loss_counts.recomputed += 1
+        if self.loss_counts.recomputed > before and not self._warned:
+            self._warned = True
+            why = (
+                "was not the one that its options say"
+                if self._announced
+                else "was not made of the log-probs that were announced to the head (a subclass that replaces "
+                "_compute_loss or _get_per_token_logps_and_entropies must call super()'s)"
+            )
+            warnings.warn(
+                f"a loss of {type(self).__name__} {why}, so its gradients took another pass over the head (they are "
+                "exact all the same); see `loss_counts` for how often",
+                stacklevel=2,
+            )
+        return loss
 
     def predict_loss(self, inputs: dict[str, Any]) -> Prediction | None:
         """The loss that TRL will make of a batch, up to a common factor; None where it is not known."""
