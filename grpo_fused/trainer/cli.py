@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
-from grpo_fused.trainer.checkpoint import CheckpointError
+from grpo_fused.trainer.checkpoint_files import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
 from grpo_fused.trainer.recipe import Recipe, build_trainer
 
