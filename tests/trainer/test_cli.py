@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,40 @@ def test_wrong_recipes_end_with_the_reason(
         main(["train", "--config", str(recipe), *arguments])
     assert message in capsys.readouterr().err + str(ended.value)
     assert ended.value.code != 0
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "at most 20000 values, aliases written out"),
+        (BOMB + "rewards: *a29\n", "at most 20000 values, aliases written out"),
+        ("vllm_options: " + "[" * 10_000, "nested at most 50 deep"),
+        ("vllm_options: " + "{a: " * 10_000, "nested at most 50 deep"),
+        ("vllm_options: &a {b: *a}", r"alias of what it stands in; got \*a"),
+        ("model: [" + "x, " * 30_000 + "]", "at most 20000 values"),
+        ("model: *nothing", "undefined alias"),
+        ("model: [", "Problems parsing config"),
+    ],
+    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml"],
+)
+def test_hostile_recipes_are_refused_at_once(
+    recipe: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(recipe.read_text() + text)
+    started = time.perf_counter()
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(recipe)])
+    assert time.perf_counter() - started < 5
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_recipe_may_have_aliases(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "stop_strings: &stops [a, b]\nreport_to: *stops\n")
+    read, _ = read_recipe(["--config", str(recipe)])
+    assert read.stop_strings == read.report_to == ("a", "b")
 
 
 @pytest.mark.parametrize(
