@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_fused.__main__ import main
 from grpo_fused.trainer.cli import read_recipe
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function
+from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
@@ -111,8 +112,24 @@ def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
         (["--dtype", "int8"], "int8"),
         (["--rollout", "vllm", "--loss.loss_type", "gmpo"], "set importance_sampling: null"),
         (["--rollout", "vllm", "--loss", "{loss_type: vespo, epsilon: 0.2}"], "importance_sampling by token"),
+        (["--rollout", "vllm", "--top-p", "0.9"], "top_p 0.9: importance_sampling would compare"),
+        (["--rollout", "vllm", "--top-k", "50", "--min-p", "0.1"], "got top_k 50, min_p 0.1: importance_sampling"),
+        (["--rollout", "vllm", "--repetition-penalty", "1.1"], "got repetition_penalty 1.1: importance_sampling"),
     ],
-    ids=["group-of-one", "beta", "misspelt", "no-rewards", "two-kinds", "task", "dtype", "gmpo-vllm", "vespo-vllm"],
+    ids=[
+        "group-of-one",
+        "beta",
+        "misspelt",
+        "no-rewards",
+        "two-kinds",
+        "task",
+        "dtype",
+        "gmpo-vllm",
+        "vespo-vllm",
+        "top-p-vllm",
+        "top-k-vllm",
+        "penalty-vllm",
+    ],
 )
 def test_wrong_recipes_end_with_the_reason(
     recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -188,6 +205,27 @@ def test_what_cannot_be_loaded_is_named(recipe: Path, change: dict[str, Any], me
     read, _ = read_recipe(["--config", str(recipe)])
     with pytest.raises((ValueError, OSError), match=message):
         build_trainer(replace(read, **change))
+
+
+def test_truncated_sampling_is_allowed_where_its_log_probs_are_not_used(recipe: Path) -> None:
+    """`generate` gives none: old and new log-probs are both the policy's own."""
+    vllm = ["--rollout", "vllm", "--importance-sampling", "null"]
+    for arguments in (["--top-p", "0.9"], ["--top-p", "0.9", *vllm]):
+        assert read_recipe(["--config", str(recipe), *arguments])[0].top_p == 0.9
+    with pytest.raises(SystemExit):
+        read_recipe(["--config", str(recipe), "--top-p", "0.9", *vllm, "--loss.off_policy_mask_threshold", "0.5"])
+
+
+def test_the_seed_draws_the_adapter(recipe: Path) -> None:
+    def adapter(seed: int, before: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(before)
+        model = load_parts(read_recipe(["--config", str(recipe), "--lora.r", "2", "--seed", str(seed)])[0]).model
+        return {name: value for name, value in model.named_parameters() if "lora_A" in name}
+
+    one, again, other = adapter(0, before=1), adapter(0, before=2), adapter(5, before=1)
+    for name, value in one.items():
+        assert torch.equal(value, again[name])
+        assert not torch.equal(value, other[name])
 
 
 def test_functions_are_found_by_place(tmp_path: Path) -> None:
