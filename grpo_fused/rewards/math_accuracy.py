@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from grpo_fused.rewards import math_verifier
-from grpo_fused.rewards.plain_numbers import plain_number
+from grpo_fused.rewards.plain_numbers import is_one_number, plain_number
 from grpo_fused.rewards.stated_answer import reference_answer, stated_answer
 from grpo_fused.rewards.text import Text, check_column, text_of
 from grpo_fused.rewards.time_limit import check_time_limit
@@ -20,6 +20,7 @@ def math_accuracy_reward(
     answer: Sequence[str | float | None] | None = None,
     solution: Sequence[str | float | None] | None = None,
     *,
+    accept_expressions: bool = False,
     use_math_verify: bool | None = None,
     seconds: float = 2.0,
     total_seconds: float = 60.0,
@@ -32,10 +33,16 @@ def math_accuracy_reward(
     signs and the commas of thousands. Equal texts are equal. Whatever is left goes to math-verify in a process of its
     own, with limits on its time and memory; without math-verify it is wrong.
 
+    Where the right answer is a number, the answer must be one too, perhaps with a unit: `12*3+6`, `84/2` and
+    `\sqrt{1764}` are not 42. Otherwise the question itself would be an answer to it. Where the right answer is a
+    formula, equal formulas are right in any form, since none is the only finished one: a data set that asks to expand
+    or to simplify wants another reward.
+
     Args:
         completions: N completions.
         answer: N right answers: numbers, their text, LaTeX, or GSM8K's "reasoning #### 72".
         solution: The same under its other usual name, read where there is no `answer`.
+        accept_expressions: An expression counts as its value, for questions that do not hold one. Needs math-verify.
         use_math_verify: True requires it, False goes without, None takes it if it is installed.
         seconds: The time limit of one comparison in math-verify, after which the answer is wrong.
         total_seconds: The time that all comparisons of a call may take there, so that a policy which writes hostile
@@ -47,7 +54,7 @@ def math_accuracy_reward(
 
     Raises:
         ImportError: `use_math_verify=True` without it.
-        TypeError: A right answer is neither text, number nor None.
+        TypeError: A right answer is neither text, number nor None, or `accept_expressions` is no bool.
         ValueError: Neither column, or a column of another length than the completions.
 
     Source: the accuracy rewards of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) and Open-R1; GSM8K (arXiv 2110.14168).
@@ -56,6 +63,8 @@ def math_accuracy_reward(
     if right_answers is None:
         raise ValueError(f'expected a column "answer" or "solution"; the data set has {sorted(columns)}')
     check_column(column, right_answers, completions)
+    if not isinstance(accept_expressions, bool):
+        raise TypeError(f"accept_expressions must be True or False; got {accept_expressions!r}")
     for name, limit in (("seconds", seconds), ("total_seconds", total_seconds)):
         if limit is None:
             raise TypeError(f"{name} must be a number of seconds; got None")
@@ -68,20 +77,25 @@ def math_accuracy_reward(
         return math_verifier.equal(reference, answer, seconds) if time.monotonic() < deadline else None
 
     return [
-        None if right is None else _judge(text_of(completion), _as_text(column, right), compare)
+        None if right is None else _judge(text_of(completion), _as_text(column, right), accept_expressions, compare)
         for completion, right in zip(completions, right_answers, strict=True)
     ]
 
 
-def _judge(completion: str, right: str, compare: Callable[[str, str], bool | None]) -> float | None:
+def _judge(
+    completion: str, right: str, accept_expressions: bool, compare: Callable[[str, str], bool | None]
+) -> float | None:
     answer, reference = stated_answer(completion), reference_answer(right)
     if answer is None:
         return 0.0
-    number, expected = plain_number(answer), plain_number(reference)
-    if number is not None and expected is not None:
-        return float(number == expected)
     if answer == reference:
         return 1.0
+    number, expected = plain_number(answer), plain_number(reference)
+    wants_number = expected is not None or is_one_number(reference)
+    if wants_number and not accept_expressions and not is_one_number(answer):
+        return 0.0
+    if number is not None and expected is not None:
+        return float(number == expected)
     if expected is None and not _installed():
         warnings.warn(
             "some right answers are no plain numbers and are compared as text: math-verify is not installed",

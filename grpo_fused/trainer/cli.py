@@ -6,10 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from jsonargparse import ArgumentParser
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import ArgumentParser, get_loader, set_loader
 
-from grpo_fused.trainer.checkpoint import CheckpointError
+from grpo_fused.trainer.checkpoint_files import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
 from grpo_fused.trainer.recipe import Recipe, build_trainer
 
@@ -18,6 +20,44 @@ SWITCHES = {
     "overwrite": "begin again in an output_dir that holds a run",
     "dry_run": "one step on a tiny random model and a few rows: whether the recipe works, without its model and data",
 }
+
+MAX_VALUES, MAX_DEPTH = 20_000, 50  # of a YAML text with its aliases written out; a recipe has about 40 values
+PARSER_MODE = "bounded_yaml"
+
+
+def load_yaml(text: str) -> Any:
+    """YAML of bounded size: aliases of aliases can stand for more values than any memory holds.
+
+    Raises:
+        ValueError: It has more than `MAX_VALUES` values, aliases written out, or is nested deeper than `MAX_DEPTH`.
+    """
+    values: list[int] = [0]  # of the collections that are open, the document outermost
+    anchors: list[str | None] = []
+    known: dict[str | None, int] = {}
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            values.append(1)
+            anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            size = values.pop()
+            known[anchors.pop()] = size
+            values[-1] += size
+        elif isinstance(event, yaml.ScalarEvent):
+            known[event.anchor] = 1
+            values[-1] += 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in anchors:
+                raise ValueError(f"YAML must not hold an alias of what it stands in; got *{event.anchor}")
+            values[-1] += known.get(event.anchor, 1)
+        if max(values) > MAX_VALUES or len(anchors) > MAX_DEPTH:
+            raise ValueError(
+                f"YAML must have at most {MAX_VALUES} values, aliases written out, nested at most {MAX_DEPTH} deep; "
+                f"got more at line {event.start_mark.line + 1}"
+            )
+    return get_loader("yaml")(text)
+
+
+set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError, ValueError))
 
 
 def train_parser() -> ArgumentParser:
@@ -30,6 +70,7 @@ def train_parser() -> ArgumentParser:
             "options of the loss are --loss.beta and so on."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        parser_mode=PARSER_MODE,
     )
     parser.add_argument("--config", action="config", help="a recipe, YAML; see examples/recipes")
     for name, what in SWITCHES.items():

@@ -24,7 +24,8 @@ class GRPOTrainerConfig:
 
     `temperature` divides the logits in sampling and in scoring alike. `top_p`, `top_k`, `min_p` and
     `repetition_penalty` change the sampling only: the loss scores the whole distribution, so that with them the samples
-    are not quite the policy's own (as in TRL). Leave them off unless the policy rambles.
+    are not quite the policy's own (as in TRL). Leave them off unless the policy rambles. With rollouts by vLLM they are
+    refused where its log-probs correct the loss: those are of the distribution that is left.
 
     Args:
         steps: Rollouts to train on.
@@ -59,10 +60,11 @@ class GRPOTrainerConfig:
         mixed_precision: Autocast of the model and the loss: "no", "bf16" or "fp16". Weights in fp32 with "bf16" is the
             safe choice: at a learning rate of 1e-6 most updates vanish in bf16 weights.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
-        seed: Of the order of the prompts and of the sampling.
+        seed: Of the order of the prompts and of the sampling; in a recipe also of a new adapter.
         logging_steps: Steps between two printed rows; every step is written to `metrics.jsonl`.
         sample_steps: Steps between two printed tables of completions; 0 prints none.
         report_to: Trackers of accelerate that also get the metrics: "tensorboard", "wandb", "trackio", ...
+            Their packages must be installed.
         eval_steps: Steps between two evaluations; 0 evaluates at the ends only.
         eval_samples: Completions sampled for each held-out prompt, for pass@k (k = 1 and this); 0: greedy only.
         save_steps: Steps between two checkpoints; 0 saves at the end only. Without `output_dir` none is saved.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fused.trainer import checkpoint
+from grpo_fused.trainer.checkpoint_files import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches
 from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row
@@ -81,18 +81,7 @@ class KeptRun:
             return
         newest = checkpoint.latest_checkpoint(self.output_dir)
         if newest is not None and resume:
-            state = checkpoint.load_checkpoint(
-                newest, accelerator=self.accelerator, model=self.policy.model, optimizer=_inner(self.optimizer)
-            )
-            for group in self.optimizer.param_groups:  # the checkpoint's options are those of its run
-                group["betas"], group["weight_decay"] = self.config.adam_betas, self.config.weight_decay
-            self.steps_done = self._saved_at = state["step"]
-            if self.accelerator.scaler is not None and state["scaler"] is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-            self.update.optimizer_steps = state["optimizer_steps"]
-            self.batches.load_state_dict(state["batches"])
-            if self.accelerator.is_main_process:
-                cut_jsonl(self.output_dir / "metrics.jsonl", self.steps_done)
+            self._go_on_from(newest, self.output_dir)
             return
         metrics = self.output_dir / "metrics.jsonl"
         if not overwrite and not resume and (newest is not None or (metrics.exists() and metrics.stat().st_size)):
@@ -100,9 +89,24 @@ class KeptRun:
             raise ValueError(f"output_dir {self.output_dir} holds a run{what}: resume or overwrite it")
         if self.accelerator.is_main_process:
             for old in checkpoint.checkpoints(self.output_dir):
-                shutil.rmtree(old)
+                checkpoint.remove(old)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics.write_text("", encoding="utf-8")
+
+    def _go_on_from(self, newest: Path, output_dir: Path) -> None:
+        state = checkpoint.load_checkpoint(
+            newest, accelerator=self.accelerator, model=self.policy.model, optimizer=_inner(self.optimizer)
+        )
+        self.steps_done = self._saved_at = state["step"]
+        self.update.optimizer_steps = state["optimizer_steps"]
+        try:
+            if self.accelerator.scaler is not None and state.get("scaler") is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+            self.batches.load_state_dict(state["batches"])
+            if self.accelerator.is_main_process:
+                cut_jsonl(output_dir / "metrics.jsonl", self.steps_done)
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            raise checkpoint.cannot_resume(newest, error) from error
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -114,7 +118,7 @@ class KeptRun:
             self.accelerator.init_trackers("grpo_fused", config=options | vars(self.config.loss))
         try:
             yield
-        except checkpoint.CheckpointError:
+        except CheckpointError:
             raise
         except BaseException:  # a second Ctrl-C and a reward function's sys.exit too
             self._save_after_failure()
@@ -134,7 +138,7 @@ class KeptRun:
         self.update.optimizer_steps = remembered["optimizer_steps"]
         try:
             path = self.save()
-        except checkpoint.CheckpointError as error:
+        except CheckpointError as error:
             tqdm.write(str(error))
         else:
             if path is not None:

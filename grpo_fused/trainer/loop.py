@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, tracking
 from accelerate.utils import DistributedType
 from torch import Tensor
 from tqdm import tqdm
@@ -30,6 +30,7 @@ from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, pr
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.update import Updater
+from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
 class GRPOTrainer(KeptRun):
@@ -56,10 +57,12 @@ class GRPOTrainer(KeptRun):
 
     Raises:
         ValueError: The data set is too small, its rows disagree, prompts and processes do not divide, the processes
-            share the model by something else than DDP or FSDP2, the weights do not match the functions, or
-            `output_dir` holds the checkpoints of a run that `resume` does not continue.
+            share the model by something else than DDP or FSDP2, the weights do not match the functions, vLLM would
+            sample from another distribution than the loss scores, or `output_dir` holds the checkpoints of a run that
+            `resume` does not continue.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
+        ImportError: The package of a tracker of `config.report_to` is not installed.
         RuntimeError: The named engine of the loss cannot run on the model's device.
         CheckpointError: The checkpoint cannot be read.
 
@@ -89,6 +92,9 @@ class GRPOTrainer(KeptRun):
             project_dir=None if output_dir is None else str(output_dir),
         )
         _check_distribution(self.accelerator)
+        _check_trackers(config.report_to, self.accelerator)
+        if isinstance(engine, VLLMEngine):
+            check_options(config)
         self.config, self.tokenizer = config, tokenizer
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
@@ -287,6 +293,20 @@ def _check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"processes must share a model by DDP or FSDP2; got {kind.value}")
+
+
+def _check_trackers(report_to: Sequence[str], accelerator: Accelerator) -> None:
+    """Accelerate leaves out a tracker whose package is missing, and the run would go unlogged."""
+    active = {
+        tracker.name if isinstance(tracker, tracking.GeneralTracker) else str(tracker)
+        for tracker in accelerator.log_with
+    }
+    for name in report_to:
+        if name == "all" or name in active:
+            continue
+        if name in map(str, tracking.get_available_trackers()):
+            raise ValueError(f"report_to {name!r} needs an accelerator that logs with it; got one of {sorted(active)}")
+        raise ImportError(f"report_to {name!r} needs its package installed: pip install {name.replace('_', '-')}")
 
 
 def _share(prompts: int, processes: int) -> int:

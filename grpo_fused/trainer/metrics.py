@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -26,16 +27,22 @@ def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float | None]]:
-    """The lines of `append_jsonl`; a last line that was cut off (a full disk, a kill) is left out."""
+    """The lines of `append_jsonl`; a last line that was cut off (a full disk, a kill) is left out.
+
+    Raises:
+        ValueError: Another line is no JSON object with a step.
+    """
     lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
     for number, line in enumerate(lines):
         try:
             rows += [json.loads(line)] if line else []
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             if number == len(lines) - 1:
                 break
             raise ValueError(f"line {number + 1} of {path} is not JSON: {error}") from error
+        if line and not (isinstance(rows[-1], dict) and isinstance(rows[-1].get("step"), int)):
+            raise ValueError(f"line {number + 1} of {path} must be an object with a step; got {line:.80}")
     return rows
 
 
@@ -43,7 +50,7 @@ def cut_jsonl(path: Path, last_step: int) -> None:
     """Removes the lines after a step, those of a run that went on after the checkpoint that is resumed from."""
     if not path.exists():
         return
-    kept = [row for row in read_jsonl(path) if (row["step"] or 0) <= last_step]
+    kept = [row for row in read_jsonl(path) if cast(int, row["step"]) <= last_step]
     beside = path.with_suffix(".unfinished")
     beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     os.replace(beside, path)

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
+from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.rewards import RewardModel, built_in
@@ -19,7 +20,7 @@ from grpo_fused.trainer.generation import RolloutEngine
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import find_task, format_rows
-from grpo_fused.trainer.vllm import VLLMEngine
+from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +131,8 @@ class Recipe(GRPOTrainerConfig):
             find_task(self.task)
         elif self.dataset is None:
             raise ValueError("a recipe must name a dataset or a task; got neither")
-        if self.rollout == "vllm" and self.importance_sampling is not None:  # found after the first rollout otherwise
-            if self.loss.loss_type == "gmpo":
-                raise ValueError(
-                    "loss_type gmpo takes no correction of vLLM's log-probs: set importance_sampling: null"
-                )
-            if self.loss.loss_type == "vespo" and self.importance_sampling.startswith("sequence"):
-                raise ValueError(
-                    f"loss_type vespo needs importance_sampling by token (token_mask, token_truncate) or null; "
-                    f"got {self.importance_sampling}"
-                )
+        if self.rollout == "vllm":
+            check_options(self)
         for name in ("limit", "eval_limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -197,6 +190,7 @@ class Parts(NamedTuple):
 
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names; data and reward functions first, since they are quick to be wrong."""
+    set_seed(recipe.seed)  # of the adapter, and of weights that a model's files lack
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
     rewards = [reward.load() for reward in recipe.rewards]
     options = {} if recipe.attn_implementation is None else {"attn_implementation": recipe.attn_implementation}

@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.generation import Generation, Sampling
+
+OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class VLLMEngine:
@@ -81,6 +84,37 @@ class VLLMEngine:
             seed=seed,
             logprobs=0,  # of the sampled token only
             detokenize=bool(sampling.stop_strings),
+        )
+
+
+def check_options(config: GRPOTrainerConfig) -> None:
+    """What cannot be trained on rollouts of vLLM, found before the first one.
+
+    Raises:
+        ValueError: Its log-probs would be compared with others than the policy's own, or correct a loss that takes no
+            such correction.
+    """
+    used = {
+        "importance_sampling": config.importance_sampling,
+        "loss.off_policy_mask_threshold": config.loss.off_policy_mask_threshold,
+    }
+    uses = [name for name, value in used.items() if value is not None]
+    changed = [f"{name} {getattr(config, name)}" for name, off in OFF.items() if getattr(config, name) != off]
+    if uses and changed:
+        raise ValueError(
+            "with rollouts by vLLM the sampling must be from the full distribution (top_p 1, top_k 0, min_p 0, "
+            f"repetition_penalty 1); got {', '.join(changed)}: {' and '.join(uses)} would compare vLLM's log-probs, "
+            "those of the truncated or changed distribution, with the policy's, those of the full distribution. "
+            f"Set these back, or set {': null and '.join(uses)}: null"
+        )
+    if config.importance_sampling is None:
+        return
+    if config.loss.loss_type == "gmpo":
+        raise ValueError("loss_type gmpo takes no correction of vLLM's log-probs: set importance_sampling: null")
+    if config.loss.loss_type == "vespo" and config.importance_sampling.startswith("sequence"):
+        raise ValueError(
+            f"loss_type vespo needs importance_sampling by token (token_mask, token_truncate) or null; "
+            f"got {config.importance_sampling}"
         )
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rewards.seeds import as_chat
 
 from grpo_fused.rewards import math_accuracy, math_accuracy_reward, math_verifier
-from grpo_fused.rewards.plain_numbers import plain_number
+from grpo_fused.rewards.plain_numbers import is_one_number, plain_number
 from grpo_fused.rewards.stated_answer import stated_answer
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
@@ -106,8 +106,8 @@ def test_answers(completion: str, right: str | float | None, expected: float, wi
 @pytest.mark.parametrize(
     ("answer", "right", "expected"),
     [
-        pytest.param(r"\sqrt{16}", "4", 1.0, id="root"),
-        pytest.param(r"\frac{2}{4}", r"$\frac{1}{2}$", 1.0, id="fractions"),
+        pytest.param(r"\frac{1}{2}", r"$0.5$", 1.0, id="fractions"),
+        pytest.param(r"\sqrt{18}", r"3\sqrt{2}", 1.0, id="roots"),
         pytest.param("(x+1)^2", "x^2 + 2x + 1", 1.0, id="polynomials"),
         pytest.param("x = 4", "4", 1.0, id="assignment"),
         pytest.param("4, 5", "4", 0.0, id="two-guesses"),
@@ -121,18 +121,72 @@ def test_formulas(answer: str, right: str, expected: float) -> None:
     assert math_accuracy_reward([f"<answer>{answer}</answer>"], [right]) == [expected]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "12*3+6", "12 \\times 3 + 6", "6\\cdot 7", "(6)(7)", "84/2", "42/1", r"\frac{84}{2}", "41+1", "43-1", "2^5+10",
+        r"\sqrt{1764}", "|42|", "42=42", r"4.2\times 10^1", "84.0/2", "x=41+1", "41 + 1 cm", r"\text{41+1}", "(41+1)",
+        r"21\text{ times 2}", "42 - 0", "42 0/1", "--42", "7!/120",
+    ],
+)  # fmt: skip
+def test_an_expression_is_not_its_value(answer: str) -> None:
+    """`What is 12*3+6?` is not answered by `12*3+6`."""
+    for right in ("42", 42, r"42 \text{ cm}"):
+        assert math_accuracy_reward([rf"<answer>{answer}</answer>", rf"\boxed{{{answer}}}"], [right] * 2) == [0.0] * 2
+    assert not is_one_number(answer)
+    assert math_accuracy_reward([f"<answer>{answer}</answer>"], [answer]) == [1.0]  # the very text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "42", "+42", "42.", "42.0", "$42$", r"\$42", "(42)", "{42}", r"\text{42}", "x = 42", "42 cm", r"42\text{ cm}",
+        r"42\,\mathrm{m}", r"42 \text{ m}^2", r"42^\circ", r"42^{\circ}", r"42\%", "42 apples",
+    ],
+)  # fmt: skip
+def test_a_number_may_have_a_name_and_a_unit(answer: str) -> None:
+    pytest.importorskip("math_verify")
+    assert is_one_number(answer)
+    assert math_accuracy_reward([f"<answer>{answer}</answer>"], ["42"]) == [1.0]
+    assert math_accuracy_reward([f"<answer>{answer}</answer>"], ["43"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "answer", ["3/4", r"\frac34", r"-\dfrac{3}{4}", r"\frac{-3}{4}", r"3\frac{1}{2}", r"0.\overline{3}", "42 km/h"]
+)
+def test_fractions_in_lowest_terms_and_rates_are_numbers(answer: str) -> None:
+    assert is_one_number(answer)
+
+
+@given(st.text(alphabet="0123456789.,$%+-\\ ", max_size=120) | st.text(max_size=120))
+def test_plain_numbers_are_numbers(text: str) -> None:
+    if "/" not in text and "frac" not in text and plain_number(text) is not None:
+        assert is_one_number(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"), [(r"\sqrt{16}", "4"), ("12*3+6", "42"), ("84/2", "42"), (r"\frac{2}{4}", r"\frac{1}{2}")]
+)
+def test_expressions_where_they_are_accepted(answer: str, right: str) -> None:
+    pytest.importorskip("math_verify")
+    assert math_accuracy_reward([rf"\boxed{{{answer}}}"], [right]) == [0.0]
+    assert math_accuracy_reward([rf"\boxed{{{answer}}}"], [right], accept_expressions=True) == [1.0]
+    with pytest.raises(TypeError, match="accept_expressions must be True or False; got 1"):
+        math_accuracy_reward(["4"], ["4"], accept_expressions=1)  # type: ignore[arg-type]
+
+
 def test_formulas_outside_the_main_thread_and_beside_an_alarm() -> None:
     """math-verify by itself would refuse the thread, and cancel the alarm."""
     pytest.importorskip("math_verify")
     results: list[list[float | None]] = []
-    thread = threading.Thread(target=lambda: results.append(math_accuracy_reward([r"\boxed{3^2}"], ["9"])))
+    thread = threading.Thread(target=lambda: results.append(math_accuracy_reward([r"\boxed{x^2}"], ["xx"])))
     thread.start()
     thread.join()
     assert results == [[1.0]]
     previous = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
         signal.setitimer(signal.ITIMER_REAL, 500.0)
-        assert math_accuracy_reward([r"\boxed{2^2}"], ["4"]) == [1.0]
+        assert math_accuracy_reward([r"\boxed{y^2}"], ["yy"]) == [1.0]
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -156,7 +210,7 @@ def test_hostile_formulas_end_and_take_little_memory() -> None:
         import time
         from grpo_fused.rewards import math_accuracy_reward
         def judge(formula, right):
-            return math_accuracy_reward([r"\\boxed{{" + formula + "}}"], [right], seconds=0.5)
+            return math_accuracy_reward([r"\\boxed{{" + formula + "}}"], [right], accept_expressions=True, seconds=0.5)
         assert judge("2^3", "8") == [1.0]
         for formula, how in {HOSTILE!r}.items():
             started = time.perf_counter()
@@ -181,7 +235,7 @@ def test_hostile_formulas_end_and_take_little_memory() -> None:
 def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
     """What it was asked is not equal, in time; the next question meets a new process."""
     pytest.importorskip("math_verify")
-    assert math_accuracy_reward([r"\boxed{3^3}"], ["27"]) == [1.0]
+    assert math_accuracy_reward([r"\boxed{x^3}"], ["xxx"]) == [1.0]
     worker = math_verifier._worker()
     if how == "stopped":
         worker.process.send_signal(signal.SIGSTOP)
@@ -190,7 +244,7 @@ def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
     started = time.perf_counter()
     assert math_verifier._ask("4", f"{how}^2", 0.1) is False
     assert time.perf_counter() - started < 20
-    assert math_accuracy_reward([r"\boxed{2^2 + 0}"], ["4"]) == [1.0]
+    assert math_accuracy_reward([r"\boxed{z^2 + 0}"], ["zz"]) == [1.0]
     assert math_verifier._worker() is not worker
 
 
@@ -198,7 +252,8 @@ def test_a_call_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when the time is used up is not judged; numbers still are."""
     monkeypatch.setattr(math_accuracy.math_verifier, "equal", lambda *_: time.sleep(0.3) or False)
     completions = [r"\boxed{x}", r"\boxed{y}", r"\boxed{4}"]
-    rewards = math_accuracy_reward(completions, ["4"] * 3, use_math_verify=True, total_seconds=0.2)
+    options = {"accept_expressions": True, "use_math_verify": True, "total_seconds": 0.2}
+    rewards = math_accuracy_reward(completions, ["4"] * 3, **options)  # type: ignore[arg-type]
     assert rewards == [0.0, None, 1.0]
 
 

@@ -118,7 +118,7 @@ def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
     trainer.train()
     newest = latest_checkpoint(tmp_path)
     assert newest is not None
-    assert {path.suffix for path in newest.iterdir()} <= {".safetensors", ".json", ".jinja"}
+    assert {path.suffix for path in newest.iterdir()} <= {".safetensors", ".json", ".jinja", ".sha256"}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(newest), AutoTokenizer.from_pretrained(newest)
     ids = torch.tensor([tokenizer("1+2=").input_ids])
     torch.testing.assert_close(model(ids).logits, trainer.model(ids).logits, rtol=0, atol=1e-5)  # files are not aligned
@@ -172,14 +172,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, steps=1).train()
     monkeypatch.setattr(runs, "build_small_model", lambda size, **options: build_small_model(size + 8, **options))
-    with pytest.raises(CheckpointError, match="its weights are not those of this model: .*embed_tokens"):
+    with pytest.raises(CheckpointError, match="its weights are not those of this model: .*embed_tokens.*29, 32"):
         make(tmp_path, resume=True)
 
 
 def test_another_number_of_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, steps=1).train()
     monkeypatch.setattr(runs, "ROWS", runs.ROWS[:-1])
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(CheckpointError, match="the state is of a data set of 6 rows; got one of 5"):
         make(tmp_path, steps=2, resume=True)
 
 
@@ -353,4 +353,4 @@ def test_states_survive_json(tmp_path: Path) -> None:
     state = json.loads((newest / "state.json").read_text())
     assert state["step"] == 1
     assert state["optimizer_steps"] == 2
-    assert state["param_groups"][0]["lr"] > 0
+    assert state["files"].keys() >= {"model.safetensors", "optimizer.safetensors", "rng-0.safetensors", "config.json"}

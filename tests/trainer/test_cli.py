@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_fused.__main__ import main
 from grpo_fused.trainer.cli import read_recipe
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function
+from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
@@ -109,8 +112,24 @@ def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
         (["--dtype", "int8"], "int8"),
         (["--rollout", "vllm", "--loss.loss_type", "gmpo"], "set importance_sampling: null"),
         (["--rollout", "vllm", "--loss", "{loss_type: vespo, epsilon: 0.2}"], "importance_sampling by token"),
+        (["--rollout", "vllm", "--top-p", "0.9"], "top_p 0.9: importance_sampling would compare"),
+        (["--rollout", "vllm", "--top-k", "50", "--min-p", "0.1"], "got top_k 50, min_p 0.1: importance_sampling"),
+        (["--rollout", "vllm", "--repetition-penalty", "1.1"], "got repetition_penalty 1.1: importance_sampling"),
     ],
-    ids=["group-of-one", "beta", "misspelt", "no-rewards", "two-kinds", "task", "dtype", "gmpo-vllm", "vespo-vllm"],
+    ids=[
+        "group-of-one",
+        "beta",
+        "misspelt",
+        "no-rewards",
+        "two-kinds",
+        "task",
+        "dtype",
+        "gmpo-vllm",
+        "vespo-vllm",
+        "top-p-vllm",
+        "top-k-vllm",
+        "penalty-vllm",
+    ],
 )
 def test_wrong_recipes_end_with_the_reason(
     recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -119,6 +138,40 @@ def test_wrong_recipes_end_with_the_reason(
         main(["train", "--config", str(recipe), *arguments])
     assert message in capsys.readouterr().err + str(ended.value)
     assert ended.value.code != 0
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "at most 20000 values, aliases written out"),
+        (BOMB + "rewards: *a29\n", "at most 20000 values, aliases written out"),
+        ("vllm_options: " + "[" * 10_000, "nested at most 50 deep"),
+        ("vllm_options: " + "{a: " * 10_000, "nested at most 50 deep"),
+        ("vllm_options: &a {b: *a}", r"alias of what it stands in; got \*a"),
+        ("model: [" + "x, " * 30_000 + "]", "at most 20000 values"),
+        ("model: *nothing", "undefined alias"),
+        ("model: [", "Problems parsing config"),
+    ],
+    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml"],
+)
+def test_hostile_recipes_are_refused_at_once(
+    recipe: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(recipe.read_text() + text)
+    started = time.perf_counter()
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(recipe)])
+    assert time.perf_counter() - started < 5
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_recipe_may_have_aliases(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "stop_strings: &stops [a, b]\nreport_to: *stops\n")
+    read, _ = read_recipe(["--config", str(recipe)])
+    assert read.stop_strings == read.report_to == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +205,27 @@ def test_what_cannot_be_loaded_is_named(recipe: Path, change: dict[str, Any], me
     read, _ = read_recipe(["--config", str(recipe)])
     with pytest.raises((ValueError, OSError), match=message):
         build_trainer(replace(read, **change))
+
+
+def test_truncated_sampling_is_allowed_where_its_log_probs_are_not_used(recipe: Path) -> None:
+    """`generate` gives none: old and new log-probs are both the policy's own."""
+    vllm = ["--rollout", "vllm", "--importance-sampling", "null"]
+    for arguments in (["--top-p", "0.9"], ["--top-p", "0.9", *vllm]):
+        assert read_recipe(["--config", str(recipe), *arguments])[0].top_p == 0.9
+    with pytest.raises(SystemExit):
+        read_recipe(["--config", str(recipe), "--top-p", "0.9", *vllm, "--loss.off_policy_mask_threshold", "0.5"])
+
+
+def test_the_seed_draws_the_adapter(recipe: Path) -> None:
+    def adapter(seed: int, before: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(before)
+        model = load_parts(read_recipe(["--config", str(recipe), "--lora.r", "2", "--seed", str(seed)])[0]).model
+        return {name: value for name, value in model.named_parameters() if "lora_A" in name}
+
+    one, again, other = adapter(0, before=1), adapter(0, before=2), adapter(5, before=1)
+    for name, value in one.items():
+        assert torch.equal(value, again[name])
+        assert not torch.equal(value, other[name])
 
 
 def test_functions_are_found_by_place(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, tracking
 from accelerate.utils import DistributedType
 from trainer.small_trainer import SMALL, count_ones, make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from grpo_fused.trainer import GRPOTrainerConfig
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,29 @@ def test_other_ways_to_share_a_model_are_refused(
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
     with pytest.raises(ValueError, match=message):
         make_trainer(model, tokenizer, rows)
+
+
+def test_a_tracker_without_its_package_is_named(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Accelerate goes on without it."""
+    monkeypatch.setattr(tracking, "get_available_trackers", list)
+    for name, package in (("wandb", "wandb"), ("comet_ml", "comet-ml")):
+        with pytest.raises(ImportError, match=f"report_to '{name}' needs its package installed: pip install {package}"):
+            make_trainer(model, tokenizer, rows, report_to=(name,))
+    with pytest.raises(ValueError, match="wandbb"):
+        make_trainer(model, tokenizer, rows, report_to=("wandbb",))
+
+
+def test_an_accelerator_that_does_not_log_is_refused(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    pytest.importorskip("tensorboard")
+    config = GRPOTrainerConfig(**(SMALL | {"report_to": ("tensorboard",)}))
+    with pytest.raises(
+        ValueError, match=r"report_to 'tensorboard' needs an accelerator that logs with it; got one of \[\]"
+    ):
+        GRPOTrainer(model, tokenizer, [count_ones], rows, config, accelerator=Accelerator())

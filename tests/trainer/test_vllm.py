@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from trainer.small_model import build_small_model
+from trainer.small_trainer import count_ones
 
-from grpo_fused.trainer import Sampling, VLLMEngine, roll_out
+from examples.arithmetic.model import build_tokenizer
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
 from grpo_fused.trainer.vllm import named_weights
 
 
@@ -113,3 +115,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match="need it installed"):
         VLLMEngine("folder")
+
+
+def test_truncated_sampling_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:
+    tokenizer = build_tokenizer()
+    config = GRPOTrainerConfig(top_p=0.9, prompts_per_step=2)
+    with pytest.raises(ValueError, match=r"full distribution .* got top_p 0.9: importance_sampling would compare"):
+        GRPOTrainer(
+            build_small_model(len(tokenizer)), tokenizer, [count_ones], rows, config, engine=VLLMEngine("folder")
+        )
