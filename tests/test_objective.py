@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,20 @@ def test_importance_sampling_ratio_and_normaliser(loss_type):
             if loss_type in ("dapo", "cispo"):
                 case.options["num_items_in_batch"] = 0.37
             assert_matches_reference(config, case, logps, entropies)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_column_of_advantages_is_one_for_each_sequence(packed, impl):
+    case, logps, entropies = scores(7, packed=packed)
+    config = make_config("grpo", importance_sampling_level="sequence")
+    column = replace(case, advantages=case.advantages.reshape(-1, 1))
+    row = replace(case, advantages=case.advantages.reshape(-1))
+    (got, gradient, _), (want, want_gradient, _) = (run(config, x, logps, entropies, impl) for x in (column, row))
+    assert torch.equal(gradient, want_gradient)
+    assert gradient.any()
+    for name, value in want.metrics.items():
+        torch.testing.assert_close(got.metrics[name], value, msg=name, equal_nan=True)
 
 
 def test_vespo_takes_its_ratio_inside_phi():
