@@ -55,7 +55,8 @@ def covering_configs() -> list[GRPOLossConfig]:
         configs += [make_config("dapo", **kl), make_config("bnpo", importance_sampling_level="sequence", **kl)]
     for level in LEVELS:
         configs.append(make_config("dapo", importance_sampling_level=level, delta=1.5, epsilon_high=0.28))
-        configs.append(make_config("grpo", importance_sampling_level=level, dual_clip=1.4, epsilon=0.1))
+        configs.append(make_config("grpo", importance_sampling_level=level, dual_clip=1.4, epsilon=0.1,
+                                   epsilon_high=0.3))  # fmt: skip
         configs.append(make_config("dapo", importance_sampling_level=level, off_policy_mask_threshold=0.05))
         configs.append(make_config("grpo", importance_sampling_level=level, top_entropy_quantile=0.4, beta=0.1))
         configs.append(make_config("dapo", importance_sampling_level=level, entropy_coef=0.05))
@@ -64,7 +65,7 @@ def covering_configs() -> list[GRPOLossConfig]:
         configs.append(make_config(loss_type, top_entropy_quantile=0.5, entropy_coef=0.02))
     for loss_type in ("cispo", "sapo", "vespo"):
         configs.append(make_config(loss_type, off_policy_mask_threshold=0.05))
-    configs.append(make_config("dapo", delta=0.9))
+    configs.append(make_config("dapo", delta=0.9, epsilon_high=0.4))
     return list(dict.fromkeys(configs))
 
 

@@ -64,6 +64,17 @@ def test_normalize_then_sum():
     torch.testing.assert_close(out.advantages, (summed - summed.mean()) / (summed.std() + 1e-4))
 
 
+def test_missing_z_scores_stay_out_of_the_batch():
+    """One judged sample of three has no z-score, nor has one that nobody judged: the batch's std is of the others."""
+    rewards = [[7.0, None], [None, None], [None, None], [1.0, 5.0], [2.0, None], [6.0, 5.0]]
+    out = group_advantages(rewards, 3, weights=[1.0, 2.0], aggregation="normalize_then_sum")
+    judged = torch.tensor([1.0, 2.0, 6.0])
+    z = (judged - judged.mean()) / (judged.std() + 1e-4)  # the second function's are 0: its two rewards agree
+    assert out.advantages[:3].tolist() == [0.0] * 3
+    torch.testing.assert_close(out.advantages[3:], (z - z.mean()) / (z.std() + 1e-4))
+    assert out.unjudged == 2
+
+
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("missing", [0.0, 0.3])
 def test_matches_trl_arithmetic(aggregation, missing):

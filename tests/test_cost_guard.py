@@ -165,6 +165,15 @@ def test_clipped_tokens_cost_no_gradient(impl):
     assert recorded.flop == 2 * H * V * (N + 2 * live)
 
 
+@pytest.mark.parametrize("impl", LIBRARY)
+def test_tokens_without_a_gradient_are_not_scored_twice(impl):
+    """Where the batch is scored first, those left have three products more: the others are gone before."""
+    recorded, result = count(dense(), impl, make_config("dapo", top_entropy_quantile=0.25))
+    live = result.gradients.tokens
+    assert live == N // 4
+    assert recorded.flop == 2 * H * V * (N + 3 * live)
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_matmul_calls_of_chunked(chunks):
     """Three for each chunk in fp32, whose weight is multiplied as it lies."""

@@ -123,6 +123,30 @@ def test_packed_options_for_each_sequence(level, impl):
         assert_same(packed.run(config, impl=impl, **options), want, tol=tol)
 
 
+def test_a_ratio_of_0_is_no_factor_in_vespo():
+    """It is a log of -18.4 in the sequence's weight, whose tokens keep their gradient; elsewhere they would have none."""
+    case = make_case(13, extras=False)
+    case.options["importance_sampling_ratio"] = torch.ones(4, 7, dtype=torch.float64)
+    case.options["importance_sampling_ratio"][0] = 0.0
+    case.options["old_per_token_logps"][0] -= 18.4
+    want, got = (case.run(make_config("vespo"), impl=impl) for impl in ("reference", "chunked"))
+    assert want.dhidden[0].norm() > 1e-3 * want.dhidden.norm()
+    assert_same(got, want, tol=1e-10)
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence_token"])
+def test_tokens_without_an_advantage_in_a_sequence_with_one(level):
+    """They shape the sequence's ratio: at sequence level they have a gradient through it."""
+    case = make_case(14, per_token_advantages=True, extras=False)
+    case.advantages[:, 1::2] = 0.0
+    want, got = (
+        case.run(make_config("grpo", importance_sampling_level=level), impl=impl) for impl in ("reference", "chunked")
+    )
+    neutral = case.completion_mask & (case.advantages == 0)
+    assert want.dhidden[neutral].any() == (level == "sequence")
+    assert_same(got, want, tol=1e-10)
+
+
 def test_packed_equals_padded():
     for config in covering_configs():
         case = make_case(4)

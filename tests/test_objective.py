@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,20 @@ def test_importance_sampling_ratio_and_normaliser(loss_type):
             assert_matches_reference(config, case, logps, entropies)
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_column_of_advantages_is_one_for_each_sequence(packed, impl):
+    case, logps, entropies = scores(7, packed=packed)
+    config = make_config("grpo", importance_sampling_level="sequence")
+    column = replace(case, advantages=case.advantages.reshape(-1, 1))
+    row = replace(case, advantages=case.advantages.reshape(-1))
+    (got, gradient, _), (want, want_gradient, _) = (run(config, x, logps, entropies, impl) for x in (column, row))
+    assert torch.equal(gradient, want_gradient)
+    assert gradient.any()
+    for name, value in want.metrics.items():
+        torch.testing.assert_close(got.metrics[name], value, msg=name, equal_nan=True)
+
+
 def test_vespo_takes_its_ratio_inside_phi():
     case, logps, entropies = scores(6)
     case.options["importance_sampling_ratio"] = torch.rand(4, 7, dtype=torch.float64) * 2
@@ -103,6 +118,18 @@ def test_hand_computed_tokens(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_two_sided_bounds(impl):
+    """epsilon below, epsilon_high above: a ratio between the two distances is live above 1 and clipped below it."""
+    logps = torch.tensor([[1.2], [0.8]], dtype=torch.float64).log().requires_grad_()
+    old, advantages = torch.zeros(2, 1).double(), torch.tensor([1.0, -1.0]).double()
+    config = make_config("dapo", epsilon=0.1, epsilon_high=0.3)
+    out = grpo_loss(logps, advantages, old_per_token_logps=old, config=config, impl=impl)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, torch.tensor((-1.2 + 0.9) / 2).double())
+    torch.testing.assert_close(logps.grad, torch.tensor([[-1.2], [0.0]]).double() / 2)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_hand_computed_kl(impl):
     """k3 at q = ln 2: 2 - ln 2 - 1, derivative 1 - 2; on-policy, so that the bias correction adds its own derivative."""
     logps = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
@@ -115,6 +142,34 @@ def test_hand_computed_kl(impl):
         torch.testing.assert_close(out.loss, torch.tensor(0.5 * (1 - math.log(2.0))).double())
         torch.testing.assert_close(logps.grad, torch.full((1, 1), 0.5 * slope).double())
         torch.testing.assert_close(out.metrics["kl"], torch.tensor(1 - math.log(2.0)))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("bound", [0.0, -1.0])
+def test_vespo_s_rate_has_a_floor(bound, impl):
+    """A rate below 1e-4 counts as 1e-4, which is what tames phi at log w = 10: w = 22026."""
+    logps = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    old = torch.full((2, 1), -10.0, dtype=torch.float64)
+    config = make_config("vespo", vespo_lambda_pos=bound, vespo_lambda_neg=bound)
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    grpo_loss(logps, advantages, old_per_token_logps=old, config=config, impl=impl).loss.backward()
+    phi = [math.exp(1e-4 + k * 10.0 - 1e-4 * math.exp(10.0)) for k in (2.0, 3.0)]
+    torch.testing.assert_close(logps.grad, torch.tensor([[-phi[0] / 2], [phi[1] / 2]]).double())
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+def test_derivative_beyond_the_bounds_of_the_log_ratio(level, impl):
+    """The ratio is a constant beyond +-20, except where a token's own derivative stands beside it."""
+    logps = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[25.0], [-25.0]], dtype=torch.float64)  # ratios of e^-20, A > 0, and e^20, A < 0: both live
+    config = make_config("dapo", importance_sampling_level=level)
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    grpo_loss(logps, advantages, old_per_token_logps=old, config=config, impl=impl).loss.backward()
+    want = torch.tensor([[-math.exp(-20.0)], [math.exp(20.0)]], dtype=torch.float64) / 2
+    torch.testing.assert_close(
+        logps.grad, want if level == "sequence_token" else torch.zeros_like(want), atol=0, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

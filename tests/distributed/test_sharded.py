@@ -214,6 +214,21 @@ def test_a_slice_without_a_possible_entry(workers):
             assert np.isfinite(got["dweight"]).all()
 
 
+def test_a_target_in_a_slice_without_a_possible_entry(workers):
+    """Its log-prob is -inf; what its rank makes of a slice of -inf is no NaN of the model's."""
+    case = make_case(14, extras=False).to(torch.float32)
+    case.options["lm_head_bias"] = torch.where(torch.arange(29) < 15, 0.0, -torch.inf)
+    case.completion_ids[:] %= 15
+    case.completion_ids[0, 0] = 20
+    want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
+    assert want.out.per_token_logps[0, 0] == -torch.inf
+    for impl in ("chunked", "native", "triton"):
+        for got in workers.run(vocab_loss, 2, case, make_config("dapo"), impl, [15, 14], {}):
+            assert got["logps"][0, 0] == -np.inf, impl
+            close(got["logps"].flatten()[1:], want.out.per_token_logps.flatten()[1:].numpy(), 2e-5, impl)
+            close(got["dhidden"], want.dhidden.numpy(), 2e-5, impl)
+
+
 def test_a_column_of_a_rank_may_be_one_advantage_or_one_for_each_token(workers):
     case = make_case(12, per_token_advantages=True)
     want = case.run(make_config("dapo"), impl="reference")

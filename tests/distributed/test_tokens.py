@@ -29,6 +29,9 @@ def assert_is_one_process(results, want, part_of, tol) -> None:
     """`part_of(rank, x)`: what of a per-token tensor of the whole batch is a rank's."""
     total = sum(got["dweight"] for got in results)
     close(total, want.dweight.numpy(), tol, "dweight")
+    worked = {float(got["gradient_tokens"]) for got in results}
+    assert len(worked) == 1, "the rows of all ranks together"
+    assert 0 < worked.pop() <= want.out.metrics["active_tokens"]
     for rank, got in enumerate(results):
         close(got["loss"], want.out.loss.detach().numpy(), tol, "loss")
         close(got["logps"], part_of(rank, want.out.per_token_logps).numpy(), tol, "logps")

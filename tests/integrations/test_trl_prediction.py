@@ -102,6 +102,18 @@ def test_one_token_for_each_sequence_is_scored_without_a_prediction():
     assert (prediction.counts.fused, prediction.counts.recomputed) == (0, 0)
 
 
+def test_a_target_outside_of_the_completions_is_no_loss_s():
+    """All completions are the announced ones, but a score of the prompt is wanted too: it must not come back as 0."""
+    hidden, weight, targets, prediction, _ = problem(False)
+    targets[0] = 7
+    hidden.requires_grad_()
+    with predict(prediction):
+        got = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]
+    assert not prediction.used
+    want = (hidden.detach() @ weight.T).log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(got.detach(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_tokens_beside_the_loss_have_their_scores():
     """What a tool wrote may be as unlikely as it likes: TRL exponentiates before it masks."""
     hidden, weight, targets, prediction, _ = problem(True)

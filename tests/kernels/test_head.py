@@ -10,7 +10,7 @@ from helpers import frobenius_error, make_case, make_config
 
 pytest.importorskip("triton")
 
-from grpo_fused.kernels import head_configs
+from grpo_fused.kernels import head_configs, head_launch
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.head_configs import (
     CANDIDATES,
@@ -203,6 +203,16 @@ def test_a_score_does_not_depend_on_its_company(config):
     assert torch.equal(scores(every, with_entropy=False).logp, together.logp)
 
 
+def test_panels_in_groups(monkeypatch):
+    """Panels go two by two, the last one alone: each is worked once, in every split."""
+    hidden, weight, targets = case((70, 40, 131))
+    monkeypatch.setattr(head_launch, "GROUP_BYTES", 2 * SMALL.block_n * 40 * hidden.itemsize)
+    transform = transform_of("plain", 70, 131)
+    got = head_scores(hidden, weight, targets, transform, with_entropy=True, config=SMALL)
+    for mine, want in zip(got, exact(hidden, weight, targets, transform), strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_on_policy_ratio_is_exactly_one():
     """Old scores taken sequence by sequence from longer padding, new ones in training: no ratio but 1."""
     batch = make_case(5, B=4, T=9, H=40, V=300, dtype=torch.bfloat16, extras=False)
@@ -285,6 +295,20 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
     # the interpreter truncates to bf16, twice: each time up to twice the error of rounding
     allowed = 5 if dtype == torch.bfloat16 else 2.5
     assert frobenius_error(room.values.double() / scale, want) <= allowed * max(once, torch.finfo(dtype).eps / 8)
+
+
+def test_fp16_exponentials_reach_far_below_their_maximum():
+    """Stored as they are, those 20 nats below their tile's maximum would be 0."""
+    weight = torch.zeros(24, 8, dtype=torch.float16)
+    weight[:, 0] = -20.0
+    weight[0, 0] = 0.0
+    hidden, targets = torch.eye(1, 8, dtype=torch.float16), torch.tensor([0])
+    transform = RowTransform(None, 1.0, None, 1.0)
+    room = Exponentials.empty(1, weight, torch.float16, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    exponentials_to_dlogits(room, targets, stats, torch.tensor([2.0**15]), None, transform)
+    want = torch.full((23,), -(2.0**15) * math.exp(-20.0))
+    torch.testing.assert_close(room.values[0, 1:].float(), want, rtol=2e-3, atol=0)
 
 
 def test_a_tile_without_a_possible_entry():

@@ -23,7 +23,13 @@ GRID = [
     make_config(loss_type, beta=beta, kl_estimator=kl, use_bias_correction_kl=corrected, entropy_coef=bonus, **clip)
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
     for beta, kl, corrected in [(0.0, "k3", True), *itertools.product((0.1,), ("k1", "k2", "k3"), (True, False))]
-    for clip in ({}, {"delta": 1.4}, {"delta": 0.9}, {"dual_clip": 1.3}, {"epsilon": 0.1, "epsilon_high": 0.3})
+    for clip in (
+        {},
+        {"delta": 1.4},
+        {"delta": 0.9, "epsilon_high": 0.4},
+        {"dual_clip": 1.3},
+        {"epsilon": 0.1, "epsilon_high": 0.3},
+    )
     for bonus in (0.0, 0.05)
     if not clip or loss_type not in ("cispo", "sapo")
 ]

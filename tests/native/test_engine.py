@@ -211,6 +211,38 @@ def test_banned_tokens_and_masked_garbage():
         assert frobenius_error(gradient, want.gradients()[name]) <= 2e-5, name
 
 
+@pytest.mark.parametrize("offset", [-150.0, 150.0])
+def test_all_logits_far_from_0(offset):
+    """Exponentials are taken against a maximum: one that starts at 0, or a padding lane's own, leaves their range."""
+    case = make_case(18, B=2, T=9, H=16, V=300, dtype=torch.float32, masked=0.0)
+    case.options["lm_head_bias"] = torch.full((300,), offset)
+    config = make_config("dapo", entropy_coef=0.05)
+    for some in (config, make_config("dapo")):
+        want = case.to(torch.float64).run(some, impl="reference")
+        assert_same(case.run(some, impl="native"), want, tol=1e-4)  # a logit of 150 has ulps of 1.5e-5
+
+
+def test_nan_in_a_row_of_the_head_is_seen():
+    """It makes every log-prob NaN, whoever's target it is."""
+    case = make_case(19, B=2, T=9, H=16, V=300, dtype=torch.float32, extras=False)
+    case.lm_head_weight[100] = torch.nan
+    case.completion_ids.clamp_(max=99)
+    got = case.run(make_config("dapo"), impl="native")
+    assert got.out.per_token_logps[case.completion_mask].isnan().all()
+    assert got.out.loss.isnan()
+    assert got.dweight.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_gradient_of_the_bias_in_low_precision(dtype):
+    """A sum over tokens of each row of dz, whose two neighbours share a word in bf16."""
+    case = make_case(20, B=3, T=30, H=24, V=301, dtype=dtype, extras=False)
+    case.options["lm_head_bias"] = torch.linspace(-1, 1, 301).to(dtype)
+    want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
+    got = case.run(make_config("dapo"), impl="native")
+    assert frobenius_error(got.dbias, want.dbias) <= 2 * torch.finfo(dtype).eps
+
+
 def test_nothing_active():
     case = make_case(10, B=2, T=5, H=8, V=20, dtype=torch.float32)
     case.completion_mask[:] = False
@@ -219,13 +251,20 @@ def test_nothing_active():
     assert all((gradient == 0).all() for gradient in got.gradients().values())
 
 
-def test_rows_without_a_coefficient_cost_no_gradient():
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_without_a_coefficient_cost_no_gradient(dtype, scratch):
     """Clipped rows are known only after scoring; they are dropped between the phases."""
-    case = make_case(11, B=4, T=100, H=32, V=400, dtype=torch.float32, drift=1.0, masked=0.0, extras=False)
-    want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
-    got = case.run(make_config("dapo"), impl="native")
+    case = make_case(11, B=4, T=100, H=32, V=400, dtype=dtype, drift=1.0, masked=0.0, extras=False)
+    exact, config = case.to(torch.float64), make_config("dapo")
+    want = exact.run(config, impl="reference")
+    got = case.run(config, impl="native", max_scratch_bytes=scratch)
     assert 0 < got.out.metrics["gradient_tokens"] < 0.8 * 400
-    assert_same(got, want, tol=2e-5)
+    if dtype == torch.float32:
+        assert_same(got, want, tol=2e-5)
+    else:
+        for name, error in rounding_error_of_gradients(exact, config, dtype).items():
+            assert frobenius_error(got.gradients()[name], want.gradients()[name]) <= 2 * error, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
