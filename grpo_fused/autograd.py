@@ -194,11 +194,17 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
     A vocab-sized gradient is scaled where it stands when the graph is about to be freed: a copy would double it.
     """
-    if not _graph_is_freed() or torch._C._functorch.is_batchedtensor(factor):
+    if not _graph_is_freed() or _is_batched(factor):
         return (gradient * factor).to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     return gradient.mul_(factor).to(dtype)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether `x` stands for several, under `vmap` or `torch.autograd.grad(is_grads_batched=True)`."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def _graph_is_freed() -> bool:

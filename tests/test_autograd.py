@@ -282,3 +282,18 @@ def test_fp16_gradient_operands_are_lifted_from_underflow(monkeypatch):
     for scratch in (None, 60_000):
         got = case.run(GRPOLossConfig(), impl="chunked", max_scratch_bytes=scratch, **tiny, upstream=1e6)
         assert frobenius_error(got.dweight, exact.dweight) < 2e-3
+
+
+@pytest.mark.parametrize("impl", ["chunked", "native"])
+def test_several_upstream_gradients_at_once(impl):
+    case = make_case(0).to(torch.float32)
+    hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    options = {**case.options, "impl": impl}
+    for name in ("ref_per_token_logps", "sampling_per_token_logps"):
+        options.pop(name)
+    call = fused_linear_grpo_loss(hidden, weight, case.completion_ids, case.advantages, case.completion_mask, **options)
+    upstream = torch.tensor([1.0, -2.0, 0.0])
+    batched = torch.autograd.grad(call.loss, (hidden, weight), upstream, is_grads_batched=True, retain_graph=True)
+    single = torch.autograd.grad(call.loss, (hidden, weight))
+    for several, one in zip(batched, single, strict=True):
+        torch.testing.assert_close(several, torch.stack([one * u for u in upstream]))

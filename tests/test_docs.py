@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -173,6 +174,7 @@ def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, dict[str, An
     small, module = Small(folder), types.ModuleType("page")
     names = module.__dict__
     torch.manual_seed(0)
+    AcceleratorState._reset_state(reset_partial_state=True)  # pages have other precisions
     for block in blocks(page):
         if block.language != "python" or block.not_run is not None:
             continue

@@ -385,3 +385,45 @@ def test_more_than_two_to_the_31_logits():
         log_p = (hidden[0, rows].double() @ weight.double().T).log_softmax(-1)
         want = log_p.gather(1, ids[0, rows].unsqueeze(1)).squeeze(1)
         assert (logps[rows] - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_packed_batch_of_nothing_is_differentiable(impl):
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    for offsets in (torch.tensor([0]), torch.tensor([0, 0])):
+        out = fused_linear_grpo_loss(
+            hidden, weight, torch.zeros(0, dtype=torch.int64), torch.zeros(len(offsets) - 1, 1), cu_seqlens=offsets,
+            impl=impl,
+        )  # fmt: skip
+        out.loss.backward()
+        assert out.loss == 0
+        assert hidden.grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_as_many_tokens_as_packed_sequences(impl):
+    """With an empty sequence among them a 1-d tensor could be one a token or one a sequence: nothing is guessed."""
+    hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3, 3])
+    each, one_each = torch.tensor([0.5, 1.0, 2.0]), torch.ones(3, 1)
+
+    def logps(advantages=one_each, cu_seqlens=offsets, **options):
+        return fused_linear_grpo_loss(
+            hidden, weight, ids, advantages, cu_seqlens=cu_seqlens, impl=impl, **options
+        ).per_token_logps
+
+    for name, call in {
+        "temperature": lambda: logps(temperature=each),
+        "advantages": lambda: logps(advantages=each),
+    }.items():
+        with pytest.raises(
+            ValueError, match=rf"{name} of shape \(3,\) could be one for each of 3 tokens or one for each"
+        ):
+            call()
+
+    def exact(temperature):
+        return (hidden @ weight.T / temperature.unsqueeze(1)).log_softmax(1)[torch.arange(3), ids]
+
+    torch.testing.assert_close(logps(temperature=each.unsqueeze(1)), exact(each[[0, 0, 1]]))
+    torch.testing.assert_close(logps(temperature=each, cu_seqlens=torch.tensor([0, 1, 2, 3])), exact(each))
+    torch.testing.assert_close(logps(torch.ones(2), torch.tensor([0, 2, 3]), temperature=each), exact(each))

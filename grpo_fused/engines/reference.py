@@ -34,7 +34,8 @@ class _Padding:
         if self.layout.cu_seqlens is None:
             return x
         if x.shape[0] == 0:
-            return x.new_full(self.source.shape, neutral)
+            nothing = x.new_full(self.source.shape, neutral)
+            return nothing + x.sum() if x.requires_grad else nothing  # the loss of nothing is differentiable, too
         return torch.where(self.exists, x[self.source], torch.full((), neutral, dtype=x.dtype, device=x.device))
 
     def unpad(self, x: Tensor) -> Tensor:

@@ -118,12 +118,20 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
     else:
         mine, given = rows_of(case, slice(2 * rank, 2 * rank + 2)), ParallelGroups(tokens=group)
     options: dict[str, Any] = {}
+    if how == "packed" and rank == 0:
+        mine = pack(mine)
     if rank == 1 and what == "dtype":  # seen by the public function
         mine.completion_ids = mine.completion_ids.float()
     elif rank == 1 and what == "id":  # seen by the operator
         mine.completion_ids = torch.where(mine.completion_mask, 29, mine.completion_ids)
     elif rank == 1 and what == "advantage":
         mine.advantages = mine.advantages * torch.nan
+    elif rank == 1 and what == "reading":  # as many tokens as sequences, and one of these is empty
+        mine = pack(mine)
+        count = len(mine.completion_ids)
+        empty = torch.full((count - 2,), count)
+        mine.options["cu_seqlens"] = torch.cat([mine.options["cu_seqlens"], empty])
+        mine.advantages = torch.ones(count)
     elif rank == 1 and what == "scratch":  # seen after the handshake
         options["max_scratch_bytes"] = 1
     elif rank == 1 and what == "score":
