@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 
 _MAX_CHARACTERS = 100  # an answer, not an attack: Fraction("1e999999999") would fill the memory
-_NUMBER = re.compile(r"([-+]?)\\?\$?([-+]?)([0-9.,]+)(?:/([0-9]+))?\\?%?")
+_NUMBER = re.compile(r"([-+]?)\\?\$?([-+]?)([0-9.,]+)(?:/([0-9]+))?(?:\\?%)?")
 _LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 _WRAPPED = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf))?\{([^{}]*)\}|\(([^()]*)\)")
