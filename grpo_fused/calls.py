@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-C = TypeVar("C", bound=NamedTuple)
+C = TypeVar("C", bound="tuple[Any, ...]")
 
 
 class Needs(NamedTuple):
@@ -162,7 +162,8 @@ def flat(call: Any) -> list[Any]:
 
 def with_values(call: C, values: Iterator[Any]) -> C:
     """The call with other values, in the order of `flat`."""
-    return type(call)(*(with_values(x, values) if isinstance(x, tuple) else next(values) for x in call))
+    parts: Any = call
+    return type(call)(*(with_values(x, values) if isinstance(x, tuple) else next(values) for x in parts))
 
 
 def detach(call: C) -> tuple[C, list[Tensor | None]]:
