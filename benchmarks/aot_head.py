@@ -104,7 +104,7 @@ def compile_variant(variant: Variant) -> Any:
     constexprs = {
         "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_TEMPERATURES": True, "WITH_ENTROPY": mode < 2,
         "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_V": variant.even, "EVEN_K": variant.even,
-        "E_SCALE": 1.0, "UPCAST": False, "SPECIALIZED": config.specialized, "BLOCK_N": config.block_n,
+        "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
     }  # fmt: skip
     types = _types(kernel)

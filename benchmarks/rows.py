@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 from torch import Tensor
 
 from benchmarks import results
 from benchmarks.timing import copy_bandwidth, summary, time_once
 from grpo_fused import GRPOLossConfig
-from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
 from grpo_fused.engines import cuda_rows
-from grpo_fused.engines.rows import RowWork, Statistics, Transform
+from grpo_fused.engines.rows import RowWork
+from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.layout import Layout
 
 VOCABULARIES = (32000, 128256, 151936, 262208)
@@ -38,7 +41,6 @@ LAYOUTS = {
 }
 BYTES_PER_LOGIT = {"statistics": 4, "gradient": 6, "loss": 6}
 """What must be moved at least: fp32 logits read once, a bf16 gradient written once in their place."""
-PLAIN = Transform(None, 1.0, None, 1.0)
 CONFIG = GRPOLossConfig()
 
 
@@ -63,21 +65,27 @@ class Problem:
             inputs, Layout(torch.Size((rows // 16, 16)), rows // 16, None), CONFIG, torch.float32
         )
 
+    @property
+    def rows(self) -> Rows:
+        """The logits, and what is done to them."""
+        return Rows(self.logits, self.targets, Transform())
+
     def restore(self) -> None:
         """Put the logits back."""
         self.slab.copy_(self.source)
 
     def statistics(self, work: RowWork) -> Statistics:
         """Log-probs and entropies."""
-        return work.statistics(self.logits, self.targets, PLAIN, with_entropy=True, block_rows=1)
+        return work.statistics(self.rows, with_entropy=True)
 
     def gradient(self, work: RowWork, stats: Statistics) -> None:
         """The gradient from coefficients, in place."""
-        work.gradient(self.logits, None, self.targets, stats, self.dlogp, None, PLAIN, self.out, block_rows=1)
+        work.gradient(self.rows, Coefficients(stats, self.dlogp, None), self.out)
 
     def loss(self, work: RowWork) -> Statistics:
         """Statistics, objective and gradient, in place."""
-        return work.loss(self.logits, self.targets, self.batch, CONFIG, PLAIN, self.out, with_entropy=True)
+        inputs = token_inputs(self.batch, CONFIG)
+        return work.loss(self.rows, inputs, objective_numbers(CONFIG), self.out, with_entropy=True).statistics
 
     def error(self, work: RowWork, rows: int = 8) -> float:
         """Largest error of log-probs (nats) and of gradients (relative to a row's largest) over the last rows."""
@@ -97,7 +105,7 @@ class Problem:
 
 def candidates(device: str) -> dict[str, RowWork]:
     """Triton's row work and ours in every layout."""
-    from grpo_fused.engines.triton_rows import TritonRows
+    from grpo_fused.kernels.launch import TritonRows
 
     found: dict[str, RowWork] = {"triton": TritonRows()}
     if (reason := cuda_rows.unavailable()) is not None:

@@ -47,7 +47,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
     """Every configuration at one shape: error, milliseconds of scoring and of storing, rate relative to the library."""
     from grpo_fused.kernels.head_configs import CANDIDATES, HEAD_CONFIGS, architecture
     from grpo_fused.kernels.head_launch import Exponentials, head_scores
-    from grpo_fused.kernels.launch import RowTransform
+    from grpo_fused.kernels.row_types import Transform
 
     g = torch.Generator(device=device).manual_seed(0)
     hidden = torch.randn(N, H, generator=g, device=device).bfloat16()
@@ -56,7 +56,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
     few = slice(0, min(N, 256))
     logits = hidden[few].double() @ weight.double().T
     want = logits.log_softmax(-1).gather(1, targets[few].unsqueeze(1)).squeeze(1)
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform()
     arch = architecture(torch.device(device))
 
     found: list[dict[str, Any]] = []
@@ -64,9 +64,6 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
     for number, config in enumerate([HEAD_CONFIGS[arch].plain, *CANDIDATES.get(arch, ())]):
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
         found.append(entry)
-        if config.specialized and not _specializes():
-            entry["failed"] = "not tried: warp specialisation was seen to compile with triton 3.7 only, and may abort"
-            continue
         room = Exponentials.empty(N, weight, torch.bfloat16, transform, config=config)
 
         def score(config: Any = config, room: Exponentials | None = None) -> Any:
@@ -90,12 +87,6 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
                 entry[f"{what}_ms"] = timed
                 entry[f"{what}_share_of_library"] = times["library"]["median"] / timed["median"]
     return found
-
-
-def _specializes() -> bool:
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
 
 
 if __name__ == "__main__":

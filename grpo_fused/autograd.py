@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_fused import _ops
-
-
-class HeadCall(NamedTuple):
-    """What a head operator takes beside hidden states, weight, bias, ids and mask."""
-
-    temperatures: Tensor | None
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-    impl: str
-    compute_dtype: torch.dtype
-    max_scratch_bytes: int | None
-    compact: bool
-    groups: str = ""
-    """`ParallelGroups.encoded`"""
-
-
-class LossCall(NamedTuple):
-    """What `LinearGRPOLoss` takes beside the tensors that it differentiates."""
-
-    arguments: dict[str, Any]
-    """keyword arguments of `_ops.linear_grpo_loss`"""
+from grpo_fused import operators
+from grpo_fused.calls import (
+    LogitsCall,
+    LogitsGradientCall,
+    LogprobsCall,
+    LogprobsGradientCall,
+    LossCall,
+    Needs,
+    ObjectiveCall,
+    Scores,
+    attach,
+    detach,
+    flat,
+)
 
 
 class LinearGRPOLoss(torch.autograd.Function):
@@ -38,19 +29,14 @@ class LinearGRPOLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LossCall) -> Any:
-        loss, logps, entropies, metrics, dhidden, dweight, dbias = _ops.linear_grpo_loss(
-            hidden_states, weight, bias, **call.arguments
-        )
-        ctx.save_for_backward(dhidden, dweight, dbias)
-        needs = call.arguments
-        ctx.dtypes = (
-            hidden_states.dtype if needs["need_hidden"] else None,
-            weight.dtype if needs["need_weight"] else None,
-            bias.dtype if bias is not None and needs["need_bias"] else None,
-        )
+        call = call._replace(head=call.head.on(hidden_states, weight, bias))
+        result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
+        ctx.save_for_backward(result.dhidden, result.dweight, result.dbias)
+        given = zip((hidden_states, weight, bias), call.needs, strict=True)
+        ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(logps, entropies, metrics)
-        return loss, logps, entropies, metrics
+        ctx.mark_non_differentiable(result.logps, result.entropies, result.metrics)
+        return result.loss, result.logps, result.entropies, result.metrics
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -70,60 +56,36 @@ class LinearLogprobs(torch.autograd.Function):
     """(logps, entropies); the backward recomputes the logits of the rows that have a coefficient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        mask: Tensor | None,
-        call: HeadCall,
-        with_entropy: bool,
-    ) -> Any:
-        logps, entropies, maxima, log_sums = _ops.linear_logprobs(
-            hidden_states, weight, bias, token_ids, mask, *call, with_entropy
-        )
-        ctx.save_for_backward(
-            hidden_states, weight, bias, token_ids, mask, call.temperatures, logps, entropies, maxima, log_sums
-        )
-        ctx.call = call._replace(temperatures=None)
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
+        call = call._replace(head=call.head.on(hidden_states, weight, bias))
+        scores = Scores(*operators.linear_logprobs(*flat(call)))
+        ctx.call, tensors = detach(call)
+        ctx.save_for_backward(*scores, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.with_entropy = with_entropy
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logps, entropies
+        if not call.with_entropy:
+            ctx.mark_non_differentiable(scores.entropies)
+        return scores.logps, scores.entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        if not ctx.with_entropy:  # torch.compile hands in zeros for the empty placeholder
-            dentropies = None
+        logps, entropies, maxima, log_sums, *tensors = ctx.saved_tensors
+        call: LogprobsCall = attach(ctx.call, tensors)
+        if not call.with_entropy:  # torch.compile hands in zeros for the empty placeholder
+            entropies, dentropies = None, None
         if dlogps is None and dentropies is None:
-            return (None,) * 7
-        hidden, weight, bias, token_ids, mask, temperatures, logps, entropies, maxima, log_sums = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        call = ctx.call._replace(temperatures=temperatures)
-        gradients = _ops.linear_logprobs_backward(
-            dlogps,
-            dentropies,
-            logps,
-            entropies if ctx.with_entropy else None,
-            maxima,
-            log_sums,
-            hidden,
-            weight,
-            bias,
-            token_ids,
-            mask,
-            *call,
-            *needs,
+            return None, None, None, None
+        needs = Needs(*ctx.needs_input_grad[:3])
+        gradients = operators.linear_logprobs_gradient(
+            *flat(LogprobsGradientCall(call, logps, entropies, maxima, log_sums, dlogps, dentropies, needs))
         )
-        dhidden, dweight, dbias = (x if need else None for x, need in zip(gradients, needs, strict=True))
+        given = (call.head.hidden_states, call.head.lm_head_weight, call.head.lm_head_bias)
         return (
-            None if dhidden is None else dhidden.to(hidden.dtype),
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(bias.dtype),
-            *(None,) * 4,
+            *(
+                gradient.to(x.dtype) if need and x is not None else None
+                for gradient, x, need in zip(gradients, given, needs, strict=True)
+            ),
+            None,
         )
 
 
@@ -131,16 +93,15 @@ class GRPOObjective(torch.autograd.Function):
     """(loss, logps, entropies, metrics) from log-probs and entropies, by the analytic coefficients."""
 
     @staticmethod
-    def forward(ctx: Any, per_token_logps: Tensor, entropies: Tensor | None, call: LossCall) -> Any:
-        loss, logps, entropies_out, metrics, dlogps, dentropies = _ops.grpo_objective(
-            per_token_logps, entropies, **call.arguments
-        )
-        ctx.save_for_backward(dlogps, dentropies)
-        ctx.has_bonus = dentropies.shape == logps.shape and entropies is not None
+    def forward(ctx: Any, per_token_logps: Tensor, entropies: Tensor | None, call: ObjectiveCall) -> Any:
+        call = call._replace(per_token_logps=per_token_logps, entropies=entropies)
+        result = operators.ObjectiveResult(*operators.grpo_objective(*flat(call)))
+        ctx.save_for_backward(result.dlogps, result.dentropies)
+        ctx.has_bonus = result.dentropies.shape == result.logps.shape and entropies is not None
         ctx.dtypes = per_token_logps.dtype, None if entropies is None else entropies.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(logps, entropies_out, metrics)
-        return loss, logps, entropies_out, metrics
+        ctx.mark_non_differentiable(result.logps, result.entropies, result.metrics)
+        return result.loss, result.logps, result.entropies, result.metrics
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -157,36 +118,25 @@ class SelectiveLogprobs(torch.autograd.Function):
     """(logps, entropies) from logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        token_ids: Tensor,
-        mask: Tensor | None,
-        temperatures: Tensor | None,
-        temperature: float,
-        with_entropy: bool,
-    ) -> Any:
-        logps, entropies = _ops.selective_logprobs(logits, token_ids, mask, temperatures, temperature, with_entropy)
-        ctx.save_for_backward(logits, token_ids, mask, temperatures)
-        ctx.temperature = temperature
+    def forward(ctx: Any, logits: Tensor, call: LogitsCall) -> Any:
+        call = call._replace(logits=logits)
+        logps, entropies = operators.selective_logprobs(*flat(call))
+        ctx.call, tensors = detach(call)
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.with_entropy = with_entropy
-        if not with_entropy:
+        if not call.with_entropy:
             ctx.mark_non_differentiable(entropies)
         return logps, entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        if not ctx.with_entropy:  # torch.compile hands in zeros for the empty placeholder
+        call: LogitsCall = attach(ctx.call, ctx.saved_tensors)
+        if not call.with_entropy:  # torch.compile hands in zeros for the empty placeholder
             dentropies = None
         if dlogps is None and dentropies is None:
-            return (None,) * 6
-        logits, token_ids, mask, temperatures = ctx.saved_tensors
-        dlogits = _ops.selective_logprobs_backward(
-            dlogps, dentropies, logits, token_ids, mask, temperatures, ctx.temperature
-        )
-        return (dlogits, *(None,) * 5)
+            return None, None
+        return operators.selective_logprobs_gradient(*flat(LogitsGradientCall(call, dlogps, dentropies))), None
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_fused.calls import LossInputs
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout
-
-if TYPE_CHECKING:
-    from grpo_fused.parallel import TokenParallel
+from grpo_fused.parallel import TokenParallel
 
 LOWEST_LOGP = -1e4
 """The objective's floor for log-probs, nats. An impossible token (-inf: its logit is masked) counts as this, so that
 the loss stays finite; since no gradient could raise its logit, it has none."""
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """The per-token and per-sequence tensors of a loss call as the caller gave them, validated."""
-
-    advantages: Tensor
-    completion_mask: Tensor | None = None
-    old_per_token_logps: Tensor | None = None
-    ref_per_token_logps: Tensor | None = None
-    sampling_per_token_logps: Tensor | None = None
-    importance_sampling_ratio: Tensor | None = None
-    num_items_in_batch: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,11 @@ class GRPOLossConfig:
         )
 
     @property
+    def token_alone(self) -> bool:
+        """Whether a token's gradient needs the token alone."""
+        return not (self.needs_batch or self.needs_sequence)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the loss itself (not only its metrics) reads entropies."""
         return self.entropy_coef != 0.0 or self.top_entropy_quantile < 1.0

@@ -116,7 +116,7 @@ def findings() -> list[Finding]:
         Finding(
             "CUDA row kernels",
             _native.cuda_available(),
-            "on a GPU one read of each logit, by ChunkedEngine(cuda_row_work) only: not measured yet",
+            "on a GPU one read of each logit, by impl='cuda' only: not benchmarked on a GPU yet",
         ),
     ]
 

@@ -1,8 +1,8 @@
 """The handshake of ranks that share a call: they say what they are about to do, and all raise unless it is the same.
 
-Ranks that do different things would wait for each other, or add up what does not belong together. What must be alike is
-written down by each operator (`Call`): options and which tensors there are, on all ranks; on ranks with the same tokens
-also what these hold. The first collective of every operator is one digest of a fixed size, so that different operators
+Ranks that do different things would wait for each other, or add up what does not belong together. What must be alike
+follows from the fields of a call: options and which tensors there are, on all ranks; on ranks with the same tokens also
+what these hold. The first collective of every operator is one digest of a fixed size, so that different operators
 meet in it, too. A rank whose own arguments are wrong says so in the digest, and all raise.
 """
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.batch import LossInputs
+from grpo_fused.calls import LogprobsCall, LogprobsGradientCall, LossCall, named
 from grpo_fused.layout import Layout
 from grpo_fused.parallel import (
     Groups,
@@ -34,65 +34,65 @@ _NUMBERS = 3
 """integers that ranks exchange in the digest beside the digest itself"""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a rank is about to do, by the names that an error gives."""
+_OWN = {"hidden_states", "lm_head_weight", "lm_head_bias", "max_scratch_bytes", "groups"}
+"""what may differ between ranks"""
+_COEFFICIENTS = {"dlogps", "dentropies"}
+"""tensors of which only where they are 0 must be the same: that decides which rows a rank works on"""
+_SCORES = {"logps", "entropies", "maxima", "log_sums"}
+"""tensors that an operator made, of what has been compared"""
 
-    operator: str
-    options: Mapping[str, object]
-    """the same on all ranks"""
-    tensors: Mapping[str, Tensor | None]
-    """on all ranks or none; where tokens are the same, with the same values on active positions"""
-    mask: Tensor | None
-    """the active positions"""
-    coefficients: Mapping[str, Tensor | None] = field(default_factory=dict)
-    """like tensors, but only where they are 0 must be the same: that decides which rows a rank works on"""
 
-    def form(self) -> dict[str, int | str]:
-        """What ranks with other tokens must give alike."""
-        there = [name for name, x in {**self.tensors, **self.coefficients}.items() if x is not None]
-        options = {name: str(value) for name, value in self.options.items()}
-        return {"operator": self.operator, **options, "tensors": ", ".join(there)}
+def form_of(call: Any) -> dict[str, int | str]:
+    """What ranks with other tokens must give alike: the operator, its options, and which tensors there are."""
+    found: dict[str, int | str] = {"operator": type(call).__name__.removesuffix("Call")}
+    there = []
+    for name, value in named(call):
+        if name == "hidden_states":
+            found["hidden size"] = value.shape[-1]
+        elif isinstance(value, Tensor):
+            there += [name] if name not in _OWN else []
+        elif value is not None and name not in _OWN:
+            found["loss options" if name == "config" else name] = str(value)
+    return {**found, "tensors": ", ".join(there)}
 
-    def contents(self) -> dict[str, int | str]:
-        """What ranks with the same tokens must give alike besides."""
-        sums = {name: checksum(x, self.mask) for name, x in self.tensors.items()}
-        zeros = {name: checksum(None if x is None else x != 0, self.mask) for name, x in self.coefficients.items()}
-        return {**sums, **zeros}
+
+def contents_of(call: Any, mask: Tensor | None) -> dict[str, int | str]:
+    """What ranks with the same tokens must give alike besides: what the tensors hold on active positions."""
+    tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
+    return {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
 
 
 def join(
     groups: Groups,
-    call: Call,
+    call: LossCall | LogprobsCall | LogprobsGradientCall,
     ids: Tensor,
-    weight: Tensor,
+    mask: Tensor | None,
     check: Callable[[int], None],
-    loss: tuple[LossInputs, Layout] | None = None,
+    layout: Layout | None = None,
 ) -> tuple[VocabParallel | None, TokenParallel | None]:
     """The ranks with other slices of the head and those with other tokens, once all are found to make the same call.
 
     `check` is called with the size of the whole vocabulary, and raises where this rank's tensors hold what they must
-    not. Where it does, or the ranks differ, all ranks of both groups raise.
+    not. Where it does, or the ranks differ, all ranks of both groups raise. `layout` is that of a loss.
     """
-    vocab, tokens, vocab_size = None, None, weight.shape[0]
+    head = call.forward.head if isinstance(call, LogprobsGradientCall) else call.head
+    vocab, tokens, vocab_size = None, None, head.lm_head_weight.shape[0]
     failure: Exception | None = None
     if groups.vocab is None:
         failure = _attempt(check, vocab_size)
     else:
-        what = {**call.form(), "tokens": ids.numel(), **call.contents()}
+        what = {**form_of(call), "tokens": ids.numel(), **contents_of(call, mask)}
         rows, failure = agree(groups.vocab, what, [vocab_size], None, lambda rows: check(sum(row[0] for row in rows)))
         vocab = VocabParallel(groups.vocab, [row[0] for row in rows], ids.reshape(-1))
         vocab_size = vocab.total
-    if groups.tokens is not None:
-        assert loss is not None
-        inputs, layout = loss
+    if groups.tokens is not None and layout is not None and isinstance(call, LossCall):
         what = {
-            **call.form(),
+            **form_of(call),
             "split_sequences": int(groups.split_sequences),
-            "num_items": checksum(inputs.num_items_in_batch, None),
+            "num_items": checksum(call.inputs.num_items_in_batch, None),
             "vocabulary": vocab_size,
         }
-        sizes = [layout.num_tokens, layout.num_sequences, layout.reading(inputs.advantages)]
+        sizes = [layout.num_tokens, layout.num_sequences, layout.reading(call.inputs.advantages)]
         rows, failure = agree(groups.tokens, what, sizes, failure)
         if failure is None:
             tokens = TokenParallel(groups.tokens, rows, groups.split_sequences)

@@ -19,16 +19,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import values_are_checked
-
-if TYPE_CHECKING:
-    from grpo_fused.engines.rows import Statistics
 
 _NEVER = -1e4  # stands for log 0 where it meets a factor of 0
 
@@ -60,11 +58,14 @@ class ParallelGroups:
             return cls(vocab=given)
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or ParallelGroups; got {type(given)}")
 
-    @property
-    def encoded(self) -> str:
+    @staticmethod
+    def encode(given: dist.ProcessGroup | ParallelGroups | None) -> str:
         """The groups by name, as an operator takes them; empty where a call is one process's."""
-        names = [group.group_name if group is not None else "" for group in (self.vocab, self.tokens)]
-        return "|".join([*names, "split" if self.split_sequences else ""]) if any(names) else ""
+        if given is None:
+            return ""
+        groups = ParallelGroups.of(given)
+        names = [group.group_name if group is not None else "" for group in (groups.vocab, groups.tokens)]
+        return "|".join([*names, "split" if groups.split_sequences else ""]) if any(names) else ""
 
 
 class Groups(NamedTuple):
@@ -76,7 +77,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def decode(cls, encoded: str) -> Groups:
-        """The groups that `ParallelGroups.encoded` named."""
+        """The groups that `ParallelGroups.encode` named."""
         if not encoded:
             return cls(None, None, False)
         vocab, tokens, split = encoded.split("|")
@@ -200,8 +201,6 @@ class VocabParallel(_Ranks):
 
     def merged(self, rows: Tensor, local: Statistics) -> Statistics:
         """Statistics over the whole vocabulary of the tokens at `rows`, from every rank's; one collective."""
-        from grpo_fused.engines.rows import Statistics
-
         # a slice without a possible entry has no share; a NaN of its own making must not look like the model's
         empty = (local.max == -math.inf) | (local.log_sum == -math.inf)
         logp = torch.where(self.owned[rows] & ~empty, local.logp, -math.inf)

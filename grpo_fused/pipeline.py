@@ -1,4 +1,4 @@
-"""How a loss call runs on an engine: scores and gradients in as few head products as the objective allows.
+"""How a call runs on an engine: scores and gradients in as few head products as the objective allows.
 
 - A token-level objective knows a token's coefficient from the token alone: score and gradient in one pass.
 - A sequence-level one needs whole sequences: one pass too if chunks can end at sequence boundaries, else all rows are
@@ -11,34 +11,25 @@ call's one device synchronisation; a second one follows where scoring comes firs
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Coefficients, Engine, Gradients, Needs, TokenObjective, Tokens
-from grpo_fused.engines.head import Head
-from grpo_fused.engines.logits import logits_gradient, score_logits
-from grpo_fused.engines.rows import Statistics
+from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work
+from grpo_fused.engines.products import Head
+from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import TokenParallel
 
 
-class Execution(NamedTuple):
-    """How a call shall run; nothing here changes its result."""
-
-    max_scratch_bytes: int | None
-    compact: bool
-    with_metrics: bool
-    ranks: TokenParallel | None = None
-    """where other ranks have other tokens of the batch"""
-
-
-class LossResult(NamedTuple):
+class LossParts(NamedTuple):
     """Everything a loss call makes. Tensors have the statistics dtype unless said otherwise."""
 
     loss: Tensor
@@ -61,222 +52,144 @@ class _Rows(NamedTuple):
 
 def run_loss(
     engine: Engine,
-    head: Head,
     tokens: Tokens,
-    inputs: LossInputs,
     layout: Layout,
     config: GRPOLossConfig,
-    needs: Needs,
-    how: Execution,
-) -> LossResult:
-    """Loss, scores, metrics and gradients of one call."""
-    batch, mine = TokenBatch.of_all_ranks(inputs, layout, config, head.statistics_dtype, how.ranks)
+    call: LossCall,
+    ranks: TokenParallel | None = None,
+) -> LossParts:
+    """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
+    head, how, needs = Head.of(call.head), call.head, call.needs
+    batch, mine = TokenBatch.of_all_ranks(call.inputs, layout, config, head.statistics_dtype, ranks)
     matters = batch.may_have_gradient(config)  # to the loss, too: the others add exactly 0 to it
-    own = batch
+    own = batch  # the positions of this rank among those of all
     if mine is not None:
         own, matters = batch.select(mine), matters[mine]
-    call = _LossCall(engine, head, tokens, batch, mine, config, needs, how)
-    rows = _choose_rows(own, matters, layout, config, needs, how)
-    call.score(rows.scored_only)
-    chunk_rows = _chunk_rows(engine, head, tokens, how)
-    split = how.ranks is not None and how.ranks.split
-    chunks = _one_pass_chunks(rows, config, chunk_rows, split=split)
-    if how.ranks is not None and config.needs_sequence and not how.ranks.all_of(chunks is not None, own.mask.device):
+    rows = _choose_rows(own, matters, layout, config, call)
+    with_entropy = call.with_metrics or config.needs_entropy
+    scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
+    # looking at a chunk's coefficients costs a synchronisation, except on the CPU
+    skip_zeros = how.compact and tokens.ids.device.type == "cpu"
+    work = Work(head, tokens, rows.gradient, with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
+
+    _score(engine, replace(work, rows=rows.scored_only), scores)
+    chunk_rows = _chunk_rows(engine, work)
+    chunks = _one_pass_chunks(rows, config, chunk_rows, split=ranks is not None and ranks.split)
+    if ranks is not None and config.needs_sequence and not ranks.all_of(chunks is not None, own.mask.device):
         chunks = None  # where the sequences of one rank do not fit a chunk, all score first
-    if not needs.any():
-        call.score(rows.gradient)
-        gradients = Gradients(None, None, None, 0)
-    elif chunks is not None:
-        gradients = call.one_pass(rows.gradient, chunks)
+    gradients = Gradients(None, None, None, 0)
+    if needs.any() and chunks is not None:
+        objective = TokenObjective(own.select(rows.gradient), config)
+        found, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective))
+        _place(found, rows.gradient, tokens.mask, scores)
     else:
-        call.score(rows.gradient)
-        gradients = call.gradient_of_scored(rows.gradient, chunk_rows)
+        _score(engine, work, scores)
 
-    logp, entropy = call.of_all_ranks()
+    logp, entropy = _of_all_ranks(scores, ranks)
     result = evaluate(logp, entropy, batch, config)
-    worked = gradients.tokens if how.ranks is None else how.ranks.sum(gradients.tokens, logp.device)
-    metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
-    metrics |= compute_metrics(result, entropy, batch, config, complete=how.with_metrics)
-    return LossResult(result.loss, call.scores.logp, call.scores.entropy, metrics, gradients)
-
-
-class _LossCall:
-    """The state of a call: scores of all N positions as they become known."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        head: Head,
-        tokens: Tokens,
-        batch: TokenBatch,
-        mine: Tensor | None,
-        config: GRPOLossConfig,
-        needs: Needs,
-        how: Execution,
-    ) -> None:
-        self.engine, self.head, self.tokens = engine, head, tokens
-        self.own = batch if mine is None else batch.select(mine)  # the positions of this rank among those of all
-        self.mine = mine
-        self.batch, self.config, self.needs, self.how = batch, config, needs, how
-        self.with_entropy = how.with_metrics or config.needs_entropy
-        self.scores = _no_scores(tokens, head.statistics_dtype, self.with_entropy)
-        # looking at a chunk's coefficients costs a synchronisation, except on the CPU
-        self.skip_zeros = how.compact and tokens.ids.device.type == "cpu"
-
-    def score(self, rows: Tensor) -> None:
-        """Score `rows`: one product."""
-        if rows.shape[0]:
-            scratch = self.how.max_scratch_bytes
-            scores = self.engine.score(
-                self.head, self.tokens, rows, with_entropy=self.with_entropy, max_scratch_bytes=scratch
-            )
-            self._place(rows, self.tokens.merged(rows, scores))
-
-    def of_all_ranks(self) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies of the whole batch."""
-        logp, entropy = self.scores.logp, self.scores.entropy
-        if self.how.ranks is None:
-            return logp, entropy
-        together = self.how.ranks.gather(logp.unsqueeze(1) if entropy is None else torch.stack([logp, entropy], dim=1))
-        return together[:, 0], None if entropy is None else together[:, 1]
-
-    def one_pass(self, rows: Tensor, chunks: list[slice]) -> Gradients:
-        """Scores and gradients of `rows` together: three products."""
-        coefficients = TokenObjective(self.own.select(rows), self.config)
-        scores, gradients = self._fused(rows, chunks, coefficients, None, self.with_entropy)
-        self._place(rows, scores)
-        return gradients
-
-    def gradient_of_scored(self, rows: Tensor, chunk_rows: int) -> Gradients:
-        """Gradients once all is scored: three more products, for the rows that turned out to have one."""
-        logp, entropy = self.of_all_ranks()
-        result = evaluate(logp, entropy, self.batch, self.config)
+    if needs.any() and chunks is None:
         dlogp, dentropy = result.dlogp, result.dentropy
-        if self.mine is not None:
-            dlogp, dentropy = dlogp[self.mine], None if dentropy is None else dentropy[self.mine]
-        if self.how.compact:
-            rows = rows[(_has_coefficient(dlogp, dentropy)[rows]).nonzero().squeeze(1)]
+        if mine is not None:
+            dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
+        gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, how.compact))[1]
 
-        def coefficients(part: slice, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            where = rows[part]
-            return dlogp[where], None if dentropy is None else dentropy[where]
-
-        chunks = even_chunks(rows.shape[0], chunk_rows)
-        return self._fused(rows, chunks, coefficients, self.scores.select(rows), dentropy is not None)[1]
-
-    def _fused(
-        self,
-        rows: Tensor,
-        chunks: list[slice],
-        coefficients: Coefficients,
-        known: Statistics | None,
-        with_entropy: bool,
-    ) -> tuple[Statistics, Gradients]:
-        return self.engine.fused(
-            self.head,
-            self.tokens,
-            rows,
-            chunks,
-            coefficients,
-            self.needs,
-            known=known,
-            with_entropy=with_entropy,
-            skip_zeros=self.skip_zeros,
-            max_scratch_bytes=self.how.max_scratch_bytes,
-        )
-
-    def _place(self, rows: Tensor, scores: Statistics) -> None:
-        _place(scores, rows, self.tokens.mask, self.scores)
+    worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
+    metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
+    metrics |= compute_metrics(result, entropy, batch, config, complete=call.with_metrics)
+    return LossParts(result.loss, scores.logp, scores.entropy, metrics, gradients)
 
 
-def run_logprobs(engine: Engine, head: Head, tokens: Tokens, *, with_entropy: bool, how: Execution) -> Statistics:
+def run_logprobs(engine: Engine, tokens: Tokens, call: HeadCall, *, with_entropy: bool) -> Statistics:
     """Scores of all N positions, 0 where masked."""
-    out = _no_scores(tokens, head.statistics_dtype, with_entropy)
-    if how.compact:
-        rows = tokens.mask.nonzero().squeeze(1)
-    else:
-        rows = torch.arange(out.logp.shape[0], device=out.logp.device)
-    if rows.shape[0]:
-        scratch = how.max_scratch_bytes
-        scores = engine.score(head, tokens, rows, with_entropy=with_entropy, max_scratch_bytes=scratch)
-        _place(tokens.merged(rows, scores), rows, tokens.mask, out)
-    return out
+    head = Head.of(call)
+    scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
+    rows = tokens.mask.nonzero().squeeze(1) if call.compact else _everything(tokens)
+    _score(engine, Work(head, tokens, rows, with_entropy, call.max_scratch_bytes), scores)
+    return scores
 
 
 def run_logprobs_gradient(
     engine: Engine,
-    head: Head,
     tokens: Tokens,
+    call: HeadCall,
     scores: Statistics | None,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
+    dlogps: Tensor | None,
+    dentropies: Tensor | None,
     needs: Needs,
-    how: Execution,
 ) -> Gradients:
-    """Gradients of all N positions from the coefficients ([N]) on their log-probs and entropies: three products.
+    """Gradients of all N positions from the coefficients on their log-probs and entropies: three products.
 
     `scores` ([N]) are what `run_logprobs` returned, if at hand.
     """
-    dlogp, dentropy = _clean_coefficients(tokens, dlogp, dentropy, head.statistics_dtype)
-    if how.compact:
-        rows = _has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
-    else:
-        rows = torch.arange(dlogp.shape[0], device=dlogp.device)
-
-    def coefficients(part: slice, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return dlogp[rows[part]], None if dentropy is None else dentropy[rows[part]]
-
-    return engine.fused(
-        head,
-        tokens,
-        rows,
-        even_chunks(rows.shape[0], _chunk_rows(engine, head, tokens, how)),
-        coefficients,
-        needs,
-        known=None if scores is None else scores.select(rows),
-        with_entropy=dentropy is not None,
-        skip_zeros=False,
-        max_scratch_bytes=how.max_scratch_bytes,
-    )[1]
+    head = Head.of(call)
+    dlogp, dentropy = clean_coefficients(tokens.mask, dlogps, dentropies, head.statistics_dtype)
+    work = Work(head, tokens, _everything(tokens), dentropy is not None, call.max_scratch_bytes, needs=needs)
+    return engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, call.compact))[1]
 
 
-def run_scores_of_logits(tokens: Tokens, *, with_entropy: bool) -> Statistics:
-    """Scores of all N positions from logits, 0 where masked."""
-    out = _no_scores(tokens, torch.promote_types(tokens.hidden_states.dtype, torch.float32), with_entropy)
-    rows = tokens.mask.nonzero().squeeze(1)
-    if rows.shape[0]:
-        _place(score_logits(tokens, rows, with_entropy=with_entropy), rows, tokens.mask, out)
-    return out
-
-
-def run_logits_gradient(tokens: Tokens, dlogp: Tensor | None, dentropy: Tensor | None) -> Tensor:
-    """dlogits [N, V] from the coefficients ([N]) on scores."""
-    dtype = torch.promote_types(tokens.hidden_states.dtype, torch.float32)
-    dlogp, dentropy = _clean_coefficients(tokens, dlogp, dentropy, dtype)
-    rows = _has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
-    return logits_gradient(tokens, rows, dlogp[rows], None if dentropy is None else dentropy[rows])
-
-
-def _clean_coefficients(
-    tokens: Tokens, dlogp: Tensor | None, dentropy: Tensor | None, dtype: torch.dtype
+def clean_coefficients(
+    mask: Tensor, dlogps: Tensor | None, dentropies: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Coefficients [N] in `dtype`, 0 where masked whatever came."""
-    zero = torch.zeros(tokens.ids.shape[0], dtype=dtype, device=tokens.ids.device)
-    dlogp = zero if dlogp is None else torch.where(tokens.mask, dlogp.to(dtype), zero)
-    return dlogp, None if dentropy is None else torch.where(tokens.mask, dentropy.to(dtype), zero)
+    zero = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    dlogp = zero if dlogps is None else torch.where(mask, dlogps.reshape(-1).to(dtype), zero)
+    return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
 
 
-def _chunk_rows(engine: Engine, head: Head, tokens: Tokens, how: Execution) -> int:
-    rows = engine.chunk_rows(head, how.max_scratch_bytes)
-    return rows if tokens.vocab is None else tokens.vocab.smallest(rows)
+def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """[N] bool"""
+    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
 
 
-def even_chunks(count: int, chunk_rows: int) -> list[slice]:
+def _score(engine: Engine, work: Work, scores: Statistics) -> None:
+    """Score the rows of `work`, one product, into `scores` of all N positions."""
+    if work.rows.shape[0]:
+        found = work.tokens.merged(work.rows, engine.score(work))
+        _place(found, work.rows, work.tokens.mask, scores)
+
+
+def _known_gradient(
+    engine: Engine, work: Work, scores: Statistics | None, dlogp: Tensor, dentropy: Tensor | None, compact: bool
+) -> Work:
+    """The work of a gradient whose coefficients ([N]) are known: three products, for the rows that have one."""
+    rows = work.rows
+    if compact:
+        rows = rows[has_coefficient(dlogp, dentropy)[rows].nonzero().squeeze(1)]
+
+    def coefficients(part: slice, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        where = rows[part]
+        return dlogp[where], None if dentropy is None else dentropy[where]
+
+    return replace(
+        work,
+        rows=rows,
+        with_entropy=dentropy is not None,
+        chunks=even_chunks(rows.shape[0], _chunk_rows(engine, work)),
+        coefficients=coefficients,
+        known=None if scores is None else scores.select(rows),
+    )
+
+
+def _of_all_ranks(scores: Statistics, ranks: TokenParallel | None) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of the whole batch."""
+    logp, entropy = scores.logp, scores.entropy
+    if ranks is None:
+        return logp, entropy
+    together = ranks.gather(logp.unsqueeze(1) if entropy is None else torch.stack([logp, entropy], dim=1))
+    return together[:, 0], None if entropy is None else together[:, 1]
+
+
+def _chunk_rows(engine: Engine, work: Work) -> int:
+    rows = engine.chunk_rows(work.head, work.max_scratch_bytes)
+    return rows if work.tokens.vocab is None else work.tokens.vocab.smallest(rows)
+
+
+def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
     """`count` rows in chunks of `chunk_rows`."""
-    return [slice(start, min(start + chunk_rows, count)) for start in range(0, count, chunk_rows)]
+    return tuple(slice(start, min(start + chunk_rows, count)) for start in range(0, count, chunk_rows))
 
 
-def sequence_chunks(lengths: list[int], chunk_rows: int) -> list[slice] | None:
+def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | None:
     """Chunks of whole sequences, as many in each as fit `chunk_rows`; None where a sequence does not fit."""
     if max(lengths, default=0) > chunk_rows:
         return None
@@ -286,10 +199,10 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> list[slice] | None:
             chunks.append(slice(start, stop))
             start = stop
         stop += length
-    return [*chunks, slice(start, stop)] if stop > start else chunks
+    return (*chunks, slice(start, stop)) if stop > start else tuple(chunks)
 
 
-def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, split: bool) -> list[slice] | None:
+def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, split: bool) -> tuple[slice, ...] | None:
     """Chunks within which every coefficient can be known, or None where scoring must come first."""
     if config.needs_batch or (split and config.needs_sequence):
         return None
@@ -298,18 +211,15 @@ def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, sp
     return None if rows.sequence_lengths is None else sequence_chunks(rows.sequence_lengths, chunk_rows)
 
 
-def _choose_rows(
-    batch: TokenBatch, matters: Tensor, layout: Layout, config: GRPOLossConfig, needs: Needs, how: Execution
-) -> _Rows:
-    device = batch.mask.device
-    if not how.compact:
-        everything = torch.arange(layout.num_tokens, device=device)
+def _choose_rows(batch: TokenBatch, matters: Tensor, layout: Layout, config: GRPOLossConfig, call: LossCall) -> _Rows:
+    if not call.head.compact:
+        everything = torch.arange(layout.num_tokens, device=batch.mask.device)
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)
 
     # the entropy quantile is taken over all active tokens, so all of them are scored
-    scored = batch.mask if how.with_metrics or config.needs_batch else matters
-    gradient = matters if needs.any() else torch.zeros_like(matters)
+    scored = batch.mask if call.with_metrics or config.needs_batch else matters
+    gradient = matters if call.needs.any() else torch.zeros_like(matters)
     scored_only = scored & ~gradient
     order = torch.where(gradient, 0, torch.where(scored_only, 1, 2)).sort(stable=True).indices
     counts = torch.stack([gradient.sum(), scored_only.sum()])
@@ -317,6 +227,10 @@ def _choose_rows(
         counts = torch.cat([counts, batch.sequence_sum(gradient.to(torch.float32)).to(torch.int64)])
     first, second, *lengths_of = counts.tolist()  # the synchronisation of the call
     return _Rows(order[:first], order[first : first + second], lengths_of if config.needs_sequence else None)
+
+
+def _everything(tokens: Tokens) -> Tensor:
+    return torch.arange(tokens.ids.shape[0], device=tokens.ids.device)
 
 
 def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statistics:
@@ -332,7 +246,3 @@ def _place(scores: Statistics, rows: Tensor, mask: Tensor, out: Statistics) -> N
     for to, value in zip(out, scores, strict=True):
         if to is not None and value is not None:
             to.index_copy_(0, rows, torch.where(active, value, 0.0))
-
-
-def _has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)

@@ -17,7 +17,7 @@ import torch
 
 from grpo_fused import engines
 from grpo_fused.engines.base import Cost
-from grpo_fused.engines.head import Head
+from grpo_fused.engines.products import Head
 
 ENGINES = ("native", "chunked", "triton")
 

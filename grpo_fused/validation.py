@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import LossInputs
+from grpo_fused.calls import LossInputs, named
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout, values_are_checked
 
@@ -223,9 +224,14 @@ def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor |
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
-def check_devices(**tensors: Tensor | None) -> None:
-    """All tensors of a call live on one device."""
-    devices = {name: x.device for name, x in tensors.items() if isinstance(x, Tensor)}
+def check_devices(call: Any) -> None:
+    """All tensors of a call (`calls.py`) live on one device."""
+    check_one_device(**dict(named(call)))
+
+
+def check_one_device(**values: object) -> None:
+    """Those that are tensors live on one device."""
+    devices = {name: x.device for name, x in values.items() if isinstance(x, Tensor)}
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"all tensors must be on one device; got {listed}")
@@ -293,7 +299,7 @@ def check_rollout_logps(
     _check_packing(old_per_token_logps, cu_seqlens, old)
     _check_shape(sampling_per_token_logps, sampling, [tuple(old_per_token_logps.shape)])
     check_mask(mask, old_per_token_logps, "mask")
-    check_devices(**{old: old_per_token_logps, sampling: sampling_per_token_logps}, mask=mask, cu_seqlens=cu_seqlens)
+    check_one_device(**{old: old_per_token_logps, sampling: sampling_per_token_logps}, mask=mask, cu_seqlens=cu_seqlens)
 
 
 def check_ratio_bounds(clip_min: float | None, clip_max: float | None, *, required: bool) -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1
-from .rows import finish_statistics, merge_statistics, shares, to_z
+from .rows import dlogits, finish_statistics, merge_statistics, shares, to_z
 
 SCORE = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
@@ -93,12 +93,15 @@ def epilogue(
         log_p = shifted - tl.load(log_sum_ptr + rows, mask=live, other=0.0)[:, None]
         log_p = tl.maximum(log_p, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp(log_p)
-        dz = tl.where(cols == targets[:, None], at_target[:, None], -dlogp[:, None] * p)
+        entropy = dlogp
+        dentropy = dlogp
         if HAS_DENTROPY:
             entropy = tl.load(entropy_ptr + rows, mask=live, other=0.0)
             dentropy = tl.load(dentropy_ptr + rows, mask=live, other=0.0)
-            dz -= dentropy[:, None] * p * (log_p + entropy[:, None])
-        store_block(out, dz * slope, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
+        is_target = cols == targets[:, None]
+        dz = dlogits(log_p, p, is_target, at_target[:, None], dlogp[:, None], dentropy[:, None], entropy[:, None],
+                     slope, HAS_DENTROPY)  # fmt: skip
+        store_block(out, dz, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
         return m, rest, moment
     else:
         if not EVEN_V:
@@ -157,7 +160,6 @@ def head_fwd_kernel(
     EVEN_K: tl.constexpr,
     E_SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -180,67 +182,21 @@ def head_fwd_kernel(
         m = tl.full([BLOCK_N], -float("inf"), tl.float32)
         rest = tl.zeros([BLOCK_N], tl.float32)
         moment = tl.zeros([BLOCK_N], tl.float32)
-        if SPECIALIZED:
-            for tile in tl.range(first_tile, first_tile + tiles):
-                acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-                for k in tl.range(0, k_steps, warp_specialize=True):
-                    acc = multiply(
-                        acc,
-                        x,
-                        w,
-                        row,
-                        tile,
-                        k,
-                        N,
-                        V,
-                        H,
-                        stride_xn,
-                        stride_wv,
-                        BLOCK_N,
-                        BLOCK_V,
-                        BLOCK_K,
-                        TMA,
-                        EVEN_K,
-                        UPCAST,
-                    )
+        acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        for step in tl.range(0, tiles * k_steps):
+            tile = first_tile + step // k_steps
+            k = step % k_steps
+            acc = multiply(
+                acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, BLOCK_N, BLOCK_V, BLOCK_K, TMA, EVEN_K, UPCAST
+            )
+            if k == k_steps - 1:
                 m, rest, moment = epilogue(
                     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                     num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
                     WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
                 )  # fmt: skip
-        else:
-            acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-            for step in tl.range(0, tiles * k_steps):
-                tile = first_tile + step // k_steps
-                k = step % k_steps
-                acc = multiply(
-                    acc,
-                    x,
-                    w,
-                    row,
-                    tile,
-                    k,
-                    N,
-                    V,
-                    H,
-                    stride_xn,
-                    stride_wv,
-                    BLOCK_N,
-                    BLOCK_V,
-                    BLOCK_K,
-                    TMA,
-                    EVEN_K,
-                    UPCAST,
-                )
-                if k == k_steps - 1:
-                    m, rest, moment = epilogue(
-                        acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
-                        log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
-                        num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                        WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
-                    )  # fmt: skip
-                    acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+                acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         if MODE != DLOGITS:
             rows = row + tl.arange(0, BLOCK_N)
             part = split * N + rows  # below 2^31: at most 128 splits
@@ -372,6 +328,8 @@ def exponentials_bwd_kernel(
     dlogp = tl.load(dlogp_ptr + row)
     logp = tl.load(logp_ptr + row)
     at_target = -dlogp * expm1(logp)
+    entropy = 0.0
+    dentropy = 0.0
     if HAS_DENTROPY:
         entropy = tl.load(entropy_ptr + row)
         dentropy = tl.load(dentropy_ptr + row)
@@ -384,10 +342,10 @@ def exponentials_bwd_kernel(
         pointers = e_ptr + row * stride_e + cols
         e = tl.load(pointers, mask=cols < padded, other=0.0).to(tl.float32)
         p = e * tl.exp(log_scale)
-        dz = tl.where(cols == target, at_target, -dlogp * p)
+        log_p = p
         if HAS_DENTROPY:
             log_p = tl.where(cols == target, logp, tl.log(e) + log_scale)
             log_p = tl.maximum(log_p, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
             p = tl.where(cols == target, tl.exp(log_p), p)
-            dz -= dentropy * p * (log_p + entropy)
-        tl.store(pointers, (dz * slope).to(e_ptr.dtype.element_ty), mask=cols < padded)
+        dz = dlogits(log_p, p, cols == target, at_target, dlogp, dentropy, entropy, slope, HAS_DENTROPY)
+        tl.store(pointers, dz.to(e_ptr.dtype.element_ty), mask=cols < padded)

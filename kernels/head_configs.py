@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .configs import architecture
-from .launch import RowTransform
+from .row_types import Transform
 
 MAX_SPLITS = 128
 """Work items of a token panel: one panel alone fills 128 of an H200's 132 multiprocessors. The partial statistics of a
@@ -35,8 +35,6 @@ class HeadConfig(NamedTuple):
     store_stages: int
     """stages where the epilogue stores a tile, which takes shared memory too"""
     tma: bool = False
-    specialized: bool = False
-    """whether the k loop is split between loading and multiplying warps"""
     persistent: bool = False
     """whether a program takes one work item after another"""
     max_splits: int = MAX_SPLITS
@@ -130,7 +128,6 @@ CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
         HeadConfig(256, 128, 64, 8, 4, 3, tma=True),
         HeadConfig(256, 128, 64, 8, 4, 3, tma=True, persistent=True),
         HeadConfig(128, 128, 64, 8, 3, 3, tma=True),  # 96 KiB and 128 registers: two programs a multiprocessor
-        HeadConfig(64, 128, 64, 4, 3, 3, tma=True, specialized=True),  # 128 rows crash triton 3.7.1
     ),
     "sm_100": (HeadConfig(128, 128, 64, 8, 4, 4, tma=True, persistent=True),),
 }
@@ -138,7 +135,7 @@ CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
 
 
 def head_config(
-    weight: Tensor, transform: RowTransform, *, gradient: bool = False, aligned: bool | None = None
+    weight: Tensor, transform: Transform, *, gradient: bool = False, aligned: bool | None = None
 ) -> HeadConfig:
     """The configuration for a head [V, H]: scores, or dlogits (`gradient`); `aligned` as `is_aligned` unless given."""
     arch = architecture(weight.device)

@@ -10,7 +10,8 @@ from torch import Tensor
 from .configs import padded
 from .head import DLOGITS, EXPONENTIALS, SCORE, exponentials_bwd_kernel, finish_scores_fwd_kernel, head_fwd_kernel
 from .head_configs import HeadConfig, finish_config, head_config, pass_config
-from .launch import RowStatistics, RowTransform, check_bias, device_of, empty_statistics
+from .launch import contiguous_bias, device_of, flags_of
+from .row_types import Coefficients, Statistics, Transform
 
 GROUP_BYTES = 16 * 2**20
 """Hidden states of the panels that run together: a share of the L2 (50 MB on an H100, 40 on an A100) that leaves room
@@ -33,7 +34,7 @@ class Exponentials(NamedTuple):
         num_rows: int,
         weight: Tensor,
         dtype: torch.dtype,
-        transform: RowTransform,
+        transform: Transform,
         *,
         config: HeadConfig | None = None,
     ) -> Exponentials:
@@ -55,7 +56,7 @@ def num_tiles(config: HeadConfig, weight: Tensor) -> int:
     return -(-weight.shape[0] // config.block_v)
 
 
-def row_bytes(weight: Tensor, transform: RowTransform) -> tuple[int, int]:
+def row_bytes(weight: Tensor, transform: Transform) -> tuple[int, int]:
     """Bytes for each row of (partial statistics, offsets), beside its E; from shape and dtype alone."""
     config = head_config(weight, transform, aligned=True)
     return 12 * config.splits(*weight.shape)[0], 4 * num_tiles(config, weight)
@@ -65,12 +66,12 @@ def head_scores(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    transform: RowTransform,
+    transform: Transform,
     *,
     with_entropy: bool,
     exponentials: Exponentials | None = None,
     config: HeadConfig | None = None,
-) -> RowStatistics:
+) -> Statistics:
     """Statistics of N rows, and their exponentials if there is room for them.
 
     Args:
@@ -82,7 +83,7 @@ def head_scores(
         exponentials: where E goes, N rows.
         config: other than the table's, for tuning.
     """
-    stats = empty_statistics(hidden, with_entropy)
+    stats = Statistics.empty(hidden.shape[0], hidden.device, with_entropy)
     if hidden.shape[0] == 0:
         return stats
     config = config or head_config(weight, transform)
@@ -100,12 +101,10 @@ def head_scores(
             WITH_ENTROPY=with_entropy,
         )  # fmt: skip
         finish = finish_config(hidden.device, hidden.dtype)
-        number, temperatures = _temperature(transform)
+        each, *numbers = transform.numbers
         finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
-            hidden, weight, transform.bias, targets, temperatures, part_max, part_rest, part_moment, stats.max,
-            stats.log_sum, stats.logp, stats.entropy, hidden.stride(0), weight.stride(0), hidden.shape[0],
-            *weight.shape, splits, number, *_numbers(transform), HAS_BIAS=transform.bias is not None,
-            HAS_SOFTCAP=transform.softcap is not None, HAS_TEMPERATURES=temperatures is not None,
+            hidden, weight, contiguous_bias(transform), targets, each, part_max, part_rest, part_moment, *stats,
+            hidden.stride(0), weight.stride(0), hidden.shape[0], *weight.shape, splits, *numbers, **flags_of(transform),
             WITH_ENTROPY=with_entropy, EVEN_K=weight.shape[1] % config.block_k == 0, UPCAST=_interprets(hidden),
             BLOCK_N=finish.block_n, BLOCK_K=config.block_k, num_warps=finish.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -116,10 +115,8 @@ def head_dlogits(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    statistics: RowStatistics,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    transform: RowTransform,
+    coefficients: Coefficients,
+    transform: Transform,
     out: Tensor,
     *,
     config: HeadConfig | None = None,
@@ -130,19 +127,15 @@ def head_dlogits(
     config = config or head_config(weight, transform, gradient=True)
     with device_of(hidden):
         _launch(
-            config, hidden, weight, out, transform, MODE=DLOGITS.value, targets_ptr=targets, max_ptr=statistics.max,
-            log_sum_ptr=statistics.log_sum, logp_ptr=statistics.logp, entropy_ptr=statistics.entropy,
-            dlogp_ptr=dlogp, dentropy_ptr=dentropy, HAS_DENTROPY=dentropy is not None,
+            config, hidden, weight, out, transform, MODE=DLOGITS.value, targets_ptr=targets,
+            **{f"{name}_ptr": x for name, x in coefficients.statistics._asdict().items()},
+            dlogp_ptr=coefficients.dlogp, dentropy_ptr=coefficients.dentropy,
+            HAS_DENTROPY=coefficients.dentropy is not None,
         )  # fmt: skip
 
 
 def exponentials_to_dlogits(
-    exponentials: Exponentials,
-    targets: Tensor,
-    statistics: RowStatistics,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    transform: RowTransform,
+    exponentials: Exponentials, targets: Tensor, coefficients: Coefficients, transform: Transform
 ) -> None:
     """Turn E into dL/d(product) where it stands, from the coefficients ([N]) on log-probs and entropies.
 
@@ -154,15 +147,14 @@ def exponentials_to_dlogits(
     values, offsets, block_v = exponentials
     if values.shape[0] == 0:
         return
-    number, temperatures = _temperature(transform)
+    each, number, scale, _ = transform.numbers
     config = pass_config(values.device, block_v)
     with device_of(values):
         exponentials_bwd_kernel[(values.shape[0],)](
-            values, offsets, targets, temperatures, statistics.max, statistics.log_sum, statistics.logp,
-            statistics.entropy, dlogp, dentropy, values.stride(0), padded(values.shape[1]), offsets.shape[1], number,
-            float(transform.logit_scale), HAS_TEMPERATURES=temperatures is not None,
-            HAS_DENTROPY=dentropy is not None, E_SCALE=_scale_of(values), TILES=config.tiles, BLOCK_V=block_v,
-            num_warps=config.num_warps,
+            values, offsets, targets, each, *coefficients.statistics, coefficients.dlogp, coefficients.dentropy,
+            values.stride(0), padded(values.shape[1]), offsets.shape[1], number, scale,
+            HAS_TEMPERATURES=each is not None, HAS_DENTROPY=coefficients.dentropy is not None,
+            E_SCALE=_scale_of(values), TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -173,7 +165,7 @@ _POINTERS = (
 
 
 def _launch(
-    config: HeadConfig, hidden: Tensor, weight: Tensor, out: Tensor | None, transform: RowTransform, **mode: Any
+    config: HeadConfig, hidden: Tensor, weight: Tensor, out: Tensor | None, transform: Transform, **mode: Any
 ) -> None:
     num_rows, (vocab_size, width) = hidden.shape[0], weight.shape
     if hidden.dtype != weight.dtype or hidden.stride() != (width, 1) or (width > 1 and weight.stride(1) != 1):
@@ -181,10 +173,9 @@ def _launch(
             "the head kernel takes contiguous hidden states and weight rows of one dtype; "
             f"got {hidden.dtype} {hidden.stride()} and {weight.dtype} {weight.stride()}"
         )
-    check_bias(transform)
     panels = -(-num_rows // config.block_n)
     splits, tiles_per_split = config.splits(vocab_size, width)
-    number, temperatures = _temperature(transform)
+    each, number, scale, softcap = transform.numbers
     # the descriptor of `out` covers its padding: rows of any V start aligned, and nobody reads the padding
     wide = None if out is None else out.as_strided((num_rows, padded(vocab_size)), out.stride())
     x, w, target = hidden, weight, wide
@@ -198,8 +189,8 @@ def _launch(
         x=x,
         w=w,
         out=target,
-        bias_ptr=transform.bias,
-        temperature_ptr=temperatures,
+        bias_ptr=contiguous_bias(transform),
+        temperature_ptr=each,
         **{name: mode.pop(name, None) for name in _POINTERS},
         stride_xn=width,
         stride_wv=weight.stride(0),
@@ -213,18 +204,15 @@ def _launch(
         tiles_per_split=tiles_per_split,
         num_tiles=num_tiles(config, weight),
         temperature=number,
-        logit_scale=float(transform.logit_scale),
-        softcap=_numbers(transform)[1],
-        HAS_BIAS=transform.bias is not None,
-        HAS_SOFTCAP=transform.softcap is not None,
-        HAS_TEMPERATURES=temperatures is not None,
+        logit_scale=scale,
+        softcap=softcap,
+        **flags_of(transform),
         **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, **mode},
         TMA=config.tma,
         EVEN_V=vocab_size % config.block_v == 0,
         EVEN_K=width % config.block_k == 0,
         E_SCALE=1.0 if out is None else _scale_of(out),
         UPCAST=_interprets(hidden),
-        SPECIALIZED=config.specialized,
         BLOCK_N=config.block_n,
         BLOCK_V=config.block_v,
         BLOCK_K=config.block_k,
@@ -237,16 +225,6 @@ def _launch(
 
 def _scale_of(values: Tensor) -> float:
     return 2.0**15 if values.dtype == torch.float16 else 1.0
-
-
-def _temperature(transform: RowTransform) -> tuple[float, Tensor | None]:
-    if isinstance(transform.temperature, Tensor):
-        return 1.0, transform.temperature
-    return float(transform.temperature), None
-
-
-def _numbers(transform: RowTransform) -> tuple[float, float]:
-    return float(transform.logit_scale), 1.0 if transform.softcap is None else float(transform.softcap)
 
 
 def _interprets(x: Tensor) -> bool:

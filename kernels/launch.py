@@ -10,133 +10,124 @@ import torch
 from torch import Tensor
 
 from .configs import RowConfig, padded, row_config
-from .objective import KL_ESTIMATORS, POLICIES
+from .row_types import (
+    KL_ESTIMATORS,
+    POLICIES,
+    Coefficients,
+    ObjectiveNumbers,
+    RowLoss,
+    Rows,
+    Statistics,
+    TokenInputs,
+    Transform,
+)
 from .rows import row_gradient_bwd_kernel, row_loss_fwd_bwd_kernel, row_statistics_fwd_kernel
 
 
-class RowTransform(NamedTuple):
-    """How raw products become z: softcap(logit_scale * (raw + bias)) / temperature."""
+class TritonRows:
+    """Row work as Triton kernels, in one or two passes; logits stay raw until the gradient is written.
 
-    bias: Tensor | None
-    """[V]"""
-    logit_scale: float
-    softcap: float | None
-    temperature: Tensor | float
-    """a number, or [R] fp32"""
+    It is the Triton implementation of `grpo_fused.engines.rows.RowWork`.
+    """
 
+    picks_rows = False
+    only_reads = True
+    policies = frozenset(POLICIES)
 
-class RowStatistics(NamedTuple):
-    """[R] fp32 each."""
+    def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
+        """Statistics of [R, V] logits (fp32, bf16 or fp16; rows as `padded_width` says)."""
+        stats = Statistics.empty(rows.raw.shape[0], rows.raw.device, with_entropy)
+        if rows.raw.shape[0]:
+            common = _Common.of(rows)
+            with device_of(rows.raw):
+                row_statistics_fwd_kernel[common.grid](
+                    rows.raw, common.bias, rows.targets, common.temperatures, *stats, rows.raw.stride(0),
+                    *common.numbers, **common.flags, WITH_ENTROPY=with_entropy, **common.launch,
+                )  # fmt: skip
+        return stats
 
-    max: Tensor
-    log_sum: Tensor
-    logp: Tensor
-    entropy: Tensor | None
-
-
-class TokenInputs(NamedTuple):
-    """What the objective reads of each row, [R] fp32 each, None where there is none."""
-
-    advantages: Tensor
-    weight: Tensor
-    """what a token's loss is multiplied by; 0 where masked"""
-    old: Tensor | None
-    ref: Tensor | None
-    is_ratio: Tensor | None
-    entropy_weight: Tensor | None
-    """0-d: weight of every active token's entropy in the bonus"""
-
-
-class ObjectiveNumbers(NamedTuple):
-    """The options of a token-level objective; an option that is off is inf (delta, dual_clip) or unread."""
-
-    loss_type: str
-    kl_estimator: str
-    bias_correction: bool
-    epsilon: float
-    epsilon_high: float
-    delta: float
-    dual_clip: float
-    tau_pos: float
-    tau_neg: float
-    beta: float
-
-
-def row_statistics(logits: Tensor, targets: Tensor, transform: RowTransform, *, with_entropy: bool) -> RowStatistics:
-    """Statistics of [R, V] logits (fp32, bf16 or fp16; unit column stride, rows as `padded_width` says)."""
-    stats = empty_statistics(logits, with_entropy)
-    if logits.shape[0]:
-        common, config = _common(logits, transform)
-        with device_of(logits):
-            row_statistics_fwd_kernel[(logits.shape[0],)](
-                logits, common["bias_ptr"], targets, common["temperature_ptr"], stats.max, stats.log_sum, stats.logp,
-                stats.entropy, logits.stride(0), *common["sizes"], *common["numbers"], *common["flags"],
-                WITH_ENTROPY=with_entropy, BLOCK=config.block, num_warps=config.num_warps,
+    def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
+        """Write dL/dlogits to `out` [R, V]; it may share the memory of the logits. All rows are taken."""
+        if picked is not None:
+            raise ValueError("Triton row work takes all rows of a chunk; choose rows before they are scored")
+        if rows.raw.shape[0] == 0:
+            return
+        common = _Common.of(rows, out)
+        with device_of(rows.raw):
+            row_gradient_bwd_kernel[common.grid](
+                rows.raw, out, common.bias, rows.targets, common.temperatures, *coefficients.statistics,
+                coefficients.dlogp, coefficients.dentropy, rows.raw.stride(0), out.stride(0), *common.numbers,
+                **common.flags, HAS_DENTROPY=coefficients.dentropy is not None, **common.launch,
             )  # fmt: skip
-    return stats
+
+    def loss(
+        self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
+    ) -> RowLoss:
+        """One launch: statistics, per-token loss and coefficient g ([R]), and dL/dlogits written to `out` [R, V]."""
+        has_bonus = inputs.entropy_weight is not None
+        stats = Statistics.empty(rows.raw.shape[0], rows.raw.device, with_entropy or has_bonus)
+        loss, dlogp = torch.empty_like(stats.logp), torch.empty_like(stats.logp)
+        if rows.raw.shape[0]:
+            common = _Common.of(rows, out)
+            with device_of(rows.raw):
+                row_loss_fwd_bwd_kernel[common.grid](
+                    rows.raw, out, common.bias, rows.targets, common.temperatures, *inputs, *stats, loss, dlogp,
+                    rows.raw.stride(0), out.stride(0), *common.numbers, options.epsilon, options.epsilon_high,
+                    options.delta, options.dual_clip, options.tau_pos, options.tau_neg, options.beta,
+                    POLICY=POLICIES[options.loss_type], KL=KL_ESTIMATORS[options.kl_estimator],
+                    HAS_OLD=inputs.old is not None, HAS_KL=inputs.ref is not None and options.beta != 0.0,
+                    BIAS_CORRECTION=options.bias_correction, HAS_IS_RATIO=inputs.is_ratio is not None,
+                    **common.flags, WITH_ENTROPY=stats.entropy is not None, HAS_DENTROPY=has_bonus, **common.launch,
+                )  # fmt: skip
+        return RowLoss(stats if with_entropy else stats._replace(entropy=None), loss, dlogp)
 
 
-def row_gradient(
-    logits: Tensor,
-    out: Tensor,
-    targets: Tensor,
-    statistics: RowStatistics,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    transform: RowTransform,
-) -> None:
-    """Write dL/dlogits to `out` [R, V] from coefficients ([R]); `out` may share the memory of the logits."""
-    if logits.shape[0] == 0:
-        return
-    common, config = _common(logits, transform, out)
-    in_place = _shares_memory(logits, out, config.in_place)
-    with device_of(logits):
-        row_gradient_bwd_kernel[(logits.shape[0],)](
-            logits, out, common["bias_ptr"], targets, common["temperature_ptr"], statistics.max, statistics.log_sum,
-            statistics.logp, statistics.entropy, dlogp, dentropy, logits.stride(0), out.stride(0), *common["sizes"],
-            *common["numbers"], *common["flags"], HAS_DENTROPY=dentropy is not None, IN_PLACE=in_place,
-            BLOCK=config.block, num_warps=config.num_warps,
-        )  # fmt: skip
+class _Common(NamedTuple):
+    """The arguments that all row kernels share."""
+
+    grid: tuple[int]
+    bias: Tensor | None
+    temperatures: Tensor | None
+    numbers: tuple[int | float, ...]
+    """V, columns that may be touched, temperature, logit scale, softcap"""
+    flags: dict[str, bool]
+    launch: dict[str, Any]
+
+    @classmethod
+    def of(cls, rows: Rows, out: Tensor | None = None) -> _Common:
+        logits, transform = rows.raw, rows.transform
+        for x in (logits,) if out is None else (logits, out):
+            if x.shape[1] > 1 and x.stride(1) != 1:
+                raise ValueError(f"rows of logits must have unit stride; got strides {x.stride()}")
+        config = row_config(logits.device, logits.shape[1])
+        each, *numbers = transform.numbers
+        # stores run into the padding as loads do, so both must have it
+        width = padded_width(logits) if out is None else min(padded_width(logits), padded_width(out))
+        launch = {"BLOCK": config.block, "num_warps": config.num_warps}
+        if out is not None:
+            launch["IN_PLACE"] = _shares_memory(logits, out, config)
+        return cls(
+            (logits.shape[0],),
+            contiguous_bias(transform),
+            each,
+            (logits.shape[1], width, *numbers),
+            flags_of(transform),
+            launch,
+        )
 
 
-def row_loss(
-    logits: Tensor,
-    out: Tensor,
-    targets: Tensor,
-    inputs: TokenInputs,
-    options: ObjectiveNumbers,
-    transform: RowTransform,
-    *,
-    with_entropy: bool,
-) -> tuple[RowStatistics, Tensor, Tensor]:
-    """One launch: statistics, per-token loss and coefficient g ([R]), and dL/dlogits written to `out` [R, V]."""
-    has_bonus = inputs.entropy_weight is not None
-    stats = empty_statistics(logits, with_entropy or has_bonus)
-    loss, dlogp = torch.empty_like(stats.logp), torch.empty_like(stats.logp)
-    if logits.shape[0] == 0:
-        return stats, loss, dlogp
-    common, config = _common(logits, transform, out)
-    in_place = _shares_memory(logits, out, config.in_place)
-    with device_of(logits):
-        row_loss_fwd_bwd_kernel[(logits.shape[0],)](
-            logits, out, common["bias_ptr"], targets, common["temperature_ptr"], inputs.advantages, inputs.weight,
-            inputs.old, inputs.ref, inputs.is_ratio, inputs.entropy_weight, stats.max, stats.log_sum, stats.logp,
-            stats.entropy, loss, dlogp, logits.stride(0), out.stride(0), *common["sizes"], *common["numbers"],
-            options.epsilon, options.epsilon_high, options.delta, options.dual_clip, options.tau_pos, options.tau_neg,
-            options.beta, POLICY=POLICIES[options.loss_type], KL=KL_ESTIMATORS[options.kl_estimator],
-            HAS_OLD=inputs.old is not None, HAS_KL=inputs.ref is not None and options.beta != 0.0,
-            BIAS_CORRECTION=options.bias_correction, HAS_IS_RATIO=inputs.is_ratio is not None,
-            HAS_BIAS=common["flags"][0], HAS_SOFTCAP=common["flags"][1], HAS_TEMPERATURES=common["flags"][2],
-            WITH_ENTROPY=stats.entropy is not None, HAS_DENTROPY=has_bonus, IN_PLACE=in_place, BLOCK=config.block,
-            num_warps=config.num_warps,
-        )  # fmt: skip
-    return stats, loss, dlogp
+def flags_of(transform: Transform) -> dict[str, bool]:
+    """What of a transform is compiled in."""
+    return {
+        "HAS_BIAS": transform.bias is not None,
+        "HAS_SOFTCAP": transform.softcap is not None,
+        "HAS_TEMPERATURES": isinstance(transform.temperature, Tensor),
+    }
 
 
-def check_bias(transform: RowTransform) -> None:
-    """A bias is read as one run of numbers."""
-    if transform.bias is not None and not transform.bias.is_contiguous():
-        raise ValueError(f"the bias must be contiguous; got strides {transform.bias.stride()}")
+def contiguous_bias(transform: Transform) -> Tensor | None:
+    """The bias as kernels read it: one run of numbers."""
+    return None if transform.bias is None else transform.bias.contiguous()
 
 
 def padded_width(logits: Tensor) -> int:
@@ -149,38 +140,13 @@ def padded_width(logits: Tensor) -> int:
     return width if fits else vocab_size
 
 
-def _common(logits: Tensor, transform: RowTransform, out: Tensor | None = None) -> tuple[dict[str, Any], RowConfig]:
-    for x in (logits,) if out is None else (logits, out):
-        if x.shape[1] > 1 and x.stride(1) != 1:
-            raise ValueError(f"rows of logits must have unit stride; got strides {x.stride()}")
-    check_bias(transform)
-    temperatures = transform.temperature if isinstance(transform.temperature, Tensor) else None
-    number = 1.0 if isinstance(transform.temperature, Tensor) else float(transform.temperature)
-    softcap = transform.softcap
-    common = {
-        "bias_ptr": transform.bias,
-        "temperature_ptr": temperatures,
-        # stores run into the padding as loads do, so both must have it
-        "sizes": (logits.shape[1], padded_width(logits) if out is None else min(map(padded_width, (logits, out)))),
-        "numbers": (number, float(transform.logit_scale), 1.0 if softcap is None else float(softcap)),
-        "flags": (transform.bias is not None, softcap is not None, temperatures is not None),
-    }
-    return common, row_config(logits.device, logits.shape[1])
-
-
-def empty_statistics(logits: Tensor, with_entropy: bool) -> RowStatistics:
-    """Room for the statistics of as many rows as `logits` has."""
-    new = [torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(4)]
-    return RowStatistics(new[0], new[1], new[2], new[3] if with_entropy else None)
-
-
-def _shares_memory(logits: Tensor, out: Tensor, allowed: bool) -> bool:
+def _shares_memory(logits: Tensor, out: Tensor, config: RowConfig) -> bool:
     shared = logits.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
     if shared:
         same_rows = logits.data_ptr() == out.data_ptr() and (
             logits.stride(0) * logits.itemsize == out.stride(0) * out.itemsize and out.itemsize <= logits.itemsize
         )
-        if not (allowed and same_rows):
+        if not (config.in_place and same_rows):
             raise ValueError(
                 "the gradient may share the memory of the logits only row upon row, and not on this device"
             )

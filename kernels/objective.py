@@ -9,14 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PPO = 0
-CISPO = 1
-SAPO = 2
-POLICIES = {"grpo": PPO, "bnpo": PPO, "dr_grpo": PPO, "dapo": PPO, "luspo": PPO, "cispo": CISPO, "sapo": SAPO}
-"""Loss types whose coefficients a token alone decides; how they average is in the token's weight."""
-
-KL_ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
-
 MAX_LOG_RATIO = tl.constexpr(20.0)
 LOWEST_LOGP = tl.constexpr(-1.0e4)
 

@@ -96,6 +96,15 @@ def finish_statistics(m, rest, moment, z_target):
 
 
 @triton.jit
+def dlogits(log_p, p, is_target, at_target, dlogp, dentropy, entropy, slope, HAS_DENTROPY: tl.constexpr):
+    """dL/d(product): -g p, at the target g (1 - p), and -h p (log p + H) of the entropy, times the slope dz/d(raw)."""
+    dz = tl.where(is_target, at_target, -dlogp * p)
+    if HAS_DENTROPY:
+        dz -= dentropy * p * (log_p + entropy)
+    return dz * slope
+
+
+@triton.jit
 def row_statistics(
     row_ptr,
     bias_ptr,
@@ -163,10 +172,7 @@ def write_row_gradient(
         z, slope = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
         log_p = tl.maximum((z - m) - log_sum, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp(log_p)
-        dz = tl.where(cols == target, at_target, -dlogp * p)
-        if HAS_DENTROPY:
-            dz -= dentropy * p * (log_p + entropy)
-        dz *= slope
+        dz = dlogits(log_p, p, cols == target, at_target, dlogp, dentropy, entropy, slope, HAS_DENTROPY)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(out_ptr + cols, tl.where(cols < V, dz, 0.0).to(out_ptr.dtype.element_ty), mask=cols < padded)

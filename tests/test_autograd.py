@@ -12,11 +12,27 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_fused import (
     GRPOLossConfig,
-    _ops,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     grpo_loss,
+    operators,
     selective_logprobs,
+)
+from grpo_fused.calls import (
+    HeadCall,
+    LogitsCall,
+    LogitsGradientCall,
+    LogprobsCall,
+    LogprobsGradientCall,
+    LossCall,
+    LossInputs,
+    Needs,
+    ObjectiveCall,
+    attach,
+    detach,
+    fields_of,
+    flat,
+    named,
 )
 
 CONFIG = GRPOLossConfig(entropy_coef=0.02)
@@ -249,31 +265,40 @@ def _operator_calls():
     h, w, ids, mask = case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask
     old, ref = case.options["old_per_token_logps"].float(), case.options["ref_per_token_logps"].float()
     config = GRPOLossConfig(beta=0.1, entropy_coef=0.1).encoded
-    head = (None, 0.9, 1.0, None)
-    yield _ops.linear_grpo_loss, (
-        h, w, None, ids, case.advantages.float(), mask, old, ref, None, None, None, None, *head, config, "chunked",
-        torch.float32, None, True, "", True, True, True, False,
-    )  # fmt: skip
-    yield _ops.linear_logprobs, (h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, "", True)
-    yield _ops.linear_logprobs_backward, (
-        old, None, old, None, old.flatten(), old.flatten(), h, w, None, ids, mask, *head, "chunked", torch.float32, None, True, "", True, True, False,
-    )  # fmt: skip
-    yield _ops.grpo_objective, (
-        old * 1.01, old.abs(), case.advantages.float(), mask, old, ref, None, None, None, None, config,
-    )  # fmt: skip
-    yield _ops.selective_logprobs, (h @ w.T, ids, mask, None, 0.9, True)
-    yield _ops.selective_logprobs_backward, (old, None, h @ w.T, ids, mask, None, 0.9)
+    head = HeadCall(h, w, None, None, 0.9, 1.0, None, "chunked", torch.float32, None, True, "")
+    inputs, needs = LossInputs(case.advantages.float(), mask, old, ref), Needs(True, True, False)
+    scored, logits = LogprobsCall(head, ids, mask, True), LogitsCall(h @ w.T, ids, mask, None, 0.9, True)
+    flat_old = old.flatten()
+    yield operators.linear_grpo_loss, LossCall(head, ids, inputs, None, config, True, needs)
+    yield operators.linear_logprobs, scored
+    yield (
+        operators.linear_logprobs_gradient,
+        LogprobsGradientCall(scored, old, None, flat_old, flat_old, old, None, needs),
+    )
+    yield operators.grpo_objective, ObjectiveCall(old * 1.01, old.abs(), inputs, None, config)
+    yield operators.selective_logprobs, logits
+    yield operators.selective_logprobs_gradient, LogitsGradientCall(logits, old, None)
 
 
 @pytest.mark.parametrize("operator", list(_operator_calls()), ids=lambda pair: pair[0]._name.split("::")[-1])
 def test_opcheck(operator):
-    op, arguments = operator
-    torch.library.opcheck(op, arguments)
+    op, call = operator
+    torch.library.opcheck(op, tuple(flat(call)))
+
+
+def test_a_call_is_taken_apart_and_put_together():
+    for _, call in _operator_calls():
+        bare, tensors = detach(call)
+        assert not any(isinstance(value, torch.Tensor) for value in flat(bare))
+        again = attach(bare, tensors)
+        assert type(again) is type(call)
+        assert all(a is b for a, b in zip(flat(again), flat(call), strict=True))
+        assert [name for name, _ in named(call)] == list(fields_of(type(call)))
 
 
 def test_fp16_gradient_operands_are_lifted_from_underflow(monkeypatch):
     """On CUDA fp16 dlogits feed the tensor cores; here the same code runs on CPU products."""
-    from grpo_fused.engines.head import Head
+    from grpo_fused.engines.products import Head
 
     case = make_case(15, B=2, T=16, H=32, V=97, dtype=torch.float16)
     tiny = {"num_items_in_batch": 3e8}  # dlogits around 1e-9: all 0 in fp16 as they are

@@ -12,16 +12,16 @@ from recording import CostRecorder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
-from grpo_fused.batch import LossInputs
-from grpo_fused.engines.base import Needs, Tokens
-from grpo_fused.engines.head import Head
+from grpo_fused.calls import HeadCall, LossCall, LossInputs, Needs
+from grpo_fused.engines.base import Tokens
+from grpo_fused.engines.products import Head
 from grpo_fused.layout import Layout
-from grpo_fused.pipeline import Execution, run_logprobs, run_loss
+from grpo_fused.pipeline import run_logprobs, run_loss
 from grpo_fused.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640
 N = B * T
-ALL = Needs(hidden=True, weight=True, bias=False)
+ALL = Needs(need_hidden=True, need_weight=True, need_bias=False)
 LIBRARY = ["chunked", "native"]
 
 
@@ -33,31 +33,34 @@ def dense(dtype=torch.float32, **options):
     return case
 
 
-def prepared(case):
+def prepared(case, scratch=None, compact=True):
+    """The head call of a case, and its positions."""
     weight = case.lm_head_weight
-    head = Head(weight, None, 1.0, None, torch.promote_types(case.hidden_states.dtype, weight.dtype))
-    ids, mask = case.completion_ids, case.completion_mask
-    return head, Tokens(case.hidden_states.flatten(0, 1), ids.flatten(), mask.flatten(), 1.0)
+    dtype = torch.promote_types(case.hidden_states.dtype, weight.dtype)
+    call = HeadCall(case.hidden_states, weight, None, None, 1.0, 1.0, None, "", dtype, scratch, compact, "")
+    layout = Layout.of(case.completion_ids, None)
+    return call, Tokens.of(call, case.completion_ids, case.completion_mask, layout, None)
 
 
 def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_metrics=True):
     """The recorder of a loss call, and its result."""
-    head, tokens = prepared(case)
+    head, tokens = prepared(case, scratch, compact)
     options = dict(case.options)
     if config.beta == 0.0:
         options.pop("ref_per_token_logps")
     if config.off_policy_mask_threshold is None:
         options.pop("sampling_per_token_logps")
     inputs = LossInputs(case.advantages, case.completion_mask, **options)
-    layout, how = Layout.of(case.completion_ids, None), Execution(scratch, compact, with_metrics)
+    layout = Layout.of(case.completion_ids, None)
+    call = LossCall(head, case.completion_ids, inputs, None, config.encoded, with_metrics, needs)
     with torch.no_grad(), CostRecorder() as recorded:
-        result = run_loss(engines.engine(impl), head, tokens, inputs, layout, config, needs, how)
+        result = run_loss(engines.engine(impl), tokens, layout, config, call)
     return recorded, result
 
 
 def small_chunks(case, rows):
     """A budget that holds logits of `rows` tokens or some more, of fewer than twice as many."""
-    head, _ = prepared(case)
+    head = Head.of(prepared(case)[0])
     engine, budget = engines.engine("chunked"), 2**14
     while True:
         try:
@@ -89,7 +92,7 @@ def test_one_product_more_where_a_sequence_does_not_fit(config):
     """But for native, which keeps exponentials instead."""
     case = dense(B=2)
     scratch = small_chunks(case, T // 4)
-    assert engines.engine("chunked").chunk_rows(prepared(case)[0], scratch) < T
+    assert engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch) < T
     assert count(case, "chunked", config, scratch=scratch)[0].products(2 * T, H, V) == 4
     assert count(case, "chunked", TOKEN[0], scratch=scratch)[0].products(2 * T, H, V) == 3
 
@@ -120,7 +123,7 @@ def test_what_is_not_needed_is_not_made(impl):
 def test_scoring_is_one_product(impl):
     head, tokens = prepared(dense())
     with torch.no_grad(), CostRecorder() as recorded:
-        run_logprobs(engines.engine(impl), head, tokens, with_entropy=True, how=Execution(None, True, False))
+        run_logprobs(engines.engine(impl), tokens, head, with_entropy=True)
     assert recorded.products(N, H, V) == 1
 
 
@@ -179,7 +182,7 @@ def test_matmul_calls_of_chunked(chunks):
     """Three for each chunk in fp32, whose weight is multiplied as it lies."""
     case = dense()
     scratch = small_chunks(case, N // chunks)
-    rows = engines.engine("chunked").chunk_rows(prepared(case)[0], scratch)
+    rows = engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch)
     recorded, _ = count(case, "chunked", TOKEN[0], scratch=scratch)
     made = -(-N // rows)
     assert made == chunks
@@ -223,7 +226,7 @@ def test_memory_is_what_the_engine_says(impl, scratch, dtype):
     case = dense(dtype, B=16, T=32, H=8, V=8192)
     head, tokens = prepared(case)
     number = tokens.ids.shape[0]
-    cost = engines.engine(impl).cost(head, number, scratch)
+    cost = engines.engine(impl).cost(Head.of(head), number, scratch)
     assert scratch is None or cost.scratch_bytes <= scratch * (1 if impl == "chunked" else 2)
     recorded, result = count(case, impl, TOKEN[0], scratch=scratch)
     gradients = result.gradients.weight.nbytes + result.gradients.hidden.nbytes

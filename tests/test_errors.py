@@ -111,7 +111,7 @@ VALUE_ERRORS = {
                           lambda: loss(temperature=torch.ones(5))),
     "softcap": ("softcap must be > 0; got -1.0", lambda: loss(softcap=-1.0)),
     "scale": ("logit_scale must be finite; got inf", lambda: loss(logit_scale=float("inf"))),
-    "impl": ("impl must be one of auto, reference, .*; got 'cuda'", lambda: loss(impl="cuda")),
+    "impl": ("impl must be one of auto, reference, .*; got 'metal'", lambda: loss(impl="metal")),
     "scratch": ("max_scratch_bytes=1 is too small: one token of a vocabulary of 5", lambda: loss(max_scratch_bytes=1, impl="chunked")),
     "scratch-zero": ("max_scratch_bytes must be > 0; got 0", lambda: loss(max_scratch_bytes=0)),
     "offsets-end": (r"cu_seqlens must rise from 0 to the number of tokens, 5; got \[0, 2, 4\]",
@@ -173,7 +173,11 @@ def test_type_errors(name):
 
 @pytest.mark.parametrize(
     ("impl", "reason"),
-    [("triton", "it takes float32, bfloat16 and float16, not float64"), ("native", ".*float64")],
+    [
+        ("triton", "it takes float32, bfloat16 and float16, not float64"),
+        ("native", ".*float64"),
+        ("cuda", "its row kernels run on CUDA devices, the tensors are on cpu"),
+    ],
 )
 def test_named_engine_that_cannot_run(impl, reason):
     with pytest.raises(RuntimeError, match=f"impl='{impl}' cannot run on cpu: {reason}"):

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.engines.head import _has_fp32_output, ieee_products
+from grpo_fused.engines.products import _has_fp32_output, ieee_products
 
 ENGINES = ["chunked", "native", "triton"]
 SEVERAL_CHUNKS = {
@@ -328,7 +328,7 @@ def test_what_lies_beyond_a_row_of_dlogits_is_0(vocab):
 def test_bf16_is_widened_where_the_processor_has_no_products_for_it():
     """The library's fallback is 18 times slower than fp32; here in a process that may use AVX2 only."""
     program = (
-        "import torch; from grpo_fused.engines.head import Head; "
+        "import torch; from grpo_fused.engines.products import Head; "
         "head = Head(torch.zeros(3, 4, dtype=torch.bfloat16), None, 1.0, None, torch.bfloat16); "
         "print(head.gradient_dtype, head.product_dtype)"
     )

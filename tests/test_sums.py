@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fused.engines.base import Needs, Tokens
-from grpo_fused.engines.head import Head
-from grpo_fused.engines.sums import GradientSums, fp16_scale
+from grpo_fused.calls import Needs
+from grpo_fused.engines.base import Tokens
+from grpo_fused.engines.gradients import GradientSums, fp16_scale
+from grpo_fused.engines.products import Head
 
 
 def head(logit_scale=1.0):

@@ -6,14 +6,15 @@ from typing import Literal, get_args
 
 import torch
 
-from grpo_fused.engines import native, triton
+from grpo_fused.engines import cuda_rows, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
 
-Impl = Literal["auto", "reference", "chunked", "triton", "native"]
+Impl = Literal["auto", "reference", "chunked", "cuda", "triton", "native"]
 
 _ENGINES: dict[str, Engine] = {
     "chunked": ChunkedEngine(),
+    "cuda": ChunkedEngine(lambda _device, _dtype: cuda_rows.CudaRows()),
     "native": native.NativeEngine(),
     "triton": triton.TritonEngine(),
 }
@@ -39,7 +40,7 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     return impl
 
 
-def choose_without_head(impl: Impl) -> str:
+def choose_from_logits(impl: Impl) -> str:
     """The implementation of what has no head product: `auto` or `reference`.
 
     Raises:
@@ -57,5 +58,5 @@ def engine(name: str) -> Engine:
 
 def unavailable(impl: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why an implementation cannot run for head products in `dtype` on `device`, or None if it can."""
-    checks = {"native": native.unavailable, "triton": triton.unavailable}
+    checks = {"cuda": cuda_rows.unavailable, "native": native.unavailable, "triton": triton.unavailable}
     return checks[impl](device, dtype) if impl in checks else None

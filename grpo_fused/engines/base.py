@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,11 +10,31 @@ import torch
 from torch import Tensor
 
 from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import NO_GRADIENT, HeadCall, Needs
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.head import Head
-from grpo_fused.engines.rows import Statistics
+from grpo_fused.engines.products import Head
+from grpo_fused.kernels.row_types import Statistics, Transform
+from grpo_fused.layout import Layout
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import VocabParallel
+
+
+def flat_mask(token_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """[N] bool: active tokens."""
+    return torch.ones_like(token_ids, dtype=torch.bool).view(-1) if mask is None else mask.reshape(-1) != 0
+
+
+def flat_view(x: Tensor) -> Tensor:
+    """[N, .] if that is a view; a copy of rows that are masked would be waste, so it stays [B, T, .] otherwise."""
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return x
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """[K, .]: the rows of a `flat_view` at flat positions ([K] int64)."""
+    return x.index_select(0, rows) if x.dim() == 2 else x[rows // x.shape[1], rows % x.shape[1]]
 
 
 class Tokens(NamedTuple):
@@ -31,14 +51,23 @@ class Tokens(NamedTuple):
     vocab: VocabParallel | None = None
     """where the head is a slice of the vocabulary: `ids` are this slice's then, or anything where another rank's"""
 
+    @classmethod
+    def of(
+        cls, head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout, vocab: VocabParallel | None
+    ) -> Tokens:
+        """The positions of a call."""
+        ids = token_ids.reshape(-1).to(torch.int64)
+        return cls(
+            hidden_states=flat_view(head.hidden_states),
+            ids=ids if vocab is None else ids - vocab.first,
+            mask=flat_mask(token_ids, mask),
+            temperature=head.temperature if head.temperatures is None else layout.per_token(head.temperatures),
+            vocab=vocab,
+        )
+
     def hidden_rows(self, rows: Tensor) -> Tensor:
         """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked whatever they hold."""
-        if self.hidden_states.dim() == 2:
-            hidden = self.hidden_states.index_select(0, rows)
-        else:
-            length = self.hidden_states.shape[1]
-            hidden = self.hidden_states[rows // length, rows % length]
-        return torch.where(self.mask[rows].unsqueeze(1), hidden, 0.0)
+        return torch.where(self.mask[rows].unsqueeze(1), rows_of(self.hidden_states, rows), 0.0)
 
     def target_rows(self, rows: Tensor) -> Tensor:
         """[K] int64: target ids at `rows`, 0 where masked or another rank's."""
@@ -59,23 +88,12 @@ class Tokens(NamedTuple):
         """Scores of `rows` over the whole vocabulary, from this head's."""
         return scores if self.vocab is None else self.vocab.merged(rows, scores)
 
-    def temperature_rows(self, rows: Tensor) -> Tensor | float:
-        """The temperature at `rows`, 1 where masked."""
-        if isinstance(self.temperature, Tensor):
-            return torch.where(self.mask[rows], self.temperature[rows], 1.0)
-        return self.temperature
-
-
-class Needs(NamedTuple):
-    """Which gradients are wanted; a frozen head saves one of the three products."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    def any(self) -> bool:
-        """Whether any is."""
-        return self.hidden or self.weight or self.bias
+    def transform(self, head: Head, rows: Tensor) -> Transform:
+        """What turns products of `rows` into z; the temperature is 1 where masked."""
+        each = self.temperature
+        if isinstance(each, Tensor):
+            each = torch.where(self.mask[rows], each[rows], 1.0)
+        return head.transform(each)
 
 
 class Gradients(NamedTuple):
@@ -102,7 +120,7 @@ class Cost(NamedTuple):
     """the fp32 sum of dW where that is not the gradient's own memory"""
 
 
-Coefficients = Callable[[slice, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
+CoefficientsOf = Callable[[slice, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 """`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for a slice k of the rows of the call."""
 
 
@@ -115,9 +133,42 @@ class TokenObjective:
     config: GRPOLossConfig
 
     def __call__(self, part: slice, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `Coefficients`; a slice must hold whole sequences where the objective needs them."""
+        """See `CoefficientsOf`; a slice must hold whole sequences where the objective needs them."""
         known = evaluate(logp, entropy, self.batch.select(part), self.config)
         return known.dlogp, known.dentropy
+
+
+def _none(part: slice, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    raise AssertionError("scoring asks for no coefficients")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an engine is asked to do: `Engine.score` reads the first five fields, `Engine.fused` all."""
+
+    head: Head
+    tokens: Tokens
+    rows: Tensor
+    """[K] int64: the positions that are meant"""
+    with_entropy: bool
+    max_scratch_bytes: int | None
+    chunks: tuple[slice, ...] = ()
+    """of `rows`: within a chunk all coefficients can be known"""
+    coefficients: CoefficientsOf = _none
+    needs: Needs = NO_GRADIENT
+    known: Statistics | None = None
+    """the scores of `rows` where they have been made: an engine may build on them, or make them again"""
+    skip_zeros: bool = False
+    """whether the engine may look at the coefficients of a chunk and leave out rows where they are 0"""
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk, and its positions."""
+        return ((chunk, self.rows[chunk]) for chunk in self.chunks)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest chunk."""
+        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
 
 
 class Engine(Protocol):
@@ -135,30 +186,13 @@ class Engine(Protocol):
         """Cost of a dense call of `num_tokens` tokens; `head.weight` may be a stand-in of the right shape."""
         ...
 
-    def score(
-        self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
-    ) -> Statistics:
-        """Statistics, log-probs (and entropies) over this head of the tokens at `rows` ([K] int64): one product."""
+    def score(self, work: Work) -> Statistics:
+        """Statistics, log-probs (and entropies) over this head of the rows: one product."""
         ...
 
-    def fused(
-        self,
-        head: Head,
-        tokens: Tokens,
-        rows: Tensor,
-        chunks: list[slice],
-        coefficients: Coefficients,
-        needs: Needs,
-        *,
-        known: Statistics | None,
-        with_entropy: bool,
-        skip_zeros: bool,
-        max_scratch_bytes: int | None,
-    ) -> tuple[Statistics, Gradients]:
-        """Scores of `rows` and the gradients of their coefficients, chunk by chunk: three head products.
+    def fused(self, work: Work) -> tuple[Statistics, Gradients]:
+        """Scores of the rows and the gradients of their coefficients, chunk by chunk: three head products.
 
-        `known` are the scores of `rows` where they have been made: an engine may build on them, or make them again.
         Scores are `Tokens.merged` before coefficients are asked for; `Tokens.gradient_targets` say whose entry is here.
-        `skip_zeros` lets the engine look at the coefficients of a chunk and leave out rows where they are 0.
         """
         ...

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Coefficients, Cost, Gradients, Needs, TokenObjective, Tokens
-from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, Head
-from grpo_fused.engines.rows import RowWork, Statistics, TorchRows, Transform
+from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work
+from grpo_fused.engines.gradients import GradientSums, lifted
+from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, Head
+from grpo_fused.engines.rows import RowWork, TorchRows
 from grpo_fused.engines.scratch import scratch_budget
-from grpo_fused.engines.sums import GradientSums, fp16_scale
+from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
 
 _ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds beside the slab
 _WIDENED_BLOCKS = 3  # a weight block on its way to fp32, and a block of dW, on the CPU
@@ -41,38 +41,13 @@ def gradient_fits_in_place(device: torch.device) -> bool:
     return torch.version.hip is None or device.type == "cpu"
 
 
-CUDA_ROWS_ARE_FASTER: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities where `python -m benchmarks.rows` measured the CUDA C++ row kernel to beat Triton's.
-
-None so far, since it has not run on a chip. For a loss it moves 6 bytes a logit and Triton's kernel 10; that is
-arithmetic and no measurement, so that it must be asked for: `ChunkedEngine(cuda_row_work)`."""
-
-
 def row_work(device: torch.device, dtype: torch.dtype) -> RowWork:
-    """Who does the row work: a kernel on CUDA for fp32 rows (the fastest measured), torch operations elsewhere."""
+    """The implementation of the row work: Triton kernels on a GPU for fp32 rows, torch operations elsewhere."""
     if device.type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
-        if CUDA_ROWS_ARE_FASTER and torch.cuda.get_device_capability(device) in CUDA_ROWS_ARE_FASTER:
-            from grpo_fused.engines import cuda_rows
-
-            if cuda_rows.unavailable() is None:
-                return cuda_rows.CudaRows()
-        from grpo_fused.engines.triton_rows import TritonRows
+        from grpo_fused.kernels.launch import TritonRows
 
         return TritonRows()
     return TorchRows()
-
-
-def cuda_row_work(device: torch.device, dtype: torch.dtype) -> RowWork:
-    """The CUDA C++ row kernel, for `ChunkedEngine(cuda_row_work)`.
-
-    Raises:
-        RuntimeError: It cannot run here; it is never replaced silently.
-    """
-    if device.type != "cuda" or dtype != torch.float32:
-        raise RuntimeError(f"CUDA row work needs float32 statistics on a CUDA device; got {dtype} on {device}")
-    from grpo_fused.engines.cuda_rows import CudaRows
-
-    return CudaRows()
 
 
 class _Plan(NamedTuple):
@@ -112,9 +87,6 @@ class ChunkedEngine:
     def __init__(self, rows: Callable[[torch.device, torch.dtype], RowWork] = row_work) -> None:
         self._rows = rows
 
-    def _workspace(self, head: Head, rows: int, plan: _Plan) -> _Workspace:
-        return _Workspace(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
-
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
         return _Plan.of(head, max_scratch_bytes).chunk_rows
@@ -131,145 +103,89 @@ class ChunkedEngine:
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         return Cost(3.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
-    def score(
-        self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
-    ) -> Statistics:
+    def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
-        plan = _Plan.of(head, max_scratch_bytes)
-        work = self._workspace(head, min(plan.chunk_rows, rows.shape[0]), plan)
-        parts = [
-            work.score(tokens, rows[start : start + plan.chunk_rows], with_entropy)
-            for start in range(0, rows.shape[0], plan.chunk_rows)
-        ]
-        return Statistics.concatenate(parts, head.weight, with_entropy)
-
-    def fused(
-        self,
-        head: Head,
-        tokens: Tokens,
-        rows: Tensor,
-        chunks: list[slice],
-        coefficients: Coefficients,
-        needs: Needs,
-        *,
-        known: Statistics | None,
-        with_entropy: bool,
-        skip_zeros: bool,
-        max_scratch_bytes: int | None,
-    ) -> tuple[Statistics, Gradients]:
-        """See `Engine.fused`."""
-        longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        work = self._workspace(head, longest, _Plan.of(head, max_scratch_bytes))
-        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, max_scratch_bytes)
-        sums = GradientSums(head, tokens, needs, dtype)
+        plan = _Plan.of(work.head, work.max_scratch_bytes)
+        slab = self._slab(work.head, min(plan.chunk_rows, work.rows.shape[0]), plan)
         parts = []
-        for part in chunks:
-            taken = rows[part]
-            one_pass = tokens.vocab is None and head.gradient_dtype != torch.float16
-            if one_pass and isinstance(coefficients, TokenObjective):
-                batch = coefficients.batch.select(part)
-                one = work.loss(tokens, taken, batch, coefficients.config, with_entropy)
-                if one is not None:
-                    parts.append(one[0])
-                    sums.add(taken, one[1], None)
-                    continue
-            if known is not None and work.row_work.only_reads:
-                stats = known.select(part)
-                work.logits(tokens, taken)
-            else:
-                stats = work.score(tokens, taken, with_entropy)
-                stats = tokens.merged(taken, stats) if known is None else known.select(part)
+        for start in range(0, work.rows.shape[0], plan.chunk_rows):
+            logits = slab.logits(work.tokens, work.rows[start : start + plan.chunk_rows])
+            parts.append(slab.row_work.statistics(logits, with_entropy=work.with_entropy))
+        return Statistics.concatenate(parts, work.head.weight, work.with_entropy)
+
+    def fused(self, work: Work) -> tuple[Statistics, Gradients]:
+        """See `Engine.fused`."""
+        head, tokens, coefficients = work.head, work.tokens, work.coefficients
+        slab = self._slab(head, work.longest, _Plan.of(head, work.max_scratch_bytes))
+        rows_of = slab.row_work
+        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
+        sums = GradientSums(head, tokens, work.needs, dtype)
+        one_launch = (
+            isinstance(coefficients, TokenObjective)
+            and tokens.vocab is None
+            and head.gradient_dtype != torch.float16
+            and coefficients.config.token_alone
+            and coefficients.config.loss_type in rows_of.policies
+        )
+        options = objective_numbers(coefficients.config) if isinstance(coefficients, TokenObjective) else None
+        parts = []
+        for part, taken in work.parts():
+            logits, out = slab.logits(tokens, taken), slab.dlogits(taken.shape[0])
+            if one_launch and options is not None and isinstance(coefficients, TokenObjective):
+                inputs = token_inputs(coefficients.batch.select(part), coefficients.config)
+                parts.append(rows_of.loss(logits, inputs, options, out, with_entropy=work.with_entropy).statistics)
+                sums.add(taken, out, None)
+                continue
+            if work.known is None or not rows_of.only_reads:
+                stats = rows_of.statistics(logits, with_entropy=work.with_entropy)
+            stats = work.known.select(part) if work.known is not None else tokens.merged(taken, stats)
             parts.append(stats)
             dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
-            kept = _nonzero_rows(dlogp, dentropy) if skip_zeros and work.row_work.picks_rows else None
+            kept = _nonzero_rows(dlogp, dentropy) if work.skip_zeros and rows_of.picks_rows else None
             if kept is not None:
                 taken, stats, dlogp = taken[kept], stats.select(kept), dlogp[kept]
                 dentropy = None if dentropy is None else dentropy[kept]
+                out = slab.dlogits(taken.shape[0])
             if taken.shape[0] == 0:
                 continue
-            temperature = tokens.temperature_rows(taken)
-            scale = fp16_scale(head, temperature, dlogp, dentropy) if head.gradient_dtype == torch.float16 else None
-            if scale is not None:
-                dlogp = dlogp * scale
-                dentropy = None if dentropy is None else dentropy * scale
-            dlogits = work.gradient(tokens, taken, kept, stats, dlogp, dentropy)
-            sums.add(taken, dlogits, scale)
-        return Statistics.concatenate(parts, head.weight, with_entropy), sums.result()
+            given, scale = lifted(work, taken, Coefficients(stats, dlogp, dentropy))
+            wanted = logits._replace(targets=tokens.gradient_targets(taken), transform=tokens.transform(head, taken))
+            rows_of.gradient(wanted, given, out, picked=kept)
+            slab.clear_padding(taken.shape[0])
+            sums.add(taken, out, scale)
+        return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
+
+    def _slab(self, head: Head, rows: int, plan: _Plan) -> _Slab:
+        return _Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
 
 
-class _Workspace:
-    """The scratch of a call: one slab for logits, used for all chunks."""
+class _Slab:
+    """The scratch of a call: memory for the logits of a chunk, used for all of them."""
 
     def __init__(self, head: Head, rows: int, block_rows: int, row_work: RowWork) -> None:
         self.head, self.block_rows, self.row_work = head, block_rows, row_work
-        device, dtype = head.weight.device, head.statistics_dtype
-        width = padded(head.vocab_size)
-        self.slab = torch.empty((rows, width), dtype=dtype, device=device)
-        narrow = head.gradient_dtype
+        device, dtype, narrow = head.weight.device, head.statistics_dtype, head.gradient_dtype
+        self._width = padded(head.vocab_size)
+        self._logits = torch.empty((rows, self._width), dtype=dtype, device=device)
         separate = narrow != dtype and not gradient_fits_in_place(device)
-        self.gradients = torch.empty((rows, width), dtype=narrow, device=device) if separate else self.slab.view(narrow)
-
-    def score(self, tokens: Tokens, rows: Tensor, with_entropy: bool) -> Statistics:
-        """Fill the slab with the logits of `rows` and return their statistics."""
-        return self.row_work.statistics(
-            self.logits(tokens, rows),
-            tokens.target_rows(rows),
-            self._transform(tokens, rows),
-            with_entropy=with_entropy,
-            block_rows=self.block_rows,
+        self._dlogits = (
+            torch.empty((rows, self._width), dtype=narrow, device=device) if separate else self._logits.view(narrow)
         )
 
-    def gradient(
-        self,
-        tokens: Tokens,
-        rows: Tensor,
-        kept: Tensor | None,
-        statistics: Statistics,
-        dlogp: Tensor,
-        dentropy: Tensor | None,
-    ) -> Tensor:
-        """dlogits [K, V] of `rows`, which are those at `kept` of the rows last scored, in place of their logits."""
-        out = self._out(rows)
-        raw = self.slab[: rows.shape[0] if kept is None else None, : self.head.vocab_size]
-        transform = self._transform(tokens, rows)
-        targets = tokens.gradient_targets(rows)
-        self.row_work.gradient(
-            raw, kept, targets, statistics, dlogp, dentropy, transform, out, block_rows=self.block_rows
-        )
-        if self.slab.device.type == "cpu":  # kernels fill the rows themselves
-            self.gradients[: rows.shape[0], self.head.vocab_size : self.slab.shape[1]] = 0.0
-        return out
+    def logits(self, tokens: Tokens, rows: Tensor) -> Rows:
+        """The products of `rows`, made here."""
+        raw = self._logits[: rows.shape[0], : self.head.vocab_size]
+        self.head.logits_into(raw, self.head.operand(tokens.hidden_rows(rows)))
+        return Rows(raw, tokens.target_rows(rows), tokens.transform(self.head, rows), self.block_rows)
 
-    def loss(
-        self, tokens: Tokens, rows: Tensor, batch: TokenBatch, config: GRPOLossConfig, with_entropy: bool
-    ) -> tuple[Statistics, Tensor] | None:
-        """Statistics and dlogits [R, V] of `rows` in one pass over their logits, or None where that cannot be."""
-        if not self.row_work.has_one_pass(config):
-            return None
-        out = self._out(rows)
-        stats = self.row_work.loss(
-            self.logits(tokens, rows),
-            tokens.target_rows(rows),
-            batch,
-            config,
-            self._transform(tokens, rows),
-            out,
-            with_entropy=with_entropy,
-        )
-        return stats, out
+    def dlogits(self, count: int) -> Tensor:
+        """[count, V]: where the gradients of that many rows go, upon their logits."""
+        return self._dlogits[:count, : self.head.vocab_size]
 
-    def _out(self, rows: Tensor) -> Tensor:
-        return self.gradients[: rows.shape[0], : self.head.vocab_size]
-
-    def logits(self, tokens: Tokens, rows: Tensor) -> Tensor:
-        """Fill the slab with the products of `rows`."""
-        logits = self.slab[: rows.shape[0], : self.head.vocab_size]
-        self.head.logits_into(logits, self.head.operand(tokens.hidden_rows(rows)))
-        return logits
-
-    def _transform(self, tokens: Tokens, rows: Tensor) -> Transform:
-        bias = None if self.head.bias is None else self.head.bias.to(self.head.statistics_dtype)
-        return Transform(bias, self.head.logit_scale, self.head.softcap, tokens.temperature_rows(rows))
+    def clear_padding(self, count: int) -> None:
+        """Zeros beyond the rows of dlogits: kernels write them themselves."""
+        if self._dlogits.device.type == "cpu":
+            self._dlogits[:count, self.head.vocab_size : self._width] = 0.0
 
 
 def _nonzero_rows(dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:

@@ -7,16 +7,18 @@ can be scored before the first coefficient is needed, and rows that turn out to 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fused import _native
-from grpo_fused.engines.base import Coefficients, Cost, Gradients, Needs, TokenObjective, Tokens
-from grpo_fused.engines.head import Head
-from grpo_fused.engines.rows import Statistics
-from grpo_fused.engines.sums import GradientSums
+from grpo_fused.calls import Needs
+from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work
+from grpo_fused.engines.gradients import GradientSums
+from grpo_fused.engines.products import Head
+from grpo_fused.kernels.row_types import Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread where that is more.
@@ -63,56 +65,45 @@ class NativeEngine:
         products = 3.0 + (num_tokens - plan.kept_tokens) / max(num_tokens, 1)
         return Cost(products, plan.fixed_bytes + plan.spill_bytes, GradientSums.accumulator_bytes(head, dtype))
 
-    def score(
-        self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
-    ) -> Statistics:
+    def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
-        call = _Call(head, tokens, rows, head.weight.new_empty(0), head.weight.new_empty(0, dtype=torch.uint8))
-        return call.score(with_entropy).scores(with_entropy)
+        weight = work.head.weight
+        call = _Call(work, work.rows, weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8))
+        return call.score(work.with_entropy).scores(work.with_entropy)
 
-    def fused(
-        self,
-        head: Head,
-        tokens: Tokens,
-        rows: Tensor,
-        chunks: list[slice],
-        coefficients: Coefficients,
-        needs: Needs,
-        *,
-        known: Statistics | None,
-        with_entropy: bool,
-        skip_zeros: bool,
-        max_scratch_bytes: int | None,
-    ) -> tuple[Statistics, Gradients]:
+    def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; known scores are made again with the exponentials, at the price of the product alone."""
-        budget = _default_scratch() if max_scratch_bytes is None else max_scratch_bytes
+        head, tokens, needs = work.head, work.tokens, work.needs
+        budget = _default_scratch() if work.max_scratch_bytes is None else work.max_scratch_bytes
         shape = (tokens.ids.shape[0], head.weight.shape[1])
-        dtype = self.weight_gradient_dtype(head, shape[0], max_scratch_bytes)
-        dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.weight else None
-        dhidden = head.weight.new_zeros(shape, dtype=head.product_dtype) if needs.hidden else None
-        dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.bias else None
+        dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
+        dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
+        dhidden = head.weight.new_zeros(shape, dtype=head.product_dtype) if needs.need_hidden else None
+        dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
         worked, scores = 0, []
         # ranks with other slices would cut elsewhere
-        parts = chunks if tokens.vocab is not None else _parts(head, chunks, coefficients, needs, budget)
-        for part in parts:
+        cut = work if tokens.vocab is not None else replace(work, chunks=_parts(work, budget))
+        for part, rows in cut.parts():
             plan = _Plan.of(head, part.stop - part.start, kept, budget)
-            call = _Call(head, tokens, rows[part], kept, head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8))
-            stats = call.score(with_entropy).merged(tokens, rows[part], with_entropy)
-            scores.append(stats.scores(with_entropy))
-            dlogp, dentropy = coefficients(part, stats.logp, stats.entropy if with_entropy else None)
-            chosen = _rows_with_gradient(dlogp, dentropy) if skip_zeros else _all_rows(dlogp)
+            call = _Call(work, rows, kept, head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8))
+            stats = call.score(work.with_entropy).merged(tokens, rows, work.with_entropy)
+            scores.append(stats.scores(work.with_entropy))
+            dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy if work.with_entropy else None)
+            chosen = _rows_with_gradient(dlogp, dentropy) if work.skip_zeros else _all_rows(dlogp)
             part_dhidden, part_dbias = call.gradient(stats, chosen, dlogp, dentropy, plan.superblock, needs)
             worked += chosen.shape[0]
             if dhidden is not None:
                 if tokens.vocab is not None:
                     part_dhidden = tokens.vocab.start_sum(part_dhidden)()
-                dhidden.index_copy_(0, rows[part][chosen], part_dhidden.to(dhidden.dtype))
+                dhidden.index_copy_(0, rows[chosen], part_dhidden.to(dhidden.dtype))
             if dbias is not None:
                 dbias += part_dbias
         if not scores and dweight is not None:
             dweight.zero_()
-        return Statistics.concatenate(scores, head.weight, with_entropy), Gradients(dhidden, dweight, dbias, worked)
+        return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
+            dhidden, dweight, dbias, worked
+        )
 
 
 class _Scored(NamedTuple):
@@ -146,20 +137,20 @@ class _Scored(NamedTuple):
 class _Call:
     """The arguments that scoring and gradient share."""
 
-    def __init__(self, head: Head, tokens: Tokens, rows: Tensor, kept: Tensor, spill: Tensor) -> None:
+    def __init__(self, work: Work, rows: Tensor, kept: Tensor, spill: Tensor) -> None:
         self.kept, self.spill = kept, spill
-        temperature = tokens.temperature_rows(rows)
-        if not isinstance(temperature, Tensor):
-            temperature = torch.full(rows.shape, temperature, device=rows.device)
+        head, tokens = work.head, work.tokens
+        transform = tokens.transform(head, rows)
+        each, number, scale, _ = transform.numbers
         # rows of the weight may be apart, their elements not
         adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
         self.arguments = (
             head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
             head.weight if adjacent else head.weight.contiguous(),
-            None if head.bias is None else head.bias.to(torch.float32).contiguous(),
+            None if transform.bias is None else transform.bias.contiguous(),
             tokens.gradient_targets(rows),
-            temperature.to(torch.float32),
-            head.logit_scale,
+            torch.full(rows.shape, number, device=rows.device) if each is None else each,
+            scale,
             0.0 if head.softcap is None else float(head.softcap),
         )
 
@@ -186,8 +177,8 @@ class _Call:
             self.kept,
             self.spill,
             superblock,
-            needs.hidden,
-            needs.bias,
+            needs.need_hidden,
+            needs.need_bias,
         )
 
 
@@ -243,18 +234,19 @@ def _default_scratch() -> int:
     return max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
 
 
-def _parts(head: Head, chunks: list[slice], coefficients: Coefficients, needs: Needs, budget: int) -> list[slice]:
+def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     """The chunks; where no dW can hold exponentials, cut to what scratch can, if the coefficients allow a cut."""
-    whole = isinstance(coefficients, TokenObjective) and coefficients.config.needs_sequence
-    if needs.weight or whole:
-        return chunks
+    head = work.head
+    whole = isinstance(work.coefficients, TokenObjective) and work.coefficients.config.needs_sequence
+    if work.needs.need_weight or whole:
+        return work.chunks
     item = _native.head_plan(head.vocab_size, head.weight.shape[1], _product_dtype(head))[1]
     rows = max(budget // 2 // (_native.LANES * head.vocab_size * item), 1) * _native.LANES
-    return [
+    return tuple(
         slice(start, min(start + rows, chunk.stop))
-        for chunk in chunks
+        for chunk in work.chunks
         for start in range(chunk.start, chunk.stop, rows)
-    ]
+    )
 
 
 def _rows_with_gradient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

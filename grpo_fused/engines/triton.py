@@ -18,11 +18,11 @@ import os
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Coefficients, Cost, Gradients, Needs, Tokens
-from grpo_fused.engines.head import Head
-from grpo_fused.engines.rows import Statistics
+from grpo_fused.engines.base import Cost, Gradients, Work
+from grpo_fused.engines.gradients import GradientSums, lifted
+from grpo_fused.engines.products import Head
 from grpo_fused.engines.scratch import scratch_budget
-from grpo_fused.engines.sums import GradientSums, fp16_scale
+from grpo_fused.kernels.row_types import Coefficients, Statistics
 
 ROW_MULTIPLE = 128
 """Chunks of a multiple fill the kernel's token panels."""
@@ -61,82 +61,55 @@ class TritonEngine:
         products = 3.0 if head.softcap is None else 4.0
         return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))
 
-    def score(
-        self, head: Head, tokens: Tokens, rows: Tensor, *, with_entropy: bool, max_scratch_bytes: int | None
-    ) -> Statistics:
+    def score(self, work: Work) -> Statistics:
         """See `Engine.score`; scratch is the rows' hidden states and partial statistics."""
         from grpo_fused.kernels import head_launch
 
+        head, tokens, rows = work.head, work.tokens, work.rows
         weight = _row_major(head.rounded_weight)
-        partials, _ = head_launch.row_bytes(weight, _transform(head, 1.0))
-        count = self._rows_of(head, partials + _copies_bytes(head), max_scratch_bytes)
+        partials, _ = head_launch.row_bytes(weight, head.transform())
+        count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes)
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
-            hidden = head.operand(tokens.hidden_rows(part)).contiguous()
-            transform = _transform(head, tokens.temperature_rows(part))
-            stats = head_launch.head_scores(
-                hidden, weight, tokens.target_rows(part), transform, with_entropy=with_entropy
-            )
+            hidden, transform = head.operand(tokens.hidden_rows(part)).contiguous(), tokens.transform(head, part)
+            targets = tokens.target_rows(part)
+            parts.append(head_launch.head_scores(hidden, weight, targets, transform, with_entropy=work.with_entropy))
             del hidden  # before the next copy is made
-            parts.append(Statistics(*stats))
-        return Statistics.concatenate(parts, head.weight, with_entropy)
+        return Statistics.concatenate(parts, head.weight, work.with_entropy)
 
-    def fused(
-        self,
-        head: Head,
-        tokens: Tokens,
-        rows: Tensor,
-        chunks: list[slice],
-        coefficients: Coefficients,
-        needs: Needs,
-        *,
-        known: Statistics | None,
-        with_entropy: bool,
-        skip_zeros: bool,
-        max_scratch_bytes: int | None,
-    ) -> tuple[Statistics, Gradients]:
+    def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`."""
         from grpo_fused.kernels import head_launch
 
+        head, tokens = work.head, work.tokens
         weight = _row_major(head.rounded_weight)
-        stores = known is None and head.softcap is None
-        longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        slab = head_launch.Exponentials.empty(longest, weight, head.gradient_dtype, _transform(head, 1.0))
-        sums = GradientSums(
-            head, tokens, needs, self.weight_gradient_dtype(head, tokens.most_chunks_of, max_scratch_bytes)
-        )
+        stores = work.known is None and head.softcap is None
+        slab = head_launch.Exponentials.empty(work.longest, weight, head.gradient_dtype, head.transform())
+        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
+        sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
-        for part in chunks:
-            taken = rows[part]
-            hidden, targets = head.operand(tokens.hidden_rows(taken)).contiguous(), tokens.target_rows(taken)
-            transform = _transform(head, tokens.temperature_rows(taken))
+        for part, taken in work.parts():
+            hidden, transform = head.operand(tokens.hidden_rows(taken)).contiguous(), tokens.transform(head, taken)
             place = slab.rows(taken.shape[0])
-            if known is None:
+            if work.known is not None:
+                stats = work.known.select(part)
+            else:
                 stats = head_launch.head_scores(
-                    hidden, weight, targets, transform, with_entropy=with_entropy,
+                    hidden, weight, tokens.target_rows(taken), transform, with_entropy=work.with_entropy,
                     exponentials=place if stores else None,
                 )  # fmt: skip
-                stats = head_launch.RowStatistics(*tokens.merged(taken, Statistics(*stats)))
-            else:
-                stats = head_launch.RowStatistics(*known.select(part))
+                stats = tokens.merged(taken, stats)
+            parts.append(stats)
+            found = Coefficients(stats, *work.coefficients(part, stats.logp, stats.entropy))
+            given, scale = lifted(work, taken, found)
             targets = tokens.gradient_targets(taken)
-            dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
-            parts.append(Statistics(*stats))
-            scale = (
-                fp16_scale(head, transform.temperature, dlogp, dentropy)
-                if head.gradient_dtype == torch.float16
-                else None
-            )
-            if scale is not None:
-                dlogp = dlogp * scale
-                dentropy = None if dentropy is None else dentropy * scale
             if stores:
-                head_launch.exponentials_to_dlogits(place, targets, stats, dlogp, dentropy, transform)
+                head_launch.exponentials_to_dlogits(place, targets, given, transform)
             else:
-                head_launch.head_dlogits(hidden, weight, targets, stats, dlogp, dentropy, transform, place.values)
+                head_launch.head_dlogits(hidden, weight, targets, given, transform, place.values)
             sums.add(taken, place.values, scale)
-        return Statistics.concatenate(parts, head.weight, with_entropy), sums.result()
+        return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _rows_of(self, head: Head, bytes_each: int, max_scratch_bytes: int | None) -> int:
         count = scratch_budget(head.weight.device, max_scratch_bytes) // bytes_each
@@ -153,7 +126,7 @@ def _row_bytes(head: Head) -> int:
     from grpo_fused.kernels import head_launch
     from grpo_fused.kernels.configs import padded
 
-    each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, _transform(head, 1.0)))
+    each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, head.transform()))
     return each + head.gradient_dtype.itemsize * padded(head.vocab_size)
 
 
@@ -165,12 +138,3 @@ def _copies_bytes(head: Head) -> int:
 def _row_major(weight: Tensor) -> Tensor:
     """The weight as kernels read it; one that lies column by column (transposed, every other column) is copied."""
     return weight if weight.shape[1] == 1 or weight.stride(1) == 1 else weight.contiguous()
-
-
-def _transform(head: Head, temperature: Tensor | float):  # type: ignore[no-untyped-def]
-    from grpo_fused.kernels import launch
-
-    bias = None if head.bias is None else head.bias.to(head.statistics_dtype).contiguous()
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(torch.float32)
-    return launch.RowTransform(bias, head.logit_scale, head.softcap, temperature)

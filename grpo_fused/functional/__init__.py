@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_fused.functional.head import fused_linear_grpo_loss, fused_linear_logprobs
-from grpo_fused.functional.without_head import grpo_loss, selective_logprobs
+from grpo_fused.functional.from_logits import grpo_loss, selective_logprobs
+from grpo_fused.functional.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 
 __all__ = ["fused_linear_grpo_loss", "fused_linear_logprobs", "grpo_loss", "selective_logprobs"]

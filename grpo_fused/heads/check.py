@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fused.accuracy import LOGP_BOUND
-from grpo_fused.engines.head import VOCAB_BLOCK_BYTES, ieee_products
+from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.functional import fused_linear_logprobs
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts, replaced_forward

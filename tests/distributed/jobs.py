@@ -8,6 +8,8 @@ import torch
 from helpers import Case, Result, pack
 
 from grpo_fused import GRPOLossConfig, ParallelGroups, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.engines.chunked import _Slab
+from grpo_fused.engines.rows import TorchRows
 from grpo_fused.parallel import counting
 
 
@@ -136,10 +138,10 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
         options["max_scratch_bytes"] = 1
     elif rank == 1 and what == "score":
         options["impl"] = "chunked"
-        _fail_once("score")
+        _fail_once("score", _Slab, "logits")
     elif rank == 1 and what == "gradient":
         options["impl"] = "chunked"
-        _fail_once("gradient")
+        _fail_once("gradient", TorchRows, "gradient")
     elif rank == 1 and what == "operator":
         try:
             fused_linear_logprobs(mine.hidden_states, mine.lm_head_weight, mine.completion_ids, process_group=given)
@@ -152,17 +154,15 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
     return "no error"
 
 
-def _fail_once(name: str) -> None:
-    """The next chunk of this process cannot be worked on, as where its memory is full."""
-    from grpo_fused.engines.chunked import _Workspace
+def _fail_once(what: str, owner: type, name: str) -> None:
+    """The next call of a method in this process fails, as where its memory is full."""
+    original = getattr(owner, name)
 
-    original = getattr(_Workspace, name)
+    def fails(*_: Any, **__: Any) -> Any:
+        setattr(owner, name, original)
+        raise MemoryError(f"no room for the {what}")
 
-    def fails(*_: Any) -> Any:
-        setattr(_Workspace, name, original)
-        raise MemoryError(f"no room for the {name}")
-
-    setattr(_Workspace, name, fails)
+    setattr(owner, name, fails)
 
 
 def checkpointed_and_accumulated(rank: int, group: Any, case: Case, sizes: list[int]) -> dict:

@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import torch
 
-from grpo_fused.handshake import Call, checksum
+from grpo_fused.calls import HeadCall, LogprobsCall, LogprobsGradientCall, Needs
+from grpo_fused.handshake import checksum, contents_of, form_of
 
 IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
 
 
-def call(ids=IDS, mask=MASK, options=None, **coefficients) -> Call:
-    return Call("loss", options or {"impl": "chunked", "compact": True}, {"ids": ids, "mask": mask}, mask, coefficients)
+def call(ids=IDS, mask=MASK, compact=True, **coefficients):
+    hidden, weight = torch.zeros(2, 3, 8), torch.zeros(10, 8)
+    head = HeadCall(hidden, weight, None, None, 1.0, 1.0, None, "chunked", torch.float32, None, compact, "")
+    given = {"dlogps": None, "dentropies": None, **coefficients}
+    forward = LogprobsCall(head, ids, mask, False)
+    return LogprobsGradientCall(forward, None, None, None, None, **given, needs=Needs(True, True, False))
+
+
+def contents(**changes):
+    made = call(**changes)
+    return contents_of(made, made.forward.mask)
 
 
 def test_form_is_of_options_and_of_which_tensors_there_are():
     same = call(ids=IDS + 1)
-    assert same.form() == call().form()
-    assert call(options={"impl": "chunked", "compact": False}).form() != call().form()
-    assert call(mask=None).form() != call().form()
-    assert call(dlogps=IDS).form() != call(dlogps=None).form() != call(dentropies=IDS).form()
+    assert form_of(same) == form_of(call())
+    assert form_of(call(compact=False)) != form_of(call())
+    assert form_of(call(mask=None)) != form_of(call())
+    assert form_of(call(dlogps=IDS)) != form_of(call(dlogps=None)) != form_of(call(dentropies=IDS))
+    assert form_of(call().forward) != form_of(call())
 
 
 def test_contents_are_of_active_positions():
     changed = IDS.clone()
     changed[0, 2] = -100  # masked
-    assert call(ids=changed).contents() == call().contents()
+    assert contents(ids=changed) == contents()
     changed[0, 1] = 2
-    assert call(ids=changed).contents() != call().contents()
+    assert contents(ids=changed) != contents()
     swapped = IDS.clone()
     swapped[0, :2] = swapped[0, :2].flip(0)
-    assert call(ids=swapped).contents() != call().contents()
-    assert call(mask=torch.ones_like(MASK)).contents() != call().contents()
+    assert contents(ids=swapped) != contents()
+    assert contents(mask=torch.ones_like(MASK)) != contents()
 
 
 def test_coefficients_count_by_where_they_are_0():
     g = torch.tensor([[0.5, 0.0, 7.0], [1.0, 2.0, 3.0]])
-    assert call(dlogps=g).contents() == call(dlogps=-2 * g).contents()
-    assert call(dlogps=g).contents() != call(dlogps=g + 1).contents()
+    assert contents(dlogps=g) == contents(dlogps=-2 * g)
+    assert contents(dlogps=g) != contents(dlogps=g + 1)
     masked = g.clone()
     masked[0, 2] = 0.0
-    assert call(dlogps=g).contents() == call(dlogps=masked).contents()
+    assert contents(dlogps=g) == contents(dlogps=masked)
 
 
 def test_checksums_are_numbers_that_a_collective_can_carry():

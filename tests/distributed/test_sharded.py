@@ -125,7 +125,7 @@ def test_a_reading_that_is_ambiguous_on_one_rank_is_refused_on_all(workers):
 def test_different_operators_are_named(workers):
     for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "vocab", "operator"):
         assert got.startswith("ValueError: all ranks of a process group must give the same "), got
-        assert "operator; got rank 0: loss, rank 1: log-probs" in got, got
+        assert "operator; got rank 0: Loss, rank 1: Logprobs" in got, got
 
 
 def test_wrong_groups_are_refused():

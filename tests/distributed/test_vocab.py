@@ -9,9 +9,10 @@ from distributed.jobs import slices, vocab_logprobs, vocab_loss
 from helpers import PRECISION, config_id, make_case, make_config
 
 from grpo_fused import fused_linear_logprobs
-from grpo_fused.engines.base import Needs, Tokens
-from grpo_fused.engines.head import Head
-from grpo_fused.engines.sums import GradientSums
+from grpo_fused.calls import Needs
+from grpo_fused.engines.base import Tokens
+from grpo_fused.engines.gradients import GradientSums
+from grpo_fused.engines.products import Head
 
 ENGINES = ["chunked", "native", "triton"]
 CONFIGS = [

@@ -7,7 +7,7 @@ import torch
 from helpers import Case, assert_same, config_id, covering_configs, frobenius_error, make_case, make_config
 
 from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs, selective_logprobs
-from grpo_fused.engines.head import Head
+from grpo_fused.engines.products import Head
 
 pytestmark = pytest.mark.gpu
 

@@ -10,14 +10,15 @@ from helpers import Case, config_id, frobenius_error, make_case, make_config
 
 pytest.importorskip("triton")
 
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 from native.rows import TRANSFORMS, assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
 
 from grpo_fused import engines
-from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
 from grpo_fused.engines import cuda_rows
-from grpo_fused.engines.chunked import ChunkedEngine, cuda_row_work
 from grpo_fused.engines.cuda_rows import CudaRows
-from grpo_fused.engines.rows import Statistics, Transform
+from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.layout import Layout
 from grpo_fused.objective import evaluate
 
@@ -53,11 +54,11 @@ def to_gpu(transform: Transform) -> Transform:
 
 
 def statistics(work: CudaRows, logits, targets, transform, with_entropy=True) -> Statistics:
-    return work.statistics(logits, targets, transform, with_entropy=with_entropy, block_rows=1)
+    return work.statistics(Rows(logits, targets, transform), with_entropy=with_entropy)
 
 
 def gradient(work: CudaRows, logits, out, targets, stats, dlogp, dentropy, transform) -> None:
-    work.gradient(logits, None, targets, stats, dlogp, dentropy, transform, out, block_rows=1)
+    work.gradient(Rows(logits, targets, transform), Coefficients(stats, dlogp, dentropy), out)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -148,7 +149,13 @@ def test_loss_in_one_launch(config, vocab_size, out_dtype, variant):
         batch = make_batch(config, logp, on_policy)
         logits = padded(values)
         out = in_place(logits, out_dtype)
-        stats, loss, dlogp = work.row_loss(logits, targets, batch, config, transform, out, with_entropy=True)
+        stats, loss, dlogp = work.loss(
+            Rows(logits, targets, transform),
+            token_inputs(batch, config),
+            objective_numbers(config),
+            out,
+            with_entropy=True,
+        )
         alone = statistics(work, padded(values), targets, transform)
         assert all(torch.equal(got, want) for got, want in zip(stats, alone, strict=True))
         want = evaluate(stats.logp, stats.entropy, batch, config)
@@ -257,7 +264,7 @@ def test_the_engine_with_it(monkeypatch, config, dtype):
     tensors = (case.hidden_states, case.lm_head_weight, case.completion_ids, case.advantages, case.completion_mask)
     case = Case(*map(on_gpu, tensors), {name: on_gpu(value) for name, value in case.options.items()})
     want = case.run(config)
-    monkeypatch.setitem(engines._ENGINES, "chunked", ChunkedEngine(cuda_row_work))
+    monkeypatch.setitem(engines._ENGINES, "chunked", engines.engine("cuda"))
     got = case.run(config)
     assert (got.out.per_token_logps - want.out.per_token_logps).abs().max() <= 2e-5
     tol = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps

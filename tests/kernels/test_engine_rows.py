@@ -8,9 +8,10 @@ from helpers import assert_same, config_id, make_case, make_config, pack
 
 pytest.importorskip("triton")
 
+from grpo_fused.kernels.launch import TritonRows
+
 from grpo_fused import engines
 from grpo_fused.engines.chunked import ChunkedEngine
-from grpo_fused.engines.triton_rows import TritonRows
 
 CONFIGS = [
     make_config("dapo"),
@@ -55,8 +56,8 @@ def test_head_options_in_low_precision(dtype):
 @pytest.mark.parametrize("mask_some", [False, True], ids=["all", "masked"])
 def test_selective_from_logits_as_they_lie(monkeypatch, dtype, mask_some):
     """bf16 and fp16 logits are read without a copy in fp32, and not changed."""
+    from grpo_fused import logits as engine
     from grpo_fused import selective_logprobs
-    from grpo_fused.engines import logits as engine
 
     monkeypatch.setattr(engine, "row_work", lambda device, dtype: TritonRows())
     values = (torch.randn(3, 5, 77) * 3).to(dtype)
@@ -78,7 +79,7 @@ def test_selective_from_logits_as_they_lie(monkeypatch, dtype, mask_some):
 def test_whole_numbers_reach_the_kernel_as_floats():
     """Triton would compile an int in, 1 as a constant of its own."""
     from grpo_fused import GRPOLossConfig
-    from grpo_fused.engines.triton_rows import objective_numbers
+    from grpo_fused.engines.token_kernels import objective_numbers
 
     numbers = objective_numbers(GRPOLossConfig(beta=1, epsilon=1, epsilon_high=2, delta=4))
     assert {type(getattr(numbers, name)) for name in ("beta", "epsilon", "epsilon_high", "delta")} == {float}

@@ -21,7 +21,7 @@ from grpo_fused.kernels.head_configs import (
     HeadConfig,
 )
 from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
-from grpo_fused.kernels.launch import RowStatistics, RowTransform
+from grpo_fused.kernels.row_types import Coefficients, Statistics, Transform
 
 from grpo_fused import fused_linear_grpo_loss, fused_linear_logprobs
 
@@ -30,29 +30,28 @@ CONFIGS = {
     "pointers": SMALL,
     "descriptors": SMALL._replace(tma=True),
     "persistent": SMALL._replace(persistent=True),
-    "specialized": SMALL._replace(specialized=True),
     "descriptors-persistent": SMALL._replace(tma=True, persistent=True),
 }
 SHAPES = [(1, 8, 3), (1, 24, 1), (3, 16, 16), (37, 40, 131), (18, 64, 160)]  # N, H, V; 8 for a descriptor's rows
 OPTIONS = ["plain", "temperature", "temperatures", "scale", "negative-scale", "softcap", "bias", "all"]
 
 
-def transform_of(option: str, rows: int, vocab_size: int) -> RowTransform:
+def transform_of(option: str, rows: int, vocab_size: int) -> Transform:
     g = torch.Generator().manual_seed(5)
     bias, temperatures = torch.randn(vocab_size, generator=g), torch.rand(rows, generator=g) + 0.5
     return {
-        "plain": RowTransform(None, 1.0, None, 1.0),
-        "temperature": RowTransform(None, 1.0, None, 0.7),
-        "temperatures": RowTransform(None, 1.0, None, temperatures),
-        "scale": RowTransform(None, 0.3, None, 1.0),
-        "negative-scale": RowTransform(None, -1.2, None, 1.0),
-        "softcap": RowTransform(None, 1.0, 5.0, 1.0),
-        "bias": RowTransform(bias, 1.0, None, 1.0),
-        "all": RowTransform(bias, 1.3, 7.0, temperatures),
+        "plain": Transform(None, 1.0, None, 1.0),
+        "temperature": Transform(None, 1.0, None, 0.7),
+        "temperatures": Transform(None, 1.0, None, temperatures),
+        "scale": Transform(None, 0.3, None, 1.0),
+        "negative-scale": Transform(None, -1.2, None, 1.0),
+        "softcap": Transform(None, 1.0, 5.0, 1.0),
+        "bias": Transform(bias, 1.0, None, 1.0),
+        "all": Transform(bias, 1.3, 7.0, temperatures),
     }[option]
 
 
-def z_of(product: torch.Tensor, transform: RowTransform) -> torch.Tensor:
+def z_of(product: torch.Tensor, transform: Transform) -> torch.Tensor:
     """fp64"""
     z = product if transform.bias is None else product + transform.bias.double()
     z = z * transform.logit_scale
@@ -76,7 +75,7 @@ def exact(hidden, weight, targets, transform):
     log_p = z.log_softmax(1)
     entropy = -(log_p.exp() * log_p).sum(1)
     m = z.amax(1)
-    return RowStatistics(m, z.logsumexp(1) - m, log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy)
+    return Statistics(m, z.logsumexp(1) - m, log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -138,13 +137,13 @@ def test_dlogits(option, with_entropy, way):
         stats = head_scores(
             hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL
         )
-        exponentials_to_dlogits(room, targets, stats, dlogp, dentropy, transform)
+        exponentials_to_dlogits(room, targets, Coefficients(stats, dlogp, dentropy), transform)
         got = room.values
     else:
         config = CONFIGS[way.removeprefix("known-")]
         stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, config=config)
         got = torch.full((N, padded(V)), torch.nan)[:, :V]
-        head_dlogits(hidden, weight, targets, stats, dlogp, dentropy, transform, got, config=config)
+        head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, dentropy), transform, got, config=config)
     want = exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy)
     assert frobenius_error(got, want) < 1e-5
     if not with_entropy:
@@ -159,7 +158,7 @@ def test_confident_tokens_keep_their_gradient(way):
     weight = torch.randn(V, H, generator=g)
     targets = torch.arange(8)
     hidden = weight[targets] * 0.3
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     exact_logp = exact(hidden, weight, targets, transform).logp
     assert (exact_logp.abs() < 5e-3).all()
     room = Exponentials.empty(8, weight, torch.float32, transform, config=SMALL)
@@ -167,11 +166,11 @@ def test_confident_tokens_keep_their_gradient(way):
     assert (stats.logp <= 0).all()
     ones = torch.ones(8)
     if way == "exponentials":
-        exponentials_to_dlogits(room, targets, stats, ones, None, transform)
+        exponentials_to_dlogits(room, targets, Coefficients(stats, ones, None), transform)
         got = room.values
     else:
         got = torch.empty(8, padded(V))[:, :V]
-        head_dlogits(hidden, weight, targets, stats, ones, None, transform, got, config=SMALL)
+        head_dlogits(hidden, weight, targets, Coefficients(stats, ones, None), transform, got, config=SMALL)
     want = exact_dlogits(hidden, weight, targets, transform, ones, None)
     assert (got.double() - want).abs().max() < 2e-7
 
@@ -290,7 +289,7 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
     room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL)
     exponentials_to_dlogits(
-        room, targets, stats, dlogp * scale, None if dentropy is None else dentropy * scale, transform
+        room, targets, Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), transform
     )
     # the interpreter truncates to bf16, twice: each time up to twice the error of rounding
     allowed = 5 if dtype == torch.bfloat16 else 2.5
@@ -303,10 +302,10 @@ def test_fp16_exponentials_reach_far_below_their_maximum():
     weight[:, 0] = -20.0
     weight[0, 0] = 0.0
     hidden, targets = torch.eye(1, 8, dtype=torch.float16), torch.tensor([0])
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     room = Exponentials.empty(1, weight, torch.float16, transform, config=SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
-    exponentials_to_dlogits(room, targets, stats, torch.tensor([2.0**15]), None, transform)
+    exponentials_to_dlogits(room, targets, Coefficients(stats, torch.tensor([2.0**15]), None), transform)
     want = torch.full((23,), -(2.0**15) * math.exp(-20.0))
     torch.testing.assert_close(room.values[0, 1:].float(), want, rtol=2e-3, atol=0)
 
@@ -318,12 +317,12 @@ def test_a_tile_without_a_possible_entry():
     bias = torch.full((V,), -120.0)
     bias[32:64] = -torch.inf
     targets %= 32
-    transform = RowTransform(bias, 1.0, None, 1.0)
+    transform = Transform(bias, 1.0, None, 1.0)
     room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=SMALL)
-    exponentials_to_dlogits(room, targets, stats, torch.ones(N), torch.ones(N), transform)
+    exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(N), torch.ones(N)), transform)
     live = torch.cat([torch.arange(32), torch.arange(64, 96)])
-    small = RowTransform(bias[live], 1.0, None, 1.0)
+    small = Transform(bias[live], 1.0, None, 1.0)
     want = exact_dlogits(hidden, weight[live], targets, small, torch.ones(N), torch.ones(N))
     assert frobenius_error(room.values[:, live], want) < 1e-5
     assert room.values[:, 32:64].eq(0).all()
@@ -336,7 +335,7 @@ def test_softcap_takes_no_exponentials():
     room = Exponentials.empty(4, weight, torch.float32, transform, config=SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     with pytest.raises(ValueError, match="exponentials do not give the gradient of a softcap; got softcap=5.0"):
-        exponentials_to_dlogits(room, targets, stats, torch.ones(4), None, transform)
+        exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(4), None), transform)
     for temperature in (1.0, 0.3):
         batch = make_case(6, B=2, T=8, H=16, V=300, dtype=torch.bfloat16, softcap=30.0, temperature=temperature)
         batch.lm_head_weight = batch.lm_head_weight * 8
@@ -378,7 +377,7 @@ def test_traced_without_looking_at_memory(dtype):
 
 def test_targets_outside_the_vocabulary_are_not_read():
     hidden, weight = torch.randn(3, 20), torch.randn(37, 20)
-    transform = RowTransform(torch.zeros(37), 1.0, None, 1.0)
+    transform = Transform(torch.zeros(37), 1.0, None, 1.0)
     got = head_scores(hidden, weight, torch.tensor([-1, 37, 10**9]), transform, with_entropy=True, config=SMALL)
     assert got.logp.isnan().all()
     assert got.entropy.isfinite().all()

@@ -12,10 +12,12 @@ from helpers import config_id, make_config
 
 pytest.importorskip("triton")
 
-from grpo_fused.kernels.launch import RowTransform, row_loss
+from grpo_fused.kernels.launch import TritonRows
+from grpo_fused.kernels.row_types import Rows, Transform
 
-from grpo_fused.batch import LossInputs, TokenBatch
-from grpo_fused.engines.triton_rows import objective_numbers, token_inputs
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
+from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.layout import Layout
 from grpo_fused.objective import evaluate
 
@@ -78,14 +80,16 @@ def test_matches_the_torch_objective_on_the_whole_grid(config):
     assert_matches_torch(config)
 
 
+def row_loss(batch, logits, targets, config, out):
+    rows = Rows(logits, targets, Transform())
+    return TritonRows().loss(rows, token_inputs(batch, config), objective_numbers(config), out, with_entropy=True)
+
+
 def assert_matches_torch(config):
     for seed, on_policy, with_ratio in ((0, False, False), (1, True, False), (2, False, True)):
         batch, logits, targets = batch_and_logits(config, seed, on_policy, with_ratio)
         out = torch.empty_like(logits)
-        stats, loss, dlogp = row_loss(
-            logits, out, targets, token_inputs(batch, config), objective_numbers(config),
-            RowTransform(None, 1.0, None, 1.0), with_entropy=True,
-        )  # fmt: skip
+        stats, loss, dlogp = row_loss(batch, logits, targets, config, out)
         want = evaluate(stats.logp, stats.entropy, batch, config)
         assert want.dlogp.abs().max() > 0
         torch.testing.assert_close(dlogp, want.dlogp, rtol=1e-5, atol=1e-7)
@@ -112,10 +116,7 @@ def test_an_impossible_token_has_no_gradient_and_nan_is_seen():
     logits[active[0], targets[active[0]]] = -math.inf
     logits[active[1]] = math.nan
     out = torch.empty_like(logits)
-    stats, loss, dlogp = row_loss(
-        logits, out, targets, token_inputs(batch, config), objective_numbers(config),
-        RowTransform(None, 1.0, None, 1.0), with_entropy=True,
-    )  # fmt: skip
+    stats, loss, dlogp = row_loss(batch, logits, targets, config, out)
     assert stats.logp[active[0]] == -math.inf
     assert dlogp[active[0]] == 0
     assert out[active[0]].eq(0).all()

@@ -10,9 +10,18 @@ import torch
 pytest.importorskip("triton")
 
 from grpo_fused.kernels.configs import PAD
-from grpo_fused.kernels.launch import RowTransform, row_gradient, row_statistics
+from grpo_fused.kernels.launch import TritonRows
+from grpo_fused.kernels.row_types import Coefficients, Rows, Transform
 
 SHAPES = [(1, 1), (5, 37), (3, 256), (2, 257), (2, 1031)]
+
+
+def row_statistics(logits, targets, transform, *, with_entropy):
+    return TritonRows().statistics(Rows(logits, targets, transform), with_entropy=with_entropy)
+
+
+def row_gradient(logits, out, targets, statistics, dlogp, dentropy, transform):
+    TritonRows().gradient(Rows(logits, targets, transform), Coefficients(statistics, dlogp, dentropy), out)
 
 
 def padded_logits(values: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
@@ -29,13 +38,13 @@ def transforms(rows: int, vocab_size: int):
     bias = torch.randn(vocab_size, generator=g)
     temperatures = torch.rand(rows, generator=g) + 0.5
     return {
-        "plain": RowTransform(None, 1.0, None, 1.0),
-        "temperature": RowTransform(None, 1.0, None, 0.7),
-        "temperatures": RowTransform(None, 1.0, None, temperatures),
-        "scale": RowTransform(None, 0.3, None, 1.0),
-        "softcap": RowTransform(None, 1.0, 5.0, 1.0),
-        "bias": RowTransform(bias, 1.0, None, 1.0),
-        "all": RowTransform(bias, 1.3, 7.0, temperatures),
+        "plain": Transform(None, 1.0, None, 1.0),
+        "temperature": Transform(None, 1.0, None, 0.7),
+        "temperatures": Transform(None, 1.0, None, temperatures),
+        "scale": Transform(None, 0.3, None, 1.0),
+        "softcap": Transform(None, 1.0, 5.0, 1.0),
+        "bias": Transform(bias, 1.0, None, 1.0),
+        "all": Transform(bias, 1.3, 7.0, temperatures),
     }
 
 
@@ -105,7 +114,7 @@ def test_gradient_in_place(shape, name, with_entropy, out_dtype):
 
 def test_unpadded_rows_and_a_separate_buffer():
     values, targets = case((3, 37))
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     stats = row_statistics(values, targets, transform, with_entropy=True)
     logp, _ = exact(values.double(), targets, transform)
     torch.testing.assert_close(stats.logp.double(), logp, rtol=0, atol=1e-5)
@@ -118,17 +127,17 @@ def test_unpadded_rows_and_a_separate_buffer():
 
 def test_gradient_refuses_memory_that_it_would_overwrite_too_early():
     values, targets = case((4, 32))
-    stats = row_statistics(values, targets, RowTransform(None, 1.0, None, 1.0), with_entropy=False)
+    stats = row_statistics(values, targets, Transform(None, 1.0, None, 1.0), with_entropy=False)
     wrong = values.view(torch.bfloat16).view(-1)[: 4 * 32].view(4, 32)  # rows packed: row 1 lands in row 0
     with pytest.raises(ValueError, match="row upon row"):
-        row_gradient(values, wrong, targets, stats, torch.ones(4), None, RowTransform(None, 1.0, None, 1.0))
+        row_gradient(values, wrong, targets, stats, torch.ones(4), None, Transform(None, 1.0, None, 1.0))
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4], ids=str)
 def test_common_offset(offset):
     values, targets = case((4, 300))
     logits = padded_logits(values + offset)
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     stats = row_statistics(logits, targets, transform, with_entropy=True)
     logp, entropy = exact(logits.double(), targets, transform)
     assert (stats.logp.double() - logp).abs().max() <= 1e-5
@@ -139,7 +148,7 @@ def test_all_negative_logits():
     """A running maximum that starts at 0 would be wrong here."""
     values, targets = case((3, 300))
     logits = padded_logits(-values.abs() - 50.0)
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     stats = row_statistics(logits, targets, transform, with_entropy=True)
     logp, entropy = exact(logits.double(), targets, transform)
     assert (stats.max < -49).all()
@@ -154,7 +163,7 @@ def test_impossible_tokens():
     values[:, :300] = -math.inf
     values[1, 400:] = -math.inf
     targets = torch.tensor([310, 350, 5])
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     logits = padded_logits(values)
     stats = row_statistics(logits, targets, transform, with_entropy=True)
     logp, entropy = exact(logits.double(), targets, transform)
@@ -171,7 +180,7 @@ def test_certain_tokens():
     values = torch.zeros(3, 64)
     values[:, 7] = torch.tensor([12.0, 16.0, 200.0])
     targets = torch.full((3,), 7)
-    transform = RowTransform(None, 1.0, None, 1.0)
+    transform = Transform(None, 1.0, None, 1.0)
     stats = row_statistics(values, targets, transform, with_entropy=True)
     raw = values.double().requires_grad_()
     logp, _ = exact(raw, targets, transform)
@@ -186,9 +195,7 @@ def test_certain_tokens():
 
 def test_no_rows():
     empty = torch.zeros(0, 16)
-    stats = row_statistics(
-        empty, torch.zeros(0, dtype=torch.int64), RowTransform(None, 1.0, None, 1.0), with_entropy=True
-    )
+    stats = row_statistics(empty, torch.zeros(0, dtype=torch.int64), Transform(None, 1.0, None, 1.0), with_entropy=True)
     assert stats.logp.shape == (0,)
 
 
@@ -196,7 +203,7 @@ def test_targets_outside_the_vocabulary_are_not_read():
     values, _ = case((3, 37))
     targets = torch.tensor([-1, 37, 10**9])
     stats = row_statistics(
-        padded_logits(values), targets, RowTransform(torch.zeros(37), 1.0, None, 1.0), with_entropy=True
+        padded_logits(values), targets, Transform(torch.zeros(37), 1.0, None, 1.0), with_entropy=True
     )
     assert stats.logp.isnan().all()
     assert stats.entropy.isfinite().all()

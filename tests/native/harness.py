@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from grpo_fused.kernels.launch import TokenInputs
-from grpo_fused.kernels.objective import KL_ESTIMATORS, POLICIES
+from grpo_fused.kernels.row_types import KL_ESTIMATORS, POLICIES, Statistics, TokenInputs, Transform
 from native.building import shared_library
 from torch import Tensor
 
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.rows import Statistics, Transform
-from grpo_fused.engines.triton_rows import objective_numbers
+from grpo_fused.engines.token_kernels import objective_numbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STATISTICS, GRADIENT, LOSS = 0, 1, 2

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from grpo_fused.kernels.row_types import Transform
 from torch import Tensor
-
-from grpo_fused.engines.rows import Transform
 
 PAD = 16
 TRANSFORMS = ("plain", "temperature", "temperatures", "scale", "softcap", "bias", "all")

@@ -11,16 +11,16 @@ from helpers import make_config
 
 pytest.importorskip("triton")
 
+from grpo_fused.kernels.row_types import Statistics, Transform
 from native.building import shared_library
 from native.rows import in_place, make_rows, padded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import aot_cuda
 from grpo_fused._fakes import register_fakes
-from grpo_fused.batch import LossInputs, TokenBatch
-from grpo_fused.engines.chunked import cuda_row_work
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
 from grpo_fused.engines.cuda_rows import CudaRows
-from grpo_fused.engines.rows import Statistics, Transform
 from grpo_fused.layout import Layout
 
 # torch's CPU wheel has no such function, and a library with a missing one cannot be loaded
@@ -222,8 +222,3 @@ def test_fake_tensors_pass_through(operators):
     with FakeTensorMode():
         operators.row_statistics(**statistics_call())
         operators.row_gradient(**gradient_call())
-
-
-def test_asked_for_where_it_cannot_run():
-    with pytest.raises(RuntimeError, match="CUDA row work needs float32 statistics on a CUDA device; got .* on cpu"):
-        cuda_row_work(torch.device("cpu"), torch.float32)

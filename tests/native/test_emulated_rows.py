@@ -11,13 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from grpo_fused.kernels.row_types import Transform
 from helpers import config_id, make_config
 from native.harness import Harness, Layout
 from native.rows import assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
 
-from grpo_fused.batch import LossInputs, TokenBatch
-from grpo_fused.engines.rows import Transform
-from grpo_fused.engines.triton_rows import token_inputs
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
+from grpo_fused.engines.token_kernels import token_inputs
 from grpo_fused.layout import Layout as TokenLayout
 from grpo_fused.objective import evaluate
 

@@ -11,14 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from grpo_fused.kernels.objective import KL_ESTIMATORS, POLICIES
+from grpo_fused.kernels.row_types import KL_ESTIMATORS, POLICIES
 from helpers import config_id, make_config
 from native.building import CSRC, shared_library
 
 from grpo_fused import grpo_loss
 from grpo_fused._fakes import register_fakes
-from grpo_fused.batch import LossInputs, TokenBatch
-from grpo_fused.engines.triton_rows import objective_numbers, token_inputs
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
+from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.layout import Layout
 from grpo_fused.objective import evaluate
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import validation as check
-from grpo_fused.batch import LossInputs
+from grpo_fused.calls import LossInputs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from grpo_fused import objective
 from grpo_fused import validation as check
-from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
 from grpo_fused.config import PPO_FAMILY, GRPOLossConfig
 from grpo_fused.functional import selective_logprobs
 from grpo_fused.integrations.liger.options import (
@@ -120,7 +121,7 @@ def grpo_loss_from_logits(
         num_items_in_batch=check.as_num_items(num_items(num_items_in_batch, mask, config), logits.device),
     )
     check.check_loss_inputs(inputs, layout, config)
-    check.check_devices(logits=logits, completion_ids=completion_ids, completion_mask=completion_mask,
+    check.check_one_device(logits=logits, completion_ids=completion_ids, completion_mask=completion_mask,
                         advantages=advantages, old_logp=old_logp, ref_logp=ref_logp,
                         vllm_is_ratio=vllm_is_ratio)  # fmt: skip
     check.check_loss_values(inputs, layout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_fused import objective
-from grpo_fused.batch import LossInputs, TokenBatch
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
 from grpo_fused.config import TOKEN_NORMALIZED, USED_BY, GRPOLossConfig
 from grpo_fused.layout import Layout
 
@@ -107,7 +107,7 @@ def rollout_ratio(ratio: Tensor | None, mask: Tensor, config: GRPOLossConfig) ->
 
 def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> list[Tensor]:
     """Liger's: the KL where it is penalised, and the clipped share, over active tokens."""
-    inputs = replace(inputs, importance_sampling_ratio=None, num_items_in_batch=None)
+    inputs = inputs._replace(importance_sampling_ratio=None, num_items_in_batch=None)
     batch = TokenBatch.build(inputs, Layout.of(logps, None), config, logps.dtype)
     tokens = objective.token_loss(logps.reshape(-1), batch, config)
     kl = [] if tokens.kl is None else [tokens.kl]

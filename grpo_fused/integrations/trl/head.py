@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused.autograd import HeadCall
-from grpo_fused.engines.head import compute_dtype
+from grpo_fused.calls import HeadCall, LogprobsCall
+from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
@@ -67,6 +67,9 @@ class FusedLogProbFunction:
         """
         compute = compute_dtype(hidden, weight)
         call = HeadCall(
+            hidden_states=hidden,
+            lm_head_weight=weight,
+            lm_head_bias=bias,
             temperatures=None,
             temperature=float(temperature),
             logit_scale=float(logit_scale),
@@ -75,13 +78,12 @@ class FusedLogProbFunction:
             compute_dtype=compute,
             max_scratch_bytes=cls.max_scratch_bytes,
             compact=True,
+            groups="",
         )
         logps, entropies = PredictedLogprobs.apply(
-            hidden, weight, bias, targets, call, "entropy" in outputs, current_prediction()
+            hidden, weight, bias, LogprobsCall(call, targets, None, "entropy" in outputs), current_prediction()
         )
-        extras = extra_statistics(
-            hidden, weight, bias, targets, call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs]
-        )
+        extras = extra_statistics(call, targets, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,
             entropies if "entropy" in outputs else None,

@@ -20,8 +20,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_fused import _ops
-from grpo_fused.autograd import HeadCall, scaled
+from grpo_fused import operators
+from grpo_fused.autograd import scaled
+from grpo_fused.calls import (
+    LogprobsCall,
+    LogprobsGradientCall,
+    LossCall,
+    LossInputs,
+    Needs,
+    ObjectiveCall,
+    Scores,
+    attach,
+    detach,
+    flat,
+)
 from grpo_fused.config import GRPOLossConfig
 
 TOLERANCE = 5e-6
@@ -124,95 +136,93 @@ class PredictedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        call: HeadCall,
-        with_entropy: bool,
+        call: LogprobsCall,
         prediction: Prediction | None,
     ) -> Any:
-        ctx.call, ctx.with_entropy, ctx.prediction = call, with_entropy, prediction
+        call = call._replace(head=call.head.on(hidden, weight, bias))
+        ctx.prediction = prediction
         ctx.set_materialize_grads(False)
-        needs = ctx.needs_input_grad[:3]
-        packed = prediction.take(targets) if prediction is not None and any(needs) else None
+        needs = Needs(*ctx.needs_input_grad[:3])
+        packed = prediction.take(call.token_ids) if prediction is not None and needs.any() else None
+        ctx.call, tensors = detach(call)
         if prediction is None or packed is None:
-            logps, entropies, maxima, log_sums = _ops.linear_logprobs(
-                hidden, weight, bias, targets, None, *call, with_entropy
-            )
             ctx.prediction = None
-            ctx.save_for_backward(hidden, weight, bias, targets, logps, entropies, maxima, log_sums)
+            scores = Scores(*operators.linear_logprobs(*flat(call)))
+            logps, entropies, saved = scores.logps, scores.entropies, tuple(scores)
         else:
-            logps, entropies, *predicted = _predicted(hidden, weight, bias, targets, call, needs, prediction, packed)
-            ctx.save_for_backward(hidden, weight, bias, targets, packed.rows, *predicted)
-        if not with_entropy:
+            logps, entropies, *predicted = _predicted(call, needs, prediction, packed)
+            saved = (packed.rows, *predicted)
+        ctx.save_for_backward(*tensors, *saved)
+        if not call.with_entropy:
             ctx.mark_non_differentiable(entropies)
         return logps, entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        if not ctx.with_entropy:
+        count = len(flat(ctx.call))
+        call: LogprobsCall = attach(ctx.call, ctx.saved_tensors[:count])
+        saved = ctx.saved_tensors[count:]
+        if not call.with_entropy:
             dentropies = None
         if dlogps is None and dentropies is None:
-            return (None,) * 7
-        needs = ctx.needs_input_grad[:3]
-        hidden, weight, bias, targets, *saved = ctx.saved_tensors
+            return (None,) * 5
+        needs, given = Needs(*ctx.needs_input_grad[:3]), call.head
+        hidden, weight, bias = given.hidden_states, given.lm_head_weight, given.lm_head_bias
         if ctx.prediction is None:
             logps, entropies, maxima, log_sums = saved
-            scores = (logps, entropies if ctx.with_entropy else None, maxima, log_sums)
+            scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
         else:
             rows, gstar, hstar, dhidden, dweight, dbias = saved
             scale = _multiple(dlogps, dentropies, rows, gstar, hstar)
             if scale is not None:
                 ctx.prediction.counts.fused += 1
                 return (
-                    _spread(dhidden * scale, rows, hidden) if needs[0] else None,
-                    scaled(dweight, scale, weight.dtype) if needs[1] else None,
-                    (dbias * scale).to(bias.dtype) if needs[2] else None,
-                    *(None,) * 4,
+                    _spread(dhidden * scale, rows, hidden) if needs.need_hidden else None,
+                    scaled(dweight, scale, weight.dtype) if needs.need_weight else None,
+                    (dbias * scale).to(bias.dtype) if needs.need_bias and bias is not None else None,
+                    *(None,) * 2,
                 )
             ctx.prediction.counts.recomputed += 1
             scores = (None, None, None, None)
         with _gathered(weight, bias):
-            dhidden, dweight, dbias = _ops.linear_logprobs_backward(
-                dlogps, dentropies, *scores, hidden, weight, bias, targets, None, *ctx.call, *needs
+            dhidden, dweight, dbias = operators.linear_logprobs_gradient(
+                *flat(LogprobsGradientCall(call, *scores, dlogps, dentropies, needs))
             )
         return (
-            dhidden.to(hidden.dtype) if needs[0] else None,
-            dweight.to(weight.dtype) if needs[1] else None,
-            dbias.to(bias.dtype) if needs[2] else None,
-            *(None,) * 4,
+            dhidden.to(hidden.dtype) if needs.need_hidden else None,
+            dweight.to(weight.dtype) if needs.need_weight else None,
+            dbias.to(bias.dtype) if needs.need_bias and bias is not None else None,
+            *(None,) * 2,
         )
 
 
-def _predicted(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    call: HeadCall,
-    needs: tuple[bool, bool, bool],
-    prediction: Prediction,
-    packed: _Packed,
-) -> tuple[Tensor, ...]:
+def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed: _Packed) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored, then g* for log-probs and entropies, dH, dW and db."""
-    config = prediction.config.encoded
-    rows = packed.rows
-    _loss, logps, entropies, _metrics, dhidden, dweight, dbias = _ops.linear_grpo_loss(
-        hidden[rows], weight, bias, targets[rows], **packed.tensors, **call._asdict(), config=config,
-        with_metrics=True, need_hidden=needs[0], need_weight=needs[1], need_bias=needs[2],
-    )  # fmt: skip
-    _loss, _logps, _entropies, _metrics, gstar, hstar = _ops.grpo_objective(
-        logps, entropies.nan_to_num(), **packed.tensors, config=config
+    config, rows, head = prediction.config.encoded, packed.rows, call.head
+    hidden, targets = head.hidden_states, call.token_ids
+    given = dict(packed.tensors)
+    offsets = given.pop("cu_seqlens")
+    inputs = LossInputs(**given)  # type: ignore[arg-type]
+    some = head._replace(hidden_states=hidden[rows])
+    loss = operators.LossResult(
+        *operators.linear_grpo_loss(*flat(LossCall(some, targets[rows], inputs, offsets, config, True, needs)))
     )
-    out = logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, logps)
-    entropy_out = torch.zeros_like(out).index_copy_(0, rows, entropies)
-    loss_mask = packed.tensors["completion_mask"]
-    assert loss_mask is not None
-    beside = rows[~loss_mask]  # scored, and not in the loss: what a tool wrote
+    star = operators.ObjectiveResult(
+        *operators.grpo_objective(
+            *flat(ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), inputs, offsets, config))
+        )
+    )
+    out = loss.logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, loss.logps)
+    entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
+    assert inputs.completion_mask is not None
+    beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
-        scores = _ops.linear_logprobs(hidden[beside], weight, bias, targets[beside], None, *call, True)
-        out.index_copy_(0, beside, scores[0])
-        entropy_out.index_copy_(0, beside, scores[1])
-    return out, entropy_out, gstar, hstar, dhidden, dweight, dbias
+        others = LogprobsCall(head._replace(hidden_states=hidden[beside]), targets[beside], None, True)
+        scores = Scores(*operators.linear_logprobs(*flat(others)))
+        out.index_copy_(0, beside, scores.logps)
+        entropy_out.index_copy_(0, beside, scores.entropies)
+    return out, entropy_out, star.dlogps, star.dentropies, loss.dhidden, loss.dweight, loss.dbias
 
 
 def _spread(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:

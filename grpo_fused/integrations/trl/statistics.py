@@ -7,18 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_fused.autograd import HeadCall
-from grpo_fused.engines.head import Head, ieee_products
-from grpo_fused.engines.rows import Transform
+from grpo_fused.calls import HeadCall
+from grpo_fused.engines.products import Head, ieee_products
+from grpo_fused.engines.rows import z_
 from grpo_fused.engines.scratch import scratch_budget
 
 _TEMPORARIES = 3  # z, its exponentials, and what is made of them
 
 
 @torch.no_grad()
-def extra_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: HeadCall, names: Sequence[str]
-) -> dict[str, Tensor]:
+def extra_statistics(call: HeadCall, targets: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Each of `names` as [N]: `log_sum_sq_probs`, `mean_logits` (fp32) and `is_top1` (bool); one head product.
 
     With z the logits after scale, cap and temperature and p their softmax: log sum_j p_j^2; the mean of z_j; and
@@ -26,9 +24,8 @@ def extra_statistics(
     """
     if not names:
         return {}
-    wide = None if bias is None else bias.float()
-    head = Head(weight, wide, call.logit_scale, call.softcap, call.compute_dtype)
-    transform = Transform(wide, call.logit_scale, call.softcap, call.temperature)
+    head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
+    transform = head.transform(call.temperature)
     budget = scratch_budget(hidden.device, call.max_scratch_bytes)
     rows = max(budget // (4 * _TEMPORARIES * max(weight.shape[0], 1)), 1)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -38,7 +35,7 @@ def extra_statistics(
             block = head.operand(hidden[part])
             z = torch.empty((block.shape[0], weight.shape[0]), dtype=head.statistics_dtype, device=hidden.device)
             head.logits_into(z, block)
-            transform.apply_(z)
+            z_(z, transform)
             if "mean_logits" in parts:
                 parts["mean_logits"].append(z.mean(1))
             if "is_top1" in parts:

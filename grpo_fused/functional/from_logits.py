@@ -7,14 +7,14 @@ from torch import Tensor
 
 from grpo_fused import engines, reference
 from grpo_fused import validation as check
-from grpo_fused.autograd import GRPOObjective, LossCall, SelectiveLogprobs
-from grpo_fused.batch import LossInputs
+from grpo_fused.autograd import GRPOObjective, SelectiveLogprobs
+from grpo_fused.calls import LogitsCall, LossInputs, ObjectiveCall
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
-from grpo_fused.engines.reference import loss_from_logprobs
 from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
+from grpo_fused.reference_calls import loss_from_logprobs
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -67,20 +67,14 @@ def grpo_loss(
     )
     check.check_loss_inputs(inputs, layout, config)
     check.check_entropies(entropies, layout, config)
-    check.check_devices(
-        per_token_logps=per_token_logps, entropies=entropies, advantages=advantages, completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
-        cu_seqlens=cu_seqlens,
-        num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
-    )  # fmt: skip
-    if engines.choose_without_head(impl) == "reference":
+    call = ObjectiveCall(per_token_logps, entropies, inputs, cu_seqlens, config.encoded)
+    check.check_devices(call)
+    if engines.choose_from_logits(impl) == "reference":
         check.check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
         return loss_from_logprobs(per_token_logps.to(dtype), wide, inputs, layout, config)
-    arguments = dict(vars(inputs), cu_seqlens=cu_seqlens, config=config.encoded)
-    loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, LossCall(arguments))
+    loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, call)
     names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
     return GRPOLossOutput(
         loss, logps, None if entropies is None else entropies_out, dict(zip(names, metrics.unbind(), strict=True))
@@ -121,16 +115,14 @@ def selective_logprobs(
     check.check_logits(logits, token_ids)
     check.check_mask(mask, token_ids, "mask")
     check.check_head_numbers(temperature, 1.0, None, layout)
-    check.check_devices(
-        logits=logits, token_ids=token_ids, mask=mask,
-        temperature=temperature if isinstance(temperature, Tensor) else None,
-    )  # fmt: skip
     number, temperatures = split_temperature(temperature)
-    if engines.choose_without_head(impl) == "reference":
+    call = LogitsCall(logits, token_ids, mask, temperatures, number, with_entropy)
+    check.check_devices(call)
+    if engines.choose_from_logits(impl) == "reference":
         check.check_token_values(token_ids, mask, logits.shape[-1], temperatures, layout)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         scale = number if temperatures is None else layout.per_token(temperatures).view(layout.shape)
         scores = reference.logprobs(logits.to(dtype), token_ids, mask, temperature=scale)
         return scores if with_entropy else scores._replace(entropies=None)
-    logps, entropies = SelectiveLogprobs.apply(logits, token_ids, mask, temperatures, number, with_entropy)
+    logps, entropies = SelectiveLogprobs.apply(logits, call)
     return LogprobOutput(logps, entropies if with_entropy else None)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Gradients, Needs, Tokens
-from grpo_fused.engines.head import VOCAB_BLOCK_BYTES_CUDA, Head
+from grpo_fused.calls import Needs
+from grpo_fused.engines.base import Gradients, Tokens, Work
+from grpo_fused.engines.products import VOCAB_BLOCK_BYTES_CUDA, Head
+from grpo_fused.kernels.row_types import Coefficients
 
 
 class GradientSums:
@@ -37,7 +39,7 @@ class GradientSums:
         self.rows = 0
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], weight.shape[1])
-        self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.hidden else None
+        self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.need_hidden else None
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and what gives their dH once it is summed over the ranks"""
         self.weight: Tensor | None = None
@@ -55,9 +57,9 @@ class GradientSums:
                 self.pending = rows, self.tokens.vocab.start_sum(dhidden)
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
-        if self.needs.weight:
+        if self.needs.need_weight:
             self._add_weight(dlogits, self.head.operand(self.tokens.hidden_rows(rows)), scale)
-        if self.needs.bias:
+        if self.needs.need_bias:
             dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
             self.bias += dbias if scale is None else dbias / scale
 
@@ -79,10 +81,19 @@ class GradientSums:
     def result(self) -> Gradients:
         """What has been added; zeros where nothing was."""
         self._finish_sum()
-        if self.needs.weight and self.weight is None:
+        if self.needs.need_weight and self.weight is None:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
-        return Gradients(self.hidden, self.weight, self.bias if self.needs.bias else None, self.rows)
+        return Gradients(self.hidden, self.weight, self.bias if self.needs.need_bias else None, self.rows)
+
+
+def lifted(work: Work, rows: Tensor, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
+    """Coefficients of `rows`, times a power of two where dlogits are fp16; and that power, else None."""
+    head, (stats, dlogp, dentropy) = work.head, coefficients
+    if head.gradient_dtype != torch.float16:
+        return coefficients, None
+    scale = fp16_scale(head, work.tokens.transform(head, rows).temperature, dlogp, dentropy)
+    return Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), scale
 
 
 def fp16_scale(head: Head, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

@@ -6,11 +6,34 @@ import torch
 from torch import Tensor
 
 from grpo_fused import reference
-from grpo_fused.batch import LossInputs
+from grpo_fused import validation as check
+from grpo_fused.calls import HeadCall, LossInputs
 from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines.products import ieee_products
 from grpo_fused.layout import Layout
-from grpo_fused.outputs import GRPOLossOutput
+from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.reference import PaddedInputs
+
+
+def reference_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout) -> LogprobOutput:
+    """The reference's scores: fp32 of what the dtypes (and autocast) say the inputs are."""
+    hidden, weight, bias, compute = head.hidden_states, head.lm_head_weight, head.lm_head_bias, head.compute_dtype
+    check.check_token_values(token_ids, mask, weight.shape[0], head.temperatures, layout)
+    dtype = torch.promote_types(compute, torch.float32)
+    by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
+    each = None if head.temperatures is None else layout.per_token(head.temperatures).view(layout.shape)
+    with torch.autocast(hidden.device.type, enabled=False), ieee_products():
+        return reference.linear_logprobs(
+            hidden.to(compute),
+            weight.to(compute),
+            None if bias is None else bias.to(compute if by_autocast else dtype),
+            token_ids,
+            mask,
+            temperature=head.temperature if each is None else each,
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            dtype=dtype,
+        )
 
 
 class _Padding:

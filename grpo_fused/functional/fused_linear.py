@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused import engines, reference
+from grpo_fused import engines
 from grpo_fused import validation as check
-from grpo_fused.autograd import HeadCall, LinearGRPOLoss, LinearLogprobs, LossCall
-from grpo_fused.batch import LossInputs
+from grpo_fused.autograd import LinearGRPOLoss, LinearLogprobs
+from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs, Needs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
-from grpo_fused.engines.head import compute_dtype, ieee_products
-from grpo_fused.engines.reference import loss_from_logprobs
+from grpo_fused.engines.products import compute_dtype
 from grpo_fused.handshake import refusing_together
 from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import loss_metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.parallel import ParallelGroups, whole
+from grpo_fused.reference_calls import loss_from_logprobs, reference_logprobs
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -124,7 +124,7 @@ def fused_linear_grpo_loss(
         check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
         check.check_mask(completion_mask, completion_ids)
         check.check_head_numbers(temperature, logit_scale, softcap, layout)
-        device = hidden_states.device
+        check.check_scratch(max_scratch_bytes)
         inputs = LossInputs(
             advantages=advantages,
             completion_mask=completion_mask,
@@ -132,57 +132,31 @@ def fused_linear_grpo_loss(
             ref_per_token_logps=ref_per_token_logps,
             sampling_per_token_logps=sampling_per_token_logps,
             importance_sampling_ratio=importance_sampling_ratio,
-            num_items_in_batch=check.as_num_items(num_items_in_batch, device),
+            num_items_in_batch=check.as_num_items(num_items_in_batch, hidden_states.device),
         )
         check.check_loss_inputs(inputs, layout, config)
-        check.check_devices(
-            hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias,
-            completion_ids=completion_ids, completion_mask=completion_mask, advantages=advantages,
-            old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-            sampling_per_token_logps=sampling_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
-            cu_seqlens=cu_seqlens, temperature=temperature if isinstance(temperature, Tensor) else None,
-            num_items_in_batch=num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None,
+        compute = compute_dtype(hidden_states, lm_head_weight)
+        number, temperatures = split_temperature(temperature)
+        head = HeadCall(
+            hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
+            engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
+            ParallelGroups.encode(process_group),
         )  # fmt: skip
-        check.check_scratch(max_scratch_bytes)
-        name = engines.choose(impl, device, compute_dtype(hidden_states, lm_head_weight))
-        if name == "reference":
+        needs = _needs(head)
+        call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs)
+        check.check_devices(call)
+        if head.impl == "reference":
             check.check_one_process(process_group)
-    number, temperatures = split_temperature(temperature)
 
-    if name == "reference":
-        scores = _reference_logprobs(
-            hidden_states, lm_head_weight, lm_head_bias, completion_ids, completion_mask,
-            number if temperatures is None else temperatures, logit_scale, softcap, layout,
-        )  # fmt: skip
+    if head.impl == "reference":
+        scores = reference_logprobs(head, completion_ids, completion_mask, layout)
         check.check_loss_values(inputs, layout)
         out = loss_from_logprobs(scores.logps, scores.entropies, inputs, layout, config)
         # autograd goes through every position, and makes no gradient where none is asked for
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
-    tracks = torch.is_grad_enabled()
-    arguments = dict(
-        vars(inputs),
-        completion_ids=completion_ids,
-        cu_seqlens=cu_seqlens,
-        temperatures=temperatures,
-        temperature=number,
-        logit_scale=float(logit_scale),
-        softcap=softcap,
-        config=config.encoded,
-        impl=name,
-        compute_dtype=compute_dtype(hidden_states, lm_head_weight),
-        max_scratch_bytes=max_scratch_bytes,
-        compact=compact,
-        groups="" if process_group is None else ParallelGroups.of(process_group).encoded,
-        with_metrics=with_metrics,
-        need_hidden=tracks and hidden_states.requires_grad,
-        need_weight=tracks and lm_head_weight.requires_grad,
-        need_bias=tracks and lm_head_bias is not None and lm_head_bias.requires_grad,
-    )
-    loss, logps, entropies, metrics = LinearGRPOLoss.apply(
-        hidden_states, lm_head_weight, lm_head_bias, LossCall(arguments)
-    )
+    loss, logps, entropies, metrics = LinearGRPOLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)
     names = loss_metric_names(config, with_kl=ref_per_token_logps is not None, complete=with_metrics)
     has_entropies = with_metrics or config.needs_entropy
     return GRPOLossOutput(
@@ -246,66 +220,26 @@ def fused_linear_logprobs(
         check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
         check.check_mask(mask, token_ids, "mask")
         check.check_head_numbers(temperature, logit_scale, softcap, layout)
-        check.check_devices(
-            hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias, token_ids=token_ids,
-            mask=mask, temperature=temperature if isinstance(temperature, Tensor) else None,
-        )  # fmt: skip
         check.check_scratch(max_scratch_bytes)
-        name = engines.choose(impl, hidden_states.device, compute_dtype(hidden_states, lm_head_weight))
-        if name == "reference":
-            check.check_one_process(process_group)
-    number, temperatures = split_temperature(temperature)
-    if name == "reference":
-        scores = _reference_logprobs(
-            hidden_states, lm_head_weight, lm_head_bias, token_ids, mask,
-            number if temperatures is None else temperatures, logit_scale, softcap, layout,
+        compute = compute_dtype(hidden_states, lm_head_weight)
+        number, temperatures = split_temperature(temperature)
+        head = HeadCall(
+            hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
+            engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
+            ParallelGroups.encode(process_group),
         )  # fmt: skip
+        call = LogprobsCall(head, token_ids, mask, with_entropy)
+        check.check_devices(call)
+        if head.impl == "reference":
+            check.check_one_process(process_group)
+
+    if head.impl == "reference":
+        scores = reference_logprobs(head, token_ids, mask, layout)
         return scores if with_entropy else scores._replace(entropies=None)
-    call = HeadCall(
-        temperatures=temperatures,
-        temperature=number,
-        logit_scale=float(logit_scale),
-        softcap=softcap,
-        impl=name,
-        compute_dtype=compute_dtype(hidden_states, lm_head_weight),
-        max_scratch_bytes=max_scratch_bytes,
-        compact=compact,
-        groups="" if process_group is None else ParallelGroups.of(process_group).encoded,
-    )
-    logps, entropies = LinearLogprobs.apply(
-        hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, call, with_entropy
-    )
+    logps, entropies = LinearLogprobs.apply(hidden_states, lm_head_weight, lm_head_bias, call)
     return LogprobOutput(logps, entropies if with_entropy else None)
 
 
-def _reference_logprobs(
-    hidden_states: Tensor,
-    lm_head_weight: Tensor,
-    lm_head_bias: Tensor | None,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | float,
-    logit_scale: float,
-    softcap: float | None,
-    layout: Layout,
-) -> LogprobOutput:
-    """The reference's scores: fp32 of what the dtypes (and autocast) say the inputs are."""
-    given = temperature if isinstance(temperature, Tensor) else None
-    check.check_token_values(token_ids, mask, lm_head_weight.shape[0], given, layout)
-    if given is not None:
-        temperature = layout.per_token(given).view(layout.shape)
-    compute = compute_dtype(hidden_states, lm_head_weight)
-    dtype = torch.promote_types(compute, torch.float32)
-    by_autocast = compute != torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
-    with torch.autocast(hidden_states.device.type, enabled=False), ieee_products():
-        return reference.linear_logprobs(
-            hidden_states.to(compute),
-            lm_head_weight.to(compute),
-            None if lm_head_bias is None else lm_head_bias.to(compute if by_autocast else dtype),
-            token_ids,
-            mask,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            dtype=dtype,
-        )
+def _needs(head: HeadCall) -> Needs:
+    tensors = (head.hidden_states, head.lm_head_weight, head.lm_head_bias)
+    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fused.calls import HeadCall
+from grpo_fused.kernels.row_types import Transform
+
 VOCAB_BLOCK_BYTES = 4 * 2**20
 """Size of a widened weight block. Measured (AVX512-BF16, 2 cores, 256 tokens, V = 151936, H = 896): logits in 0.45 s
 at 4 MiB, 0.52 s at 8 and 16, 0.70 s at 64."""
@@ -133,6 +136,20 @@ class Head:
     softcap: float | None
     compute_dtype: torch.dtype
     """Inputs are rounded to this first: their promoted dtype, or autocast's."""
+
+    @classmethod
+    def of(cls, call: HeadCall) -> Head:
+        """The head of a call."""
+        bias, hidden, weight = call.lm_head_bias, call.hidden_states, call.lm_head_weight
+        by_autocast = call.compute_dtype != torch.promote_types(hidden.dtype, weight.dtype)
+        if bias is not None and by_autocast:  # a bias is added in fp32, so that nothing else rounds it
+            bias = bias.to(call.compute_dtype)
+        return cls(weight, bias, call.logit_scale, call.softcap, call.compute_dtype)
+
+    def transform(self, temperature: Tensor | float = 1.0) -> Transform:
+        """What turns products into z at a temperature: a number, or [R]."""
+        bias = None if self.bias is None else self.bias.to(self.statistics_dtype)
+        return Transform(bias, self.logit_scale, self.softcap, temperature)
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,193 @@
+"""What the public functions ask for, as values: a call is made once, and crosses autograd, operator and pipeline.
+
+A call is a `NamedTuple` of tensors, numbers and further such tuples. What it holds, in order, makes the schema of an
+operator and the handshake of several ranks.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+C = TypeVar("C", bound="tuple[Any, ...]")
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted; a frozen head saves one of the three products."""
+
+    need_hidden: bool
+    need_weight: bool
+    need_bias: bool
+
+    def any(self) -> bool:
+        """Whether any is."""
+        return self.need_hidden or self.need_weight or self.need_bias
+
+
+NO_GRADIENT = Needs(False, False, False)
+
+
+class LossInputs(NamedTuple):
+    """The per-token and per-sequence tensors of a loss call as the caller gave them, validated."""
+
+    advantages: Tensor
+    completion_mask: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+    num_items_in_batch: Tensor | None = None
+
+
+class HeadCall(NamedTuple):
+    """Hidden states, an lm head, and how its products are taken."""
+
+    hidden_states: Tensor
+    """[B, T, H] or [N, H]"""
+    lm_head_weight: Tensor
+    """[V, H]"""
+    lm_head_bias: Tensor | None
+    """[V]"""
+    temperatures: Tensor | None
+    """as the caller gave it: 0-d, one for each sequence, or one for each token"""
+    temperature: float
+    """where it is one number"""
+    logit_scale: float
+    softcap: float | None
+    impl: str
+    """an engine's name"""
+    compute_dtype: torch.dtype
+    max_scratch_bytes: int | None
+    compact: bool
+    groups: str
+    """`ParallelGroups.encode`"""
+
+    def on(self, hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None) -> HeadCall:
+        """The same on other tensors: those that autograd hands in."""
+        return self._replace(hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias)
+
+
+class LossCall(NamedTuple):
+    """The loss from hidden states and head."""
+
+    head: HeadCall
+    completion_ids: Tensor
+    inputs: LossInputs
+    cu_seqlens: Tensor | None
+    config: str
+    """`GRPOLossConfig.encoded`"""
+    with_metrics: bool
+    needs: Needs
+
+
+class LogprobsCall(NamedTuple):
+    """Log-probs, and entropies if asked for, from hidden states and head."""
+
+    head: HeadCall
+    token_ids: Tensor
+    mask: Tensor | None
+    with_entropy: bool
+
+
+class Scores(NamedTuple):
+    """What `LogprobsCall` gave: its results in the shape of the ids, and the rest of the statistics, [N]."""
+
+    logps: Tensor
+    entropies: Tensor
+    """empty where they were not asked for"""
+    maxima: Tensor
+    log_sums: Tensor
+
+
+class LogprobsGradientCall(NamedTuple):
+    """Gradients of log-probs and entropies."""
+
+    forward: LogprobsCall
+    logps: Tensor | None
+    """with the next three the `Scores` of the forward pass, or None: they are made again"""
+    entropies: Tensor | None
+    maxima: Tensor | None
+    log_sums: Tensor | None
+    dlogps: Tensor | None
+    dentropies: Tensor | None
+    needs: Needs
+
+
+class ObjectiveCall(NamedTuple):
+    """The loss from log-probs."""
+
+    per_token_logps: Tensor
+    entropies: Tensor | None
+    inputs: LossInputs
+    cu_seqlens: Tensor | None
+    config: str
+
+
+class LogitsCall(NamedTuple):
+    """Log-probs, and entropies if asked for, from logits."""
+
+    logits: Tensor
+    """[B, T, V] or [N, V]"""
+    token_ids: Tensor
+    mask: Tensor | None
+    temperatures: Tensor | None
+    temperature: float
+    with_entropy: bool
+
+
+class LogitsGradientCall(NamedTuple):
+    """Gradient of log-probs and entropies in the logits."""
+
+    forward: LogitsCall
+    dlogps: Tensor | None
+    dentropies: Tensor | None
+
+
+def named(call: Any) -> list[tuple[str, Any]]:
+    """Names and values of what a call holds, those of tuples within it in their place."""
+    found: list[tuple[str, Any]] = []
+    for name, value in zip(call._fields, call, strict=True):
+        found += named(value) if isinstance(value, tuple) else [(name, value)]
+    return found
+
+
+def flat(call: Any) -> list[Any]:
+    """The values of `named`."""
+    return [value for _, value in named(call)]
+
+
+def with_values(call: C, values: Iterator[Any]) -> C:
+    """The call with other values, in the order of `flat`."""
+    parts: Any = call
+    return type(call)(*(with_values(x, values) if isinstance(x, tuple) else next(values) for x in parts))
+
+
+def detach(call: C) -> tuple[C, list[Tensor | None]]:
+    """The call without its tensors, and these: what autograd keeps of a call between forward and backward."""
+    values = flat(call)
+    bare = with_values(call, iter([None if isinstance(value, Tensor) else value for value in values]))
+    return bare, [value if isinstance(value, Tensor) else None for value in values]
+
+
+def attach(bare: C, tensors: Sequence[Tensor | None]) -> C:
+    """The call that `detach` took apart."""
+    pairs = zip(flat(bare), tensors, strict=True)
+    return with_values(bare, iter([value if tensor is None else tensor for value, tensor in pairs]))
+
+
+def fields_of(kind: Any) -> dict[str, Any]:
+    """Names and types of what calls of a kind hold, in the order of `flat`."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        found |= fields_of(hint) if hasattr(hint, "_fields") else {name: hint}
+    return found
+
+
+def build(kind: Any, values: Iterator[Any]) -> Any:
+    """The call of a kind whose `flat` values these are."""
+    hints = typing.get_type_hints(kind).values()
+    return kind(*(build(hint, values) if hasattr(hint, "_fields") else next(values) for hint in hints))

@@ -1,0 +1,38 @@
+"""A token-level objective as row kernels read it, in Triton and in CUDA C++."""
+
+from __future__ import annotations
+
+import math
+
+from grpo_fused.batch import TokenBatch
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.kernels.row_types import ObjectiveNumbers, TokenInputs
+
+
+def objective_numbers(config: GRPOLossConfig) -> ObjectiveNumbers:
+    """The options of a configuration."""
+    return ObjectiveNumbers(
+        loss_type=config.loss_type,
+        kl_estimator=config.kl_estimator,
+        bias_correction=config.use_bias_correction_kl,
+        epsilon=float(config.epsilon),  # an int would be compiled in
+        epsilon_high=float(config.epsilon_upper),
+        delta=math.inf if config.delta is None else float(config.delta),
+        dual_clip=math.inf if config.dual_clip is None else float(config.dual_clip),
+        tau_pos=float(config.sapo_temperature_pos),
+        tau_neg=float(config.sapo_temperature_neg),
+        beta=float(config.beta),
+    )
+
+
+def token_inputs(batch: TokenBatch, config: GRPOLossConfig) -> TokenInputs:
+    """The per-token tensors of a batch."""
+    bonus = None if config.entropy_coef == 0.0 else config.entropy_coef / batch.total.clamp(min=1.0)
+    return TokenInputs(
+        advantages=batch.advantages,
+        weight=batch.weight,
+        old=batch.old,
+        ref=batch.ref,
+        is_ratio=batch.is_ratio,
+        entropy_weight=bonus,
+    )

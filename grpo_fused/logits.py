@@ -1,0 +1,87 @@
+"""Scores and gradients of logits that the caller already has, in blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fused.calls import LogitsCall
+from grpo_fused.engines.base import flat_mask, flat_view, rows_of
+from grpo_fused.engines.chunked import row_block_bytes, row_work
+from grpo_fused.engines.rows import RowWork
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
+from grpo_fused.layout import Layout
+from grpo_fused.pipeline import clean_coefficients, has_coefficient
+
+
+def scores(call: LogitsCall, layout: Layout) -> Statistics:
+    """Statistics of all N positions, 0 where masked; those of entropies where asked for."""
+    given = _Logits.of(call, layout)
+    zeros = [torch.zeros(given.mask.shape, dtype=given.dtype, device=given.mask.device) for _ in range(4)]
+    out = Statistics(zeros[0], zeros[1], zeros[2], zeros[3] if call.with_entropy else None)
+    for positions, rows in given.blocks(given.mask.nonzero().squeeze(1)):
+        found = given.work.statistics(rows, with_entropy=call.with_entropy)
+        for to, value in zip(out, found, strict=True):
+            if to is not None and value is not None:
+                to.index_copy_(0, positions, value.to(given.dtype))
+    return out
+
+
+def gradient(call: LogitsCall, layout: Layout, dlogps: Tensor | None, dentropies: Tensor | None) -> Tensor:
+    """dlogits [N, V] in the dtype of the logits, from coefficients on log-probs and entropies."""
+    given = _Logits.of(call, layout)
+    dlogp, dentropy = clean_coefficients(given.mask, dlogps, dentropies, given.dtype)
+    out = torch.zeros((given.mask.shape[0], call.logits.shape[-1]), dtype=call.logits.dtype, device=dlogp.device)
+    for positions, rows in given.blocks(has_coefficient(dlogp, dentropy).nonzero().squeeze(1)):
+        stats = given.work.statistics(rows, with_entropy=dentropy is not None)
+        whole = positions.shape[0] == out.shape[0]
+        target = out if whole else torch.empty_like(rows.raw, dtype=out.dtype)
+        entropy_of = None if dentropy is None else dentropy[positions]
+        given.work.gradient(rows, Coefficients(stats, dlogp[positions], entropy_of), target)
+        if not whole:
+            out.index_copy_(0, positions, target)
+    return out
+
+
+class _Logits(NamedTuple):
+    """The positions of a call."""
+
+    logits: Tensor
+    """[N, V], or [B, T, V] where that cannot be viewed flat"""
+    ids: Tensor
+    mask: Tensor
+    temperature: Tensor | float
+    work: RowWork
+    dtype: torch.dtype
+    """of statistics"""
+
+    @classmethod
+    def of(cls, call: LogitsCall, layout: Layout) -> _Logits:
+        dtype = torch.promote_types(call.logits.dtype, torch.float32)
+        mask = flat_mask(call.token_ids, call.mask)
+        ids = torch.where(mask, call.token_ids.reshape(-1).to(torch.int64), 0)
+        temperature: Tensor | float = call.temperature
+        if call.temperatures is not None:
+            temperature = torch.where(mask, layout.per_token(call.temperatures), 1.0)
+        return cls(flat_view(call.logits), ids, mask, temperature, row_work(call.logits.device, dtype), dtype)
+
+    def blocks(self, positions: Tensor) -> Iterator[tuple[Tensor, Rows]]:
+        """The logits at `positions`: the caller's own memory where all are wanted and only read, else copied blocks."""
+        logits, count = self.logits, positions.shape[0]
+        if self.work.only_reads and count == self.ids.shape[0] and logits.dim() == 2 and logits.stride(1) == 1:
+            if count:
+                yield positions, self._rows(positions, logits)
+            return
+        wide = logits.dtype if self.work.only_reads else self.dtype
+        size = max(row_block_bytes(positions.device.type) // (4 * logits.shape[-1]), 1)
+        for start in range(0, count, size):
+            block = positions[start : start + size]
+            yield block, self._rows(block, rows_of(logits, block).to(wide))
+
+    def _rows(self, positions: Tensor, raw: Tensor) -> Rows:
+        each = self.temperature
+        transform = Transform(temperature=each[positions] if isinstance(each, Tensor) else each)
+        return Rows(raw, self.ids[positions], transform, raw.shape[0])

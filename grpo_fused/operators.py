@@ -1,0 +1,320 @@
+"""The `torch.library` operators behind the public functions, each on one call (`calls.py`).
+
+They are opaque to `torch.compile`: what happens inside depends on data (which rows are active), what comes out does
+not. Gradients leave an operator as results, since they are made in the forward pass; `autograd.py` hands them on. A
+result that is not wanted is an empty tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fused import engines, logits
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import (
+    HeadCall,
+    LogitsCall,
+    LogitsGradientCall,
+    LogprobsCall,
+    LogprobsGradientCall,
+    LossCall,
+    Needs,
+    ObjectiveCall,
+    Scores,
+    build,
+    fields_of,
+)
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines.base import Gradients, Tokens
+from grpo_fused.engines.products import Head, ieee_products
+from grpo_fused.handshake import failing_together, join
+from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.layout import Layout
+from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
+from grpo_fused.objective import evaluate
+from grpo_fused.parallel import Groups
+from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss
+from grpo_fused.validation import check_loss_values, check_token_values
+
+
+def _operator(body: Callable[[Any], Any]) -> Any:
+    """A `torch.library` operator of the name of `body`, whose schema is made of the fields of the call that it takes.
+
+    It takes `*flat(call)` and gives the tensors of the result one by one. Its `fake` registers what it gives for
+    tensors without data.
+    """
+    hints = typing.get_type_hints(body)
+    kind, result = hints["call"], hints["return"]
+    several = hasattr(result, "_fields")
+
+    def flattened(shapes: Callable[[Any], Any]) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            tensors = shapes(build(kind, iter(values)))
+            return tuple(tensors) if several else tensors
+
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
+            for name, hint in fields_of(kind).items()
+        ]
+        returns = tuple[(Tensor,) * len(result._fields)] if several else Tensor  # type: ignore[misc]
+        run.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        return run
+
+    operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", flattened(body), mutates_args=())
+    operator.fake = lambda shapes: operator.register_fake(flattened(shapes))
+    return operator
+
+
+@contextmanager
+def _plain(device: torch.device) -> Iterator[None]:
+    """No autograd, no autocast (inputs are cast by hand), IEEE products."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), ieee_products():
+        yield
+
+
+class HeadGradients(NamedTuple):
+    """Gradients in the dtypes of the products, before the upstream gradient."""
+
+    dhidden: Tensor
+    """shaped like the hidden states"""
+    dweight: Tensor
+    """[V, H]"""
+    dbias: Tensor
+    """[V]"""
+
+
+class LossResult(NamedTuple):
+    """Loss, scores, metrics in the order of `loss_metric_names`, and gradients."""
+
+    loss: Tensor
+    logps: Tensor
+    entropies: Tensor
+    metrics: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+@_operator
+def linear_grpo_loss(call: LossCall) -> LossResult:
+    """The loss from hidden states and head, and its gradients."""
+    layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
+    head, mask = call.head, call.inputs.completion_mask
+
+    def check(vocab_size: int) -> None:
+        check_token_values(call.completion_ids, mask, vocab_size, head.temperatures, layout)
+        check_loss_values(call.inputs, layout)
+
+    with _plain(head.hidden_states.device):
+        vocab, ranks = join(Groups.decode(head.groups), call, call.completion_ids, mask, check, layout)
+        with failing_together(vocab, ranks):
+            tokens = Tokens.of(head, call.completion_ids, mask, layout, vocab)
+            result = run_loss(engines.engine(head.impl), tokens, layout, config, call, ranks)
+    metrics = [result.metrics[name].to(torch.float32) for name in _loss_metrics(call)]
+    return LossResult(
+        result.loss,
+        result.logps.view(layout.shape),
+        _nothing(result.loss) if result.entropies is None else result.entropies.view(layout.shape),
+        torch.stack(metrics),
+        *_head_gradients(head, result.gradients),
+    )
+
+
+@linear_grpo_loss.fake  # type: ignore[untyped-decorator]
+def _(call: LossCall) -> LossResult:
+    head = call.head
+    logps = head.hidden_states.new_empty(call.completion_ids.shape, dtype=Head.of(head).statistics_dtype)
+    with_entropy = call.with_metrics or GRPOLossConfig.decode(call.config).needs_entropy
+    return LossResult(
+        logps.new_empty(()),
+        logps,
+        torch.empty_like(logps) if with_entropy else _nothing(logps),
+        logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
+        *_fake_gradients(head, call.completion_ids, call.needs),
+    )
+
+
+@_operator
+def linear_logprobs(call: LogprobsCall) -> Scores:
+    """Log-probs and entropies from hidden states and head; what the gradient needs beside."""
+    layout, head = Layout.of_tokens(call.token_ids), call.head
+
+    def check(vocab_size: int) -> None:
+        check_token_values(call.token_ids, call.mask, vocab_size, head.temperatures, layout)
+
+    with _plain(head.hidden_states.device):
+        vocab, _ = join(Groups.decode(head.groups), call, call.token_ids, call.mask, check)
+        with failing_together(vocab, None):
+            tokens = Tokens.of(head, call.token_ids, call.mask, layout, vocab)
+            found = run_logprobs(engines.engine(head.impl), tokens, head, with_entropy=call.with_entropy)
+    logps, entropies = _shaped(call.token_ids, found)
+    return Scores(logps, entropies, found.max, found.log_sum)
+
+
+@linear_logprobs.fake  # type: ignore[untyped-decorator]
+def _(call: LogprobsCall) -> Scores:
+    like = call.head.hidden_states.new_empty(0, dtype=Head.of(call.head).statistics_dtype)
+    row = like.new_empty(call.token_ids.numel())
+    return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row))
+
+
+@_operator
+def linear_logprobs_gradient(call: LogprobsGradientCall) -> HeadGradients:
+    """Gradients of log-probs and entropies, from the scores of the forward pass or, anew, without."""
+    forward = call.forward
+    layout, head = Layout.of_tokens(forward.token_ids), forward.head
+    known = None
+    if call.logps is not None and call.maxima is not None and call.log_sums is not None:
+        entropy = None if call.entropies is None else call.entropies.reshape(-1)
+        known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
+    with _plain(head.hidden_states.device):
+        vocab, _ = join(Groups.decode(head.groups), call, forward.token_ids, forward.mask, lambda _: None)
+        with failing_together(vocab, None):
+            tokens = Tokens.of(head, forward.token_ids, forward.mask, layout, vocab)
+            gradients = run_logprobs_gradient(
+                engines.engine(head.impl), tokens, head, known, call.dlogps, call.dentropies, call.needs
+            )
+    return _head_gradients(head, gradients)
+
+
+@linear_logprobs_gradient.fake  # type: ignore[untyped-decorator]
+def _(call: LogprobsGradientCall) -> HeadGradients:
+    return _fake_gradients(call.forward.head, call.forward.token_ids, call.needs)
+
+
+class ObjectiveResult(NamedTuple):
+    """Loss, scores as they were read, metrics in the order of `metric_names`, and coefficients."""
+
+    loss: Tensor
+    logps: Tensor
+    entropies: Tensor
+    metrics: Tensor
+    dlogps: Tensor
+    dentropies: Tensor
+
+
+@_operator
+def grpo_objective(call: ObjectiveCall) -> ObjectiveResult:
+    """The loss from log-probs, and its derivatives."""
+    layout, config = Layout.of(call.per_token_logps, call.cu_seqlens), GRPOLossConfig.decode(call.config)
+    with _plain(call.per_token_logps.device):
+        check_loss_values(call.inputs, layout, call.entropies)
+        dtype = torch.promote_types(call.per_token_logps.dtype, torch.float32)
+        batch = TokenBatch.build(call.inputs, layout, config, dtype)
+        logp, entropy = (
+            None if x is None else torch.where(batch.mask, x.reshape(-1).to(dtype), 0.0)
+            for x in (call.per_token_logps, call.entropies)
+        )
+        assert logp is not None
+        result = evaluate(logp, entropy, batch, config)
+        metrics = compute_metrics(result, entropy, batch, config)
+    bonus = None if entropy is None else result.dentropy
+    return ObjectiveResult(
+        result.loss,
+        logp.view(layout.shape),
+        _nothing(logp) if entropy is None else entropy.view(layout.shape),
+        torch.stack([metrics[name].to(torch.float32) for name in _objective_metrics(call)]),
+        result.dlogp.view(layout.shape),
+        _nothing(logp) if bonus is None else bonus.view(layout.shape),
+    )
+
+
+@grpo_objective.fake  # type: ignore[untyped-decorator]
+def _(call: ObjectiveCall) -> ObjectiveResult:
+    given = call.per_token_logps
+    logp = given.new_empty(given.shape, dtype=torch.promote_types(given.dtype, torch.float32))
+    bonus = call.entropies is not None and GRPOLossConfig.decode(call.config).entropy_coef != 0.0
+    return ObjectiveResult(
+        logp.new_empty(()),
+        logp,
+        _nothing(logp) if call.entropies is None else torch.empty_like(logp),
+        logp.new_empty(len(_objective_metrics(call)), dtype=torch.float32),
+        torch.empty_like(logp),
+        torch.empty_like(logp) if bonus else _nothing(logp),
+    )
+
+
+class LogitsScores(NamedTuple):
+    """Log-probs and entropies in the shape of the ids."""
+
+    logps: Tensor
+    entropies: Tensor
+
+
+@_operator
+def selective_logprobs(call: LogitsCall) -> LogitsScores:
+    """Log-probs and entropies from logits."""
+    layout = Layout.of_tokens(call.token_ids)
+    with _plain(call.logits.device):
+        check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
+        return LogitsScores(*_shaped(call.token_ids, logits.scores(call, layout)))
+
+
+@selective_logprobs.fake  # type: ignore[untyped-decorator]
+def _(call: LogitsCall) -> LogitsScores:
+    like = call.logits.new_empty(0, dtype=torch.promote_types(call.logits.dtype, torch.float32))
+    return LogitsScores(*_fake_scores(like, call.token_ids, call.with_entropy))
+
+
+@_operator
+def selective_logprobs_gradient(call: LogitsGradientCall) -> Tensor:
+    """dlogits in the dtype of the logits."""
+    with _plain(call.forward.logits.device):
+        layout = Layout.of_tokens(call.forward.token_ids)
+        return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)
+
+
+@selective_logprobs_gradient.fake  # type: ignore[untyped-decorator]
+def _(call: LogitsGradientCall) -> Tensor:
+    return call.forward.logits.new_empty(call.forward.logits.shape)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty(0)
+
+
+def _loss_metrics(call: LossCall) -> tuple[str, ...]:
+    with_kl = call.inputs.ref_per_token_logps is not None
+    return loss_metric_names(GRPOLossConfig.decode(call.config), with_kl=with_kl, complete=call.with_metrics)
+
+
+def _objective_metrics(call: ObjectiveCall) -> tuple[str, ...]:
+    with_kl = call.inputs.ref_per_token_logps is not None
+    return metric_names(GRPOLossConfig.decode(call.config), with_kl=with_kl, with_entropy=call.entropies is not None)
+
+
+def _shaped(token_ids: Tensor, scores: Statistics) -> tuple[Tensor, Tensor]:
+    shape = token_ids.shape
+    return scores.logp.view(shape), _nothing(scores.logp) if scores.entropy is None else scores.entropy.view(shape)
+
+
+def _fake_scores(like: Tensor, token_ids: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    logps = like.new_empty(token_ids.shape)
+    return logps, torch.empty_like(logps) if with_entropy else _nothing(logps)
+
+
+def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
+    hidden, weight = head.hidden_states, head.lm_head_weight
+    return HeadGradients(
+        _nothing(hidden) if gradients.hidden is None else gradients.hidden.view(hidden.shape),
+        _nothing(weight) if gradients.weight is None else gradients.weight,
+        _nothing(weight) if gradients.bias is None else gradients.bias,
+    )
+
+
+def _fake_gradients(call: HeadCall, token_ids: Tensor, needs: Needs) -> HeadGradients:
+    head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
+    most = token_ids.numel() if Groups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
+    dtype = engines.engine(call.impl).weight_gradient_dtype(head, most, call.max_scratch_bytes)
+    return HeadGradients(
+        hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.need_hidden else _nothing(hidden),
+        weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else _nothing(weight),
+        weight.new_empty(weight.shape[:1], dtype=head.statistics_dtype) if needs.need_bias else _nothing(weight),
+    )

@@ -1,0 +1,136 @@
+"""What is known of rows of logits, one for each token: the values that engines and kernels exchange. Torch alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POLICIES = {"grpo": 0, "bnpo": 0, "dr_grpo": 0, "dapo": 0, "luspo": 0, "cispo": 1, "sapo": 2}
+"""Loss types whose coefficients a token alone decides; how they average is in the token's weight."""
+
+KL_ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
+
+
+class Statistics(NamedTuple):
+    """Statistics of R rows, fp32 (fp64 for fp64 inputs)."""
+
+    max: Tensor
+    """[R] m = max_j z_j"""
+    log_sum: Tensor
+    """[R] log sum_j exp(z_j - m); kept apart from m, whose common offset would cost it its digits. It is log1p of the
+    sum without the maximum's own 1: a confident token keeps its digits, too."""
+    logp: Tensor
+    """[R]"""
+    entropy: Tensor | None
+    """[R], if asked for"""
+
+    def select(self, rows: slice | Tensor) -> Statistics:
+        """Statistics of some of the rows."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return Statistics(self.max[rows], self.log_sum[rows], self.logp[rows], entropy)
+
+    @classmethod
+    def concatenate(cls, parts: list[Statistics], like: Tensor, with_entropy: bool) -> Statistics:
+        """Statistics of consecutive parts of the rows; those of no rows on the device of `like` if there is none."""
+        if not parts:
+            empty = torch.zeros(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            return cls(empty, empty, empty, empty if with_entropy else None)
+        if not with_entropy:
+            parts = [part._replace(entropy=part.logp) for part in parts]
+        joined = cls(*(torch.cat([x for x in column if x is not None]) for column in zip(*parts, strict=True)))
+        return joined if with_entropy else joined._replace(entropy=None)
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device, with_entropy: bool) -> Statistics:
+        """Room for the fp32 statistics of some rows."""
+        new = [torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(4)]
+        return cls(new[0], new[1], new[2], new[3] if with_entropy else None)
+
+
+class Transform(NamedTuple):
+    """How raw products become z: softcap(logit_scale * (raw + bias)) / temperature."""
+
+    bias: Tensor | None = None
+    """[V]"""
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: Tensor | float = 1.0
+    """A number, or one for each row ([R])."""
+
+    def select(self, rows: slice | Tensor) -> Transform:
+        """The transform of some of the rows."""
+        if isinstance(self.temperature, Tensor):
+            return self._replace(temperature=self.temperature[rows])
+        return self
+
+    @property
+    def numbers(self) -> tuple[Tensor | None, float, float, float]:
+        """What kernels take: (fp32 temperature of each row or None, one temperature, logit scale, softcap or 1).
+
+        An int would be compiled in.
+        """
+        given = self.temperature
+        each, number = (given.to(torch.float32), 1.0) if isinstance(given, Tensor) else (None, float(given))
+        return each, number, float(self.logit_scale), 1.0 if self.softcap is None else float(self.softcap)
+
+
+class Rows(NamedTuple):
+    """A chunk of logits, and what is done to it."""
+
+    raw: Tensor
+    """[R, V] products, unit column stride"""
+    targets: Tensor
+    """[R] int64; in a gradient -1 where the target's logit is none of these"""
+    transform: Transform
+    block_rows: int = 1
+    """rows that row work in torch operations takes at a time"""
+
+
+class Coefficients(NamedTuple):
+    """What the gradient of K rows is made of."""
+
+    statistics: Statistics
+    dlogp: Tensor
+    """[K] dL/dlogp"""
+    dentropy: Tensor | None
+    """[K] dL/dentropy, or None"""
+
+
+class TokenInputs(NamedTuple):
+    """What a token-level objective reads of each row, [R] fp32 each, None where there is none."""
+
+    advantages: Tensor
+    weight: Tensor
+    """what a token's loss is multiplied by; 0 where masked"""
+    old: Tensor | None
+    ref: Tensor | None
+    is_ratio: Tensor | None
+    entropy_weight: Tensor | None
+    """0-d: weight of every active token's entropy in the bonus"""
+
+
+class ObjectiveNumbers(NamedTuple):
+    """The options of a token-level objective; an option that is off is inf (delta, dual_clip) or unread."""
+
+    loss_type: str
+    kl_estimator: str
+    bias_correction: bool
+    epsilon: float
+    epsilon_high: float
+    delta: float
+    dual_clip: float
+    tau_pos: float
+    tau_neg: float
+    beta: float
+
+
+class RowLoss(NamedTuple):
+    """What one launch makes of R rows and a token-level objective."""
+
+    statistics: Statistics
+    loss: Tensor
+    """[R] loss of each token, weighted"""
+    dlogp: Tensor
+    """[R] its coefficient"""
