@@ -71,10 +71,14 @@ def _only_in_full(item: pytest.Item) -> bool:
     return "full" in item.keywords or (gate is not None and not gate.kwargs["keep"](**item.callspec.params))
 
 
+TOGETHER = {"native/test_emulated_rows.py": "native/test_row_math.py"}
+"""Files that share what is compiled."""
+
+
 def _group(path: Path) -> str:
     """Tests of one worker: those of a file share its fixtures, those of `distributed` share four processes."""
-    parts = path.relative_to(TESTS).parts
-    return parts[0] if parts[0] == "distributed" else "/".join(parts)
+    name = path.relative_to(TESTS).as_posix()
+    return "distributed" if name.startswith("distributed/") else TOGETHER.get(name, name)
 
 
 @pytest.fixture(autouse=True)

@@ -181,6 +181,7 @@ def test_confident_tokens_keep_their_gradient(way):
     assert (got.double() - want).abs().max() < 2e-7
 
 
+@pytest.mark.gate(keep=lambda config: config in (SMALL, CONFIGS["descriptors-persistent"]))
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_score_does_not_depend_on_its_company(config):
     """Permuted, alone, among others, training or scoring, with or without entropy: the same bits.
@@ -278,6 +279,7 @@ def rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype):
     return want, frobenius_error((want * scale).to(dtype).double() / scale, want), scale
 
 
+@pytest.mark.gate(keep=lambda with_entropy, **_: with_entropy)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
 @pytest.mark.parametrize("std", [1.0, 5.0, 30.0], ids=lambda std: f"std{std:g}")
