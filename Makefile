@@ -21,7 +21,7 @@ demo: $(VENV)/.demo $(VENV)/.native  ## a small language model learns arithmetic
 	$(BIN)/python -m examples.arithmetic
 
 # A worker a core; tests/conftest.py says which tests stay together, and begins with the longest.
-PYTEST := $(BIN)/python -m pytest -q -n logical --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n logical
 
 test: $(VENV)/.dev $(VENV)/.native  ## the gate: every layer, a covering sample of the option grid
 	$(PYTEST)

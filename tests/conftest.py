@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:  # one of a worker for each core
@@ -16,8 +15,6 @@ import pytest
 import torch
 
 from grpo_fused import engines
-
-TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,7 +41,6 @@ def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) 
     return None
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         left_out = [item for item in items if _only_in_full(item)]
@@ -62,8 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "gpu" in item.keywords:
                 item.add_marker(skip)
     if IS_WORKER:
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group(item.path)))
+        items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST))
 
 
 def _only_in_full(item: pytest.Item) -> bool:
@@ -71,14 +66,27 @@ def _only_in_full(item: pytest.Item) -> bool:
     return "full" in item.keywords or (gate is not None and not gate.kwargs["keep"](**item.callspec.params))
 
 
-TOGETHER = {"native/test_emulated_rows.py": "native/test_row_math.py"}
-"""Files that share what is compiled."""
+LONGEST = (
+    "test_loss.py", "test_packaging.py", "native/test_cuda_compile.py", "kernels/", "integrations/test_trl.py",
+    "trainer/test_processes.py", "trainer/test_small_recipes.py", "test_docs.py", "test_studies.py",
+)  # fmt: skip
+"""Workers begin with these, so that none is left with one of them at the end."""
 
 
-def _group(path: Path) -> str:
-    """Tests of one worker: those of a file share its fixtures, those of `distributed` share four processes."""
-    name = path.relative_to(TESTS).as_posix()
-    return "distributed" if name.startswith("distributed/") else TOGETHER.get(name, name)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A file's tests go to one worker, for its fixtures, and with them what shares processes or compiled sources."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            if "/distributed/" in file:
+                return "distributed"
+            return "rows" if file.endswith(("native/test_emulated_rows.py", "native/test_row_math.py")) else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -122,7 +122,7 @@ def first_of_each(runs: list) -> list:
 
 
 RUNS = covering_runs()
-GATE = first_of_each(RUNS)
+GATE = first_of_each([*RUNS[::2], *RUNS])
 
 
 def run_options(loss: str, level: str, beta: float, setting: str) -> dict[str, Any]:
