@@ -20,11 +20,14 @@ help:  ## list the targets
 demo: $(VENV)/.demo $(VENV)/.native  ## a small language model learns arithmetic by GRPO (about 3 minutes on 2 cores)
 	$(BIN)/python -m examples.arithmetic
 
+# A worker a core; tests/conftest.py says which tests stay together, and begins with the longest.
+PYTEST := $(BIN)/python -m pytest -q -n logical
+
 test: $(VENV)/.dev $(VENV)/.native  ## the gate: every layer, a covering sample of the option grid
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-full: $(VENV)/.dev $(VENV)/.native  ## the whole option grid
-	$(BIN)/python -m pytest -q --full
+	$(PYTEST) --full
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .
@@ -100,6 +103,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark hypothesis ruff mypy setuptools wheel trl liger-kernel peft math-verify tensorboard
+	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy setuptools wheel trl liger-kernel peft math-verify tensorboard
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
 	@touch $@

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:  # one of a worker for each core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Threads that spin at every small operation slow the tests manyfold when anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,14 +23,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: part of the whole grid; run with --full (make test-full)")
+    config.addinivalue_line(
+        "markers", "gate(keep=...): of its ids those for which keep(**parameters) is true; all with --full"
+    )
     config.addinivalue_line("markers", "gpu: needs a GPU (make gpu)")
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) -> object:
+    """No ids for what will not run: the whole grid is as many as the rest; tests of a GPU that is not here are one each."""
+    if not (isinstance(collector, pytest.Module) and collector.istestfunction(obj, name)):
+        return None
+    marks = {mark.name for mark in (*getattr(obj, "pytestmark", ()), *collector.iter_markers())}
+    if "full" in marks and not collector.config.getoption("--full"):
+        return []
+    if "gpu" in marks and not torch.cuda.is_available():
+        return pytest.Function.from_parent(collector, name=name, callobj=lambda: None)  # skipped below
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
-        left_out = [item for item in items if "full" in item.keywords]
+        left_out = [item for item in items if _only_in_full(item)]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if "full" not in item.keywords]
+        items[:] = [item for item in items if not _only_in_full(item)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for impl in ("native", "triton"):
         reason = engines.unavailable(impl, torch.device("cpu") if impl == "native" else device, torch.float32)
@@ -39,6 +57,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+    if IS_WORKER:
+        items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST))
+
+
+def _only_in_full(item: pytest.Item) -> bool:
+    gate = item.get_closest_marker("gate")
+    return "full" in item.keywords or (gate is not None and not gate.kwargs["keep"](**item.callspec.params))
+
+
+LONGEST = (
+    "test_loss.py", "test_packaging.py", "native/test_cuda_compile.py", "kernels/", "integrations/test_trl.py",
+    "trainer/test_processes.py", "trainer/test_small_recipes.py", "test_docs.py", "test_studies.py",
+)  # fmt: skip
+"""Workers begin with these, so that none is left with one of them at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A file's tests go to one worker, for its fixtures, and with them what shares processes or compiled sources."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            if "/distributed/" in file:
+                return "distributed"
+            return "rows" if file.endswith(("native/test_emulated_rows.py", "native/test_row_math.py")) else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

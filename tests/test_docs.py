@@ -15,6 +15,7 @@ A block of text right after one of Python is what it prints: the same words, num
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -277,6 +278,12 @@ def test_commands_are_found():
     assert any("torchrun" in command for command in commands("docs/scaling.md"))
 
 
+@functools.cache
+def options_of_train() -> str:
+    command = [sys.executable, "-m", "grpo_fused", "train", "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.replace("-", "_")
+
+
 @pytest.mark.parametrize("page", PROSE)
 def test_commands_exist(page):
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -303,9 +310,7 @@ def test_commands_exist(page):
                 continue
             arguments, source = words[words.index(script) + 1 :], (ROOT / script).read_text()
         if arguments[:1] == ["train"]:
-            known = subprocess.run(
-                [sys.executable, "-m", "grpo_fused", "train", "--help"], cwd=ROOT, capture_output=True, text=True
-            ).stdout.replace("-", "_")
+            known = options_of_train()
             for flag in (word for word in arguments if word.startswith("--")):
                 assert f"__{flag[2:].replace('-', '_')} " in known, f"{page}: {command}: {flag} is no option"
             for file in (word for word in arguments if word.endswith(".yaml")):

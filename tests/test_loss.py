@@ -38,7 +38,23 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITWISE = {"native", "triton"}  # engines whose scores do not depend on the company by a single bit
 dtype_id = str
 
+SEEN_BY_AN_ENGINE = [
+    make_config("dapo"),
+    make_config("dapo", importance_sampling_level="sequence", beta=0.1),
+    make_config("dapo", importance_sampling_level="sequence_token", off_policy_mask_threshold=0.05),
+    make_config("dapo", entropy_coef=0.05),
+    make_config("cispo", top_entropy_quantile=0.5, entropy_coef=0.02),
+    make_config("vespo"),
+]
+"""An engine sees coefficients, not what made them: of a token alone or of its sequence, of entropies or not, with scores
+that are known or not. The interpreter takes 0.4 s for a case: in the gate the triton engine has these, the others all."""
 
+
+def seen_by_an_engine(config, layout, impl):
+    return impl != "triton" or config == SEEN_BY_AN_ENGINE[0] or (config in SEEN_BY_AN_ENGINE and layout == "padded")
+
+
+@pytest.mark.gate(keep=seen_by_an_engine)
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("layout", ["padded", "packed", "per-token"])
 @pytest.mark.parametrize("config", covering_configs(), ids=config_id)
@@ -63,6 +79,14 @@ def test_matches_reference_on_the_whole_grid(config, impl):
         assert_engine_matches(impl, case, config, variants=[{"max_scratch_bytes": SEVERAL_CHUNKS[impl]}])
 
 
+OF_A_CALL = {"num_items_in_batch", "importance_sampling_ratio"}  # which no engine sees
+
+
+def head_option_seen(config, options, impl):
+    return impl != "triton" or len(options) > 1 or (config.entropy_coef == 0.05 and not OF_A_CALL & options.keys())
+
+
+@pytest.mark.gate(keep=head_option_seen)
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize(
     "options",
@@ -105,6 +129,7 @@ def test_head_and_call_options(config, options, impl):
         assert_engine_matches(impl, pack(case), config, variants=[{}])
 
 
+@pytest.mark.gate(keep=lambda impl, level: impl != "triton" or level == "token")
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_packed_options_for_each_sequence(level, impl):
@@ -159,6 +184,7 @@ def test_packed_equals_padded():
             )
 
 
+@pytest.mark.gate(keep=lambda impl, config, **_: impl != "triton" or config.loss_type == "dapo")
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 1), (1, 1, 3, 2), (3, 1, 5, 7), (2, 33, 8, 1), (5, 4, 1, 11), (1, 64, 16, 131)]
@@ -194,6 +220,7 @@ def test_shapes_and_values(B, T, H, V, seed, drift, logit_std, config, scratch, 
     assert_same(got, want, tol=1e-9)
 
 
+@pytest.mark.gate(keep=lambda impl, config, **_: impl != "triton" or config.entropy_coef)
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize(
@@ -237,11 +264,12 @@ def test_accuracy_under_a_saturated_softcap(softcap, impl):
         assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
 
 
+@pytest.mark.gate(keep=lambda impl, dtype: impl != "triton" or dtype == torch.bfloat16)
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_accuracy_of_logprobs_at_vocabulary_size(dtype, impl):
     """max |dlogp| <= 1e-4 at V = 32000, logits up to 24: a bf16 head is off by 5e-2 there."""
-    case = make_case(7, B=2, T=16, H=128, V=32000, dtype=dtype, logit_std=4.8)
+    case = make_case(7, B=2, T=8 if impl == "triton" else 16, H=128, V=32000, dtype=dtype, logit_std=4.8)
     got = case.run(GRPOLossConfig(), impl=impl)
     logits = case.hidden_states.double() @ case.lm_head_weight.double().T
     assert 20 < logits.abs().max() < 32
@@ -270,6 +298,9 @@ def test_common_offset_in_all_logits(impl):
     torch.testing.assert_close(offset.out.entropies, plain.out.entropies, rtol=0, atol=2e-3)
 
 
+@pytest.mark.gate(
+    keep=lambda impl, hidden_dtype, weight_dtype: impl != "triton" or torch.bfloat16 in (hidden_dtype, weight_dtype)
+)
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("hidden_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
@@ -364,19 +395,20 @@ def test_score_does_not_depend_on_the_company(impl):
     case.completion_mask[:] = True
     trained = case.run(GRPOLossConfig(), impl=impl).out.per_token_logps
     together = fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids, impl=impl).logps
+    some = torch.arange(0, 40, 8 if impl == "triton" else 1)
     alone = torch.cat(
         [
             fused_linear_logprobs(case.hidden_states[:, t : t + 1], case.lm_head_weight, case.completion_ids[:, t : t + 1],
                                   impl=impl).logps
-            for t in range(40)
+            for t in some
         ],
         dim=1,
     )  # fmt: skip
     if impl in BITWISE:
         assert torch.equal(together, trained)
-        assert torch.equal(together, alone)
+        assert torch.equal(together[:, some], alone)
     assert (together - trained).abs().max() <= 1e-5
-    assert (together - alone).abs().max() <= 1e-5
+    assert (together[:, some] - alone).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("impl", ENGINES)

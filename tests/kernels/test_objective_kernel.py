@@ -13,7 +13,7 @@ from helpers import config_id, make_config
 pytest.importorskip("triton")
 
 from grpo_fused.kernels.launch import TritonRows
-from grpo_fused.kernels.row_types import Rows, Transform
+from grpo_fused.kernels.row_types import POLICIES, Rows, Transform
 
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import LossInputs
@@ -35,6 +35,33 @@ GRID = [
     for bonus in (0.0, 0.05)
     if not clip or loss_type not in ("cispo", "sapo")
 ]
+
+
+CALLS = ((0, False, False), (1, True, False), (2, False, True))  # seed, on_policy, with_ratio
+
+
+def covering(cases):
+    """What shows a pair of options for the first time; a policy's terms and a KL's are made apart, and added."""
+    seen, chosen = set(), []
+    for config, call in cases:
+        policy = ("policy", POLICIES[config.loss_type])
+        kl = ("kl", config.beta, config.kl_estimator, config.use_bias_correction_kl)
+        clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
+        bonus = ("bonus", config.entropy_coef)
+        pairs = {(policy, kl), (policy, bonus), (kl, bonus), (policy, call), (kl, call)}
+        if not call[1]:  # on-policy nothing is clipped
+            pairs |= {(policy, clip), (clip, bonus)}
+        if not pairs <= seen:
+            chosen.append((config, call))
+            seen |= pairs
+    return chosen
+
+
+CASES = random.Random(0).sample(list(itertools.product(GRID, CALLS)), len(GRID) * len(CALLS))
+
+
+def case_id(value):
+    return ("off-policy", "on-policy", "ratio")[value[0]] if isinstance(value, tuple) else config_id(value)
 
 
 def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
@@ -68,16 +95,16 @@ def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
 
 # what is off is inf, and inf * 0 is taken and thrown away by a where
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
-@pytest.mark.parametrize("config", random.Random(0).sample(GRID, 60), ids=config_id)
-def test_matches_the_torch_objective(config):
-    assert_matches_torch(config)
+@pytest.mark.parametrize(("config", "call"), covering(CASES), ids=case_id)
+def test_matches_the_torch_objective(config, call):
+    assert_matches_torch(config, [call])
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
 @pytest.mark.parametrize("config", GRID, ids=config_id)
 def test_matches_the_torch_objective_on_the_whole_grid(config):
-    assert_matches_torch(config)
+    assert_matches_torch(config, CALLS)
 
 
 def row_loss(batch, logits, targets, config, out):
@@ -85,8 +112,8 @@ def row_loss(batch, logits, targets, config, out):
     return TritonRows().loss(rows, token_inputs(batch, config), objective_numbers(config), out, with_entropy=True)
 
 
-def assert_matches_torch(config):
-    for seed, on_policy, with_ratio in ((0, False, False), (1, True, False), (2, False, True)):
+def assert_matches_torch(config, calls):
+    for seed, on_policy, with_ratio in calls:
         batch, logits, targets = batch_and_logits(config, seed, on_policy, with_ratio)
         out = torch.empty_like(logits)
         stats, loss, dlogp = row_loss(batch, logits, targets, config, out)

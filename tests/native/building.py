@@ -35,7 +35,7 @@ def shared_library(target: Path, *sources: Path, torch_abi: bool = False) -> Pat
     """C++ sources as a shared library; with `torch_abi` against torch's stable ABI."""
     flags = [
         "-std=c++20",
-        "-O2",
+        "-O1",
         "-fPIC",
         "-shared",
         "-Wall",

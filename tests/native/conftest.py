@@ -7,6 +7,14 @@ import pytest
 from grpo_fused import _native
 
 
+@pytest.fixture(scope="session")
+def row_functions(tmp_path_factory):
+    """The functions of the row kernels, compiled once for the files that share them (tests/conftest.py)."""
+    from native.harness import Harness
+
+    return Harness(tmp_path_factory.mktemp("functions"))
+
+
 @pytest.fixture
 def cpu_extension() -> None:
     reason = _native.cpu_available()

@@ -36,9 +36,9 @@ def kernels(tmp_path_factory) -> Harness:
     return Harness(tmp_path_factory.mktemp("kernels"), "emulated_rows.cpp")
 
 
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory) -> Harness:
-    return Harness(tmp_path_factory.mktemp("functions"))
+@pytest.fixture
+def functions(row_functions) -> Harness:
+    return row_functions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)

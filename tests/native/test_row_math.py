@@ -36,9 +36,9 @@ def layout_id(layout: Layout) -> str:
     return f"{layout.blocks}x{layout.threads}" if layout.blocks else f"stream-{layout.threads}"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> Harness:
-    return Harness(tmp_path_factory.mktemp("rows"))
+@pytest.fixture
+def rows(row_functions) -> Harness:
+    return row_functions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)

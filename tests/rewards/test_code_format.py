@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import pytest
+from guards import processor_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 from rewards.seeds import as_chat
@@ -77,9 +77,8 @@ def test_code(completion: str, expected: float) -> None:
     ],
 )
 def test_hostile_code_ends_soon(code: str) -> None:
-    started = time.perf_counter()
-    assert code_format_reward([f"<code>{code}</code>"])[0] in (0.0, 0.3, 1.0)
-    assert time.perf_counter() - started < 5
+    with processor_seconds(5):
+        assert code_format_reward([f"<code>{code}</code>"])[0] in (0.0, 0.3, 1.0)
 
 
 def test_invalid_escapes_warn_nobody() -> None:

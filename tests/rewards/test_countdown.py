@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+from guards import processor_seconds
 from rewards.seeds import COMPLETIONS, COUNTDOWN_REWARDS, NUMS, PROMPTS, TARGET, as_chat
 
 from grpo_fused.rewards import countdown_reward
@@ -94,6 +93,5 @@ def test_wrong_columns_say_what_was_expected() -> None:
 
 @pytest.mark.parametrize("answer", ["(" * 100_000, "9*" * 100_000, "9**9**9**9", "-" * 100_000 + "1", "1" * 100_000])
 def test_hostile_answers_take_no_time(answer: str) -> None:
-    started = time.perf_counter()
-    assert judge(answer) == 0.0
-    assert time.perf_counter() - started < 2
+    with processor_seconds(2):
+        assert judge(answer) == 0.0

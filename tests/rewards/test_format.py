@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from guards import processor_seconds
 from rewards.seeds import COMPLETIONS, FORMAT_REWARDS, PROMPTS, as_chat
 
 from grpo_fused.rewards import format_reward, parse_completion, soft_format_reward, tag_count_reward
@@ -112,12 +111,11 @@ def test_who_opened_the_think_block(prompt: object, options: dict[str, bool], op
     ],
 )
 def test_hostile_input_takes_linear_time(hostile: str) -> None:
-    """A megabyte takes milliseconds; a pattern that backtracks would take hours (5 s allows for a loaded machine)."""
-    started = time.perf_counter()
-    assert format_reward(["q"], [hostile]) == [0.0]
-    assert 0.0 <= soft_format_reward([hostile])[0] <= 0.5
-    assert 0.0 <= tag_count_reward([hostile])[0] <= 0.5
-    assert time.perf_counter() - started < 5
+    """A megabyte takes milliseconds; a pattern that backtracks would take hours (5 s of processor time are allowed)."""
+    with processor_seconds(5):
+        assert format_reward(["q"], [hostile]) == [0.0]
+        assert 0.0 <= soft_format_reward([hostile])[0] <= 0.5
+        assert 0.0 <= tag_count_reward([hostile])[0] <= 0.5
 
 
 def test_wrong_calls_say_what_was_expected() -> None:

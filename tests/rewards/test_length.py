@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from guards import processor_seconds
 from rewards.seeds import as_chat
 
 from grpo_fused.rewards import length_reward, reasoning_steps_reward, relative_length_reward
@@ -62,6 +61,5 @@ def test_reasoning_steps(completion: str, expected: int) -> None:
     "hostile", ["Step 1" * 100_000, "1" * 1_000_000, "\n" * 1_000_000, "Step " + "1" * 1_000_000, "\n-" * 500_000]
 )
 def test_hostile_input_takes_linear_time(hostile: str) -> None:
-    started = time.perf_counter()
-    assert 0.0 <= reasoning_steps_reward([hostile])[0] <= 1.0
-    assert time.perf_counter() - started < 5
+    with processor_seconds(5):
+        assert 0.0 <= reasoning_steps_reward([hostile])[0] <= 1.0

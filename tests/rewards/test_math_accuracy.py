@@ -12,6 +12,7 @@ import time
 from fractions import Fraction
 
 import pytest
+from guards import hang_guard
 from hypothesis import given
 from hypothesis import strategies as st
 from rewards.seeds import as_chat
@@ -204,19 +205,22 @@ HOSTILE = {
 
 
 def test_hostile_formulas_end_and_take_little_memory() -> None:
-    """In a process of its own with little more address space than torch maps; each formula is given half a second."""
+    """In a process of its own with little more address space than torch maps; each formula is given half a second.
+
+    What is recognised, or too long, is not even asked for.
+    """
     pytest.importorskip("math_verify")
     program = f"""
-        import time
-        from grpo_fused.rewards import math_accuracy_reward
+        from grpo_fused.rewards import math_accuracy_reward, math_verifier
+        asked, ask = [], math_verifier._ask
+        math_verifier._ask = lambda *question: asked.append(question) or ask(*question)
         def judge(formula, right):
             return math_accuracy_reward([r"\\boxed{{" + formula + "}}"], [right], accept_expressions=True, seconds=0.5)
         assert judge("2^3", "8") == [1.0]
         for formula, how in {HOSTILE!r}.items():
-            started = time.perf_counter()
+            asked.clear()
             assert judge(formula, "4") == [0.0], formula
-            limit = 20 if how == "slow in Python" else 1  # the time limit, the grace, and perhaps a new process
-            assert time.perf_counter() - started < limit, formula
+            assert len(asked) == (how == "slow in Python"), formula
         assert judge("2^3", "8") == [1.0]
     """
     limit = 6 << 30
@@ -241,9 +245,8 @@ def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
         worker.process.send_signal(signal.SIGSTOP)
     else:
         worker.process.kill()
-    started = time.perf_counter()
-    assert math_verifier._ask("4", f"{how}^2", 0.1) is False
-    assert time.perf_counter() - started < 20
+    with hang_guard():
+        assert math_verifier._ask("4", f"{how}^2", 0.1) is False
     assert math_accuracy_reward([r"\boxed{z^2 + 0}"], ["zz"]) == [1.0]
     assert math_verifier._worker() is not worker
 

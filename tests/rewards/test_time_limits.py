@@ -22,22 +22,27 @@ def score(timeout: float | None = None, **functions: Any) -> list[list[float]]:
     return score_completions(functions, ROWS, ["a", "b"], timeout=timeout).tolist()
 
 
+RAN_TO_ITS_END: list[str] = []
+
+
 def forever(**_: Any) -> list[float]:
-    while True:
+    for _ in range(6000):
         with contextlib.suppress(Exception):  # as SymPy does; the limit must not be an Exception
             time.sleep(0.01)
+    RAN_TO_ITS_END.append("forever")
+    return [0.0, 0.0]
 
 
 async def sleeper(**_: Any) -> list[float]:
     await asyncio.sleep(60)
+    RAN_TO_ITS_END.append("sleeper")
     return [0.0, 0.0]
 
 
 def test_a_slow_function_is_interrupted_and_named() -> None:
-    started = time.perf_counter()
     with pytest.raises(RewardError, match="reward function 'slow' took longer than its 0.2 s"):
         score(0.2, fast=lambda **_: [0.0, 0.0], slow=forever)
-    assert time.perf_counter() - started < 5
+    assert "forever" not in RAN_TO_ITS_END
 
 
 def test_nothing_is_left_behind() -> None:
@@ -174,10 +179,9 @@ def test_async_functions_inside_a_running_loop() -> None:
 
 
 def test_slow_async_functions_are_named() -> None:
-    started = time.perf_counter()
     with pytest.raises(RewardError, match="reward function 'sleeper' took longer than its 0.1 s"):
         score(0.1, sleeper=sleeper)
-    assert time.perf_counter() - started < 5
+    assert "sleeper" not in RAN_TO_ITS_END
 
 
 def test_async_functions_that_raise_are_named_and_their_error_kept() -> None:
