@@ -178,6 +178,7 @@ setup(
         "grpo_fused.integrations.trl",
         "grpo_fused.kernels",
         "grpo_fused.rewards",
+        "grpo_fused.tools",
         "grpo_fused.trainer",
     ],
     package_dir={"grpo_fused.kernels": "kernels"},

@@ -10,7 +10,7 @@ COMMANDS = {
     "plot": ("trainer.plot", "draw the curves of a run"),
     "doctor": ("doctor", "what runs here, what is missing and would bring what; expected time and memory of a shape"),
     "check": (
-        "selfcheck",
+        "tools.check",
         "hold this installation against float64: every engine, dtype and objective (about a minute)",
     ),
 }
