@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import engines, predictions
+from grpo_fused import engines
 from grpo_fused.engines.base import Cost
+from grpo_fused.tools import predictions
 
 
 class Shape(NamedTuple):
