@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.cost_cpu import Coefficients, Point, Shape, fit, leave_one_out, scratch_bytes, work_of
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.problem import make_problem
+from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import machine, record
 from benchmarks.timing import bare_gemms, summary, times_by_round
@@ -77,12 +77,12 @@ class Calls:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
         B = math.gcd(shape.N, 8)
-        self.problem = make_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
+        self.problem = loss_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
         self.device = device
         self.engines = [e for e in ENGINES[device] if engines.unavailable(e, torch.device(device), dtype) is None]
 
     def train(self, engine: str) -> None:
-        self.problem.clear()
+        clear(self.problem)
         PROVIDERS[engine].loss(self.problem).backward()
 
     def peak_bytes(self, engine: str) -> float | None:
@@ -90,13 +90,13 @@ class Calls:
 
         def from_nothing() -> None:
             self.train(engine)
-            self.problem.clear()
+            clear(self.problem)
 
         try:
             peak = peak_bytes(from_nothing, self.device)
         except torch.OutOfMemoryError:
             return None
-        return peak - self.problem.hidden.nbytes - self.problem.weight.nbytes
+        return peak - self.problem.hidden_states.nbytes - self.problem.lm_head_weight.nbytes
 
 
 def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float | None]:
