@@ -5,7 +5,7 @@
 
 One dimension is varied at a time around a base. The bare products (no loss, all tokens) run in the same rounds. On the
 CPU the memory is predicted from the engines' own rules (`Engine.cost`); the time is fitted, and checked on
-each point by a fit to all the others (`benchmarks.cost_cpu`).
+each point by a fit to all the others (`benchmarks.cost`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.cost_cpu import Coefficients, Point, Shape, fit, leave_one_out, scratch_bytes, work_of
+from benchmarks.cost import Point, Rates, Shape, fit, leave_one_out, scratch_bytes, work_of
 from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
@@ -157,8 +157,8 @@ def shape_of(point: dict[str, Any]) -> Shape:
 
 def line(model: dict[str, Any], engine: str, dtype: str, shapes: list[Shape]) -> list[float]:
     """Seconds that the fit to all points gives."""
-    coefficients = Coefficients(**model["coefficients"][engine][dtype])
-    return [coefficients.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
+    rates = Rates(**model["coefficients"][engine][dtype])
+    return [rates.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
 
 
 def _median_and_worst(errors: list[float]) -> dict[str, float]:

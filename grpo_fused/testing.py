@@ -224,7 +224,7 @@ def make_problem(
     def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=dtype, device=device)
 
-    drawn = torch.promote_types(dtype, torch.float32)
+    drawn = torch.float64 if scored_by == "reference" else torch.float32  # of the large ones
     hidden, weight = randn(B, T, H, dtype=drawn), randn(V, H, dtype=drawn) * (logit_std / H**0.5)
     ids = torch.randint(0, V, (B, T), generator=g, device=device)
     mask = torch.rand(B, T, generator=g, device=device) >= masked
