@@ -169,7 +169,6 @@ class BuildNative(build_ext):
 setup(
     packages=[
         "grpo_fused",
-        "grpo_fused._ops",
         "grpo_fused.engines",
         "grpo_fused.functional",
         "grpo_fused.heads",
@@ -178,6 +177,7 @@ setup(
         "grpo_fused.integrations.trl",
         "grpo_fused.kernels",
         "grpo_fused.rewards",
+        "grpo_fused.tools",
         "grpo_fused.trainer",
     ],
     package_dir={"grpo_fused.kernels": "kernels"},

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.accuracy_problem import OLD_NOISE, Case, Shape, make_case
-from benchmarks.problem import EPSILON, Problem, loss_from_logps
+from benchmarks.problem import EPSILON, clear, loss_from_logps, old_of
 from benchmarks.providers import PROVIDERS, eager_logps
 from benchmarks.results import machine, record
-from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss
+from grpo_fused.testing import LOGP_BOUND, Problem, frobenius_error
 
 MAX_LOGITS = {
     "bfloat16": (4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
@@ -38,7 +38,7 @@ GRADIENTS_AT = {"bfloat16": (8.0, 32.0, 128.0), "float16": (32.0,), "float32": (
 
 HISTOGRAM_AT = 32.0
 
-PROMISED_ERROR, PROMISED_UP_TO = 1e-4, 32.0
+PROMISED_ERROR, PROMISED_UP_TO = LOGP_BOUND, 32.0
 """max |Δlogp| of our engines in nats, while max |z| is below the second; beyond, it may grow in proportion."""
 
 NOISE_DRAWS = 64
@@ -67,7 +67,7 @@ def providers(device: str, dtype: torch.dtype) -> dict[str, Provider]:
         for impl in ("native", "triton", "chunked")
         if engines.unavailable(impl, torch.device(device), dtype) is None
     }
-    found["eager"] = peer(lambda p: eager_logps(p.hidden, p.weight, p.ids))
+    found["eager"] = peer(lambda p: eager_logps(p.hidden_states, p.lm_head_weight, p.completion_ids))
     if device == "cpu" and dtype == torch.float16:  # z^T h in fp16: 40 s for the default shape
         found["eager"] = found["eager"]._replace(train=None)
     if PROVIDERS["trl"].unavailable(device) is None:
@@ -80,17 +80,21 @@ def providers(device: str, dtype: torch.dtype) -> dict[str, Provider]:
 
 
 def ours(impl: str) -> Provider:
-    def score(p: Problem) -> Tensor:
-        return fused_linear_logprobs(p.hidden, p.weight, p.ids, p.mask, impl=impl).logps
-
     def train(p: Problem) -> tuple[Tensor, Tensor]:
         config = GRPOLossConfig(epsilon=EPSILON)
         out = fused_linear_grpo_loss(
-            p.hidden, p.weight, p.ids, p.advantages, p.mask, old_per_token_logps=p.old, config=config, impl=impl
+            p.hidden_states,
+            p.lm_head_weight,
+            p.completion_ids,
+            p.advantages,
+            p.completion_mask,
+            old_per_token_logps=old_of(p),
+            config=config,
+            impl=impl,
         )
         return out.loss, out.per_token_logps
 
-    return Provider(score, train)
+    return Provider(lambda p: p.score(impl), train)
 
 
 def peer(logps: Callable[[Problem], Tensor]) -> Provider:
@@ -107,7 +111,9 @@ def liger_logps(p: Problem) -> Tensor:
     """What `LigerFusedLinearGRPOLoss` makes its loss of."""
     from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
-    return LigerFusedLinearPPOBase.chunk_forward(p.hidden, p.weight, p.ids, bias=None, temperature=1.0)
+    return LigerFusedLinearPPOBase.chunk_forward(
+        p.hidden_states, p.lm_head_weight, p.completion_ids, bias=None, temperature=1.0
+    )
 
 
 def liger_loss(p: Problem) -> tuple[Tensor, Tensor]:
@@ -119,8 +125,12 @@ def liger_loss(p: Problem) -> tuple[Tensor, Tensor]:
 def torch_logps(p: Problem) -> Tensor:
     """PyTorch's own fused head, chunked and with the accumulation that it chooses for the dtype."""
     options = torch.nn.LinearCrossEntropyOptions()
-    hidden, ids = p.hidden.flatten(0, 1), p.ids.flatten()
-    return -F.linear_cross_entropy(hidden, p.weight, ids, reduction="none", options=options).float().view(p.ids.shape)
+    hidden, ids = p.hidden_states.flatten(0, 1), p.completion_ids.flatten()
+    return (
+        -F.linear_cross_entropy(hidden, p.lm_head_weight, ids, reduction="none", options=options)
+        .float()
+        .view(p.completion_ids.shape)
+    )
 
 
 def measure(case: Case, provider: Provider) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -133,17 +143,17 @@ def measure(case: Case, provider: Provider) -> tuple[dict[str, Any], dict[str, T
     with torch.no_grad():
         logps = provider.score(problem).double()
         moved = provider.score(case.moved).double()
-    if case.gradients is not None and provider.train is not None:
-        problem.clear()
+    if case.exact is not None and provider.train is not None:
+        clear(problem)
         loss, trained = provider.train(problem)
         loss.backward()
         logps = trained.double()
         row["gradient_error"] = {
-            "hidden": relative(problem.hidden.grad, case.gradients.hidden),
-            "weight": relative(problem.weight.grad, case.gradients.weight),
+            "hidden": frobenius_error(problem.hidden_states.grad, case.exact.dhidden),
+            "weight": frobenius_error(problem.lm_head_weight.grad, case.exact.dweight),
         }
-        problem.clear()
-    if case.gradients is not None:
+        clear(problem)
+    if case.exact is not None:
         ratios = {old: (logps - its).exp() for old, its in old_logps(case, provider).items()}
         row["on_policy"] = {
             old: {"exactly_one": float((r == 1).double().mean()), "max_deviation": float((r - 1).abs().max())}
@@ -165,13 +175,9 @@ def measure(case: Case, provider: Provider) -> tuple[dict[str, Any], dict[str, T
 def old_logps(case: Case, provider: Provider) -> dict[str, Tensor]:
     """[B, T] log-probs (of fp32, held in float64) that a rollout may have recorded for the very policy trained."""
     p = case.problem
-    parts = [slice(t, t + 1) for t in range(min(DECODED, p.ids.shape[1]))] + [slice(DECODED, None)]
-    own = [
-        provider.score(replace(p, hidden=p.hidden[:, t], ids=p.ids[:, t], mask=p.mask[:, t], old=p.old[:, t]))
-        for t in parts
-        if p.ids[:, t].numel()
-    ]
-    rounded = eager_logps(p.hidden, p.weight, p.ids)
+    parts = [slice(t, t + 1) for t in range(min(DECODED, p.completion_ids.shape[1]))] + [slice(DECODED, None)]
+    own = [provider.score(p.per_token(lambda x, t=t: x[:, t])) for t in parts if p.completion_ids[:, t].numel()]
+    rounded = eager_logps(p.hidden_states, p.lm_head_weight, p.completion_ids)
     return {"own": torch.cat(own, dim=1).double(), "exact": case.logps.float().double(), "rounded": rounded.double()}
 
 
@@ -194,12 +200,6 @@ def flipped(log_ratios: Tensor, exact: Tensor) -> float:
     return float((torch.bucketize(log_ratios.exp(), bounds) != torch.bucketize(exact.exp(), bounds)).double().mean())
 
 
-def relative(got: Tensor | None, want: Tensor) -> float:
-    """Frobenius."""
-    assert got is not None
-    return float((got.double() - want).norm() / want.norm())
-
-
 def histogram(ratios: Tensor) -> list[int]:
     """Counts by `RATIO_BINS`."""
     inside = ratios.flatten().cpu().double().clamp(float(RATIO_BINS[0]), float(RATIO_BINS[-1]))
@@ -214,7 +214,7 @@ def study(max_logits: dict[str, tuple[float, ...]], shape: Shape, device: str) -
         for size in sizes:
             case = make_case(size, getattr(torch, dtype), shape, device, with_gradients=size in GRADIENTS_AT[dtype])
             about = {"dtype": dtype, "max_logit": case.max_logit, "logit_std": case.logit_std, "entropy": case.entropy}
-            for name, provider in providers(device, case.problem.hidden.dtype).items():
+            for name, provider in providers(device, case.problem.hidden_states.dtype).items():
                 row, ratios = measure(case, provider)
                 rows.append(about | {"provider": name} | row)
                 print_row(rows[-1])

@@ -1,17 +1,131 @@
-"""A cost model of the loss on a GPU: FLOP, bytes, waves and occupancy. It predicts; only a chip measures.
+"""What a call is expected to take: the work by the engines' own rules (`Engine.cost`) times a machine's measured rates.
 
-    python -m benchmarks.cost    # which engine is expected to win at which shape, and what a gradient filter would gain
+    python -m benchmarks.cost    # which engine is expected to win on an H200, and what a gradient filter would gain
 
-A kernel takes as long as the slowest of what it does at once: products, L2 and memory traffic, exponentials. An
-epilogue runs beside products only where a second program shares the multiprocessor.
+    seconds = product * N V H P + logit * N V + weight * V H + call
+
+N are the active tokens and P the head products, 3 for a loss with both gradients and more where logits are multiplied
+again. `benchmarks.growth` fits the rates of a machine. Those of the H200 are a few measured ones; what our head kernel
+reaches there comes from a roofline: a kernel takes as long as the slowest of what it does at once (products, L2 and
+memory traffic, exponentials), and an epilogue runs beside products only where a second program shares the
+multiprocessor. It predicts; only a chip measures.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from grpo_fused import engines
+from grpo_fused.engines.base import Cost
+from grpo_fused.tools import predictions
+
 VOCABULARY, TOKENS = 151936, 8192
+
+
+class Shape(NamedTuple):
+    """A call."""
+
+    N: int
+    """tokens, active or not"""
+    H: int
+    V: int
+    active: float = 1.0
+    """share of the tokens that are not masked"""
+
+    @property
+    def tokens(self) -> int:
+        """Active ones, of whom alone anything is computed."""
+        return round(self.N * self.active)
+
+
+class Rates(NamedTuple):
+    """Seconds of each unit of work; none is negative."""
+
+    product: float
+    """of a multiply-add of a head product"""
+    logit: float
+    """of row work on a logit"""
+    weight: float
+    """of passing over an element of the weight, whatever the number of tokens"""
+    call: float
+    """of a call"""
+
+    def seconds(self, work: Sequence[float]) -> float:
+        """Predicted time of `work_of` a call."""
+        return sum(c * w for c, w in zip(self, work, strict=True))
+
+
+class Point(NamedTuple):
+    """A measured call."""
+
+    shape: Shape
+    seconds: float
+
+
+def cost_of(engine: str, shape: Shape, dtype: torch.dtype) -> Cost:
+    """By the engine's own rules."""
+    head = predictions.Shape(shape.tokens, shape.H, shape.V, dtype).head(torch.device("cpu"))
+    return engines.engine(engine).cost(head, shape.tokens, None)
+
+
+def scratch_bytes(engine: str, shape: Shape, dtype: torch.dtype) -> int:
+    """Peak of a loss with both gradients, beyond inputs and gradients."""
+    at_work = cost_of(engine, shape, dtype).scratch_bytes + shape.tokens * shape.H * dtype.itemsize  # gathered states
+    # whether dW needs a sum of its own is decided by all tokens; the gradient that it becomes is not there yet
+    sums = cost_of(engine, shape._replace(active=1.0), dtype).accumulator_bytes
+    return max(at_work + sums - shape.V * shape.H * dtype.itemsize, sums) if sums else at_work
+
+
+def products_of(engine: str, shape: Shape, dtype: torch.dtype) -> float:
+    """Head products of a loss with both gradients."""
+    return 3.0 if engine == "bare" else cost_of(engine, shape, dtype).products
+
+
+def work_of(engine: str, shape: Shape, dtype: torch.dtype) -> tuple[float, float, float, float]:
+    """Amounts of work, in the units of `Rates`."""
+    N, H, V = shape.tokens, shape.H, shape.V
+    return N * V * H * products_of(engine, shape, dtype), N * V, V * H, 1.0
+
+
+def fit(engine: str, dtype: torch.dtype, points: Sequence[Point]) -> Rates:
+    """Least squares of the *relative* error over coefficients that are not negative.
+
+    Exact: the best of the unconstrained fits on every subset of the four terms that comes out without a negative one.
+    """
+    if not points:
+        raise ValueError("a fit needs measured points; got none")
+    work = torch.tensor([work_of(engine, p.shape, dtype) for p in points], dtype=torch.float64)
+    relative = work / torch.tensor([p.seconds for p in points], dtype=torch.float64)[:, None]
+    unit = relative.norm(dim=0)  # terms differ by 12 orders of magnitude
+    return Rates(*(_nonnegative_least_squares(relative / unit) / unit).tolist())
+
+
+def _nonnegative_least_squares(a: Tensor) -> Tensor:
+    """x >= 0 that minimises |a x - 1|."""
+    best, least = torch.zeros(a.shape[1], dtype=a.dtype), float(a.shape[0])
+    for size in range(1, min(a.shape) + 1):
+        for subset in map(list, itertools.combinations(range(a.shape[1]), size)):
+            part = torch.linalg.lstsq(a[:, subset], a.new_ones(a.shape[0], 1), driver="gelsd").solution.squeeze(1)
+            error = float((a[:, subset] @ part - 1).square().sum())
+            if bool((part >= 0).all()) and error < least:
+                best, least = torch.zeros_like(best).index_copy_(0, torch.tensor(subset), part), error
+    return best
+
+
+def leave_one_out(engine: str, dtype: torch.dtype, points: Sequence[Point]) -> list[float]:
+    """predicted / measured - 1 of each point, by a fit to all the others."""
+    errors = []
+    for i, point in enumerate(points):
+        others = [*points[:i], *points[i + 1 :]]
+        predicted = fit(engine, dtype, others).seconds(work_of(engine, point.shape, dtype))
+        errors.append(predicted / point.seconds - 1)
+    return errors
 
 
 class Machine(NamedTuple):
@@ -79,15 +193,22 @@ def kernel_seconds(config: Any, mode: str, programs_per_sm: int, width: int, mac
     return busy * (1.0 if config.persistent else math.ceil(waves) / waves)
 
 
+ROW_BYTES = {"bare": 0, "chunked": 14, "triton": 4}
+"""Memory traffic of a logit beside the products: a row kernel on fp32 logits and bf16 dlogits, or one pass over the
+exponentials that the head kernel has stored."""
+
+
+def rates_of(engine: str, machine: Machine) -> Rates:
+    """On a GPU: products at the library's rate, row work at that of memory."""
+    return Rates(2 / machine.products, ROW_BYTES[engine] / machine.memory, 0.0, 0.0)
+
+
 def training_seconds(head_kernel: float, width: int, machine: Machine) -> dict[str, float]:
-    """Forward and backward, dense: library GEMMs and row kernel (14 B a logit), or exponential store (4 B after it)."""
-    product = 2 * TOKENS * VOCABULARY * width / machine.products
-    logits = TOKENS * VOCABULARY
-    return {
-        "bare": 3 * product,
-        "chunked": 3 * product + 14 * logits / machine.memory,
-        "triton": head_kernel + 4 * logits / machine.memory + 2 * product,
-    }
+    """Forward and backward, dense; `head_kernel` are the seconds of our head kernel, in place of one product."""
+    shape, dtype = Shape(TOKENS, width, VOCABULARY), torch.bfloat16
+    seconds = {name: rates_of(name, machine).seconds(work_of(name, shape, dtype)) for name in ROW_BYTES}
+    seconds["triton"] += head_kernel - 2 * TOKENS * VOCABULARY * width / machine.products
+    return seconds
 
 
 class Filter(NamedTuple):
@@ -103,8 +224,6 @@ class Filter(NamedTuple):
 
 def gradient_filter(exponent: float, *, bound: float = 2.0**-12, tile: tuple[int, int] = (128, 128)) -> Filter:
     """Which vocabulary entry has which rank is drawn by a Zipf popularity over ids in order of frequency."""
-    import torch
-
     g = torch.Generator().manual_seed(0)
     rows, cols = tile
     p = torch.arange(1, 4097, dtype=torch.float64) ** -exponent

@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.problem import Problem, loss_from_logps
+from benchmarks.problem import EPSILON, clear, loss_from_logps, old_of
 from benchmarks.providers import PROVIDERS, eager_logps
 from benchmarks.results import machine, record
 from benchmarks.timing import summary, times_by_round
-from grpo_fused import fused_linear_grpo_loss
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
+from grpo_fused.testing import Problem, frobenius_error
 
 GRADIENT_TOLERANCE = 0.02
 """Relative Frobenius error of dL/dhidden above which a provider is reported as wrong and not timed: bf16 heads reach
@@ -82,7 +83,8 @@ class Rollout(NamedTuple):
 
     def problem(self, hidden: Tensor, weight: Tensor) -> Problem:
         """As the loss alone sees it."""
-        return Problem(hidden, weight, self.completion_ids, self.mask, self.advantages, self.old)
+        options = {"old_per_token_logps": self.old}
+        return Problem(hidden, weight, self.completion_ids, self.advantages, self.mask, options)
 
 
 def build_model(setting: Setting) -> nn.Module:
@@ -145,7 +147,14 @@ def ours_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
 
 
 def ours_of_head(p: Problem) -> Tensor:
-    return fused_linear_grpo_loss(p.hidden, p.weight, p.ids, p.advantages, p.mask, old_per_token_logps=p.old).loss
+    return fused_linear_grpo_loss(
+        p.hidden_states,
+        p.lm_head_weight,
+        p.completion_ids,
+        p.advantages,
+        p.completion_mask,
+        old_per_token_logps=old_of(p),
+    ).loss
 
 
 def trl_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
@@ -165,7 +174,7 @@ def eager_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
 
 
 def eager_of_head(p: Problem) -> Tensor:
-    return loss_from_logps(eager_logps(p.hidden, p.weight, p.ids), p)
+    return loss_from_logps(eager_logps(p.hidden_states, p.lm_head_weight, p.completion_ids), p)
 
 
 def providers() -> dict[str, Provider]:
@@ -208,20 +217,14 @@ class Step:
 
 def gradient_error(problem: Problem, provider: Provider) -> float:
     """Of dL/dhidden against float64, relative Frobenius."""
-    exact = replace(
-        problem, hidden=problem.hidden.detach().double().requires_grad_(), weight=problem.weight.detach().double(),
-        old=problem.old.double(),
-    )  # fmt: skip
-    logits = exact.hidden @ exact.weight.T
-    logps = logits.log_softmax(-1).gather(-1, exact.ids.unsqueeze(-1)).squeeze(-1)
-    loss_from_logps(logps, exact).backward()
-    problem.clear()
+    exact = problem.to(torch.float64).run(GRPOLossConfig(epsilon=EPSILON), impl="reference")
+    clear(problem)
     provider.of_head(problem).backward()
-    assert problem.hidden.grad is not None
-    assert exact.hidden.grad is not None
-    error = (problem.hidden.grad.double() - exact.hidden.grad).norm() / exact.hidden.grad.norm()
-    problem.clear()
-    return float(error)
+    assert problem.hidden_states.grad is not None
+    assert exact.dhidden is not None
+    error = frobenius_error(problem.hidden_states.grad, exact.dhidden)
+    clear(problem)
+    return error
 
 
 def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[str, Any]:
@@ -254,7 +257,7 @@ def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[
 
 def _head_call(problem: Problem, provider: Provider) -> Callable[[], None]:
     def call() -> None:
-        problem.clear()
+        clear(problem)
         provider.of_head(problem).backward()
 
     return call

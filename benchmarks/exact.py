@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.problem import Problem, loss_from_logps, per_token_loss
+from benchmarks.problem import loss_from_logps, per_token_loss
+from grpo_fused.testing import LOGP_BOUND, Problem, frobenius_error
 
 GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error of loss and gradients above which a peer's result counts as wrong, rather than rounded: a mask or a
 factor that is missing shows at 1e-1. Heads of bf16 reach 5e-3, and 3e-2 where log-probs are rounded to bf16 as well,
 as by PyTorch's linear_cross_entropy; TF32 products reach 1e-3."""
 OUR_GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1e-2}
-OUR_LOGP_TOLERANCE = 1e-4
+OUR_LOGP_TOLERANCE = LOGP_BOUND
 """What ours promise; the peers' heads of bf16 are off by 1e-2 to 1e-1, which is reported and not held against them."""
 
 
@@ -34,17 +34,18 @@ class Exact(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Exact:
         """64 tokens at a time (1024 on a GPU), never all logits."""
-        hidden = problem.hidden.detach().double().flatten(0, 1)
-        weight = problem.weight.detach().double()
-        ids, N, device = problem.ids.flatten(), problem.ids.numel(), hidden.device
-        active = problem.mask.flatten().nonzero().squeeze(1)
+        hidden = problem.hidden_states.detach().double().flatten(0, 1)
+        weight = problem.lm_head_weight.detach().double()
+        ids, N, device = problem.completion_ids.flatten(), problem.completion_ids.numel(), hidden.device
+        active = problem.completion_mask.flatten().nonzero().squeeze(1)
         log_sums, logps = hidden.new_zeros(N), hidden.new_zeros(N)
         for part in active.split(1024 if hidden.is_cuda else 64):
             z = hidden[part] @ weight.T
             log_sums[part] = z.logsumexp(1)
             logps[part] = z.gather(1, ids[part].unsqueeze(1)).squeeze(1) - log_sums[part]
-        logps = logps.view(problem.ids.shape).requires_grad_()
-        in_double = replace(problem, old=problem.old.double(), advantages=problem.advantages.double())
+        logps = logps.view(problem.completion_ids.shape).requires_grad_()
+        per_token = ("advantages", "old_per_token_logps")
+        in_double = problem.map(lambda name, x: x.double() if name in per_token else x)
         loss = loss_from_logps(logps, in_double)
         (g,) = torch.autograd.grad(loss, logps)
         g = g.flatten()
@@ -57,7 +58,7 @@ class Exact(NamedTuple):
         live, g = hidden[active], g[active, None]
         dz_words = -g * (live @ weight[words].T - log_sums[active, None]).exp() + g * (ids[active, None] == words)
         with torch.no_grad():
-            scale = per_token_loss(logps, in_double)[problem.mask].abs().mean()
+            scale = per_token_loss(logps, in_double)[problem.completion_mask].abs().mean()
         return cls(loss.detach(), scale, logps.detach(), rows, dz @ weight, words, dz_words.T @ live)
 
     def loss_error(self, loss: Tensor) -> float:
@@ -66,16 +67,16 @@ class Exact(NamedTuple):
 
     def gradient_errors(self, problem: Problem) -> dict[str, float]:
         """Relative Frobenius errors of the gradients that a call has left in the problem."""
-        assert problem.hidden.grad is not None
-        assert problem.weight.grad is not None
+        assert problem.hidden_states.grad is not None
+        assert problem.lm_head_weight.grad is not None
         return {
-            "dhidden": relative(problem.hidden.grad.flatten(0, 1)[self.rows], self.dhidden),
-            "dweight": relative(problem.weight.grad[self.words], self.dweight),
+            "dhidden": frobenius_error(problem.hidden_states.grad.flatten(0, 1)[self.rows], self.dhidden),
+            "dweight": frobenius_error(problem.lm_head_weight.grad[self.words], self.dweight),
         }
 
     def logp_error(self, logps: Tensor, problem: Problem) -> float:
         """The largest over active tokens, in nats."""
-        return float((logps.double() - self.logps)[problem.mask].abs().max())
+        return float((logps.double() - self.logps)[problem.completion_mask].abs().max())
 
 
 def wrong(errors: dict[str, float], dtype: torch.dtype, *, ours: bool) -> str | None:
@@ -88,9 +89,3 @@ def wrong(errors: dict[str, float], dtype: torch.dtype, *, ours: bool) -> str | 
         if not error <= allowed:  # NaN is wrong, too
             return f"{name} is off by {error:.2g}"
     return None
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want|, or |got| where nothing is wanted."""
-    norm = want.norm()
-    return float((got.double() - want).norm() / (norm if norm > 0 else 1.0))

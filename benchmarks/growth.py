@@ -5,7 +5,7 @@
 
 One dimension is varied at a time around a base. The bare products (no loss, all tokens) run in the same rounds. On the
 CPU the memory is predicted from the engines' own rules (`Engine.cost`); the time is fitted, and checked on
-each point by a fit to all the others (`benchmarks.cost_cpu`).
+each point by a fit to all the others (`benchmarks.cost`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.cost_cpu import Coefficients, Point, Shape, fit, leave_one_out, scratch_bytes, work_of
+from benchmarks.cost import Point, Rates, Shape, fit, leave_one_out, scratch_bytes, work_of
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.problem import make_problem
+from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import machine, record
 from benchmarks.timing import bare_gemms, summary, times_by_round
@@ -77,12 +77,12 @@ class Calls:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
         B = math.gcd(shape.N, 8)
-        self.problem = make_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
+        self.problem = loss_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
         self.device = device
         self.engines = [e for e in ENGINES[device] if engines.unavailable(e, torch.device(device), dtype) is None]
 
     def train(self, engine: str) -> None:
-        self.problem.clear()
+        clear(self.problem)
         PROVIDERS[engine].loss(self.problem).backward()
 
     def peak_bytes(self, engine: str) -> float | None:
@@ -90,13 +90,13 @@ class Calls:
 
         def from_nothing() -> None:
             self.train(engine)
-            self.problem.clear()
+            clear(self.problem)
 
         try:
             peak = peak_bytes(from_nothing, self.device)
         except torch.OutOfMemoryError:
             return None
-        return peak - self.problem.hidden.nbytes - self.problem.weight.nbytes
+        return peak - self.problem.hidden_states.nbytes - self.problem.lm_head_weight.nbytes
 
 
 def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float | None]:
@@ -157,8 +157,8 @@ def shape_of(point: dict[str, Any]) -> Shape:
 
 def line(model: dict[str, Any], engine: str, dtype: str, shapes: list[Shape]) -> list[float]:
     """Seconds that the fit to all points gives."""
-    coefficients = Coefficients(**model["coefficients"][engine][dtype])
-    return [coefficients.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
+    rates = Rates(**model["coefficients"][engine][dtype])
+    return [rates.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
 
 
 def _median_and_worst(errors: list[float]) -> dict[str, float]:

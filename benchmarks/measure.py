@@ -20,9 +20,10 @@ import torch
 
 from benchmarks import memory, results
 from benchmarks.exact import Exact, wrong
-from benchmarks.problem import DTYPES, Case, Problem
+from benchmarks.problem import DTYPES, Case, clear, shares
 from benchmarks.providers import PEERS, PROVIDERS, Provider, available
 from benchmarks.timing import Calls, bare_gemms, copy_bandwidth, times_by_round, with_ratios
+from grpo_fused.testing import Problem
 
 BASES = {"forward": "bare-1", "forward_backward": "bare-3", "scoring": "bare-1"}
 """What can be timed, and the bare products that it is compared with."""
@@ -41,7 +42,7 @@ def call_of(provider: Provider, what: str, problem: Problem) -> Callable[[], obj
     if what == "forward_backward":
 
         def train() -> None:
-            problem.clear()
+            clear(problem)
             provider.loss(problem).backward()
 
         return train
@@ -57,11 +58,11 @@ def call_of(provider: Provider, what: str, problem: Problem) -> Callable[[], obj
 
 def check(provider: Provider, problem: Problem, exact: Exact) -> dict[str, float]:
     """Errors of the loss, its gradients and the log-probs. Every path that is timed is called once."""
-    problem.clear()
+    clear(problem)
     loss = provider.loss(problem)
     loss.backward()
     errors = {"loss": exact.loss_error(loss), **exact.gradient_errors(problem)}
-    problem.clear()
+    clear(problem)
     if provider.logps is not None:
         with torch.no_grad():
             errors["logp"] = exact.logp_error(provider.logps(problem), problem)
@@ -82,7 +83,7 @@ def measure(
         rows[name] = row = {}
         try:
             row["errors"] = check(provider, problem, exact)
-            row["not_timed"] = wrong(row["errors"], problem.hidden.dtype, ours=provider.ours)
+            row["not_timed"] = wrong(row["errors"], problem.hidden_states.dtype, ours=provider.ours)
         except Exception as error:  # a peer may fail in any way; the others are still worth knowing
             row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         release(device)
@@ -93,14 +94,14 @@ def measure(
                 calls["scoring"][name] = call_of(provider, "scoring", problem)
     if warmup is None:
         warmup = 2 if device == "cuda" else 0  # on a CPU the check was one, and a call takes seconds
-    found: dict[str, Any] = {"shape": case.describe(), "shares": problem.shares(), "bare": {}, "providers": rows}
+    found: dict[str, Any] = {"shape": case.describe(), "shares": shares(problem), "bare": {}, "providers": rows}
     for what, these in calls.items():
         these[BASES[what]]()
         times = with_ratios(times_by_round(these, device, rounds=rounds, warmup=warmup), BASES[what])
         found["bare"][BASES[what]] = times.pop(BASES[what])["ms"]
         for name, taken in times.items():
             rows[name][what] = taken
-    problem.clear()
+    clear(problem)
     return found
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.problem import Case
+from benchmarks.problem import Case, clear
 from benchmarks.providers import PROVIDERS, Provider
 
 MIB = 2**20
@@ -70,9 +70,9 @@ def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]
 
     if device == "cuda" or provider.compiles:
         call()
-    problem.clear()
+    clear(problem)
     gc.collect()
-    gradients = problem.hidden.nbytes + problem.weight.nbytes
+    gradients = problem.hidden_states.nbytes + problem.lm_head_weight.nbytes
     if device == "cuda":
         return {"allocator": (_cuda_peak(call) - gradients) / MIB}
     resident, allocator = _cpu_peaks(call)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fused.testing import Problem, make_problem
+
 EPSILON = 0.2
 TEMPERATURE = 1.0
 """1, since kernels for cross-entropy have none."""
@@ -18,27 +20,6 @@ PATTERNS: dict[str, dict[str, float]] = {
     "zero-advantage-40": {"zero_advantages": 0.4},
 }
 """Which tokens have no gradient: none; the second half of every sequence (masked); 40 % of the sequences."""
-
-
-@dataclass
-class Problem:
-    """One set of tensors, shared by all providers of a run."""
-
-    hidden: Tensor  # [B, T, H]
-    weight: Tensor  # [V, H]
-    ids: Tensor  # [B, T]
-    mask: Tensor  # [B, T] bool
-    advantages: Tensor  # [B]
-    old: Tensor  # [B, T]
-
-    def clear(self) -> None:
-        self.hidden.grad = None
-        self.weight.grad = None
-
-    def shares(self) -> dict[str, float]:
-        """Parts of all tokens: those that count, and those of them with a gradient."""
-        with_gradient = self.mask & (self.advantages != 0).unsqueeze(1)
-        return {"active": float(self.mask.float().mean()), "gradient": float(with_gradient.float().mean())}
 
 
 @dataclass(frozen=True)
@@ -79,40 +60,56 @@ class Case:
 
     def problem(self, device: str) -> Problem:
         """Its tensors."""
-        return make_problem(self.B, self.T, self.H, self.V, DTYPES[self.dtype], device, **PATTERNS[self.pattern])
+        pattern = PATTERNS[self.pattern]
+        return loss_problem(self.B, self.T, self.H, self.V, DTYPES[self.dtype], device, **pattern)
 
 
-def make_problem(
-    B: int,
-    T: int,
-    H: int,
-    V: int,
-    dtype: torch.dtype,
-    device: str,
-    *,
-    masked: float = 0.0,
+def loss_problem(
+    B: int, T: int, H: int, V: int, dtype: torch.dtype, device: str, *, masked: float = 0.0,
     zero_advantages: float = 0.0,
-) -> Problem:
-    """Random data (never zeros: they cost less power, hence time). Logits have standard deviation 2, old log-probs are
-    those of the policy plus noise of 0.05, so that few ratios are clipped."""
-    from grpo_fused import fused_linear_logprobs
+) -> Problem:  # fmt: skip
+    """Random data (never zeros: they cost less power, hence time), hidden states and weight as leaves of autograd.
 
-    g = torch.Generator(device=device).manual_seed(0)
-    hidden = torch.randn(B, T, H, generator=g, device=device, dtype=torch.float32).to(dtype)
-    weight = (torch.randn(V, H, generator=g, device=device, dtype=torch.float32) * (2.0 / H**0.5)).to(dtype)
-    ids = torch.randint(0, V, (B, T), generator=g, device=device)
+    Logits have standard deviation 2, old log-probs are those of the policy plus noise of 0.05, so that few ratios are
+    clipped.
+    """
+    p = make_problem(
+        0, B=B, T=T, H=H, V=V, dtype=dtype, device=device, logit_std=2.0, drift=0.05, extras=False, scored_by="auto"
+    )
     lengths = torch.full((B, 1), round(T * (1 - masked)), device=device)
-    mask = torch.arange(T, device=device) < lengths
-    advantages = torch.randn(B, generator=g, device=device)
-    advantages[: round(B * zero_advantages)] = 0.0
-    logps = fused_linear_logprobs(hidden, weight, ids).logps
-    old = logps + 0.05 * torch.randn(B, T, generator=g, device=device)
-    return Problem(hidden.requires_grad_(), weight.requires_grad_(), ids, mask, advantages, old)
+    p.completion_mask = torch.arange(T, device=device) < lengths
+    p.advantages[: round(B * zero_advantages)] = 0.0
+    return trainable(p)
+
+
+def trainable(p: Problem) -> Problem:
+    """With hidden states and weight as leaves of autograd, and per-token numbers in fp32 as a trainer has them."""
+    p = p.map(lambda name, x: x.float() if name in ("advantages", "old_per_token_logps") else x.detach())
+    p.hidden_states.requires_grad_()
+    p.lm_head_weight.requires_grad_()
+    return p
+
+
+def clear(p: Problem) -> None:
+    """Forget the gradients."""
+    p.hidden_states.grad = None
+    p.lm_head_weight.grad = None
+
+
+def shares(p: Problem) -> dict[str, float]:
+    """Parts of all tokens: those that count, and those of them with a gradient."""
+    with_gradient = p.completion_mask & (p.advantages != 0).unsqueeze(1)
+    return {"active": float(p.completion_mask.float().mean()), "gradient": float(with_gradient.float().mean())}
+
+
+def old_of(p: Problem) -> Tensor:
+    """[B, T] log-probs of the policy that made the tokens."""
+    return p.options["old_per_token_logps"]
 
 
 def per_token_loss(logps: Tensor, p: Problem) -> Tensor:
     """The clipped objective of each token."""
-    ratio = (logps - p.old).exp()
+    ratio = (logps - old_of(p)).exp()
     advantages = p.advantages.unsqueeze(1)
     return -torch.min(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages)
 
@@ -120,5 +117,5 @@ def per_token_loss(logps: Tensor, p: Problem) -> Tensor:
 def loss_from_logps(logps: Tensor, p: Problem) -> Tensor:
     """The loss formula in plain torch."""
     per_token = per_token_loss(logps, p)
-    mask = p.mask.to(per_token.dtype)
+    mask = p.completion_mask.to(per_token.dtype)
     return (per_token * mask).sum() / mask.sum().clamp(min=1)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.problem import EPSILON, PATTERNS, TEMPERATURE, Problem, loss_from_logps
+from benchmarks.problem import EPSILON, PATTERNS, TEMPERATURE, loss_from_logps, old_of
 from grpo_fused import GRPOLossConfig, _native, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.engines import triton as triton_engine
+from grpo_fused.testing import Problem
 
 ON_TOP = "loss formula in plain torch on top"
 
@@ -56,8 +57,9 @@ class Provider:
 
 def _ours(p: Problem, impl: str, *, with_metrics: bool = True) -> Tensor:
     return fused_linear_grpo_loss(
-        p.hidden, p.weight, p.ids, p.advantages, p.mask, old_per_token_logps=p.old, temperature=TEMPERATURE, impl=impl,
-        with_metrics=with_metrics, config=GRPOLossConfig(epsilon=EPSILON),
+        p.hidden_states, p.lm_head_weight, p.completion_ids, p.advantages, p.completion_mask,
+        old_per_token_logps=old_of(p), temperature=TEMPERATURE, impl=impl, with_metrics=with_metrics,
+        config=GRPOLossConfig(epsilon=EPSILON),
     ).loss  # fmt: skip
 
 
@@ -66,7 +68,16 @@ def _engine(impl: str, devices: tuple[str, ...], needs: Callable[[str], str | No
         impl,
         f"fused_linear_grpo_loss(impl={impl!r}), metrics and entropies included",
         lambda p: _ours(p, impl),
-        lambda p: fused_linear_logprobs(p.hidden, p.weight, p.ids, p.mask, temperature=TEMPERATURE, impl=impl).logps,
+        lambda p: (
+            fused_linear_logprobs(
+                p.hidden_states,
+                p.lm_head_weight,
+                p.completion_ids,
+                p.completion_mask,
+                temperature=TEMPERATURE,
+                impl=impl,
+            ).logps
+        ),
         ours=True,
         devices=devices,
         needs=needs,
@@ -94,8 +105,10 @@ def _of_active(negative_logps: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ca
     """Log-probs of a cross-entropy over [n, H], [V, H] and [n]: active tokens picked out, results put back."""
 
     def logps(p: Problem) -> Tensor:
-        taken = -negative_logps(p.hidden[p.mask], p.weight, p.ids[p.mask]).float()
-        return taken.new_zeros(p.mask.shape).masked_scatter(p.mask, taken)
+        taken = -negative_logps(
+            p.hidden_states[p.completion_mask], p.lm_head_weight, p.completion_ids[p.completion_mask]
+        ).float()
+        return taken.new_zeros(p.completion_mask.shape).masked_scatter(p.completion_mask, taken)
 
     return logps
 
@@ -123,10 +136,10 @@ def _trl_logps(p: Problem) -> Tensor:
     from trl.trainer import utils
 
     per_token = ChunkedLogProbFunction.apply(
-        p.hidden[p.mask], p.weight, None, p.ids[p.mask], TEMPERATURE, utils._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0,
-        ("entropy",),
+        p.hidden_states[p.completion_mask], p.lm_head_weight, None, p.completion_ids[p.completion_mask], TEMPERATURE,
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",),
     )[0]  # fmt: skip
-    return per_token.new_zeros(p.mask.shape).masked_scatter(p.mask, per_token)
+    return per_token.new_zeros(p.completion_mask.shape).masked_scatter(p.completion_mask, per_token)
 
 
 def _liger(p: Problem) -> Tensor:
@@ -134,22 +147,29 @@ def _liger(p: Problem) -> Tensor:
 
     module = LigerFusedLinearGRPOLoss(
         beta=0.0, epsilon_low=EPSILON, epsilon_high=EPSILON, loss_type="dapo", use_ref_model=False,
-        temperature=TEMPERATURE, compiled=p.hidden.is_cuda,
+        temperature=TEMPERATURE, compiled=p.hidden_states.is_cuda,
     )  # fmt: skip
-    return module(p.hidden, p.weight, p.ids, p.mask.to(torch.float32), p.advantages, old_per_token_logps=p.old)[0]
+    return module(
+        p.hidden_states,
+        p.lm_head_weight,
+        p.completion_ids,
+        p.completion_mask.to(torch.float32),
+        p.advantages,
+        old_per_token_logps=old_of(p),
+    )[0]
 
 
 def _logits_for_liger(p: Problem) -> Tensor:
     """[B, T + 1, V]: its kernels want the logits that a model gives, one position longer than the completion."""
-    return F.pad(p.hidden, (0, 0, 0, 1)) @ p.weight.T
+    return F.pad(p.hidden_states, (0, 0, 0, 1)) @ p.lm_head_weight.T
 
 
 def _liger_triton(p: Problem) -> Tensor:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     return triton_grpo_loss(
-        _logits_for_liger(p), p.old, None, p.ids, p.advantages, p.mask.int(), temperature=TEMPERATURE, beta=0.0,
-        eps_low=EPSILON, eps_high=EPSILON, loss_type="dapo", reduce=True,
+        _logits_for_liger(p), old_of(p), None, p.completion_ids, p.advantages, p.completion_mask.int(),
+        temperature=TEMPERATURE, beta=0.0, eps_low=EPSILON, eps_high=EPSILON, loss_type="dapo", reduce=True,
     )[0]  # fmt: skip
 
 
@@ -157,7 +177,7 @@ def _liger_triton_logps(p: Problem) -> Tensor:
     """Without gradient, which its authors use for old and reference log-probs."""
     from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
-    return fused_selective_log_softmax(_logits_for_liger(p), p.ids, TEMPERATURE, p.mask.int())
+    return fused_selective_log_softmax(_logits_for_liger(p), p.completion_ids, TEMPERATURE, p.completion_mask.int())
 
 
 def _cce(hidden: Tensor, weight: Tensor, ids: Tensor, *, filter_eps: str | None) -> Tensor:
@@ -201,11 +221,11 @@ _ALL = (
     ),
     _from_logps(
         "eager", "all logits in the head's dtype, then log_softmax in fp32",
-        lambda p: eager_logps(p.hidden, p.weight, p.ids),
+        lambda p: eager_logps(p.hidden_states, p.lm_head_weight, p.completion_ids),
     ),
     _from_logps(
         "torch.compile", "eager's log-probs under torch.compile",
-        lambda p: _compiled_logps()(p.hidden, p.weight, p.ids), compiles=True,
+        lambda p: _compiled_logps()(p.hidden_states, p.lm_head_weight, p.completion_ids), compiles=True,
     ),
     _from_logps(
         "torch-lce", "torch.nn.functional.linear_cross_entropy(reduction='none')",

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
+from benchmarks.cost import H200
+
 
 class Machine(NamedTuple):
     """A GPU and its links; bytes/s are what one GPU sends and receives at a time."""
 
-    products: float = 790e12
+    products: float = H200.products
     """bf16 FLOP/s of the library's GEMM on an H200, measured with PyTorch"""
     intra: float = 450e9
     """NVLink 4 within a node, one direction, by the vendor's datasheet"""

@@ -19,9 +19,10 @@ import torch
 from benchmarks import results
 from benchmarks.exact import Exact, wrong
 from benchmarks.measure import BASES, call_of, check
-from benchmarks.problem import PATTERNS, Case, Problem
+from benchmarks.problem import PATTERNS, Case
 from benchmarks.providers import PROVIDERS
 from benchmarks.timing import cache_flush, summary
+from grpo_fused.testing import Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = (5, 48, 256, 32000)  # 40 % of 5 sequences are 2; some 0.1 s a call on two cores
@@ -41,7 +42,7 @@ class Prepared(NamedTuple):
             provider = PROVIDERS[name]
             try:
                 errors = check(provider, self.problem, self.exact)
-                self.verdicts[name] = errors, wrong(errors, self.problem.hidden.dtype, ours=provider.ours)
+                self.verdicts[name] = errors, wrong(errors, self.problem.hidden_states.dtype, ours=provider.ours)
             except Exception as error:  # a peer may fail in any way
                 self.verdicts[name] = {}, f"{type(error).__name__}: {error}"
         return self.verdicts[name]

@@ -8,9 +8,12 @@ from importlib import import_module
 COMMANDS = {
     "train": ("trainer.cli", "train a language model by GRPO from a recipe"),
     "plot": ("trainer.plot", "draw the curves of a run"),
-    "doctor": ("doctor", "what runs here, what is missing and would bring what; expected time and memory of a shape"),
+    "doctor": (
+        "tools.doctor",
+        "what runs here, what is missing and would bring what; expected time and memory of a shape",
+    ),
     "check": (
-        "selfcheck",
+        "tools.check",
         "hold this installation against float64: every engine, dtype and objective (about a minute)",
     ),
 }

@@ -1,17 +1,17 @@
-"""Cases to compute, and configurations to compute them with; tolerances come from `grpo_fused.accuracy`."""
+"""Configurations to compute problems with, by `grpo_fused.testing`, and how results are held against each other."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from grpo_fused import GRPOLossConfig, GRPOLossOutput, fused_linear_grpo_loss
-from grpo_fused.accuracy import GRADIENT_BOUND, frobenius_error, rounding_errors
+from grpo_fused import GRPOLossConfig
+from grpo_fused.testing import GRADIENT_BOUND, ROUNDINGS, Problem, Result, frobenius_error, make_problem
+
+Case, make_case, pack = Problem, make_problem, Problem.packed
 
 LEVELS = ("token", "sequence", "sequence_token")
 PPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -93,108 +93,6 @@ def all_configs() -> Iterator[GRPOLossConfig]:
         )  # fmt: skip
 
 
-@dataclass
-class Case:
-    """The tensors of a call, and what is passed beside them."""
-
-    hidden_states: Tensor
-    lm_head_weight: Tensor
-    completion_ids: Tensor
-    advantages: Tensor
-    completion_mask: Tensor | None
-    options: dict[str, Any]
-    """further keyword arguments of `fused_linear_grpo_loss`"""
-
-    def to(self, dtype: torch.dtype) -> Case:
-        """The same case with the head's tensors widened or rounded to `dtype`."""
-        bias = self.options.get("lm_head_bias")
-        options = {**self.options, "lm_head_bias": None if bias is None else bias.to(dtype)}
-        return replace(
-            self,
-            hidden_states=self.hidden_states.to(dtype),
-            lm_head_weight=self.lm_head_weight.to(dtype),
-            options=options,
-        )
-
-    def run(self, config: GRPOLossConfig, *, upstream: float = 1.0, **options: Any) -> Result:
-        """Loss and gradients."""
-        hidden = self.hidden_states.detach().requires_grad_()
-        weight = self.lm_head_weight.detach().requires_grad_()
-        options = {**self.options, **options}
-        bias = options.pop("lm_head_bias", None)
-        bias = None if bias is None else bias.detach().requires_grad_()
-        if config.beta == 0.0:
-            options.pop("ref_per_token_logps", None)
-        if config.off_policy_mask_threshold is None:
-            options.pop("sampling_per_token_logps", None)
-        if config.loss_type == "gmpo":
-            options.pop("importance_sampling_ratio", None)
-        if config.loss_type not in ("dapo", "cispo", "vespo"):
-            options.pop("num_items_in_batch", None)
-        out = fused_linear_grpo_loss(
-            hidden, weight, self.completion_ids, self.advantages, self.completion_mask, lm_head_bias=bias,
-            config=config, **options,
-        )  # fmt: skip
-        (out.loss * upstream).backward()
-        return Result(out, hidden.grad, weight.grad, None if bias is None else bias.grad)
-
-
-@dataclass
-class Result:
-    """What a call gave."""
-
-    out: GRPOLossOutput
-    dhidden: Tensor | None
-    dweight: Tensor | None
-    dbias: Tensor | None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Those that exist, by name."""
-        named = {"dhidden": self.dhidden, "dweight": self.dweight, "dbias": self.dbias}
-        return {name: value for name, value in named.items() if value is not None}
-
-
-def make_case(
-    seed: int = 0,
-    *,
-    B: int = 4,
-    T: int = 7,
-    H: int = 12,
-    V: int = 29,
-    dtype: torch.dtype = torch.float64,
-    logit_std: float = 1.5,
-    drift: float = 0.25,
-    per_token_advantages: bool = False,
-    masked: float = 0.3,
-    extras: bool = True,
-    **options: Any,
-) -> Case:
-    """A padded case whose ratios spread around 1 by `drift`, with an empty sequence when B >= 3."""
-    g = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    hidden = randn(B, T, H)
-    weight = randn(V, H) * (logit_std / H**0.5)
-    ids = torch.randint(0, V, (B, T), generator=g)
-    mask = torch.rand(B, T, generator=g) >= masked
-    if B >= 3:
-        mask[1] = False
-    if mask.numel():
-        mask[0, 0] = True
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    scale = options.get("logit_scale", 1.0)
-    logits = hidden.double() @ weight.double().T * scale
-    logp = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    given: dict[str, Any] = {"old_per_token_logps": logp + drift * randn(B, T)}
-    if extras:
-        given["ref_per_token_logps"] = logp + 2 * drift * randn(B, T)
-        given["sampling_per_token_logps"] = logp + drift * randn(B, T)
-    advantages = randn(B, T) if per_token_advantages else randn(B)
-    return Case(hidden, weight, ids, advantages, mask, {**given, **options})
-
-
 class Precision(NamedTuple):
     """How exactly an engine is held against the float64 reference."""
 
@@ -220,35 +118,6 @@ def assert_engine_matches(impl: str, case: Case, config: GRPOLossConfig, *, vari
     return want
 
 
-def pack(case: Case) -> Case:
-    """The same tokens packed: masked ones are dropped from some sequences and kept, masked, in others."""
-    assert case.completion_mask is not None
-    keep = case.completion_mask.clone()
-    keep[::2] = True  # every other sequence keeps its masked tokens
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
-
-    def packed(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.shape[: keep.dim()] == keep.shape:
-            return x[keep]
-        return x
-
-    options = {name: packed(value) for name, value in case.options.items()}
-    temperature = options.get("temperature")
-    if isinstance(temperature, Tensor) and temperature.dim() == 2:
-        options["temperature"] = temperature.reshape(-1)
-    advantages = packed(case.advantages)
-    if case.advantages.dim() == 1 and advantages.shape[0] == int(offsets[-1]):
-        advantages = advantages.unsqueeze(1)  # as many tokens as sequences: [S] would look like one for each token
-    return Case(
-        packed(case.hidden_states),
-        case.lm_head_weight,
-        packed(case.completion_ids),
-        advantages,
-        packed(case.completion_mask),
-        {**options, "cu_seqlens": offsets},
-    )
-
-
 def assert_same(got: Result, want: Result, *, tol: float, scale: float = 1.0) -> None:
     """Loss, scores, metrics and gradients agree within `tol`, relative to the size of what is wanted."""
     torch.testing.assert_close(got.out.loss, want.out.loss, rtol=tol, atol=tol, check_dtype=False)
@@ -268,12 +137,6 @@ def assert_same(got: Result, want: Result, *, tol: float, scale: float = 1.0) ->
 
 
 def rounding_error_of_gradients(exact: Case, config: GRPOLossConfig, dtype: torch.dtype) -> dict[str, float]:
-    """`rounding_errors` of the dlogits that the float64 reference has."""
-    hidden = exact.hidden_states.reshape(-1, exact.hidden_states.shape[-1])
-    weight = exact.lm_head_weight
-    logits = hidden @ weight.T
-    case = Case(logits.view(*exact.completion_ids.shape, -1), torch.eye(weight.shape[0], dtype=logits.dtype),
-                exact.completion_ids, exact.advantages, exact.completion_mask, exact.options)  # fmt: skip
-    dlogits = case.run(config, impl="reference").dhidden
-    assert dlogits is not None
-    return rounding_errors(dlogits.reshape(logits.shape), hidden, weight, dtype)
+    """Errors of the best gradients that `dtype` allows, of which `Problem.bounds` are a multiple."""
+    bounds = exact.bounds(config, dtype)
+    return {name: bounds[name] / ROUNDINGS for name in ("dhidden", "dweight")}

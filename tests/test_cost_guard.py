@@ -17,7 +17,7 @@ from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.products import Head
 from grpo_fused.layout import Layout
 from grpo_fused.pipeline import run_logprobs, run_loss
-from grpo_fused.predictions import Shape
+from grpo_fused.tools.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640
 N = B * T

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_fused import __main__, doctor, engines, predictions
-from grpo_fused.predictions import MEASURED, Shape
+from grpo_fused import __main__, engines
+from grpo_fused.tools import doctor, predictions
+from grpo_fused.tools.predictions import MEASURED, MEASURED_IN, Ratios, Shape
 
 SHAPE = Shape(1024, 896, 151936, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -50,40 +54,42 @@ def test_impossible_shapes_are_refused(argument, capsys):
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("grpo_fused._native._cpu_reason", "the processor has no AVX-512")
-    found = {finding.name: finding for finding in doctor.findings()}
-    assert found["engine native"].missing == "the processor has no AVX-512"
+    assert doctor.findings()["engine native"] == "the processor has no AVX-512"
+    assert doctor.findings().keys() == doctor.BRINGS.keys()
     text = doctor.report(SHAPE, measure=False)
     assert "engine native       no: the processor has no AVX-512" in text
-    assert f"engine native       {found['engine native'].brings}" in text
+    assert f"engine native       {doctor.BRINGS['engine native']}" in text
     assert engines.choose("auto", CPU, torch.float32) == "chunked"
 
 
-def test_predictions_are_products_times_ratios():
-    found = {p.engine: p for p in predictions.predict(SHAPE, CPU, rate=1e12)}
-    flop = 2 * 1024 * 896 * 151936
-    for name, p in found.items():
-        if name == "triton":  # interpreted here
-            continue
-        assert p.is_auto == (name == engines.choose("auto", CPU, torch.bfloat16))
-        assert p.source.endswith(".json, bf16-1024-896-151936")
-        assert p.training_ratio is not None
-        assert p.training == pytest.approx([ratio * 3 * flop / 1e12 for ratio in p.training_ratio])
-        assert p.scoring == pytest.approx([ratio * flop / 1e12 for ratio in p.scoring_ratio])
-        assert p.cost == engines.engine(name).cost(SHAPE.head(CPU), 1024, None)
+def test_predictions_are_products_times_ratios(monkeypatch):
+    for p in predictions.predict(SHAPE, CPU):
+        assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16))
+        assert p.ratios == MEASURED.get((p.engine, torch.bfloat16))
+        assert p.cost == engines.engine(p.engine).cost(SHAPE.head(CPU), 1024, None)
+    monkeypatch.setattr(predictions, "bare_rate", lambda shape, device: SHAPE.flop / 2.0)  # two seconds a product
+    (low, high), (fast, slow) = MEASURED["chunked", torch.bfloat16]
+    times = re.escape(f"{6 * low:.2g} s to {6 * high:.2g} s ({low:.2f}-{high:.2f} x 3 bare)")
+    assert re.search(rf"chunked .*{times} +{re.escape(f'{2 * fast:.2g} s to {2 * slow:.2g} s')}", doctor.report(SHAPE))
 
 
-def test_without_a_checkout_the_table_stands_in(monkeypatch):
-    """And it is not far from what the newest runs say (which may have been taken on a busier machine)."""
+def test_the_table_is_what_the_committed_run_measured():
+    report = json.loads((Path(__file__).parents[1] / MEASURED_IN).read_text())
+    cases = [c for c in report["sections"]["loss"]["cases"].values() if c["shape"]["pattern"] == "dense"]
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
     for (engine, dtype), ratios in MEASURED.items():
-        measured, _ = predictions.ratios_of(engine, SHAPE._replace(dtype=dtype), CPU)
-        pairs = zip((*ratios.training, *ratios.scoring), (*measured.training, *measured.scoring), strict=True)
-        for mine, newest in pairs:
-            assert 1 / 2 < mine / newest < 2, (engine, dtype)
-    monkeypatch.setattr(predictions, "_measurements", lambda: [])
-    for (engine, dtype), ratios in MEASURED.items():
-        assert predictions.ratios_of(engine, SHAPE._replace(dtype=dtype), CPU) == (ratios, predictions.FROM_TABLE)
-    assert predictions.ratios_of("native", SHAPE._replace(dtype=torch.float16), CPU)[0] is None
-    assert predictions.ratios_of("chunked", SHAPE, torch.device("cuda"))[0] is None
+        rows = [c["providers"][engine] for c in cases if c["shape"]["dtype"] == names[dtype]]
+        assert len(rows) == 4
+        measured = [
+            (min(row[what]["times_bare"]["p20"] for row in rows), max(row[what]["times_bare"]["p80"] for row in rows))
+            for what in ("forward_backward", "scoring")
+        ]
+        assert Ratios(*(tuple(round(bound, 2) for bound in pair) for pair in measured)) == ratios, (engine, dtype)
+
+
+def test_what_was_not_measured_is_not_predicted():
+    (chunked,) = (p for p in predictions.predict(SHAPE._replace(dtype=torch.float16), CPU) if p.engine == "chunked")
+    assert chunked.ratios is None
     assert "not predicted" in doctor.report(SHAPE._replace(dtype=torch.float16), measure=False)
 
 
@@ -91,25 +97,3 @@ def test_the_rate_is_that_of_products():
     """Of a tenth of a second or so, whatever the shape."""
     assert 1e8 < predictions.bare_rate(Shape(10**6, 64, 10**6, torch.float32), CPU) < 1e14
     assert predictions.bare_rate(Shape(1, 1, 1, torch.float32), CPU) > 0
-
-
-def test_result_files_of_both_schemas_are_read():
-    summary = {"median": 1.0, "p20": 0.9, "p80": 1.2}
-    case = {
-        "shape": {"N": 8192, "B": 16, "T": 512, "H": 4096, "V": 151936, "dtype": "bf16", "pattern": "dense"},
-        "providers": {
-            "triton": {"forward_backward": {"ms": summary, "times_bare": summary},
-                       "scoring": {"ms": summary, "times_bare": summary}},
-            "chunked": {"errors": {}, "not_timed": "dW is off by 1"},
-        },
-    }  # fmt: skip
-    half = {**case, "shape": {**case["shape"], "pattern": "half-inactive"}}
-    machine = {"device": "cuda", "date": "2027-01-01"}
-    report = {"schema": 2, "machine": machine, "sections": {"loss": {"cases": {"dense": case, "half": half}}}}
-    (found,) = predictions._schema_2(report, "h200/run.json")
-    assert found.engine == "triton"
-    assert (found.device, found.dtype, found.sizes) == ("cuda", torch.bfloat16, (8192, 4096, 151936))
-    assert found.ratios == ((0.9, 1.2), (0.9, 1.2))
-    assert found.source == "h200/run.json, dense"
-    assert list(predictions._schema_2({"machine": machine, "sections": {}}, "x/y.json")) == []
-    assert predictions._measurements(), "there are runs in this checkout"

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import measure, memory
 from benchmarks.exact import Exact, wrong
-from benchmarks.problem import PATTERNS, Case, loss_from_logps
+from benchmarks.problem import PATTERNS, Case, loss_from_logps, shares
 from benchmarks.providers import PEERS, PROVIDERS, available
 from benchmarks.timing import bare_gemms, cache_flush, times_by_round
 
@@ -28,23 +28,20 @@ def test_case_names():
 def test_exact_is_autograd_in_float64(pattern):
     case = replace(SMALL, pattern=pattern)
     problem = case.problem("cpu")
-    want = replace(
-        problem,
-        hidden=problem.hidden.detach().double().requires_grad_(),
-        weight=problem.weight.detach().double().requires_grad_(),
-        old=problem.old.double(),
-    )
-    logits = want.hidden @ want.weight.T
-    logps = logits.log_softmax(-1).gather(-1, want.ids.unsqueeze(-1)).squeeze(-1)
+    want = problem.to(torch.float64).map(lambda name, x: x.double() if name == "old_per_token_logps" else x.detach())
+    want.hidden_states.requires_grad_()
+    want.lm_head_weight.requires_grad_()
+    logits = want.hidden_states @ want.lm_head_weight.T
+    logps = logits.log_softmax(-1).gather(-1, want.completion_ids.unsqueeze(-1)).squeeze(-1)
     loss = loss_from_logps(logps, want)
     loss.backward()
     exact = Exact.of(problem)
     assert exact.loss_error(loss) < 1e-6  # advantages are fp32 there
     assert max(exact.gradient_errors(want).values()) < 1e-6
     assert exact.logp_error(logps.detach(), problem) < 1e-12
-    shares = problem.shares()
+    found = shares(problem)
     expected = {"dense": (1.0, 1.0), "half-inactive": (0.5, 0.5), "zero-advantage-40": (1.0, 0.6)}[pattern]
-    assert (shares["active"], shares["gradient"]) == pytest.approx(expected)
+    assert (found["active"], found["gradient"]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -62,7 +59,9 @@ def test_providers_compute_the_same_loss(name, pattern):
 
 def test_wrong_and_failed_results_are_not_timed():
     def no_mask(p):
-        return loss_from_logps(PROVIDERS["eager"].logps(p), replace(p, mask=torch.ones_like(p.mask)))
+        return loss_from_logps(
+            PROVIDERS["eager"].logps(p), replace(p, completion_mask=torch.ones_like(p.completion_mask))
+        )
 
     def fails(p):
         raise RuntimeError("no such kernel\nand more")

@@ -7,13 +7,14 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo_fused import __main__, _native, accuracy, objective, selfcheck
+from grpo_fused import __main__, _native, objective, testing
 from grpo_fused.config import LossType
 from grpo_fused.engines import rows
+from grpo_fused.tools import check
 
 
 def test_passes(capsys):
-    selfcheck.main(["--quick"])
+    check.main(["--quick"])
     lines = capsys.readouterr().out.splitlines()
     engines = {"chunked"} | ({"native"} if _native.cpu_available() is None else set())
     checks = [line for line in lines if line.startswith("ok ")]
@@ -23,16 +24,18 @@ def test_passes(capsys):
 
 
 def test_covers_what_it_says():
-    configs = [selfcheck.GRPOLossConfig(**options) for options in selfcheck.OBJECTIVES.values()]
+    configs = [check.GRPOLossConfig(**options) for options in check.OBJECTIVES.values()]
     assert {config.loss_type for config in configs} == set(get_args(LossType))
     assert {config.importance_sampling_level for config in configs} == {"token", "sequence", "sequence_token"}
     assert {config.kl_estimator for config in configs if config.beta} == {"k1", "k2", "k3"}
     for option in ("entropy_coef", "delta", "dual_clip", "off_policy_mask_threshold"):
         assert any(getattr(config, option) for config in configs), option
     assert any(config.top_entropy_quantile < 1 for config in configs)
-    problem = selfcheck.make_problem(torch.float32)
-    assert problem.hidden.isnan().any(), "masked positions are poisoned"
-    assert (problem.ids == -100).any()
+    problem = check.problem_of(torch.float32)
+    assert problem.hidden_states.isnan().any(), "masked positions are poisoned"
+    assert problem.options["old_per_token_logps"].isnan().any()
+    assert (problem.completion_ids == -100).any()
+    assert not check.problem_of(torch.float32, **check.INPUTS["nothing active"].options).completion_mask.any()
 
 
 BREAKAGES = {
@@ -49,33 +52,43 @@ def test_sees_what_is_broken(what, monkeypatch, capsys):
     whole = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: spoil(whole(*args, **kwargs)))
     with pytest.raises(SystemExit) as stopped:
-        selfcheck.main(["--quick", "--engines", "chunked"])
+        check.main(["--quick", "--engines", "chunked"])
     assert "checks failed: chunked on cpu float32 dapo;" in str(stopped.value)
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
     assert "chunked on cpu float32 dapo " in failed[0]
 
 
-def test_sees_scores_that_change_with_their_company(monkeypatch):
-    """An engine whose scores are not bitwise the same fails where it must be."""
-    monkeypatch.setattr(
-        selfcheck,
-        "score",
-        lambda problem, impl, rows=None: torch.rand(problem.ids.shape if rows is None else len(rows)),
-    )
-    check = selfcheck._bitwise("chunked", torch.device("cpu"), torch.float32)
-    assert not check.passed
-    assert check.errors["differ in company"][0] > 0
-    assert not selfcheck._company("chunked", torch.device("cpu")).passed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_log_ratio_is_near_a_clip_bound(dtype):
+    """Where rounding would decide on which side it is."""
+    problem = check.problem_of(dtype)
+    exact = problem.to(torch.float64).score("reference") - problem.options["old_per_token_logps"]
+    bounds = torch.tensor([0.8, 1.2, 1.28, 1.4, 1.5, 2.3], dtype=torch.float64).log()
+    bounds = torch.cat([bounds, torch.tensor([-0.2, 0.2])])  # GMPO's are of the logarithm
+    active = exact[problem.completion_mask]
+    assert (active[:, None] - bounds).abs().min() > 10 * testing.LOGP_BOUND
+    assert active.std() > 0.2
+
+
+@pytest.mark.parametrize("engine", ["chunked", "native"])
+def test_sees_scores_that_change_with_their_company(engine, monkeypatch):
+    monkeypatch.setattr(testing.Problem, "score", lambda self, impl: torch.rand(self.completion_ids.shape))
+    if engine == "native" and _native.cpu_available() is not None:
+        pytest.skip("not built")
+    found = check.company(engine, torch.device("cpu"), torch.float32)
+    assert not found.passed
+    name = "logp" if engine == "chunked" else "differ in company"
+    assert found.errors[name][0] > 0
 
 
 def test_nan_fails():
-    assert not selfcheck.Check("x", {"logp": (float("nan"), 1.0)}).passed
-    assert selfcheck._largest(torch.tensor([0.0, torch.nan])) == float("inf")
+    assert not check.Check("x", {"logp": (float("nan"), 1.0)}).passed
+    assert testing.largest(torch.tensor([0.0, torch.nan])) == float("inf")
 
 
 def test_bounds_follow_the_contract():
-    assert accuracy.logp_bound(10.0) == accuracy.logp_bound(32.0) == 1e-4
-    assert accuracy.logp_bound(320.0) == pytest.approx(1e-3)
+    assert testing.logp_bound(10.0) == testing.logp_bound(32.0) == 1e-4
+    assert testing.logp_bound(320.0) == pytest.approx(1e-3)
 
 
 def test_nothing_to_check_is_no_success():

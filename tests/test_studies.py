@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, accuracy_problem, cost_cpu, end_to_end, growth, memory, results, study_plots
+from benchmarks import accuracy, accuracy_problem, cost, end_to_end, growth, memory, study_plots
+from benchmarks.problem import loss_from_logps
 from grpo_fused import _native
+from grpo_fused.testing import frobenius_error
 
 TINY = accuracy_problem.Shape(B=2, T=24, H=64, V=1000)
 ENGINES = [
@@ -70,65 +72,65 @@ def test_flips_are_counted_on_both_sides():
     assert accuracy.flipped(exact_ratios, exact_ratios) == 0.0
 
 
-def test_the_exact_gradients_are_those_of_the_reference():
+def test_the_exact_gradients_are_those_of_the_formula():
     case = accuracy_problem.make_case(8.0, torch.float32, TINY, "cpu", with_gradients=True)
+    hidden, weight = (
+        x.detach().double().requires_grad_() for x in (case.problem.hidden_states, case.problem.lm_head_weight)
+    )
+    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, case.problem.completion_ids.unsqueeze(-1)).squeeze(-1)
+    loss_from_logps(logps, case.problem).backward()
+    assert frobenius_error(case.exact.dhidden, hidden.grad) < 1e-6  # advantages are fp32
+    assert frobenius_error(case.exact.dweight, weight.grad) < 1e-6
+    assert case.max_logit == pytest.approx(8.0, rel=1e-3)
     reference = accuracy.ours("reference")
-    assert reference.train is not None
-    reference.train(case.problem)[0].backward()
-    assert accuracy.relative(case.problem.hidden.grad, case.gradients.hidden) < 1e-5
-    assert accuracy.relative(case.problem.weight.grad, case.gradients.weight) < 1e-5
     assert (reference.score(case.moved).double() - case.moved_logps).abs().max() < 1e-4
     assert 0.3 * accuracy_problem.OLD_NOISE < (case.logps - case.moved_logps).std() < 2 * accuracy_problem.OLD_NOISE
 
 
-def synthetic(engine: str, dtype: torch.dtype, coefficients: cost_cpu.Coefficients) -> list[cost_cpu.Point]:
+def synthetic(engine: str, dtype: torch.dtype, rates: cost.Rates) -> list[cost.Point]:
     shapes = growth.GRIDS["cpu"].shapes()
-    return [cost_cpu.Point(s, coefficients.seconds(cost_cpu.work_of(engine, s, dtype))) for s in shapes]
+    return [cost.Point(s, rates.seconds(cost.work_of(engine, s, dtype))) for s in shapes]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_cost_model_recovers_known_coefficients(engine):
-    known = cost_cpu.Coefficients(product=6e-12, logit=9e-10, weight=2e-9, call=3e-3)
+def test_the_cost_model_recovers_known_rates(engine):
+    known = cost.Rates(product=6e-12, logit=9e-10, weight=2e-9, call=3e-3)
     points = synthetic(engine, torch.bfloat16, known)
-    assert cost_cpu.fit(engine, torch.bfloat16, points) == pytest.approx(known, rel=1e-6)
-    assert max(map(abs, cost_cpu.leave_one_out(engine, torch.bfloat16, points))) < 1e-6
+    assert cost.fit(engine, torch.bfloat16, points) == pytest.approx(known, rel=1e-6)
+    assert max(map(abs, cost.leave_one_out(engine, torch.bfloat16, points))) < 1e-6
 
 
 def test_the_cost_model_has_no_negative_term_and_sees_what_it_cannot_explain():
     # a call whose time falls with the width: no term does
-    points = [
-        p._replace(seconds=1.0 / p.shape.H) for p in synthetic("bare", torch.float32, cost_cpu.Coefficients(*[1.0] * 4))
-    ]
-    fitted = cost_cpu.fit("bare", torch.float32, points)
+    points = [p._replace(seconds=1.0 / p.shape.H) for p in synthetic("bare", torch.float32, cost.Rates(*[1.0] * 4))]
+    fitted = cost.fit("bare", torch.float32, points)
     assert min(fitted) >= 0.0
-    assert max(map(abs, cost_cpu.leave_one_out("bare", torch.float32, points))) > 0.3
+    assert max(map(abs, cost.leave_one_out("bare", torch.float32, points))) > 0.3
 
 
 def test_nonnegative_least_squares_against_a_fine_search():
     a = torch.tensor([[1.0, 2.0], [2.0, 1.0], [0.5, 3.0]], dtype=torch.float64)
     for matrix in (a, a * torch.tensor([1.0, -1.0]), -a):
-        found = cost_cpu._nonnegative_least_squares(matrix)
+        found = cost._nonnegative_least_squares(matrix)
         grid = torch.cartesian_prod(torch.linspace(0, 1, 201), torch.linspace(0, 1, 201)).double()
         least = (grid @ matrix.T - 1).square().sum(1).min()
         assert (found >= 0).all()
         assert (matrix @ found - 1).square().sum() <= least + 1e-9
 
 
-def test_predictions_come_from_the_result_file(tmp_path):
-    known = cost_cpu.Coefficients(1e-12, 1e-10, 1e-10, 1e-3)
-    model = {"coefficients": {"chunked": {"bfloat16": known._asdict()}}}
-    results.record("growth", {"model": model}, out=tmp_path / "r.json")
-    fitted = cost_cpu.Fitted.load(tmp_path / "r.json")
-    half, whole = (fitted.predict("chunked", 1024, 896, 151936, active=share) for share in (0.5, 1.0))
-    assert whole.seconds == pytest.approx(3 * 1024 * 151936 * 896e-12 + (1024 + 896) * 151936e-10 + 1e-3)
-    assert half.seconds < 0.6 * whole.seconds
-    with pytest.raises(ValueError, match="fitted: chunked in bfloat16"):
-        fitted.predict("chunked", 1, 1, 1, torch.float32)
+def test_a_gpu_is_modelled_by_the_same_work():
+    """Three products at the library's rate, and the head kernel in place of one of them."""
+    product = 2 * cost.TOKENS * cost.VOCABULARY * 2048 / cost.H200.products
+    found = cost.training_seconds(2 * product, 2048, cost.H200)
+    assert found["bare"] == pytest.approx(3 * product)
+    row_work = cost.TOKENS * cost.VOCABULARY / cost.H200.memory
+    assert found["chunked"] == pytest.approx(3 * product + 14 * row_work)
+    assert found["triton"] == pytest.approx(4 * product + 4 * row_work)
 
 
 @pytest.fixture(scope="module")
 def measured_scratch():
-    shape = cost_cpu.Shape(256, 256, 32768)
+    shape = cost.Shape(256, 256, 32768)
     with memory.blocks_given_back():
         return shape, growth.measure_memory(shape, torch.bfloat16, "cpu")
 
@@ -138,7 +140,7 @@ def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
     shape, measured = measured_scratch
     if math.isnan(measured[engine]):
         pytest.skip("the peak of this process cannot be read")
-    predicted = cost_cpu.scratch_bytes(engine, shape, torch.bfloat16)
+    predicted = cost.scratch_bytes(engine, shape, torch.bfloat16)
     if engine == "native":  # to what an allocator may keep of the blocks of earlier tests
         assert abs(measured[engine] - predicted) < 2 * 2**20 < predicted / 1.5
     else:  # a budget, of which a small call does not take all
@@ -147,14 +149,14 @@ def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
 
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
 def test_the_native_plan_recomputes_only_what_finds_no_place():
-    few = cost_cpu.products_of("native", cost_cpu.Shape(512, 512, 65536), torch.bfloat16)
-    many = cost_cpu.products_of("native", cost_cpu.Shape(8192, 512, 65536), torch.bfloat16)
+    few = cost.products_of("native", cost.Shape(512, 512, 65536), torch.bfloat16)
+    many = cost.products_of("native", cost.Shape(8192, 512, 65536), torch.bfloat16)
     assert few == 3.0
     assert 3.5 < many < 4.0
 
 
 def test_growth_in_a_tiny_form(tmp_path):
-    grid = growth.Grid(cost_cpu.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
+    grid = growth.Grid(cost.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
     section = growth.study(grid, ("bfloat16",), "cpu", rounds=1)
     assert len(section["points"]) == 3 * len({p["engine"] for p in section["points"]})
     assert {"chunked", "bare"} <= section["model"]["coefficients"].keys()

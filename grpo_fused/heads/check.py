@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from grpo_fused.accuracy import LOGP_BOUND
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.functional import fused_linear_logprobs
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts, replaced_forward
 from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
+from grpo_fused.testing import LOGP_BOUND
 
 TOLERANCE = LOGP_BOUND
 """Nats, while |z| <= 32; beyond in proportion. A bf16 comparison would refuse correct models: its rounding is 6e-2."""

@@ -3,7 +3,7 @@
     python -m grpo_fused doctor
     python -m grpo_fused doctor --tokens 8192 --hidden 4096 --vocab 151936 --dtype bfloat16
 
-Scratch follows the engines' own rules; times are predictions (`grpo_fused.predictions`).
+Scratch follows the engines' own rules; times are predictions (`grpo_fused.tools.predictions`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from grpo_fused import __version__, _native, engines, predictions
-from grpo_fused.predictions import Prediction, Shape
+from grpo_fused import __version__, _native, engines
+from grpo_fused.tools import predictions
+from grpo_fused.tools.predictions import Shape
 
 PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "peft")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,13 +31,14 @@ INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Those that decide which products the native engine and the CPU's library have."""
 
 
-class Finding(NamedTuple):
-    """One line about an engine or a kernel."""
-
-    name: str
-    missing: str | None
-    """None if it is there, else why not"""
-    brings: str
+BRINGS = {
+    "engine native": "on the CPU about twice the speed of chunked in bf16; scores bitwise the same in any batch",
+    "engine chunked": "library products anywhere",
+    "engine triton": "on a GPU scores without vocab-sized memory, bitwise the same in any batch",
+    "Triton row kernels": "on a GPU the row work of chunked in one launch; torch operations without",
+    "CUDA row kernels": "on a GPU one read of each logit, by impl='cuda' only: not benchmarked on a GPU yet",
+}
+"""What each engine and kernel is for."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,19 +63,19 @@ def main(argv: list[str] | None = None) -> None:
 def report(shape: Shape, *, measure: bool = True) -> str:
     """The text that `doctor` prints."""
     lines = [f"grpo_fused {__version__}", "", *_table(versions()), "", *_table(devices()), ""]
-    lines += _table([(f.name, "runs" if f.missing is None else f"no: {f.missing}") for f in findings()])
-    lines += ["", "what is missing would bring"] if any(f.missing for f in findings()) else []
-    lines += _table([(f"  {f.name}", f.brings) for f in findings() if f.missing])
-    for device in _devices():
+    found = findings()
+    lines += _table([(name, "runs" if missing is None else f"no: {missing}") for name, missing in found.items()])
+    lines += ["", "what is missing would bring"] if any(found.values()) else []
+    lines += _table([(f"  {name}", BRINGS[name]) for name, missing in found.items() if missing])
+    for device in map(torch.device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)):
         lines += ["", *_auto(device), "", *_predictions(shape, device, measure=measure)]
     return "\n".join(lines)
 
 
 def versions() -> list[tuple[str, str]]:
     """Name and version of everything that decides what runs."""
-    found = [("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
-    found += [("torch", torch.__version__)]
-    found += [(name, _version(name)) for name in PACKAGES]
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    found = [("python", python), ("torch", torch.__version__), *((name, _version(name)) for name in PACKAGES)]
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     built = "torch has none" if torch.version.cuda is None and torch.version.hip is None else f"torch has {toolkit}"
     found += [("GPU toolkit", f"{built}; nvcc {_first_line('nvcc', 'release [0-9.]+')}")]
@@ -96,33 +97,17 @@ def devices() -> list[tuple[str, str]]:
     return found if torch.cuda.is_available() else [*found, ("GPU", "none that torch sees")]
 
 
-def findings() -> list[Finding]:
-    """Engines and row kernels on this machine; those of a GPU on the GPU if there is one."""
+def findings() -> dict[str, str | None]:
+    """Why each engine and kernel does not run here, None if it does; those of a GPU on the GPU if there is one."""
     cpu, device = torch.device("cpu"), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = "no GPU" if device.type == "cpu" else None if find_spec("triton") else "triton is not installed"
-    return [
-        Finding(
-            "engine native",
-            engines.unavailable("native", cpu, torch.bfloat16),
-            "on the CPU about twice the speed of chunked in bf16, scores that are bitwise the same in any batch",
-        ),
-        Finding("engine chunked", engines.unavailable("chunked", device, torch.bfloat16), "library products anywhere"),
-        Finding(
-            "engine triton",
-            engines.unavailable("triton", device, torch.bfloat16),
-            "on a GPU scores without vocab-sized memory, bitwise the same in any batch",
-        ),
-        Finding("Triton row kernels", rows, "on a GPU the row work of chunked in one launch; torch operations without"),
-        Finding(
-            "CUDA row kernels",
-            _native.cuda_available(),
-            "on a GPU one read of each logit, by impl='cuda' only: not benchmarked on a GPU yet",
-        ),
-    ]
-
-
-def _devices() -> list[torch.device]:
-    return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    return {
+        "engine native": engines.unavailable("native", cpu, torch.bfloat16),
+        "engine chunked": engines.unavailable("chunked", device, torch.bfloat16),
+        "engine triton": engines.unavailable("triton", device, torch.bfloat16),
+        "Triton row kernels": rows,
+        "CUDA row kernels": _native.cuda_available(),
+    }
 
 
 def _auto(device: torch.device) -> list[str]:
@@ -134,32 +119,32 @@ def _auto(device: torch.device) -> list[str]:
 
 
 def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[str]:
-    rate = predictions.bare_rate(shape, device) if measure else None
-    found = predictions.predict(shape, device, rate)
+    bare = shape.flop / predictions.bare_rate(shape, device) if measure else None
     heading = f"{shape.tokens} tokens, H = {shape.hidden}, V = {shape.vocab}, {_name(shape.dtype)}: "
     lines = [heading + "loss and both gradients, or log-probs alone"]
-    if rate is not None:
-        lines.append(
-            f"a bare head product takes {_seconds(shape.flop / rate)} here: {_rate(rate)}, measured now on part of it"
-        )
+    if bare is not None:
+        rate = f"{_rate(shape.flop / bare)}, measured now on part of it"
+        lines.append(f"a bare head product takes {_seconds(bare)} here: {rate}")
     rows = [("", "products", "scratch", "training", "scoring")]
-    for p in found:
-        memory = _bytes(p.cost.scratch_bytes)
-        if p.cost.accumulator_bytes:
-            memory += f" + {_bytes(p.cost.accumulator_bytes)} to sum dW in fp32"
-        name = p.engine + (" *" if p.is_auto else "")
-        rows.append((f"  {name}", f"{p.cost.products:.3g}", memory, _time(p, 3), _time(p, 1)))
-    lines += _table(rows)
-    lines.append("  * what impl='auto' takes. Times are predictions: bare products times ratios measured before, from")
-    return [*lines, *sorted({f"    {p.source}" for p in found})]
+    for name, is_auto, cost, ratios in predictions.predict(shape, device):
+        memory = _bytes(cost.scratch_bytes)
+        if cost.accumulator_bytes:
+            memory += f" + {_bytes(cost.accumulator_bytes)} to sum dW in fp32"
+        training, scoring = (None, None) if ratios is None else ratios
+        times = _time(training, bare, 3), _time(scoring, bare, 1)
+        rows.append((f"  {name}{' *' if is_auto else ''}", f"{cost.products:.3g}", memory, *times))
+    last = "  * what impl='auto' takes. Times are predictions: bare products times ratios measured before, in"
+    return [*lines, *_table(rows), last, f"    {predictions.MEASURED_IN}"]
 
 
-def _time(p: Prediction, products: int) -> str:
-    known, bare = (p.training, p.training_ratio) if products == 3 else (p.scoring, p.scoring_ratio)
-    if bare is None:
+def _time(ratio: tuple[float, float] | None, bare: float | None, products: int) -> str:
+    if ratio is None:
         return "not predicted"
-    times = f"{bare[0]:.2f}-{bare[1]:.2f} x {'bare' if products == 1 else f'{products} bare'}"
-    return times if known is None else f"{_seconds(known[0])} to {_seconds(known[1])} ({times})"
+    times = f"{ratio[0]:.2f}-{ratio[1]:.2f} x {'bare' if products == 1 else f'{products} bare'}"
+    if bare is None:
+        return times
+    low, high = (_seconds(bound * products * bare) for bound in ratio)
+    return f"{low} to {high} ({times})"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -185,7 +170,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _processor() -> tuple[str, set[str]]:
-    """The CPU's name and flags, as far as the system tells."""
+    """The CPU's name and flags, where /proc has them."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     name, flags = re.search(r"model name\s*:\s*(.*)", text), re.search(r"flags\s*:\s*(.*)", text)

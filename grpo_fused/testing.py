@@ -1,0 +1,282 @@
+"""Test problems: made from a seed, run by any engine, held against float64 within the tolerances that are promised.
+
+    problem = make_problem(seed=0, H=64, V=1000, dtype=torch.bfloat16)
+    config = GRPOLossConfig()
+    for name, (error, bound) in problem.compare(config, impl="chunked").items():
+        assert error <= bound, name
+
+Bounds come from float64: the contract for log-probs, and for gradients the error of a float64 computation that rounds
+once what a narrow dtype must round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines import Impl
+from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.outputs import GRPOLossOutput
+
+LOGP_BOUND = 1e-4
+"""Nats, while every |z| <= 32: log-probs and entropies of fp32, bf16 and fp16 inputs against float64 on the same."""
+
+GRADIENT_BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
+"""Relative Frobenius error of gradients; in bf16 and fp16 it is `ROUNDINGS` times what rounding costs."""
+
+ROUNDINGS = 2.0
+"""Times the error of the best that a narrow dtype allows (`rounding_errors`)."""
+
+COMPANY_BOUND = 1e-5
+"""Nats by which a score may change with the tokens that it is computed with."""
+
+BITWISE = ("native", "triton")
+"""Engines whose scores do not depend on the other tokens by a bit, nor any result on the run."""
+
+_HEAD_OPTIONS = ("lm_head_bias", "logit_scale", "softcap", "temperature")
+
+
+class Result(NamedTuple):
+    """What a call gave."""
+
+    out: GRPOLossOutput
+    dhidden: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that exist, by name."""
+        named = {"dhidden": self.dhidden, "dweight": self.dweight, "dbias": self.dbias}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass
+class Problem:
+    """The tensors of a call, and what is passed beside them."""
+
+    hidden_states: Tensor
+    """[B, T, H], or packed [N, H]"""
+    lm_head_weight: Tensor
+    """[V, H]"""
+    completion_ids: Tensor
+    advantages: Tensor
+    completion_mask: Tensor | None
+    options: dict[str, Any]
+    """further keyword arguments of `fused_linear_grpo_loss`"""
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Problem:
+        """With `change(name, tensor)` in place of every tensor."""
+
+        def changed(named: dict[str, Any]) -> dict[str, Any]:
+            return {name: change(name, x) if isinstance(x, Tensor) else x for name, x in named.items()}
+
+        return Problem(**changed(vars(self) | {"options": changed(self.options)}))
+
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Problem:
+        """With hidden states, weight and bias in `dtype`, all tensors on `device`."""
+        rounded = ("hidden_states", "lm_head_weight", "lm_head_bias")
+        return self.map(lambda name, x: x.to(device=device, dtype=dtype if name in rounded else x.dtype))
+
+    def per_token(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """With `change(tensor)` in place of every tensor that has a value, or a row, for each token."""
+        shape = self.completion_ids.shape
+        return self.map(lambda name, x: change(x) if name != "lm_head_weight" and x.shape[: len(shape)] == shape else x)
+
+    def packed(self) -> Problem:
+        """The same tokens packed: masked ones are dropped from some sequences and kept, masked, in others."""
+        assert self.completion_mask is not None
+        keep = self.completion_mask.clone()
+        keep[::2] = True  # every other sequence keeps its masked tokens
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
+        packed = self.per_token(lambda x: x[keep])
+        packed.options["cu_seqlens"] = offsets
+        temperature = packed.options.get("temperature")
+        if isinstance(temperature, Tensor) and temperature.dim() == 2:
+            packed.options["temperature"] = temperature.reshape(-1)
+        if self.advantages.dim() == 1 and len(self.advantages) == int(offsets[-1]):
+            packed.advantages = self.advantages.unsqueeze(1)  # [S] would look like one for each token
+        return packed
+
+    def poisoned(self) -> Problem:
+        """The same with NaN, and an id that is none, at masked positions."""
+        assert self.completion_mask is not None
+        masked = ~self.completion_mask
+
+        def poison(x: Tensor) -> Tensor:
+            if x.dtype == torch.bool:
+                return x
+            where = masked.view(*masked.shape, *(1,) * (x.dim() - masked.dim()))
+            return x.masked_fill(where, torch.nan if x.is_floating_point() else -100)
+
+        return self.per_token(poison)
+
+    def inputs(self, config: GRPOLossConfig, **options: Any) -> dict[str, Any]:
+        """The problem's options and `options`, without the tensors that `config` does not take."""
+        left_out = {
+            "ref_per_token_logps": config.beta == 0.0,
+            "sampling_per_token_logps": config.off_policy_mask_threshold is None,
+            "importance_sampling_ratio": config.loss_type == "gmpo",
+            "num_items_in_batch": config.loss_type not in ("dapo", "cispo", "vespo"),
+        }
+        return {name: x for name, x in {**self.options, **options}.items() if not left_out.get(name, False)}
+
+    def run(self, config: GRPOLossConfig, *, upstream: float = 1.0, **options: Any) -> Result:
+        """Loss and gradients; `options` come before the problem's own."""
+        hidden, weight = self.hidden_states.detach().requires_grad_(), self.lm_head_weight.detach().requires_grad_()
+        given = self.inputs(config, **options)
+        bias = given.pop("lm_head_bias", None)
+        bias = None if bias is None else bias.detach().requires_grad_()
+        out = fused_linear_grpo_loss(
+            hidden, weight, self.completion_ids, self.advantages, self.completion_mask, lm_head_bias=bias,
+            config=config, **given,
+        )  # fmt: skip
+        (out.loss * upstream).backward()
+        return Result(out, hidden.grad, weight.grad, None if bias is None else bias.grad)
+
+    @torch.no_grad()
+    def score(self, impl: Impl) -> Tensor:
+        """Log-probs of all tokens."""
+        head = {name: x for name, x in self.options.items() if name in _HEAD_OPTIONS}
+        return fused_linear_logprobs(
+            self.hidden_states, self.lm_head_weight, self.completion_ids, self.completion_mask, impl=impl, **head
+        ).logps
+
+    def compare(
+        self, config: GRPOLossConfig, *, device: torch.device | str | None = None, **options: Any
+    ) -> dict[str, tuple[float, float]]:
+        """(error, bound) of log-probs, entropies, loss and gradients against the reference in float64."""
+        dtype, exact = self.lm_head_weight.dtype, self.to(torch.float64)
+        want, got = exact.run(config, impl="reference"), self.to(dtype, device).run(config, **options)
+        bounds = exact.bounds(config, dtype)
+        pairs = {
+            "logp": (got.out.per_token_logps, want.out.per_token_logps),
+            "entropy": (got.out.entropies, want.out.entropies),
+            "loss": (got.out.loss, want.out.loss),
+        }
+        found = {
+            name: (largest(a.detach().cpu().double() - b.detach()), bounds[name])
+            for name, (a, b) in pairs.items()
+            if a is not None and b is not None
+        }
+        if self.completion_mask is not None and got.dhidden is not None:
+            found["masked"] = (largest(got.dhidden[~self.completion_mask.to(got.dhidden.device)]), 0.0)
+        given = got.gradients()
+        return found | {n: (frobenius_error(given[n].cpu(), x), bounds[n]) for n, x in want.gradients().items()}
+
+    def bounds(self, config: GRPOLossConfig, dtype: torch.dtype) -> dict[str, float]:
+        """What an engine may be off by that computes this problem, itself in float64, from inputs of `dtype`."""
+        hidden, ids, mask = self.hidden_states, self.completion_ids, self.completion_mask
+        hidden = hidden if mask is None else hidden.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
+        given = self.inputs(config)
+        bias, scale, softcap, temperature = (given.pop(name, None) for name in _HEAD_OPTIONS)
+        products = (hidden @ self.lm_head_weight.T).requires_grad_()
+        z = (products if bias is None else products + bias) * (1.0 if scale is None else scale)
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        scores = selective_logprobs(
+            z, ids, mask, temperature=1.0 if temperature is None else temperature, with_entropy=True, impl="reference"
+        )
+        loss = grpo_loss(
+            scores.logps, self.advantages, mask, entropies=scores.entropies, config=config, impl="reference", **given
+        ).loss
+        assert scores.entropies is not None
+        dlogits, *slopes = torch.autograd.grad(loss, (products, scores.logps, scores.entropies), allow_unused=True)
+        logp = GRADIENT_BOUND[dtype] if dtype == torch.float64 else logp_bound(largest(products))
+        # what errors of log-probs and entropies do to the loss; and the loss itself is fp32
+        slope = sum(float(g.abs().sum()) for g in slopes if g is not None)
+        found = {"logp": logp, "entropy": logp, "loss": logp * slope + 1e-6 * max(1.0, largest(loss))}
+        if dtype in GRADIENT_BOUND:
+            return found | dict.fromkeys(("dhidden", "dweight", "dbias"), GRADIENT_BOUND[dtype])
+        best = rounding_errors(dlogits.flatten(0, -2), hidden.flatten(0, -2), self.lm_head_weight, dtype)
+        best["dbias"] = torch.finfo(dtype).eps  # a sum of dlogits that may have been rounded, and rounded itself
+        return found | {name: ROUNDINGS * error for name, error in best.items()}
+
+
+def make_problem(
+    seed: int = 0, *, B: int = 4, T: int = 7, H: int = 12, V: int = 29, dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu", logit_std: float = 1.5, drift: float = 0.25, grid: float = 0.0,
+    masked: float = 0.3, per_token_advantages: bool = False, extras: bool = True, scored_by: Impl = "reference",
+    **options: Any,
+) -> Problem:  # fmt: skip
+    """A padded problem, with an empty sequence where B >= 3.
+
+    Args:
+        seed: of all random numbers.
+        B, T, H, V: sequences, tokens of each, width, vocabulary.
+        dtype: of hidden states and weight.
+        device: of all tensors.
+        logit_std: standard deviation of the logits.
+        drift: standard deviation of log(policy / old policy), nats.
+        grid: with 0.02, log-ratios lie 0.02 apart and at none of the usual clip bounds: rounding carries none across.
+        masked: share of masked tokens.
+        per_token_advantages: advantages of `[B, T]`, not `[B]`.
+        extras: with reference and sampling log-probs.
+        scored_by: what scores the old policy: `reference` in float64; an engine, as the problem is, where all logits
+            would not fit.
+        options: of the head, and whatever else `fused_linear_grpo_loss` takes.
+    """
+    g = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=dtype, device=device)
+
+    drawn = torch.float64 if scored_by == "reference" else torch.float32  # of the large ones
+    hidden, weight = randn(B, T, H, dtype=drawn), randn(V, H, dtype=drawn) * (logit_std / H**0.5)
+    ids = torch.randint(0, V, (B, T), generator=g, device=device)
+    mask = torch.rand(B, T, generator=g, device=device) >= masked
+    if B >= 3:
+        mask[1] = False
+    if mask.numel() and masked < 1.0:
+        mask[0, 0] = True
+    problem = Problem(hidden, weight, ids, ids, None, options).to(dtype, device)
+    logp = (problem.to(torch.float64) if scored_by == "reference" else problem).score(scored_by).double()
+    noise = drift * randn(B, T)
+    if grid > 0.0:
+        noise = -grid * ((noise / grid).round() + 0.35)
+    given = {"old_per_token_logps": logp + noise}
+    if extras:
+        given["ref_per_token_logps"] = logp + 2 * drift * randn(B, T)
+        given["sampling_per_token_logps"] = logp + drift * randn(B, T)
+    advantages = randn(B, T) if per_token_advantages else randn(B)
+    return replace(problem, advantages=advantages, completion_mask=mask, options=given | problem.options)
+
+
+def logp_bound(largest_logit: float) -> float:
+    """Nats by which a log-prob or an entropy may be off where |z| reaches `largest_logit`."""
+    return LOGP_BOUND * max(1.0, largest_logit / 32.0)
+
+
+def largest(x: Tensor) -> float:
+    """max |x|; NaN counts as infinite."""
+    return float(x.detach().abs().nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
+
+
+def frobenius_error(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want|, or |got| where nothing is wanted."""
+    norm = want.double().norm()
+    difference = (got.double() - want.double()).norm()
+    return float(difference if norm == 0 else difference / norm)
+
+
+def rounding_errors(dlogits: Tensor, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """Relative Frobenius errors of the best gradients that `dtype` allows: dlogits and results rounded once.
+
+    Args:
+        dlogits: `[N, V]` fp64, the exact gradient of the head products; fp16's are lifted by a power of two before they
+            are rounded, as the engines do.
+        hidden: `[N, H]` fp64.
+        weight: `[V, H]` fp64.
+        dtype: bf16 or fp16.
+
+    Returns:
+        Errors by the names `dhidden` and `dweight`.
+    """
+    scale = 2.0 ** (8 - dlogits.abs().max().clamp(min=2.0**-100).log2().floor()) if dtype == torch.float16 else 1.0
+    rounded = (dlogits * scale).to(dtype).double() / scale
+    exact = {"dhidden": dlogits @ weight, "dweight": dlogits.T @ hidden}
+    best = {"dhidden": (rounded @ weight).to(dtype), "dweight": (rounded.T @ hidden).to(dtype)}
+    return {name: frobenius_error(best[name], exact[name]) for name in best}
