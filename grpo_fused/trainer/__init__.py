@@ -1,6 +1,6 @@
 """A minimal GRPO trainer on the fused loss: rollout, rewards, advantages, update."""
 
-from grpo_fused.trainer.checkpoint_files import CheckpointError
+from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.generation import Generation, HuggingFaceEngine, RolloutEngine, Sampling, roll_out
 from grpo_fused.trainer.loop import GRPOTrainer

@@ -23,17 +23,17 @@ from grpo_fused.trainer.data import Batches, Row, check_rows, dropped_message, f
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.generation import HuggingFaceEngine, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.keeping import KeptRun
 from grpo_fused.trainer.metrics import Metrics, mean_of, print_samples
 from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
 from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
+from grpo_fused.trainer.state import RunState
 from grpo_fused.trainer.update import Updater
 from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
-class GRPOTrainer(KeptRun):
+class GRPOTrainer(RunState):
     """Trains a causal LM with GRPO on prompts and reward functions.
 
     Args:
