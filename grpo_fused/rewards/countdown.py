@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Rational, Real
 
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
 from grpo_fused.rewards.plain_numbers import plain_number
@@ -84,13 +82,7 @@ def _exact(column: str, number: object) -> Fraction:
     """A column's number without rounding; a float counts as what it prints, so that 0.1 is a tenth."""
     if hasattr(number, "item"):  # a scalar tensor or a numpy number
         number = number.item()
-    exact: Fraction | None = None
-    if isinstance(number, str):
-        exact = plain_number(number)
-    elif isinstance(number, Rational):
-        exact = Fraction(number)
-    elif isinstance(number, Real) and math.isfinite(number):
-        exact = Fraction(str(number))
+    exact = plain_number(str(number))
     if exact is None:
         raise TypeError(f"the {column} column must hold numbers; got {number!r:.200}")
     return exact

@@ -7,7 +7,11 @@ import re
 from fractions import Fraction
 
 _MAX_CHARACTERS = 100  # an answer, not an attack: Fraction("1e999999999") would fill the memory
-_NUMBER = re.compile(r"([-+]?)\\?\$?([-+]?)([0-9.,]+)(?:/([0-9]+))?\\?%?")
+# sign, the number itself, what it is divided by
+_NUMBER = re.compile(
+    r"([-+]?\\?\$?|\\?\$?[-+])"
+    r"(?=\.?[0-9])((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?)(?:/([0-9]+))?(?:\\?%)?"
+)
 _LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 _WRAPPED = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf))?\{([^{}]*)\}|\(([^()]*)\)")
@@ -55,33 +59,11 @@ def plain_number(text: str) -> Fraction | None:
     if len(text) > _MAX_CHARACTERS:
         return None
     text = text.removesuffix(".").strip("$").strip()
-    fraction = _LATEX_FRACTION.fullmatch(text)
-    if fraction:
-        sign, over, under = fraction.groups()
-        return _quotient(Fraction(int(over)), under, negative=sign == "-")
-    number = _NUMBER.fullmatch(text)
-    if not number:
+    found = _LATEX_FRACTION.fullmatch(text) or _NUMBER.fullmatch(text)
+    if not found:
         return None
-    outer, inner, digits, under = number.groups()
-    value = _decimal(digits)
-    if value is None or (outer and inner):
-        return None
-    return _quotient(value, under or "1", negative="-" in (outer, inner))
-
-
-def _quotient(over: Fraction, under: str, *, negative: bool) -> Fraction | None:
+    sign, over, under = found.groups(default="1")
     if int(under) == 0:
         return None
-    value = over / int(under)
-    return -value if negative else value
-
-
-def _decimal(digits: str) -> Fraction | None:
-    """The value of `1,234.50`, `.5` or `5.`; None for misplaced commas or several points."""
-    whole, _, decimals = digits.partition(".")
-    first, *groups = whole.split(",")
-    if "." in decimals or "," in decimals or not (whole or decimals):
-        return None
-    if groups and (not 1 <= len(first) <= 3 or any(len(group) != 3 for group in groups)):
-        return None
-    return Fraction(f"{whole.replace(',', '') or '0'}.{decimals or '0'}")
+    value = Fraction(over.replace(",", "")) / int(under)
+    return -value if "-" in sign else value

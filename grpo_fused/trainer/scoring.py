@@ -9,9 +9,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from grpo_fused.rewards.calling import GIVEN, RewardError, RewardFunction, call_reward_functions
+from grpo_fused.rewards.calling import GIVEN, RewardError, RewardFunction, call_reward_functions, check_time_limit
 from grpo_fused.rewards.text import Text
-from grpo_fused.rewards.time_limit import check_time_limit
 from grpo_fused.trainer.data import Row
 
 __all__ = ["RewardError", "RewardFunction", "Row", "reward_names", "score_completions"]
