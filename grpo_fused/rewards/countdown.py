@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
+from grpo_fused.rewards.answer import plain_number
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
-from grpo_fused.rewards.plain_numbers import plain_number
-from grpo_fused.rewards.tags import extract_answer, parse_completion, whole_completions
-from grpo_fused.rewards.text import Text, check_column
+from grpo_fused.rewards.text import Text, check_column, extract_answer, parse_completion, whole_completions
 
 
 def countdown_reward(

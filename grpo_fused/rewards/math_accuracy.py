@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from grpo_fused.rewards import math_verifier
+from grpo_fused.rewards.answer import is_one_number, plain_number, reference_answer, stated_answer
 from grpo_fused.rewards.calling import check_time_limit
-from grpo_fused.rewards.plain_numbers import is_one_number, plain_number
-from grpo_fused.rewards.stated_answer import reference_answer, stated_answer
 from grpo_fused.rewards.text import Text, check_column, text_of
 
 

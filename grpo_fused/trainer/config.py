@@ -146,10 +146,8 @@ def _check(name: str, value: Any, hint: Any, **limits: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
         raise TypeError(f"{name} must be a tuple of non-empty strings; got {value!r}")
-    accepted: Any = {int: (int,), float: (int, float), bool: (bool,), GRPOLossConfig: (GRPOLossConfig,)}.get(
-        kind, (object,)
-    )
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted and limits):
+    accepted: Any = (int, float) if kind is float else kind if kind in (int, bool, GRPOLossConfig) else object
+    if not isinstance(value, accepted) or (limits and isinstance(value, bool)):
         came = type(value).__name__ if kind is GRPOLossConfig else repr(value)
         raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}; got {came}")
     if limits:

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from grpo_fused.trainer.data import Row
-from grpo_fused.trainer.generation import Sampling
 from grpo_fused.trainer.metrics import Metrics
+from grpo_fused.trainer.rollout import Sampling
 
 Judge = Callable[[Sequence[Row], Sampling], Tensor]
 """Samples completions of rows and scores them: rewards [len(rows) * num_generations, F]."""

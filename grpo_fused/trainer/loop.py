@@ -21,12 +21,11 @@ from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Row, check_rows, dropped_message, filter_by_prompt_length
 from grpo_fused.trainer.evaluation import evaluate
-from grpo_fused.trainer.generation import HuggingFaceEngine, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, mean_of, print_samples
 from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
 from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, prompt_text
-from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.state import RunState
 from grpo_fused.trainer.update import Updater

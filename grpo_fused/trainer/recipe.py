@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, is_file, load_rows
-from grpo_fused.trainer.generation import RolloutEngine
 from grpo_fused.trainer.loop import GRPOTrainer
+from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import find_task, format_rows
 from grpo_fused.trainer.vllm import VLLMEngine, check_options

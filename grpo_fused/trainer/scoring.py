@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -120,30 +121,20 @@ def _as_batch(
 
 def _checked(name: str, rewards: object, expected: int) -> list[float]:
     """The rewards of one function as floats, None as NaN; any other NaN is the function's error."""
+    must = f"reward function {name!r} must return"
     if not isinstance(rewards, (list, tuple)):
-        raise TypeError(
-            f"reward function {name!r} must return a list of {expected} floats (or None); got {type(rewards).__name__}"
-        )
+        raise TypeError(f"{must} a list of {expected} floats (or None); got {type(rewards).__name__}")
     if len(rewards) != expected:
-        raise ValueError(
-            f"reward function {name!r} must return one reward for each of {expected} completions; got {len(rewards)}"
-        )
-    return [_checked_reward(name, position, reward) for position, reward in enumerate(rewards)]
-
-
-def _checked_reward(name: str, position: int, reward: object) -> float:
-    if reward is None:
-        return math.nan
-    if not isinstance(reward, Real):
-        raise TypeError(
-            f"reward function {name!r} must return floats or None; got {reward!r} for completion {position}"
-        )
-    if not -_MAX_REWARD <= reward <= _MAX_REWARD:  # type: ignore[operator]  # mypy's Real is no float; False for NaN
-        raise ValueError(
-            f'reward function {name!r} must return finite rewards that fp32 can hold (None for "not judged"); '
-            f"got {_shown(reward)} for completion {position}"
-        )
-    return float(reward)
+        raise ValueError(f"{must} one reward for each of {expected} completions; got {len(rewards)}")
+    for position, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, Real):
+            raise TypeError(f"{must} floats or None; got {reward!r} for completion {position}")
+        if reward is not None and not -_MAX_REWARD <= cast(float, reward) <= _MAX_REWARD:  # False for NaN
+            raise ValueError(
+                f'{must} finite rewards that fp32 can hold (None for "not judged"); '
+                f"got {_shown(reward)} for completion {position}"
+            )
+    return [math.nan if reward is None else float(reward) for reward in rewards]
 
 
 def _shown(reward: Real) -> str:

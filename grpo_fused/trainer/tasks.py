@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -99,54 +98,6 @@ def final_answer(worked_answer: str) -> str:
     if not marker or not answer:
         raise ValueError(f'expected an answer that ends in "#### " and the final answer; got {worked_answer!r}')
     return answer
-
-
-def generate_countdown(
-    count: int,
-    seed: int = 0,
-    *,
-    numbers: Sequence[int] = (3, 4),
-    max_number: int = 99,
-    max_target: int = 100,
-) -> list[Row]:
-    """Countdown puzzles that have a solution, as raw rows `{"nums": [...], "target": ...}`.
-
-    The target is worked out from all the numbers, each used once, with every step on the way a positive integer.
-
-    Args:
-        count: Puzzles; two may be the same.
-        seed: The same seed gives the same puzzles.
-        numbers: How many numbers a puzzle may have; each choice is as likely.
-        max_number: The numbers are 1 to this.
-        max_target: The target is at most this, or `max_number` if that is larger.
-    """
-    if count < 1 or not numbers or min(numbers) < 1 or max_number < 1 or max_target < 1:
-        raise ValueError(
-            "count, numbers, max_number and max_target must be at least 1; "
-            f"got {count}, {tuple(numbers)}, {max_number} and {max_target}"
-        )
-    rng = random.Random(seed)
-    puzzles: list[Row] = []
-    for _ in range(count):
-        nums = [rng.randint(1, max_number) for _ in range(rng.choice(numbers))]
-        puzzles.append({"nums": nums, "target": _combine(nums, max_target, rng)})
-    return puzzles
-
-
-def _combine(nums: Sequence[int], max_target: int, rng: random.Random) -> int:
-    """Joins two random values with a random operator until one is left."""
-    values = list(nums)
-    while len(values) > 1:
-        rng.shuffle(values)
-        small, large = sorted((values.pop(), values.pop()))
-        # Never empty: numbers that differ have a difference, equal ones a quotient.
-        results = [result for result in (small + large, small * large) if result <= max_target]
-        if large > small:
-            results.append(large - small)
-        if large % small == 0:
-            results.append(large // small)
-        values.append(rng.choice(results))
-    return values[0]
 
 
 def _gsm8k_question(raw: Row) -> str:
