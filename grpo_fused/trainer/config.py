@@ -122,8 +122,8 @@ class GRPOTrainerConfig:
     loss: GRPOLossConfig = field(default_factory=GRPOLossConfig)
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(GRPOTrainerConfig)
-        for f in fields(GRPOTrainerConfig):
+        hints = get_type_hints(type(self))
+        for f in fields(self):
             _check(f.name, getattr(self, f.name), hints[f.name], **f.metadata)
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -119,12 +119,9 @@ class Sampling:
     @staticmethod
     def of(config: GRPOTrainerConfig, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
         """The sampling of a run."""
-        names = (
-            "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-            "stop_strings",
-        )  # fmt: skip
-        options: dict[str, Any] = {name: getattr(config, name) for name in names}
-        return Sampling(**options, eos_token_ids=eos_token_ids, pad_token_id=pad_token_id)
+        options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling) if hasattr(config, f.name)}
+        own = {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id, "seed": None}
+        return Sampling(**(options | own))
 
 
 class Generation(NamedTuple):

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grpo_fused.rewards.calling import GIVEN, RewardError, RewardFunction, call_reward_functions, check_time_limit
+from grpo_fused.rewards.calling import RewardError, RewardFunction, call_reward_functions, check_time_limit
 from grpo_fused.rewards.text import Text
-from grpo_fused.trainer.data import Row
+from grpo_fused.trainer.data import Row, check_rows
 
 __all__ = ["RewardError", "RewardFunction", "Row", "reward_names", "score_completions"]
 
@@ -104,19 +104,11 @@ def _as_batch(
         raise ValueError(
             f"expected completion_ids for each of {len(completions)} completions; got {len(completion_ids)}"
         )
-    columns = list(rows[0]) if rows else []
-    for position, row in enumerate(rows):
-        if set(row) != set(columns):
-            raise ValueError(f"row {position} must have the columns {sorted(columns)}; got {sorted(row)}")
-    taken = sorted(set(columns) & set(GIVEN))
-    if taken:
-        raise ValueError(f"a data set must not have a column that reward functions get anyway; got {taken}")
-    if rows and "prompt" not in columns:
-        raise ValueError(f'the rows must have a "prompt"; got the columns {sorted(columns)}')
+    check_rows(rows, 1, name="the rows")
     given: dict[str, list[object]] = {"prompts": [row["prompt"] for row in rows], "completions": list(completions)}
     if completion_ids is not None:
         given["completion_ids"] = list(completion_ids)
-    return given | {name: [row[name] for row in rows] for name in columns if name != "prompt"}
+    return given | {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
 
 
 def _checked(name: str, rewards: object, expected: int) -> list[float]:
