@@ -51,14 +51,9 @@ def countdown_reward(
             rewards.append(None)
             continue
         goal_value, numbers = _exact("target", goal), Counter(_exact("nums", number) for number in _listed(given))
-        answer = _answer(text) if require_format else extract_answer(text)
-        rewards.append(float(answer is not None and _solves(answer, goal_value, numbers, use_all)))
+        right_form = not require_format or parse_completion(text) is not None
+        rewards.append(float(right_form and _solves(extract_answer(text) or "", goal_value, numbers, use_all)))
     return rewards
-
-
-def _answer(text: str) -> str | None:
-    parsed = parse_completion(text)
-    return None if parsed is None else parsed.answer
 
 
 def _solves(answer: str, target: Fraction, given: Counter[Fraction], use_all: bool) -> bool:

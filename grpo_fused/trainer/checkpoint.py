@@ -94,9 +94,9 @@ def publish(final: Path, write: Callable[[Path], object], keep: int | None) -> N
         CheckpointError: It could not be written (a full disk, say); the older ones are still there.
     """
     unfinished = final.with_name(f"{UNFINISHED}-{final.name}")
-    _delete(unfinished)
     try:
         with naming(f"could not write {final}"):
+            _delete(unfinished)
             unfinished.mkdir(parents=True)
             write(unfinished)
             for path in (*unfinished.rglob("*"), unfinished):

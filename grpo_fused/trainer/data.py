@@ -181,10 +181,7 @@ class Batches(Iterator[list[Row]]):
             if type(state.get(key)) is not int:
                 raise ValueError(f"the state of the data set must have an int {key!r}; got {dict(state)}")
         if state["length"] != len(self.rows):
-            raise ValueError(
-                f"the state is of a data set of {state['length']} rows; got one of {len(self.rows)}, whose order is "
-                "another one"
-            )
+            raise ValueError(f"the state is of a data set of {state['length']} rows; got one of {len(self.rows)}")
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of an order with seed {state['seed']}; got seed {self.seed}")
         if state["epoch"] < 0 or not 0 <= state["position"] <= len(self.rows):

@@ -54,11 +54,12 @@ class RunState:
         final = self.output_dir / f"{checkpoint.PREFIX}{self.steps_done:06d}"
         model, processes = self.policy.model, self.accelerator.num_processes
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = dcp.get_model_state_dict(model, options=options)  # collective where the model is sharded
-        moments: dict[str, Tensor] = {}
+        # collective where the model is sharded; what comes is whole on the main process and empty on the others
+        weights = dcp.get_model_state_dict(model, options=options)
+        optimizer_state: dict[str, Any] = {"state": {}}
         # of an optimizer that has not stepped, torch would make moments by a step with zero gradients, which counts
         if self._adamw.state:
-            moments = checkpoint.flat(dcp.get_optimizer_state_dict(model, self._adamw, options=options))
+            optimizer_state = dcp.get_optimizer_state_dict(model, self._adamw, options=options)
         random_states = [checkpoint.random_states()] * processes
         if processes > 1:
             torch.distributed.all_gather_object(random_states, checkpoint.random_states())
@@ -67,6 +68,7 @@ class RunState:
             with checkpoint.quiet():
                 self.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
+            moments = checkpoint.flat(optimizer_state)
             save_file(moments, folder / checkpoint.OPTIMIZER)
             for rank, tensors in enumerate(random_states):
                 save_file(tensors, folder / checkpoint.rng_file(rank))
@@ -77,7 +79,7 @@ class RunState:
         if self.accelerator.is_main_process:
             try:
                 checkpoint.publish(final, write, self.config.save_total_limit)
-            except CheckpointError as error:
+            except Exception as error:  # the others wait for this process
                 failure[0] = str(error)
         if processes > 1:
             torch.distributed.broadcast_object_list(failure)
