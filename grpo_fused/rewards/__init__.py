@@ -5,15 +5,13 @@ from grpo_fused.rewards.arithmetic import Arithmetic, evaluate_arithmetic
 from grpo_fused.rewards.calling import RewardError, RewardFunction
 from grpo_fused.rewards.code_format import code_format_reward
 from grpo_fused.rewards.countdown import countdown_reward
-from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
+from grpo_fused.rewards.format import format_reward, reasoning_steps_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.length import length_reward, relative_length_reward
 from grpo_fused.rewards.math_accuracy import math_accuracy_reward
 from grpo_fused.rewards.mixture import only_for
 from grpo_fused.rewards.model import RewardModel
-from grpo_fused.rewards.reasoning import reasoning_steps_reward
 from grpo_fused.rewards.registry import BUILT_INS, built_in
-from grpo_fused.rewards.tags import TaggedCompletion, extract_answer, parse_completion
-from grpo_fused.rewards.text import Message, Text, text_of
+from grpo_fused.rewards.text import Message, TaggedCompletion, Text, extract_answer, parse_completion, text_of
 
 __all__ = [
     "BUILT_INS",

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ast
+import operator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
 # Powers are not in the language, so a value has at most about as many digits as its text: the limit bounds the work.
 _MAX_CHARACTERS = 512
 _CHARACTERS = frozenset("0123456789.+-*/() \t\n\r")
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class Arithmetic(NamedTuple):
@@ -29,34 +37,18 @@ def evaluate_arithmetic(text: str) -> Arithmetic | None:
     line = " ".join(text.split())  # one line: a new line would end the expression
     numbers: list[Fraction] = []
     try:
-        value = _value(ast.parse(line, mode="eval").body, line, numbers)
+        return Arithmetic(_value(ast.parse(line, mode="eval").body, line, numbers), tuple(numbers))
     # The parser gives up on deep nesting in different ways across Python versions.
     except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError, ValueError):
         return None
-    return None if value is None else Arithmetic(value, tuple(numbers))
 
 
-def _value(node: ast.expr, line: str, numbers: list[Fraction]) -> Fraction | None:
+def _value(node: ast.expr, line: str, numbers: list[Fraction]) -> Fraction:
     if isinstance(node, ast.Constant):
         numbers.append(Fraction(line[node.col_offset : node.end_col_offset]))  # the text: a float would have rounded
         return numbers[-1]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        operand = _value(node.operand, line, numbers)
-        return None if operand is None else -operand
-    if isinstance(node, ast.BinOp):
-        left = _value(node.left, line, numbers)
-        right = None if left is None else _value(node.right, line, numbers)
-        return None if left is None or right is None else _apply(node.op, left, right)
-    return None
-
-
-def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction | None:
-    if isinstance(operator, ast.Add):
-        return left + right
-    if isinstance(operator, ast.Sub):
-        return left - right
-    if isinstance(operator, ast.Mult):
-        return left * right
-    if isinstance(operator, ast.Div):
-        return left / right
-    return None
+        return -_value(node.operand, line, numbers)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, line, numbers), _value(node.right, line, numbers))
+    raise ValueError("no arithmetic")

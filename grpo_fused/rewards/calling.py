@@ -7,12 +7,16 @@ async def. A function without `**columns` gets only what it names.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-from grpo_fused.rewards.event_loop import run_on_event_loop
-from grpo_fused.rewards.time_limit import TimeExceeded, limited
 
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
 RewardFunction = Callable[..., Rewards]
@@ -23,6 +27,10 @@ GIVEN = ("prompts", "completions", "completion_ids")  # what every function gets
 
 class RewardError(RuntimeError):
     """A reward function raised or took too long; the message names it, and its exception is the cause."""
+
+
+class TimeExceeded(BaseException):
+    """Not an Exception, so that the `except Exception` of what is interrupted does not keep it."""
 
 
 def call_reward_functions(
@@ -41,18 +49,18 @@ def call_reward_functions(
         ValueError: A function needs a column that the batch has not.
     """
     results: dict[str, object] = {}
-    awaited: dict[str, Awaitable[object]] = {}
     try:
         for name, function in functions.items():
-            results[name] = result = _call(name, function, batch, timeout)
-            if inspect.isawaitable(result):
-                awaited[name] = result
+            arguments = arguments_for(name, function, batch)
+            with _named(name, timeout), _limited(timeout):
+                results[name] = function(**arguments)
     except BaseException:
-        for waiting in awaited.values():
-            if inspect.iscoroutine(waiting):
-                waiting.close()  # it will not be awaited any more
+        for result in results.values():
+            if inspect.iscoroutine(result):
+                result.close()  # it will not be awaited any more
         raise
-    return results | _gather(awaited, timeout) if awaited else results
+    awaited = {name: result for name, result in results.items() if inspect.isawaitable(result)}
+    return results | _gathered(awaited, timeout) if awaited else results
 
 
 def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str, Any]:
@@ -79,51 +87,116 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
     return {p.name: own[p.name] for p in named if p.name in own}
 
 
-def _call(name: str, function: RewardFunction, batch: Batch, timeout: float | None) -> object:
-    arguments = arguments_for(name, function, batch)
+def check_time_limit(name: str, seconds: float | None) -> None:
+    """Raises unless the limit is None or a positive number of seconds."""
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds or None; got {seconds!r}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds or None; got {seconds!r}")
+
+
+@contextlib.contextmanager
+def _named(name: str, timeout: float | None) -> Iterator[None]:
+    """Errors of a reward function with its name."""
     try:
-        return limited(lambda: function(**arguments), timeout)
+        yield
     except TimeExceeded:
-        raise _too_slow(name, timeout) from None
+        raise RewardError(f"reward function {name!r} took longer than its {timeout:g} s") from None
     except Exception as error:
-        raise _failed(name, error) from error
+        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
 
 
-def _gather(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -> dict[str, object]:
+@contextlib.contextmanager
+def _limited(seconds: float | None) -> Iterator[None]:
+    """Interrupts what it contains after `seconds`, by the interval timer of Unix.
+
+    Only the main thread on Unix can be interrupted, and only between two steps of Python; and a call that sets an
+    alarm of its own (math-verify does) takes the timer away. In these cases the time is looked at when it returns.
+
+    Raises:
+        TimeExceeded: It took longer.
+    """
+    started = time.monotonic()
+    is_main = threading.current_thread() is threading.main_thread()
+    if seconds is None:
+        yield
+        return
+    if not (is_main and hasattr(signal, "setitimer")):
+        yield
+    else:
+        delay, interval = signal.getitimer(signal.ITIMER_REAL)
+        handler = signal.signal(signal.SIGALRM, _interrupt)
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may still ring here, but once: the outer block runs
+        finally:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+            if delay:  # somebody else's limit goes on; if it is over, it rings at once
+                signal.setitimer(signal.ITIMER_REAL, max(delay - (time.monotonic() - started), 1e-3), interval)
+    if time.monotonic() - started > seconds:  # it may also have caught the interruption
+        raise TimeExceeded
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise TimeExceeded
+
+
+def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -> dict[str, object]:
+    """The results of async functions, which run side by side on the event loop."""
+    global _loop
+
     async def one(name: str, waiting: Awaitable[object]) -> object:
+        task = asyncio.ensure_future(waiting)
         try:
-            return await waiting
-        except Exception as error:
-            raise _failed(name, error) from error
+            with _named(name, timeout):
+                await asyncio.wait([task], timeout=timeout)  # and not `wait_for`: a TimeoutError may be its own
+                if not task.done():
+                    raise TimeExceeded
+                return task.result()
+        finally:
+            task.cancel()
 
-    async def one_in_time(name: str, waiting: Awaitable[object]) -> object:
-        try:
-            return await asyncio.wait_for(one(name, waiting), timeout)
-        except asyncio.TimeoutError:  # only the limit's: one's own has become a RewardError
-            raise _too_slow(name, timeout) from None
-
-    async def gathered() -> list[object]:
-        tasks = [asyncio.ensure_future(one_in_time(name, waiting)) for name, waiting in awaited.items()]
+    async def all_of_them() -> list[object]:
+        tasks = [asyncio.ensure_future(one(name, waiting)) for name, waiting in awaited.items()]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()  # the others, where one has failed
 
-    # One that blocks the loop cannot be cancelled; the loop is then given up. Others may block before it, in time.
-    patience = None if timeout is None else timeout * len(awaited) + 1.0
+    future = asyncio.run_coroutine_threadsafe(all_of_them(), _event_loop())
     try:
-        return dict(zip(awaited, run_on_event_loop(gathered(), patience), strict=True))
-    except TimeExceeded:
-        names = " or ".join(map(repr, awaited))
-        raise RewardError(
-            f"async reward function {names} took longer than its {timeout:g} s and blocks the event loop"
-        ) from None
+        # One that blocks the loop cannot be cancelled; the loop is then given up. Others may block before it, in time.
+        concurrent.futures.wait([future], timeout=None if timeout is None else timeout * len(awaited) + 1.0)
+        if not future.done():
+            _loop = None
+            names = " or ".join(map(repr, awaited))
+            raise RewardError(
+                f"async reward function {names} took longer than its {timeout:g} s and blocks the event loop"
+            )
+        return dict(zip(awaited, future.result(), strict=True))
+    finally:
+        future.cancel()  # after a KeyboardInterrupt; does nothing to a finished one
 
 
-def _too_slow(name: str, timeout: float | None) -> RewardError:
-    return RewardError(f"reward function {name!r} took longer than its {timeout:g} s")
+_loop: tuple[int, asyncio.AbstractEventLoop] | None = None  # (process id, loop): threads do not survive a fork
+_lock = threading.Lock()
 
 
-def _failed(name: str, error: Exception) -> RewardError:
-    return RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}")
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for all async functions, in a thread of its own.
+
+    It lives as long as the process, because an HTTP client that a user makes once is bound to the loop of its first
+    request; and in a thread, because a notebook has a loop of its own running.
+    """
+    global _loop
+    with _lock:
+        if _loop is None or _loop[0] != os.getpid():
+            _loop = os.getpid(), asyncio.new_event_loop()
+            threading.Thread(target=_loop[1].run_forever, name="reward-event-loop", daemon=True).start()
+        return _loop[1]

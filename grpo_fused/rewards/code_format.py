@@ -67,16 +67,14 @@ def _judge(code: str) -> float:
 
 def _names(node: ast.AST) -> Iterator[str]:
     """Every identifier that a node holds: variables, attributes, arguments, keywords, and what it defines."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        if not node.name.startswith("__"):  # a class may define its special methods
-            yield node.name
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("__"):
+        return  # a class may define its special methods
+    if isinstance(node, ast.Constant):
         return
-    for field in ("id", "attr", "arg", "name", "rest", "names"):
-        value = getattr(node, field, None)
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):  # global and nonlocal
-            yield from (name for name in value if isinstance(name, str))
+    for _, value in ast.iter_fields(node):
+        for name in value if isinstance(value, list) else [value]:  # global and nonlocal list theirs
+            if isinstance(name, str):
+                yield name
 
 
 def _is_dangerous(name: str) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Rational, Real
 
+from grpo_fused.rewards.answer import plain_number
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
-from grpo_fused.rewards.plain_numbers import plain_number
-from grpo_fused.rewards.tags import extract_answer, parse_completion, whole_completions
-from grpo_fused.rewards.text import Text, check_column
+from grpo_fused.rewards.text import Text, check_column, extract_answer, parse_completion, whole_completions
 
 
 def countdown_reward(
@@ -54,14 +51,9 @@ def countdown_reward(
             rewards.append(None)
             continue
         goal_value, numbers = _exact("target", goal), Counter(_exact("nums", number) for number in _listed(given))
-        answer = _answer(text) if require_format else extract_answer(text)
-        rewards.append(float(answer is not None and _solves(answer, goal_value, numbers, use_all)))
+        right_form = not require_format or parse_completion(text) is not None
+        rewards.append(float(right_form and _solves(extract_answer(text) or "", goal_value, numbers, use_all)))
     return rewards
-
-
-def _answer(text: str) -> str | None:
-    parsed = parse_completion(text)
-    return None if parsed is None else parsed.answer
 
 
 def _solves(answer: str, target: Fraction, given: Counter[Fraction], use_all: bool) -> bool:
@@ -84,13 +76,7 @@ def _exact(column: str, number: object) -> Fraction:
     """A column's number without rounding; a float counts as what it prints, so that 0.1 is a tenth."""
     if hasattr(number, "item"):  # a scalar tensor or a numpy number
         number = number.item()
-    exact: Fraction | None = None
-    if isinstance(number, str):
-        exact = plain_number(number)
-    elif isinstance(number, Rational):
-        exact = Fraction(number)
-    elif isinstance(number, Real) and math.isfinite(number):
-        exact = Fraction(str(number))
+    exact = plain_number(str(number))
     if exact is None:
         raise TypeError(f"the {column} column must hold numbers; got {number!r:.200}")
     return exact

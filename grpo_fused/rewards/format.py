@@ -1,13 +1,17 @@
-"""The format rewards: did the completion think first and answer second?"""
+"""The format rewards: did the completion think first and answer second, and in steps?"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from grpo_fused.rewards.tags import TAGS, parse_completion, split_at_tags, whole_completions
-from grpo_fused.rewards.text import Text
+from grpo_fused.rewards.text import TAGS, Text, parse_completion, split_at_tags, text_of, whole_completions
 
 _MIN_THOUGHT = 20  # characters; up to here a thought earns half, as in the Hugging Face course
+# "Step 1:", "1." and bullets at the start of a line, and the words that join steps. Digits are counted, not repeated
+# without bound, so that no run of them is read more than four times.
+_MARKER = re.compile(r"Step [0-9]{1,4}:|^(?:[0-9]{1,4}\.|[-*])|\b(?:First|Second|Next|Finally),", re.MULTILINE)
+_ENOUGH = 3
 
 
 def format_reward(
@@ -82,6 +86,21 @@ def tag_count_reward(
     """
     split = [split_at_tags(text)[1] for text in whole_completions(completions, prompts, think_opened)]
     return [sum(0.25 for tag in TAGS if tags.count(tag) == 1) for tags in split]
+
+
+def reasoning_steps_reward(completions: Sequence[Text], **columns: object) -> list[float]:
+    """`min(1, markers / 3)`: "Step 1:", numbered or bulleted lines, "First,", "Second,", "Next,", "Finally,".
+
+    Args:
+        completions: N completions.
+        **columns: prompts and the other columns of the data set, unused.
+
+    Returns:
+        N rewards from 0.0 to 1.0.
+
+    Source: the reasoning steps reward of Open-R1.
+    """
+    return [min(1.0, len(_MARKER.findall(text_of(completion))) / _ENOUGH) for completion in completions]
 
 
 def _soft(text: str) -> float:

@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from grpo_fused.rewards import math_verifier
-from grpo_fused.rewards.plain_numbers import is_one_number, plain_number
-from grpo_fused.rewards.stated_answer import reference_answer, stated_answer
+from grpo_fused.rewards.answer import is_one_number, plain_number, reference_answer, stated_answer
+from grpo_fused.rewards.calling import check_time_limit
 from grpo_fused.rewards.text import Text, check_column, text_of
-from grpo_fused.rewards.time_limit import check_time_limit
 
 
 def math_accuracy_reward(
@@ -65,11 +64,11 @@ def math_accuracy_reward(
     check_column(column, right_answers, completions)
     if not isinstance(accept_expressions, bool):
         raise TypeError(f"accept_expressions must be True or False; got {accept_expressions!r}")
-    for name, limit in (("seconds", seconds), ("total_seconds", total_seconds)):
-        if limit is None:
-            raise TypeError(f"{name} must be a number of seconds; got None")
-        check_time_limit(name, limit)
-    verify, deadline = _has_math_verify(use_math_verify), time.monotonic() + total_seconds
+    check_time_limit("seconds", seconds)
+    check_time_limit("total_seconds", total_seconds)
+    verify, deadline = _installed() if use_math_verify is None else use_math_verify, time.monotonic() + total_seconds
+    if verify and not _installed():
+        raise ImportError("use_math_verify=True needs the package math-verify: pip install math-verify")
 
     def compare(reference: str, answer: str) -> bool | None:
         if not verify:
@@ -109,12 +108,6 @@ def _as_text(column: str, right: object) -> str:
     if isinstance(right, bool) or not isinstance(right, (str, int, float)):
         raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
     return str(right)
-
-
-def _has_math_verify(wanted: bool | None) -> bool:
-    if wanted and not _installed():
-        raise ImportError("use_math_verify=True needs the package math-verify: pip install math-verify")
-    return _installed() if wanted is None else wanted
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Asking math-verify from a safe distance.
 
 SymPy computes what it is given: `9^{9^{9}}` would take hours and gigabytes, with gmpy2 inside one call of C that no
-signal handler interrupts. So math-verify lives in a process of its own (`math_worker.py`), which limits its time and
-memory itself and is killed if that was not enough. This also leaves SIGALRM, which math-verify would use, to the
-caller, and works from any thread.
+signal handler interrupts. So math-verify lives in a process of its own (`math_worker.py`), which has a limit on its
+memory and ends at its time limit; the next question meets a new one. This also leaves SIGALRM, which math-verify would
+use, to the caller, and works from any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO
 
 _MAX_CHARACTERS = 300  # of an answer; a formula of that length is already a page of mathematics
 _START_SECONDS = 120.0  # importing SymPy takes one, on a loaded machine with a cold disk many
-_GRACE_SECONDS = 2.0  # the worker's own limits act first
+_GRACE_SECONDS = 2.0  # the worker's own limit acts first
 # A number to the power of a number to the power of a number: never an answer, and not worth a worker's life.
 _TOWER = re.compile(r"[0-9)}]\s*(?:\^|\*\*)\s*[{(]*\s*[0-9]+\s*(?:\^|\*\*)")
 
@@ -37,8 +37,9 @@ def equal(reference: str, answer: str, seconds: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # the samples of a group tend to agree, in wrong answers too
 def _ask(reference: str, answer: str, seconds: float) -> bool:
+    question = json.dumps([reference, answer, seconds]) + "\n"
     with _lock:
-        return _worker().ask(reference, answer, seconds)
+        return _worker().exchange(question, seconds + _GRACE_SECONDS, ("equal", "different")) == "equal"
 
 
 class _Worker:
@@ -57,35 +58,25 @@ class _Worker:
             encoding="utf-8",
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        assert self.process.stdout is not None
         # A thread, because Windows cannot wait for a pipe with a time limit.
         threading.Thread(target=_read_lines, args=(self.process.stdout, self.lines), daemon=True).start()
-        started = None
-        try:
-            started = self._next_line(_START_SECONDS)
-        finally:
-            if started != "ready":  # also after an interruption
-                self.kill()
-        if started != "ready":
-            raise RuntimeError(f"math-verify could not be started: {started or 'its process ended or gave no sign'}")
+        line = self.exchange("", _START_SECONDS, ("ready",))
+        if line != "ready":
+            raise RuntimeError(f"math-verify could not be started: {line or 'its process ended or gave no sign'}")
 
-    @property
-    def usable(self) -> bool:
-        return self.pid == os.getpid() and self.process.poll() is None
-
-    def ask(self, reference: str, answer: str, seconds: float) -> bool:
-        verdict = None
+    def exchange(self, question: str, seconds: float, expected: tuple[str, ...]) -> str:
+        """The process's next line, "" if none comes in time. It ends where that is none of the expected ones."""
+        line = ""
         try:
             assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps([reference, answer, seconds]) + "\n")
-            self.process.stdin.flush()
-            verdict = self._next_line(seconds + _GRACE_SECONDS)
-        except (BrokenPipeError, OSError):
-            pass  # it has died; what it was asked is not equal
+            with contextlib.suppress(OSError, queue.Empty):
+                self.process.stdin.write(question)
+                self.process.stdin.flush()
+                line = self.lines.get(timeout=seconds)
+            return line
         finally:
-            if verdict not in ("equal", "different"):  # also after an exception: its late verdict is another's answer
+            if line not in expected:  # also after an interruption: its late verdict is another's answer
                 self.kill()
-        return verdict == "equal"
 
     def kill(self) -> None:
         """Ends the process and closes its pipes."""
@@ -95,21 +86,20 @@ class _Worker:
             with contextlib.suppress(OSError):  # what was left in the buffer has no reader any more
                 self.process.stdin.close()
 
-    def _next_line(self, seconds: float) -> str:
-        try:
-            return self.lines.get(timeout=seconds)
-        except queue.Empty:
-            return ""
-
 
 _lock = threading.Lock()
 _current: _Worker | None = None
 
 
+def _usable() -> _Worker | None:
+    """The worker, if it is alive and this process's own."""
+    ours = _current is not None and _current.pid == os.getpid() and _current.process.poll() is None
+    return _current if ours else None
+
+
 def _worker() -> _Worker:
     global _current
-    if _current is None or not _current.usable:
-        _current = _Worker()
+    _current = _usable() or _Worker()
     return _current
 
 
@@ -122,5 +112,6 @@ def _read_lines(pipe: IO[str], lines: queue.SimpleQueue[str]) -> None:
 
 @atexit.register
 def _stop() -> None:
-    if _current is not None and _current.usable:
-        _current.kill()
+    worker = _usable()
+    if worker is not None:
+        worker.kill()

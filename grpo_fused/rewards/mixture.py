@@ -36,9 +36,19 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
             for key, values in batch.items()
         }
         rewards = function(**arguments_for(name, function, judged))
-        if inspect.isawaitable(rewards):
-            return _spread_later(rewards, chosen, len(completions))
-        return _spread(rewards, chosen, len(completions))
+
+        def spread(rewards: Sequence[float | None]) -> list[float | None]:
+            if len(rewards) != len(chosen):
+                raise ValueError(
+                    f"expected one reward for each of {len(chosen)} samples of the task; got {len(rewards)}"
+                )
+            given = dict(zip(chosen, rewards, strict=True))
+            return [given.get(position) for position in range(len(completions))]
+
+        async def spread_later(rewards: Any) -> list[float | None]:
+            return spread(await rewards)
+
+        return spread_later(rewards) if inspect.isawaitable(rewards) else spread(rewards)
 
     reward.__name__ = reward.__qualname__ = name
     return reward
@@ -47,16 +57,3 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
 def _is_column(values: object, length: int) -> bool:
     """One value a sample; not what TRL's trainer passes beside them (its state, its loggers)."""
     return isinstance(values, (list, tuple)) and len(values) == length
-
-
-def _spread(rewards: Sequence[float | None], chosen: Sequence[int], length: int) -> list[float | None]:
-    if len(rewards) != len(chosen):
-        raise ValueError(f"expected one reward for each of {len(chosen)} samples of the task; got {len(rewards)}")
-    everywhere: list[float | None] = [None] * length
-    for position, reward in zip(chosen, rewards, strict=True):
-        everywhere[position] = reward
-    return everywhere
-
-
-async def _spread_later(rewards: Any, chosen: Sequence[int], length: int) -> list[float | None]:
-    return _spread(await rewards, chosen, length)

@@ -9,10 +9,9 @@ from grpo_fused.rewards.answer import exact_answer_reward
 from grpo_fused.rewards.calling import RewardFunction, Rewards
 from grpo_fused.rewards.code_format import code_format_reward
 from grpo_fused.rewards.countdown import countdown_reward
-from grpo_fused.rewards.format import format_reward, soft_format_reward, tag_count_reward
+from grpo_fused.rewards.format import format_reward, reasoning_steps_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.length import length_reward, relative_length_reward
 from grpo_fused.rewards.math_accuracy import math_accuracy_reward
-from grpo_fused.rewards.reasoning import reasoning_steps_reward
 
 BUILT_INS: dict[str, RewardFunction] = {
     "format": format_reward,

@@ -1,11 +1,10 @@
 """A minimal GRPO trainer on the fused loss: rollout, rewards, advantages, update."""
 
-from grpo_fused.trainer.checkpoint_files import CheckpointError
+from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.generation import Generation, HuggingFaceEngine, RolloutEngine, Sampling, roll_out
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.policy import Policy
-from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.rollout import Generation, HuggingFaceEngine, Rollout, RolloutEngine, Sampling, roll_out
 from grpo_fused.trainer.scoring import RewardFunction, score_completions
 from grpo_fused.trainer.update import NonFiniteError, Updater
 from grpo_fused.trainer.vllm import VLLMEngine

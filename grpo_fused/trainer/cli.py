@@ -11,7 +11,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, get_loader, set_loader
 
-from grpo_fused.trainer.checkpoint_files import CheckpointError
+from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
 from grpo_fused.trainer.recipe import Recipe, build_trainer
 

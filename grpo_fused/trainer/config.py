@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.advantages import Aggregation, ScaleRewards
@@ -13,6 +14,11 @@ from grpo_fused.rollout_corrections import ImportanceSamplingMode
 
 LRSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["no", "bf16", "fp16"]
+
+
+def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
+    """A number with its range, which `GRPOTrainerConfig` checks: from `least`, or above 0 where it is `positive`."""
+    return field(default=default, metadata={"least": least, "positive": positive, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,62 +83,50 @@ class GRPOTrainerConfig:
         TypeError: An option has the wrong type.
     """
 
-    steps: int = 100
-    prompts_per_step: int = 8
-    num_generations: int = 8
-    num_iterations: int = 1
-    micro_batch_tokens: int = 16384
-    max_prompt_length: int | None = None
-    max_completion_length: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    steps: int = option(100, least=1)
+    prompts_per_step: int = option(8, least=1)
+    num_generations: int = option(8, least=2)
+    num_iterations: int = option(1, least=1)
+    micro_batch_tokens: int = option(16384, least=1)
+    max_prompt_length: int | None = option(None, least=1)
+    max_completion_length: int = option(256, least=1)
+    temperature: float = option(1.0, positive=True)
+    top_p: float = option(1.0, positive=True, most=1)
+    top_k: int = option(0)
+    min_p: float = option(0.0, most=1)
+    repetition_penalty: float = option(1.0, positive=True)
     stop_strings: tuple[str, ...] = ()
-    generation_batch_size: int | None = None
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
+    generation_batch_size: int | None = option(None, least=1)
+    learning_rate: float = option(1e-6, positive=True)
+    warmup_steps: int = option(0)
     lr_scheduler_type: LRSchedule = "constant"
     adam_betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    weight_decay: float = option(0.0)
+    max_grad_norm: float = option(1.0, positive=True)
     scale_rewards: ScaleRewards = "group"
     reward_aggregation: Aggregation = "sum_then_normalize"
-    reward_timeout: float | None = None
+    reward_timeout: float | None = option(None, positive=True)
     importance_sampling: ImportanceSamplingMode | None = "sequence_mask"
-    importance_sampling_clip: float = 3.0
+    importance_sampling_clip: float = option(3.0, positive=True)
     mixed_precision: Precision = "no"
     gradient_checkpointing: bool = False
-    seed: int = 0
-    logging_steps: int = 10
-    sample_steps: int = 0
+    seed: int = option(0)
+    logging_steps: int = option(10, least=1)
+    sample_steps: int = option(0)
     report_to: tuple[str, ...] = ()
-    eval_steps: int = 0
-    eval_samples: int = 0
-    save_steps: int = 0
-    save_total_limit: int | None = 2
+    eval_steps: int = option(0)
+    eval_samples: int = option(0)
+    save_steps: int = option(0)
+    save_total_limit: int | None = option(2, least=1)
     impl: Impl = "auto"
     loss: GRPOLossConfig = field(default_factory=GRPOLossConfig)
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST_INT.items():
-            self._check_int(name, least)
-        for name, (low, high) in _RANGES.items():
-            self._check_float(name, low, high)
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            _check(f.name, getattr(self, f.name), hints[f.name], **f.metadata)
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}")
-        for name in ("stop_strings", "report_to"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(text, str) and text for text in value):
-                raise TypeError(f"{name} must be a tuple of non-empty strings; got {value!r}")
-        if not isinstance(self.gradient_checkpointing, bool):
-            raise TypeError(f"gradient_checkpointing must be a bool; got {self.gradient_checkpointing!r}")
-        if not isinstance(self.loss, GRPOLossConfig):
-            raise TypeError(f"loss must be a GRPOLossConfig; got {type(self.loss).__name__}")
         if self.eval_samples == 1:
             raise ValueError("eval_samples must be 0 (greedy only) or at least 2; got 1")
 
@@ -141,70 +135,31 @@ class GRPOTrainerConfig:
         """Completions in a rollout, over all processes."""
         return self.prompts_per_step * self.num_generations
 
-    def _check_int(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is None and name in _OPTIONAL:
-            return
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int; got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}{_WHY.get(name, '')}")
 
-    def _check_float(self, name: str, low: float, high: float) -> None:
-        """`low` itself is allowed only where it means "off"."""
-        value = getattr(self, name)
-        if value is None and name in _OPTIONAL:
-            return
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a float; got {value!r}")
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite; got {value}")
-        if name in ("weight_decay", "min_p"):
-            if not low <= value <= high:
-                raise ValueError(f"{name} must not be negative{f' nor above {high}' * (high < math.inf)}; got {value}")
-        elif value <= low:
-            raise ValueError(f"{name} must be positive; got {value}")
-        elif value > high:
-            raise ValueError(f"{name} must not be above {high}; got {value}")
+def _check(name: str, value: Any, hint: Any, **limits: Any) -> None:
+    """Raises unless an option is of its type, and a number in its range."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) or NoneType in get_args(hint) else (hint,)
+    kind, choices = kinds[0], [choice for one in kinds for choice in get_args(one) if get_origin(one) is Literal]
+    if value is None and NoneType in kinds:
+        return
+    if choices and value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
+        raise TypeError(f"{name} must be a tuple of non-empty strings; got {value!r}")
+    accepted: Any = (int, float) if kind is float else kind if kind in (int, bool, GRPOLossConfig) else object
+    if not isinstance(value, accepted) or (limits and isinstance(value, bool)):
+        came = type(value).__name__ if kind is GRPOLossConfig else repr(value)
+        raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}; got {came}")
+    if limits:
+        _check_range(name, value, **limits)
 
 
-_LEAST_INT = {
-    "steps": 1,
-    "prompts_per_step": 1,
-    "num_generations": 2,
-    "num_iterations": 1,
-    "micro_batch_tokens": 1,
-    "max_prompt_length": 1,
-    "max_completion_length": 1,
-    "top_k": 0,
-    "generation_batch_size": 1,
-    "warmup_steps": 0,
-    "seed": 0,
-    "logging_steps": 1,
-    "sample_steps": 0,
-    "eval_steps": 0,
-    "eval_samples": 0,
-    "save_steps": 0,
-    "save_total_limit": 1,
-}
-_RANGES = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, math.inf),
-    "learning_rate": (0, math.inf),
-    "weight_decay": (0, math.inf),
-    "max_grad_norm": (0, math.inf),
-    "reward_timeout": (0, math.inf),
-    "importance_sampling_clip": (0, math.inf),
-}
-_OPTIONAL = {"max_prompt_length", "generation_batch_size", "save_total_limit", "reward_timeout"}
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "scale_rewards": get_args(ScaleRewards),
-    "reward_aggregation": get_args(Aggregation),
-    "importance_sampling": (None, *get_args(ImportanceSamplingMode)),
-    "lr_scheduler_type": get_args(LRSchedule),
-    "mixed_precision": get_args(Precision),
-    "impl": get_args(Impl),
-}
-_WHY = {"num_generations": ": a group of one has no baseline to compare with"}
+def _check_range(name: str, value: float, *, least: float, positive: bool, most: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}")
+    if value > most:
+        raise ValueError(f"{name} must not be above {most}; got {value}")
+    if positive and value <= 0:
+        raise ValueError(f"{name} must be positive; got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fused.trainer.prompts import Prompt, check_prompt
+from grpo_fused.trainer.prompts import check_prompt
 
 Row = Mapping[str, object]
 
@@ -102,30 +102,6 @@ class Filtered(NamedTuple):
     dropped: int
 
 
-def filter_by_length(
-    rows: Sequence[Row], length_of: Callable[[Row], int], max_length: int, *, what: str = "length"
-) -> Filtered:
-    """Keeps the rows of at most `max_length`.
-
-    Args:
-        rows: The data set.
-        length_of: The length of a row, in tokens or whatever `max_length` counts.
-        max_length: At least 1.
-        what: What the errors call the length.
-
-    Raises:
-        ValueError: No row is left.
-    """
-    if max_length < 1:
-        raise ValueError(f"the maximal {what} must be at least 1; got {max_length}")
-    lengths = [length_of(row) for row in rows]
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
-    if not kept:
-        shortest = f"the shortest of {len(rows)} rows has {min(lengths)}" if lengths else "there are no rows"
-        raise ValueError(f"expected rows with a {what} of at most {max_length}; got none: {shortest}")
-    return Filtered(kept, len(rows) - len(kept))
-
-
 def filter_by_prompt_length(
     rows: Sequence[Row], encode: Callable[[Any], list[int]], max_prompt_length: int
 ) -> Filtered:
@@ -139,12 +115,16 @@ def filter_by_prompt_length(
     Raises:
         ValueError: No row is left.
     """
-
-    def tokens_of(row: Row) -> int:
-        prompt: Prompt = row["prompt"]  # type: ignore[assignment]  # `check_rows` has seen it
-        return len(encode(prompt))
-
-    return filter_by_length(rows, tokens_of, max_prompt_length, what="prompt length in tokens")
+    if max_prompt_length < 1:
+        raise ValueError(f"the maximal prompt length in tokens must be at least 1; got {max_prompt_length}")
+    lengths = [len(encode(row["prompt"])) for row in rows]
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_prompt_length]
+    if not kept:
+        shortest = f"the shortest of {len(rows)} rows has {min(lengths)}" if lengths else "there are no rows"
+        raise ValueError(
+            f"expected rows with a prompt length in tokens of at most {max_prompt_length}; got none: {shortest}"
+        )
+    return Filtered(kept, len(rows) - len(kept))
 
 
 def dropped_message(filtered: Filtered, max_prompt_length: int) -> str:
@@ -201,10 +181,7 @@ class Batches(Iterator[list[Row]]):
             if type(state.get(key)) is not int:
                 raise ValueError(f"the state of the data set must have an int {key!r}; got {dict(state)}")
         if state["length"] != len(self.rows):
-            raise ValueError(
-                f"the state is of a data set of {state['length']} rows; got one of {len(self.rows)}, whose order is "
-                "another one"
-            )
+            raise ValueError(f"the state is of a data set of {state['length']} rows; got one of {len(self.rows)}")
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of an order with seed {state['seed']}; got seed {self.seed}")
         if state["epoch"] < 0 or not 0 <= state["position"] <= len(self.rows):

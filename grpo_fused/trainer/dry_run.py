@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.data import Row, is_file
-from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, build_trainer, with_adapter
 from grpo_fused.trainer.tasks import find_task, format_rows
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
-PROMPTS = ("Name a colour.", "What is 2 + 2?", "Say something short.", "Count to three.")
+PROMPTS = ("Name a colour.", "What is 2 + 2?")
 
 
 def dry_run(recipe: Recipe) -> list[Metrics]:
@@ -23,35 +21,27 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
     The policy and reward models are tiny random ones with a byte-level tokenizer. The rows are the examples of the
     recipe's task, those of its file if it has one, or a few prompts without further columns.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_tiny_trainer(recipe, Path(folder))
-        return trainer.train()
-
-
-def make_tiny_trainer(recipe: Recipe, folder: Path) -> GRPOTrainer:
-    """The trainer of `dry_run`."""
-    tokenizer = tiny_tokenizer()
+    tokenizer, rows = tiny_tokenizer(), _rows(recipe)
     rewards = [
         RewardModel(tiny_reward_model(tokenizer), tokenizer) if reward.model is not None else reward.load()
         for reward in recipe.rewards
     ]
-    rows = _rows(recipe)
     has_eval = recipe.eval_dataset is not None or recipe.eval_split is not None
-    small = replace(
-        recipe,
-        steps=1,
-        prompts_per_step=len(rows),
-        max_prompt_length=None,
-        max_completion_length=min(recipe.max_completion_length, 16),
-        mixed_precision="bf16" if recipe.mixed_precision == "bf16" else "no",
-        report_to=(),
-        logging_steps=1,
-        output_dir=str(folder),
-    )
-    parts = Parts(
-        with_adapter(tiny_model(tokenizer), recipe.lora), tokenizer, rewards, rows, rows if has_eval else None
-    )
-    return build_trainer(small, parts)
+    model = with_adapter(tiny_model(tokenizer), recipe.lora)
+    parts = Parts(model, tokenizer, rewards, rows, rows if has_eval else None)
+    with tempfile.TemporaryDirectory() as folder:
+        small = replace(
+            recipe,
+            steps=1,
+            prompts_per_step=len(rows),
+            max_prompt_length=None,
+            max_completion_length=min(recipe.max_completion_length, 16),
+            mixed_precision="bf16" if recipe.mixed_precision == "bf16" else "no",
+            report_to=(),
+            logging_steps=1,
+            output_dir=folder,
+        )
+        return build_trainer(small, parts).train()
 
 
 def _rows(recipe: Recipe) -> list[Row]:
@@ -61,4 +51,4 @@ def _rows(recipe: Recipe) -> list[Row]:
     assert recipe.dataset is not None
     if is_file(recipe.dataset):
         return recipe.train_rows()[:2]
-    return [{"prompt": prompt} for prompt in PROMPTS[:2]]
+    return [{"prompt": prompt} for prompt in PROMPTS]

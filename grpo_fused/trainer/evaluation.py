@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from grpo_fused.trainer.data import Row
-from grpo_fused.trainer.generation import Sampling
 from grpo_fused.trainer.metrics import Metrics
+from grpo_fused.trainer.rollout import Sampling
 
 Judge = Callable[[Sequence[Row], Sampling], Tensor]
 """Samples completions of rows and scores them: rewards [len(rows) * num_generations, F]."""
@@ -57,14 +57,11 @@ def evaluate(
         batch = mine[start : start + batch_size]
         asked = batch + list(rows[:1]) * (min(batch_size, most - start) - len(batch))
         greedy = judge(asked, replace(sampling, greedy=True, num_generations=1))[: len(batch)].double().cpu()
-        sampled = None
+        sums[0, : len(names)] += greedy.nansum(0)
+        sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
             sampled = judge(asked, replace(sampling, num_generations=samples))[:, success].reshape(-1, samples).cpu()
             sampled = sampled[: len(batch)]
-        judged = ~greedy.isnan()
-        sums[0, : len(names)] += greedy.nan_to_num().sum(0)
-        sums[1, : len(names)] += judged.sum(0)
-        if sampled is not None:
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())
                 sums[0, -2:] += torch.tensor([pass_at_k(samples, right, 1), pass_at_k(samples, right, samples)])

@@ -21,19 +21,18 @@ from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Row, check_rows, dropped_message, filter_by_prompt_length
 from grpo_fused.trainer.evaluation import evaluate
-from grpo_fused.trainer.generation import HuggingFaceEngine, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.keeping import KeptRun
 from grpo_fused.trainer.metrics import Metrics, mean_of, print_samples
 from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
 from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, prompt_text
-from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
+from grpo_fused.trainer.state import RunState
 from grpo_fused.trainer.update import Updater
 from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
-class GRPOTrainer(KeptRun):
+class GRPOTrainer(RunState):
     """Trains a causal LM with GRPO on prompts and reward functions.
 
     Args:
@@ -100,7 +99,12 @@ class GRPOTrainer(KeptRun):
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
         self.encode = partial(encode_prompt, tokenizer)
-        self.prompts_per_process = _share(config.prompts_per_step, self.accelerator.num_processes)
+        processes = self.accelerator.num_processes
+        if config.prompts_per_step % processes:
+            raise ValueError(
+                f"prompts_per_step must be divisible by the {processes} processes; got {config.prompts_per_step}"
+            )
+        self.prompts_per_process = config.prompts_per_step // processes
         self.train_rows = self._usable(train_dataset, config.prompts_per_step, "train_dataset")
         self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
         self.evaluate_too = evaluate
@@ -214,8 +218,10 @@ class GRPOTrainer(KeptRun):
         first = self.accelerator.process_index * self.prompts_per_process
         # for engines with a generator of their own: another one for each completion of the run
         seed = (self.config.seed * self.config.steps + self.steps_done) * self.config.rollout_size
+        interval = self.config.sample_steps
+        shows = self.accelerator.is_main_process and interval > 0 and self.steps_done % interval == 0
         sampling = replace(self.sampling, seed=seed + first * self.config.num_generations)
-        return self.sample(rows[first : first + self.prompts_per_process], sampling, show=self._shows_samples())
+        return self.sample(rows[first : first + self.prompts_per_process], sampling, show=shows)
 
     def _collect_together(self) -> tuple[Rollout, Tensor]:
         """`collect`; where one process fails, all of them do, so that none waits for it and they can save together."""
@@ -277,10 +283,6 @@ class GRPOTrainer(KeptRun):
         check_rows(filtered.rows, at_least, name=name)
         return filtered.rows
 
-    def _shows_samples(self) -> bool:
-        interval = self.config.sample_steps
-        return self.accelerator.is_main_process and interval > 0 and self.steps_done % interval == 0
-
 
 def _prompt(row: Row) -> Prompt:
     return cast(Prompt, row["prompt"])  # `check_rows` has seen it
@@ -307,9 +309,3 @@ def _check_trackers(report_to: Sequence[str], accelerator: Accelerator) -> None:
         if name in map(str, tracking.get_available_trackers()):
             raise ValueError(f"report_to {name!r} needs an accelerator that logs with it; got one of {sorted(active)}")
         raise ImportError(f"report_to {name!r} needs its package installed: pip install {name.replace('_', '-')}")
-
-
-def _share(prompts: int, processes: int) -> int:
-    if prompts % processes:
-        raise ValueError(f"prompts_per_step must be divisible by the {processes} processes; got {prompts}")
-    return prompts // processes

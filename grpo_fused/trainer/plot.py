@@ -35,15 +35,9 @@ def panels_of(lines: Lines) -> list[Panel]:
     rewards = {name: name.removeprefix("rewards/") for name in names if name.startswith("rewards/")}
     held_out = {name: name.removeprefix("eval/") for name in names if name.startswith(("eval/", "held_out"))}
     shares = all(0 <= value <= 1 for line in lines for name in held_out if (value := line.get(name)) is not None)
+    of_rewards = {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {})
     panels = [
-        Panel(
-            "Reward",
-            "mean of a rollout",
-            {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {}),
-            0,
-            None,
-            None,
-        ),
+        Panel("Reward", "mean of a rollout", of_rewards, bottom=None),
         Panel("Held-out prompts", "mean", held_out, 3, 1.0 if shares else None, 0.0 if shares else None),
         Panel("KL to the reference", "nats per token", {"kl": ""}, 4),
         Panel("Entropy", "nats per token", {"entropy": ""}, 5),
@@ -80,9 +74,8 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 3.3 * rows), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display, whatever backend the user has configured
-    figure.suptitle(
-        title or metrics.resolve().parent.name, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left"
-    )
+    title = title or metrics.resolve().parent.name
+    figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         draw_panel(axes, panel, lines)

@@ -14,10 +14,10 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.rewards import RewardModel, built_in
-from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.config import GRPOTrainerConfig, option
 from grpo_fused.trainer.data import Row, is_file, load_rows
-from grpo_fused.trainer.generation import RolloutEngine
 from grpo_fused.trainer.loop import GRPOTrainer
+from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import find_task, format_rows
 from grpo_fused.trainer.vllm import VLLMEngine, check_options
@@ -110,10 +110,10 @@ class Recipe(GRPOTrainerConfig):
     task: str | None = None
     subset: str | None = None
     split: str = "train"
-    limit: int | None = None
+    limit: int | None = option(None, least=1)
     eval_dataset: str | None = None
     eval_split: str | None = None
-    eval_limit: int | None = None
+    eval_limit: int | None = option(None, least=1)
     system_prompt: str | None = None
     chat: bool = True
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
@@ -133,10 +133,6 @@ class Recipe(GRPOTrainerConfig):
             raise ValueError("a recipe must name a dataset or a task; got neither")
         if self.rollout == "vllm":
             check_options(self)
-        for name in ("limit", "eval_limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
 
     @property
     def training(self) -> GRPOTrainerConfig:

@@ -1,12 +1,23 @@
-"""A rollout: sampled completions with their prompts, padded, and how it is cut into micro-batches."""
+"""A rollout: prompts in, sampled completions out, padded, and how they are cut into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from grpo_fused.trainer.config import GRPOTrainerConfig
 
 
 class Rollout(NamedTuple):
@@ -82,3 +93,221 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tenso
             batches.append([row])
             longest_prompt, longest_completion = prompts[row], completions[row]
     return [torch.tensor(batch) for batch in batches]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to sample: the options of `GRPOTrainerConfig` that a rollout engine must know, and the tokens that end.
+
+    `greedy` takes the most likely token instead, for evaluation. `seed` is for engines with a generator of their own:
+    the first completion's, those of the others follow it.
+    """
+
+    num_generations: int
+    max_completion_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    greedy: bool = False
+    seed: int | None = None
+
+    @staticmethod
+    def of(config: GRPOTrainerConfig, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
+        """The sampling of a run."""
+        options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling) if hasattr(config, f.name)}
+        own = {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id, "seed": None}
+        return Sampling(**(options | own))
+
+
+class Generation(NamedTuple):
+    """Completions of P prompts, `num_generations` for each, side by side: B = P * num_generations rows."""
+
+    ids: Tensor  # [B, T] int64, padded on the right
+    mask: Tensor  # [B, T] bool, True up to and including the token that ended the completion
+    sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None where the policy itself sampled
+
+    @staticmethod
+    def of_lists(
+        ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]] | None, pad_token_id: int
+    ) -> Generation:
+        """From rows of different lengths, as engines give them."""
+        width = max(1, *map(len, ids))
+        padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
+        scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
+        return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores)
+
+
+class RolloutEngine(Protocol):
+    """What the trainer asks of a rollout engine."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """Samples completions of the prompts' token ids."""
+        ...
+
+    def sync_weights(self, model: PreTrainedModel) -> None:
+        """Called before a rollout whenever the policy has changed; `model` is the unwrapped policy."""
+        ...
+
+
+def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollout:
+    """The engine's completions beside their prompts, checked: an engine may be anybody's code.
+
+    Raises:
+        ValueError: Shapes or dtypes are not those of `Generation`, or a completion has no token.
+    """
+    generation = engine.generate(prompts, sampling)
+    rows = len(prompts) * sampling.num_generations
+    ids, mask, logps = generation
+    if ids.ndim != 2 or len(ids) != rows or ids.dtype != torch.int64:
+        raise ValueError(
+            f"a rollout engine must return ids of shape ({rows}, T), int64; got {tuple(ids.shape)}, {ids.dtype}"
+        )
+    for name, tensor in (("mask", mask), ("sampling_logps", logps)):
+        if tensor is not None and tensor.shape != ids.shape:
+            raise ValueError(
+                f"a rollout engine must return {name} of the shape of ids, {tuple(ids.shape)}; "
+                f"got {tuple(tensor.shape)}"
+            )
+    lengths = mask.sum(1)
+    if mask.dtype != torch.bool or not torch.equal(mask, length_mask(lengths, mask.shape[1])):
+        raise ValueError("a rollout engine must return a bool mask that is True up to each completion's end")
+    if not bool((lengths > 0).all()):
+        raise ValueError(f"a completion must have at least one token; row {int(lengths.argmin())} has none")
+    repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+    return Rollout(*pad_prompts(repeated, sampling.pad_token_id), ids, mask, logps).to(ids.device)
+
+
+class HuggingFaceEngine:
+    """Samples with the policy itself, by `model.generate`.
+
+    Args:
+        model: The policy, in any mode: it samples in eval mode and is put back.
+        tokenizer: For stop strings.
+        batch_size: Completions at a time; None takes all at once.
+        synced: All processes take the same number of forward passes (FSDP needs it).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | None = None,
+        synced: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.batch_size, self.synced = model, tokenizer, batch_size, synced
+
+    def sync_weights(self, model: PreTrainedModel) -> None:
+        """Nothing: the policy's own weights sample."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """Samples completions of the prompts' token ids."""
+        repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+        size = self.batch_size or len(repeated)
+        rows: list[list[int]] = []
+        with _as_sampler(self.model):
+            for start in range(0, len(repeated), size):
+                rows += self._generate(repeated[start : start + size], sampling)
+        ids, mask, _ = Generation.of_lists(rows, None, sampling.pad_token_id)
+        device = self.model.device
+        return Generation(ids.to(device), mask.to(device))
+
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        ids, mask = (tensor.to(self.model.device) for tensor in pad_prompts(prompts, sampling.pad_token_id))
+        ends = _Ends(sampling, self.tokenizer, prompt_length=ids.shape[1], rows=len(prompts), device=ids.device)
+        sequences = self.model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
+            input_ids=ids,
+            attention_mask=mask.long(),
+            generation_config=_generation_config(sampling),
+            stopping_criteria=StoppingCriteriaList([ends]),
+            synced_gpus=self.synced,
+        )
+        completions = sequences[:, ids.shape[1] :].tolist()
+        lengths = ends.lengths.clamp(max=len(completions[0])).tolist()
+        return [row[:length] for row, length in zip(completions, lengths, strict=True)]
+
+
+class _Ends(StoppingCriteria):
+    """Ends a sequence at an EOS or a stop string, and remembers where.
+
+    Lengths cannot be read off the ids afterwards: `generate` may pad with an EOS, and a stop string leaves none.
+    """
+
+    def __init__(
+        self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int, rows: int, device: Any
+    ) -> None:
+        # `generate` pads finished rows only if a criterion has this attribute
+        self.eos_token_id = torch.tensor(sampling.eos_token_ids, device=device)
+        self.stop_strings = sampling.stop_strings
+        # a character is at most four tokens, one for each byte
+        self.tail = 1 + max((len(text.encode()) for text in self.stop_strings), default=0)
+        self.tokenizer = tokenizer
+        self.prompt_length = prompt_length
+        self.lengths = torch.full((rows,), torch.iinfo(torch.int64).max, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = torch.isin(input_ids[:, -1], self.eos_token_id)
+        length = input_ids.shape[1] - self.prompt_length
+        if self.stop_strings:
+            # of the completion alone: a prompt may hold a stop string, or end with the beginning of one. transformers'
+            # own criterion matches vocabularies in advance, and refuses tokenizers that do not know "abcdef"
+            tails = self.tokenizer.batch_decode(input_ids[:, -min(self.tail, length) :])
+            found = [any(stop in tail for stop in self.stop_strings) for tail in tails]
+            done |= torch.tensor(found, device=done.device)
+        self.lengths = torch.where(done, self.lengths.clamp(max=length), self.lengths)
+        return done
+
+
+def _generation_config(sampling: Sampling) -> GenerationConfig:
+    options: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        # all of them, always: `generate` replaces what is None by its own defaults, a top_k of 50 among them
+        options = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p or None,
+        }
+    return GenerationConfig(
+        max_new_tokens=sampling.max_completion_length,
+        eos_token_id=list(sampling.eos_token_ids),
+        pad_token_id=sampling.pad_token_id,
+        repetition_penalty=sampling.repetition_penalty,
+        use_cache=True,
+        **options,
+    )
+
+
+@contextmanager
+def _as_sampler(model: PreTrainedModel) -> Iterator[None]:
+    """In eval mode, and without the model's own generation config.
+
+    `generate` would fill in what that says (Qwen: top_p 0.8, repetition penalty 1.05).
+    """
+    was_training, before = model.training, model.generation_config
+    model.eval()
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+        model.train(was_training)
+
+
+def ending_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
+    found: list[int] = []
+    for ids in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        found += ids if isinstance(ids, (list, tuple)) else [] if ids is None else [int(ids)]
+    if not found:
+        raise ValueError(
+            "the tokenizer needs an EOS token, or the model's generation_config an eos_token_id: no completion ends"
+        )
+    return tuple(dict.fromkeys(found))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from grpo_fused.rewards.calling import GIVEN, RewardError, RewardFunction, call_reward_functions
+from grpo_fused.rewards.calling import RewardError, RewardFunction, call_reward_functions, check_time_limit
 from grpo_fused.rewards.text import Text
-from grpo_fused.rewards.time_limit import check_time_limit
-from grpo_fused.trainer.data import Row
+from grpo_fused.trainer.data import Row, check_rows
 
 __all__ = ["RewardError", "RewardFunction", "Row", "reward_names", "score_completions"]
 
@@ -104,47 +104,29 @@ def _as_batch(
         raise ValueError(
             f"expected completion_ids for each of {len(completions)} completions; got {len(completion_ids)}"
         )
-    columns = list(rows[0]) if rows else []
-    for position, row in enumerate(rows):
-        if set(row) != set(columns):
-            raise ValueError(f"row {position} must have the columns {sorted(columns)}; got {sorted(row)}")
-    taken = sorted(set(columns) & set(GIVEN))
-    if taken:
-        raise ValueError(f"a data set must not have a column that reward functions get anyway; got {taken}")
-    if rows and "prompt" not in columns:
-        raise ValueError(f'the rows must have a "prompt"; got the columns {sorted(columns)}')
+    check_rows(rows, 1, name="the rows")
     given: dict[str, list[object]] = {"prompts": [row["prompt"] for row in rows], "completions": list(completions)}
     if completion_ids is not None:
         given["completion_ids"] = list(completion_ids)
-    return given | {name: [row[name] for row in rows] for name in columns if name != "prompt"}
+    return given | {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
 
 
 def _checked(name: str, rewards: object, expected: int) -> list[float]:
     """The rewards of one function as floats, None as NaN; any other NaN is the function's error."""
+    must = f"reward function {name!r} must return"
     if not isinstance(rewards, (list, tuple)):
-        raise TypeError(
-            f"reward function {name!r} must return a list of {expected} floats (or None); got {type(rewards).__name__}"
-        )
+        raise TypeError(f"{must} a list of {expected} floats (or None); got {type(rewards).__name__}")
     if len(rewards) != expected:
-        raise ValueError(
-            f"reward function {name!r} must return one reward for each of {expected} completions; got {len(rewards)}"
-        )
-    return [_checked_reward(name, position, reward) for position, reward in enumerate(rewards)]
-
-
-def _checked_reward(name: str, position: int, reward: object) -> float:
-    if reward is None:
-        return math.nan
-    if not isinstance(reward, Real):
-        raise TypeError(
-            f"reward function {name!r} must return floats or None; got {reward!r} for completion {position}"
-        )
-    if not -_MAX_REWARD <= reward <= _MAX_REWARD:  # type: ignore[operator]  # mypy's Real is no float; False for NaN
-        raise ValueError(
-            f'reward function {name!r} must return finite rewards that fp32 can hold (None for "not judged"); '
-            f"got {_shown(reward)} for completion {position}"
-        )
-    return float(reward)
+        raise ValueError(f"{must} one reward for each of {expected} completions; got {len(rewards)}")
+    for position, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, Real):
+            raise TypeError(f"{must} floats or None; got {reward!r} for completion {position}")
+        if reward is not None and not -_MAX_REWARD <= cast(float, reward) <= _MAX_REWARD:  # False for NaN
+            raise ValueError(
+                f'{must} finite rewards that fp32 can hold (None for "not judged"); '
+                f"got {_shown(reward)} for completion {position}"
+            )
+    return [math.nan if reward is None else float(reward) for reward in rewards]
 
 
 def _shown(reward: Real) -> str:

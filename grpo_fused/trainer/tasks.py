@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +25,8 @@ class Task:
         source: Name of the data set, for `load_rows`.
         subset: Its configuration, for `load_rows`.
         default_system_prompt: Where the user gives none.
-        question: A raw row's question, in words. Raises TypeError or ValueError for a row of another shape.
-        columns: What the reward functions get of a raw row. Raises likewise.
+        read: A raw row's question, in words, and the columns that the reward functions get. Raises TypeError or
+            ValueError for a row of another shape.
         examples: A few raw rows of the data set's shape, for runs without it.
     """
 
@@ -35,8 +34,7 @@ class Task:
     source: str
     subset: str | None = None
     default_system_prompt: str
-    question: Callable[[Row], str]
-    columns: Callable[[Row], dict[str, object]]
+    read: Callable[[Row], tuple[str, dict[str, object]]]
     examples: tuple[Row, ...]
 
     def format_row(self, raw: Row, system_prompt: str | None = None, *, chat: bool = True) -> Row:
@@ -49,12 +47,12 @@ class Task:
                 whose tokenizer has no chat template.
         """
         system = self.default_system_prompt if system_prompt is None else system_prompt
-        question = self.question(raw)
+        question, columns = self.read(raw)
         if chat:
             messages = [{"role": "system", "content": system}] if system else []
-            return {"prompt": [*messages, {"role": "user", "content": question}], **self.columns(raw)}
+            return {"prompt": [*messages, {"role": "user", "content": question}], **columns}
         text = f"User: {question}\nAssistant:"
-        return {"prompt": f"{system.rstrip()}\n{text}" if system else text, **self.columns(raw)}
+        return {"prompt": f"{system.rstrip()}\n{text}" if system else text, **columns}
 
 
 def format_rows(
@@ -101,79 +99,23 @@ def final_answer(worked_answer: str) -> str:
     return answer
 
 
-def generate_countdown(
-    count: int,
-    seed: int = 0,
-    *,
-    numbers: Sequence[int] = (3, 4),
-    max_number: int = 99,
-    max_target: int = 100,
-) -> list[Row]:
-    """Countdown puzzles that have a solution, as raw rows `{"nums": [...], "target": ...}`.
-
-    The target is worked out from all the numbers, each used once, with every step on the way a positive integer.
-
-    Args:
-        count: Puzzles; two may be the same.
-        seed: The same seed gives the same puzzles.
-        numbers: How many numbers a puzzle may have; each choice is as likely.
-        max_number: The numbers are 1 to this.
-        max_target: The target is at most this, or `max_number` if that is larger.
-    """
-    if count < 1 or not numbers or min(numbers) < 1 or max_number < 1 or max_target < 1:
-        raise ValueError(
-            "count, numbers, max_number and max_target must be at least 1; "
-            f"got {count}, {tuple(numbers)}, {max_number} and {max_target}"
-        )
-    rng = random.Random(seed)
-    puzzles: list[Row] = []
-    for _ in range(count):
-        nums = [rng.randint(1, max_number) for _ in range(rng.choice(numbers))]
-        puzzles.append({"nums": nums, "target": _combine(nums, max_target, rng)})
-    return puzzles
+def _gsm8k(raw: Row) -> tuple[str, dict[str, object]]:
+    return _text(raw, "question"), {"answer": final_answer(_text(raw, "answer"))}
 
 
-def _combine(nums: Sequence[int], max_target: int, rng: random.Random) -> int:
-    """Joins two random values with a random operator until one is left."""
-    values = list(nums)
-    while len(values) > 1:
-        rng.shuffle(values)
-        small, large = sorted((values.pop(), values.pop()))
-        # Never empty: numbers that differ have a difference, equal ones a quotient.
-        results = [result for result in (small + large, small * large) if result <= max_target]
-        if large > small:
-            results.append(large - small)
-        if large % small == 0:
-            results.append(large // small)
-        values.append(rng.choice(results))
-    return values[0]
-
-
-def _gsm8k_question(raw: Row) -> str:
-    return _text(raw, "question")
-
-
-def _gsm8k_columns(raw: Row) -> dict[str, object]:
-    return {"answer": final_answer(_text(raw, "answer"))}
-
-
-def _countdown_question(raw: Row) -> str:
+def _countdown(raw: Row) -> tuple[str, dict[str, object]]:
     """In the words of TinyZero (github.com/Jiayi-Pan/TinyZero), but for the tags, which the system prompt explains."""
-    puzzle = _countdown_columns(raw)
-    return (
-        f"Using the numbers {puzzle['nums']}, create an equation that equals {puzzle['target']}. You can use basic "
-        "arithmetic operations (+, -, *, /) and each number can only be used once. The answer is the left side of the "
-        "equation alone, for example <answer> (1 + 2) / 3 </answer>."
-    )
-
-
-def _countdown_columns(raw: Row) -> dict[str, object]:
     nums, target = _column(raw, "nums"), _column(raw, "target")
     if not isinstance(nums, (list, tuple)) or not nums or any(type(number) is not int for number in nums):
         raise TypeError(f"expected 'nums' to be a list of ints; got {nums!r}")
     if type(target) is not int:
         raise TypeError(f"expected 'target' to be an int; got {target!r}")
-    return {"target": target, "nums": list(nums)}
+    question = (
+        f"Using the numbers {list(nums)}, create an equation that equals {target}. You can use basic "
+        "arithmetic operations (+, -, *, /) and each number can only be used once. The answer is the left side of the "
+        "equation alone, for example <answer> (1 + 2) / 3 </answer>."
+    )
+    return question, {"target": target, "nums": list(nums)}
 
 
 def _text(raw: Row, column: str) -> str:
@@ -197,8 +139,7 @@ GSM8K = Task(
     subset="main",
     # the exact-answer reward compares texts, and "18 eggs" is not "18"
     default_system_prompt=f"{THINK_THEN_ANSWER} The answer is a number and nothing else.",
-    question=_gsm8k_question,
-    columns=_gsm8k_columns,
+    read=_gsm8k,
     examples=(
         {
             "question": "A box holds 6 eggs. How many eggs do 4 boxes hold?",
@@ -220,8 +161,7 @@ COUNTDOWN = Task(
     name="countdown",
     source="Jiayi-Pan/Countdown-Tasks-3to4",
     default_system_prompt=THINK_THEN_ANSWER,
-    question=_countdown_question,
-    columns=_countdown_columns,
+    read=_countdown,
     examples=(
         {"nums": [44, 19, 35], "target": 98},  # 44 + 19 + 35
         {"nums": [2, 3, 7], "target": 35},  # (2 + 3) * 7

@@ -55,20 +55,16 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCau
         tokenizer: Gives the size of the vocabulary and the EOS and pad tokens.
         seed: Of the weights; torch's own generator is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen2ForCausalLM(_config(tokenizer)).eval()
+    return _seeded(Qwen2ForCausalLM, tokenizer, seed)
 
 
 def tiny_reward_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForSequenceClassification:
     """A randomly initialised reward model in eval mode, fp32: one score for a sequence; arguments as `tiny_model`."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen2ForSequenceClassification(_config(tokenizer, num_labels=1)).eval()
+    return _seeded(Qwen2ForSequenceClassification, tokenizer, seed, num_labels=1)
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, **options: Any) -> Qwen2Config:
-    return Qwen2Config(
+def _seeded(kind: Any, tokenizer: PreTrainedTokenizerFast, seed: int, **options: Any) -> Any:
+    config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
@@ -83,3 +79,6 @@ def _config(tokenizer: PreTrainedTokenizerFast, **options: Any) -> Qwen2Config:
         bos_token_id=None,
         **options,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).eval()

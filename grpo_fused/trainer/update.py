@@ -84,15 +84,7 @@ class Updater:
         history = []
         for _ in range(self.config.num_iterations):
             # on-policy the old log-probs are those of this very pass: None says so, and the next iteration gets them
-            metrics, logps = self.accumulate_gradients(
-                rollout,
-                rows,
-                advantages,
-                window,
-                old_logps,
-                ref_logps,
-                ratio,
-            )
+            metrics, logps = self.accumulate_gradients(rollout, rows, advantages, window, old_logps, ref_logps, ratio)
             old_logps = logps if old_logps is None else old_logps
             metrics |= self.step_optimizer(metrics["loss"])
             history.append(metrics | corrections)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.generation import Generation, Sampling
+from grpo_fused.trainer.rollout import Generation, Sampling
 
 OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from rewards.seeds import as_chat
 
 from grpo_fused.rewards import math_accuracy, math_accuracy_reward, math_verifier
-from grpo_fused.rewards.plain_numbers import is_one_number, plain_number
-from grpo_fused.rewards.stated_answer import stated_answer
+from grpo_fused.rewards.answer import is_one_number, plain_number, stated_answer
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
 
@@ -35,6 +34,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 al
         pytest.param("-$5", -5, id="minus-dollars"),
         pytest.param("$72$", 72, id="math-mode"),
         pytest.param("50%", 50, id="percent"),
+        pytest.param("0\\", None, id="backslash"),
         pytest.param(r"50\%", 50, id="escaped-percent"),
         pytest.param("3/4", Fraction(3, 4), id="fraction"),
         pytest.param(r"-\dfrac{3}{4}", Fraction(-3, 4), id="latex-fraction"),

@@ -136,11 +136,15 @@ def test_numbers_of_other_types_are_rewards() -> None:
             [ROWS[0], {"prompt": "p"}],
             COMPLETIONS,
             None,
-            r"row 1 .* \['answer', 'prompt'\]; got \['prompt'\]",
+            r"row 1 .* \['answer', 'prompt'\], as row 0; got \['prompt'\]",
             id="uneven",
         ),
         pytest.param(
-            [{"answer": "1"}], ["a"], None, r'must have a "prompt"; got the columns \[\'answer\'\]', id="no-prompt"
+            [{"answer": "1"}],
+            ["a"],
+            None,
+            r'must have a column "prompt"; got the columns \[\'answer\'\]',
+            id="no-prompt",
         ),
         pytest.param(
             [{"prompt": "p", "completions": 1}], ["a"], None, r"get anyway; got \['completions'\]", id="taken"

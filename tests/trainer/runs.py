@@ -15,7 +15,7 @@ from trainer.small_model import build_small_model
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, checkpoint
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, state
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
 OPTIONS: dict[str, Any] = {
@@ -70,7 +70,7 @@ def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **op
 
 def killed_while_saving(folder: str, step: str) -> None:
     """Dies in the middle of the save after that step, with the weights written and the rest not."""
-    whole = checkpoint.save_file
+    whole = state.save_file
 
     def die(tensors: Any, path: Path) -> None:
         if f"{int(step):06d}" in str(path) and Path(path).name == "optimizer.safetensors":
@@ -78,7 +78,7 @@ def killed_while_saving(folder: str, step: str) -> None:
             os.kill(os.getpid(), 9)
         whole(tensors, path)
 
-    checkpoint.save_file = die  # type: ignore[assignment]
+    state.save_file = die  # type: ignore[assignment]
     make(Path(folder), save_steps=1).train()
 
 

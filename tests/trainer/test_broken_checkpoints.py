@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from trainer.runs import make
 
 from grpo_fused.trainer import CheckpointError
-from grpo_fused.trainer.checkpoint_files import FORMAT, write_state
+from grpo_fused.trainer.checkpoint import FORMAT, seal_of, write_state
 
 NEWEST = "checkpoint-000002"
 MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "rng-0.safetensors", "state.json"
@@ -83,10 +83,8 @@ def content(data: bytes) -> Break:
     """Other bytes in `state.json`, and the right checksum of them."""
 
     def apply(checkpoint: Path) -> None:
-        from grpo_fused.trainer.checkpoint_files import _seal
-
         (checkpoint / STATE).write_bytes(data)
-        (checkpoint / SEAL).write_text(_seal(checkpoint))
+        (checkpoint / SEAL).write_text(seal_of(checkpoint))
 
     return apply
 

@@ -22,7 +22,7 @@ from trainer.small_model import build_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint
+from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, state
 from grpo_fused.trainer.checkpoint import checkpoints, latest_checkpoint
 from grpo_fused.trainer.metrics import read_jsonl
 
@@ -130,14 +130,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = checkpoint.save_file
+    whole = state.save_file
 
     def full(tensors: Any, path: Path) -> None:
         if "000002" in str(path):
             raise OSError(28, "No space left on device")
         whole(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(state, "save_file", full)
     with pytest.raises(
         CheckpointError, match=r"checkpoint-000002: .*No space left.* complete checkpoint is checkpoint-000001"
     ):

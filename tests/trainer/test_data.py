@@ -18,7 +18,6 @@ from grpo_fused.trainer.data import (
     check_rows,
     dropped_message,
     epoch_order,
-    filter_by_length,
     filter_by_prompt_length,
     load_rows,
 )
@@ -248,10 +247,6 @@ def test_a_filter_that_leaves_nothing_is_an_error() -> None:
         filter_by_prompt_length([], lambda prompt: [0], 3)
     with pytest.raises(ValueError, match="the maximal prompt length in tokens must be at least 1; got 0"):
         filter_by_prompt_length(ROWS, lambda prompt: [0], 0)
-
-
-def test_any_length_can_be_filtered() -> None:
-    assert filter_by_length(ROWS, lambda row: int(str(row["answer"])), 2, what="answer") == (ROWS[:2], 8)
 
 
 def indices(batches: Iterator[list[Any]], count: int) -> list[list[int]]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
-from grpo_fused.trainer.generation import ending_token_ids
-from grpo_fused.trainer.rollout import length_mask, micro_batches, pad_prompts
+from grpo_fused.trainer.rollout import ending_token_ids, length_mask, micro_batches, pad_prompts
 
 EOS = 1
 

@@ -1,37 +1,17 @@
-"""GSM8K and countdown: raw rows to prompts and columns, and puzzles that can be solved."""
+"""GSM8K and countdown: raw rows to prompts and columns."""
 
 from __future__ import annotations
 
-from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_fused.trainer.data import check_rows, load_rows
-from grpo_fused.trainer.tasks import TASKS, final_answer, find_task, format_rows, generate_countdown
+from grpo_fused.trainer.tasks import TASKS, final_answer, find_task, format_rows
 
 FILES = Path(__file__).parent / "files"
 RAW_GSM8K = {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
-
-
-def reachable(values: list[Fraction]) -> set[Fraction]:
-    """Everything that can be worked out from all the values, each used once."""
-    if len(values) == 1:
-        return set(values)
-    results = set()
-    for left, right in combinations(range(len(values)), 2):
-        a, b = values[left], values[right]
-        rest = [value for index, value in enumerate(values) if index not in (left, right)]
-        joined = [a + b, a - b, b - a, a * b] + ([a / b] if b else []) + ([b / a] if a else [])
-        for value in joined:
-            results |= reachable([value, *rest])
-    return results
-
-
-def is_solvable(puzzle: Any) -> bool:
-    return puzzle["target"] in reachable([Fraction(number) for number in puzzle["nums"]])
 
 
 def test_gsm8k_from_a_file() -> None:
@@ -130,46 +110,3 @@ def test_an_unknown_task_is_refused_with_the_choices() -> None:
         find_task("gsm")
     with pytest.raises(ValueError, match="one of gsm8k, countdown; got 'gsm'"):
         format_rows("gsm", [RAW_GSM8K])
-
-
-def test_the_solver_of_these_tests_can_say_no() -> None:
-    assert is_solvable({"nums": [44, 19, 35], "target": 98})
-    assert is_solvable({"nums": [8, 3, 8, 3], "target": 24})  # 8 / (3 - 8 / 3): fractions on the way
-    assert not is_solvable({"nums": [1, 1, 1], "target": 24})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="default"),
-        pytest.param({"numbers": (2,), "max_number": 1}, id="ones"),
-        pytest.param({"numbers": (3,), "max_number": 500, "max_target": 1}, id="numbers-above-the-target"),
-    ],
-)
-def test_generated_puzzles_are_solvable(options: Any) -> None:
-    puzzles: list[Any] = list(generate_countdown(25, seed=3, **options))
-    assert len(puzzles) == 25
-    assert all(is_solvable(puzzle) for puzzle in puzzles)
-    ceiling = options.get("max_number", 99)
-    for puzzle in puzzles:
-        assert len(puzzle["nums"]) in options.get("numbers", (3, 4))
-        assert all(1 <= number <= ceiling for number in puzzle["nums"])
-        assert 1 <= puzzle["target"] <= max(ceiling, options.get("max_target", 100))
-    check_rows(format_rows("countdown", puzzles), 25)
-
-
-def test_generated_puzzles_follow_from_the_seed() -> None:
-    assert generate_countdown(10, seed=1) == generate_countdown(10, seed=1)
-    assert generate_countdown(10, seed=1) != generate_countdown(10, seed=2)
-    assert generate_countdown(20, seed=1)[:10] == generate_countdown(10, seed=1)
-    assert {len(puzzle["nums"]) for puzzle in generate_countdown(50)} == {3, 4}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"count": 0}, {"count": 1, "numbers": ()}, {"count": 1, "numbers": (0,)}, {"count": 1, "max_number": 0}],
-    ids=["no-puzzles", "no-choice", "no-numbers", "no-values"],
-)
-def test_puzzles_that_cannot_be_are_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match="must be at least 1; got"):
-        generate_countdown(**options)

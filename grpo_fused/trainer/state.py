@@ -12,12 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fused.trainer import checkpoint
-from grpo_fused.trainer.checkpoint_files import CheckpointError
+from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches
 from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row
@@ -26,7 +27,7 @@ from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.update import NonFiniteError, Updater
 
 
-class KeptRun:
+class RunState:
     """The part of `GRPOTrainer` that a reader of its loop can do without. The trainer sets what has no value here."""
 
     config: GRPOTrainerConfig
@@ -43,21 +44,54 @@ class KeptRun:
     _all_failed: bool = False  # all processes are on their way out
 
     def save(self) -> Path | None:
-        """Writes a checkpoint of the steps done, if there is an `output_dir` and no such one; all processes call it."""
+        """Writes a checkpoint of the steps done, if there is an `output_dir` and no such one; all processes call it.
+
+        Raises:
+            CheckpointError: It could not be written; the older ones are still there.
+        """
         if self.output_dir is None or self._saved_at == self.steps_done:
             return None
-        path = checkpoint.save_checkpoint(
-            self.output_dir,
-            self.steps_done,
-            accelerator=self.accelerator,
-            model=self.policy.model,
-            optimizer=_inner(self.optimizer),
-            tokenizer=self.tokenizer,
-            state=self._state(),
-            keep=self.config.save_total_limit,
-        )
+        final = self.output_dir / f"{checkpoint.PREFIX}{self.steps_done:06d}"
+        model, processes = self.policy.model, self.accelerator.num_processes
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        # collective where the model is sharded; what comes is whole on the main process and empty on the others
+        weights = dcp.get_model_state_dict(model, options=options)
+        optimizer_state: dict[str, Any] = {"state": {}}
+        # of an optimizer that has not stepped, torch would make moments by a step with zero gradients, which counts
+        if self._adamw.state:
+            optimizer_state = dcp.get_optimizer_state_dict(model, self._adamw, options=options)
+        random_states = [checkpoint.random_states()] * processes
+        if processes > 1:
+            torch.distributed.all_gather_object(random_states, checkpoint.random_states())
+
+        def write(folder: Path) -> None:
+            with checkpoint.quiet():
+                self.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+            self.tokenizer.save_pretrained(folder)
+            moments = checkpoint.flat(optimizer_state)
+            save_file(moments, folder / checkpoint.OPTIMIZER)
+            for rank, tensors in enumerate(random_states):
+                save_file(tensors, folder / checkpoint.rng_file(rank))
+            about = {"step": self.steps_done, "processes": processes, "moments": len(moments)}
+            checkpoint.write_state(folder, about | self._state())
+
+        failure = [""]
+        if self.accelerator.is_main_process:
+            try:
+                checkpoint.publish(final, write, self.config.save_total_limit)
+            except Exception as error:  # the others wait for this process
+                failure[0] = str(error)
+        if processes > 1:
+            torch.distributed.broadcast_object_list(failure)
+        if failure[0]:
+            raise CheckpointError(failure[0])
         self._saved_at = self.steps_done
-        return path
+        return final
+
+    @property
+    def _adamw(self) -> Optimizer:
+        """The optimizer that accelerate has wrapped."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler  # of fp16
@@ -81,7 +115,13 @@ class KeptRun:
             return
         newest = checkpoint.latest_checkpoint(self.output_dir)
         if newest is not None and resume:
-            self._go_on_from(newest, self.output_dir)
+            older = checkpoint.checkpoints(self.output_dir)[:-1]
+            hint = f" (an older one is there: {older[-1].name})" if older else ""
+            try:
+                with checkpoint.naming(f"cannot resume from {newest}"):
+                    self._go_on_from(newest)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{hint}") from error
             return
         metrics = self.output_dir / "metrics.jsonl"
         if not overwrite and not resume and (newest is not None or (metrics.exists() and metrics.stat().st_size)):
@@ -93,20 +133,29 @@ class KeptRun:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics.write_text("", encoding="utf-8")
 
-    def _go_on_from(self, newest: Path, output_dir: Path) -> None:
-        state = checkpoint.load_checkpoint(
-            newest, accelerator=self.accelerator, model=self.policy.model, optimizer=_inner(self.optimizer)
-        )
+    def _go_on_from(self, newest: Path) -> None:
+        """Puts back weights, optimizer, random states, the place in the data and the metrics so far."""
+        state = checkpoint.read_state(newest)
+        if state["processes"] != self.accelerator.num_processes:
+            raise CheckpointError(
+                f"{state['processes']} processes wrote it, each with a random state of its own; "
+                f"got {self.accelerator.num_processes}"
+            )
+        model = self.policy.model
+        unwrapped = self.accelerator.unwrap_model(model)
+        if hasattr(unwrapped, "peft_config"):
+            checkpoint.load_adapter(newest, state, unwrapped)
+        else:
+            checkpoint.load_weights(newest, state, unwrapped, model)
+        checkpoint.load_moments(newest, state, model, self._adamw)
+        checkpoint.load_random_states(newest, state, self.accelerator.process_index)
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.batches.load_state_dict(state["batches"])
         self.steps_done = self._saved_at = state["step"]
         self.update.optimizer_steps = state["optimizer_steps"]
-        try:
-            if self.accelerator.scaler is not None and state.get("scaler") is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-            self.batches.load_state_dict(state["batches"])
-            if self.accelerator.is_main_process:
-                cut_jsonl(output_dir / "metrics.jsonl", self.steps_done)
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
-            raise checkpoint.cannot_resume(newest, error) from error
+        if self.accelerator.is_main_process:
+            cut_jsonl(newest.with_name("metrics.jsonl"), self.steps_done)
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -155,10 +204,8 @@ class KeptRun:
                 raise
             step = self.steps_done + 1
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
-            tensors = {name: tensor for name, tensor in rollout._asdict().items() if tensor is not None}
-            save_file(
-                {name: tensor.contiguous() for name, tensor in (tensors | {"advantages": advantages}).items()}, path
-            )
+            tensors = rollout._asdict() | {"advantages": advantages}
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
             raise NonFiniteError(f"{error} in step {step}; its batch is in {path}") from error
 
     def _record(self, history: list[Metrics], metrics: Metrics) -> None:
@@ -179,8 +226,3 @@ class KeptRun:
     def _any(self, flag: bool) -> bool:
         """Whether it is set on any process: all of them stop after the same step."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
