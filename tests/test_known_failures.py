@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import math
-
 import pytest
 import torch
 from helpers import PRECISION, Case, Result, assert_engine_matches, assert_same, make_case, make_config, pack
