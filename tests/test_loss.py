@@ -264,7 +264,7 @@ def test_accuracy_under_a_saturated_softcap(softcap, impl):
         assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
 
 
-@pytest.mark.gate(keep=lambda impl, dtype: impl != "triton" or dtype == torch.bfloat16)
+@pytest.mark.gate(keep=lambda impl, dtype: impl != "triton")  # 15 s; 4096 columns are in test_logprobs.py
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_accuracy_of_logprobs_at_vocabulary_size(dtype, impl):
