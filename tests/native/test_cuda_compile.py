@@ -15,7 +15,7 @@ from native.building import shared_library
 from native.rows import in_place, make_rows, padded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import aot_cuda
+from benchmarks import aot_rows
 from grpo_fused._fakes import register_fakes
 from grpo_fused.batch import LossInputs, TokenBatch
 from grpo_fused.engines.chunked import cuda_row_work
@@ -30,22 +30,22 @@ STREAM_STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """All sources for all architectures, once: some 30 s."""
-    if reason := aot_cuda.missing_tools():
+    if reason := aot_rows.missing_tools():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cuda")
     (folder / "stub.cpp").write_text(STREAM_STUB)
     shared_library(folder / "libstub.so", folder / "stub.cpp")
     stub = [f"-L{folder}", "-lstub", "-Xlinker", f"-rpath={folder}"]
-    return aot_cuda.compile_library(folder / "rows.so", [] if torch.cuda.is_available() else stub)
+    return aot_rows.compile_library(folder / "rows.so", [] if torch.cuda.is_available() else stub)
 
 
 @pytest.fixture(scope="session")
 def evidence(library):
-    return aot_cuda.inspect(library)
+    return aot_rows.inspect_library(library)
 
 
 def test_every_kernel_is_there(evidence):
-    assert {e.arch for e in evidence} == set(aot_cuda.ARCHITECTURES)
+    assert {e.arch for e in evidence} == set(aot_rows.CUDA_ARCHITECTURES)
     assert len(evidence) == 10 * 3 + 10 * 2, "10 combinations of mode and dtypes; clusters from sm_90 on"
 
 
