@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -85,8 +86,16 @@ def wgmma_is_serialized(compiled: Any, arch: str) -> bool:
     return "C7515" in done.stderr or "serializ" in done.stderr
 
 
-def _tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    import triton
+def bundled_tool(name: str) -> str | None:
+    """Path of one of NVIDIA's programs that come with triton, or None."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    return str(tool) if tool.exists() else None
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)
+
+def _tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tool = bundled_tool(name)
+    assert tool is not None, f"triton brings no {name}"
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
