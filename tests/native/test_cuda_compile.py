@@ -28,31 +28,21 @@ STREAM_STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { 
 
 
 @pytest.fixture(scope="session")
-<<<<<<< HEAD
 def architectures(request):
     """The gate compiles for one, which has all kernels."""
-    return list(aot_cuda.ARCHITECTURES) if request.config.getoption("--full") else ["sm_90a"]
+    return list(aot_rows.CUDA_ARCHITECTURES) if request.config.getoption("--full") else ["sm_90a"]
 
 
 @pytest.fixture(scope="session")
 def library(architectures, tmp_path_factory):
     """All sources, once: some 10 s for each architecture."""
-    if reason := aot_cuda.missing_tools():
-=======
-def library(tmp_path_factory):
-    """All sources for all architectures, once: some 30 s."""
     if reason := aot_rows.missing_tools():
->>>>>>> tools
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cuda")
     (folder / "stub.cpp").write_text(STREAM_STUB)
     shared_library(folder / "libstub.so", folder / "stub.cpp")
     stub = [f"-L{folder}", "-lstub", "-Xlinker", f"-rpath={folder}"]
-<<<<<<< HEAD
-    return aot_cuda.compile_library(folder / "rows.so", [] if torch.cuda.is_available() else stub, architectures)
-=======
-    return aot_rows.compile_library(folder / "rows.so", [] if torch.cuda.is_available() else stub)
->>>>>>> tools
+    return aot_rows.compile_library(folder / "rows.so", [] if torch.cuda.is_available() else stub, architectures)
 
 
 @pytest.fixture(scope="session")
@@ -60,18 +50,12 @@ def evidence(library):
     return aot_rows.inspect_library(library)
 
 
-<<<<<<< HEAD
 def test_every_kernel_is_there(evidence, architectures):
     assert {e.arch for e in evidence} == set(architectures)
     with_clusters = [arch for arch in architectures if arch != "sm_80"]
     assert len(evidence) == 10 * len(architectures) + 10 * len(with_clusters), (
         "10 combinations of mode and dtypes; clusters from sm_90 on"
     )
-=======
-def test_every_kernel_is_there(evidence):
-    assert {e.arch for e in evidence} == set(aot_rows.CUDA_ARCHITECTURES)
-    assert len(evidence) == 10 * 3 + 10 * 2, "10 combinations of mode and dtypes; clusters from sm_90 on"
->>>>>>> tools
 
 
 def test_no_spill_and_registers_for_two_blocks(evidence):
