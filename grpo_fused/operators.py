@@ -8,7 +8,6 @@ result that is not wanted is an empty tensor.
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -44,32 +43,26 @@ from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss
 from grpo_fused.validation import check_loss_values, check_token_values
 
 
-def _operator(body: Callable[[Any], Any]) -> Any:
-    """A `torch.library` operator of the name of `body`, whose schema is made of the fields of the call that it takes.
+def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a `torch.library` operator of a function that builds its call of the values it gets: `*flat(call)`.
 
-    It takes `*flat(call)` and gives the tensors of the result one by one. Its `fake` registers what it gives for
+    The schema is made of the fields of the call and of the result. The operator's `fake` registers what it gives for
     tensors without data.
     """
-    hints = typing.get_type_hints(body)
-    kind, result = hints["call"], hints["return"]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
+        for name, hint in fields_of(kind).items()
+    ]
     several = hasattr(result, "_fields")
+    returns = tuple[(Tensor,) * len(result._fields)] if several else Tensor  # type: ignore[misc]
 
-    def flattened(shapes: Callable[[Any], Any]) -> Callable[..., Any]:
-        def run(*values: Any) -> Any:
-            tensors = shapes(build(kind, iter(values)))
-            return tuple(tensors) if several else tensors
+    def make(body: Callable[..., Any]) -> Any:
+        body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", body, mutates_args=())
+        operator.fake = operator.register_fake
+        return operator
 
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
-            for name, hint in fields_of(kind).items()
-        ]
-        returns = tuple[(Tensor,) * len(result._fields)] if several else Tensor  # type: ignore[misc]
-        run.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-        return run
-
-    operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", flattened(body), mutates_args=())
-    operator.fake = lambda shapes: operator.register_fake(flattened(shapes))
-    return operator
+    return make
 
 
 @contextmanager
@@ -102,9 +95,10 @@ class LossResult(NamedTuple):
     dbias: Tensor
 
 
-@_operator
-def linear_grpo_loss(call: LossCall) -> LossResult:
+@_operator(LossCall, LossResult)
+def linear_grpo_loss(*values: Any) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
+    call: LossCall = build(LossCall, iter(values))
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     head, mask = call.head, call.inputs.completion_mask
 
@@ -128,7 +122,8 @@ def linear_grpo_loss(call: LossCall) -> LossResult:
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
-def _(call: LossCall) -> LossResult:
+def _(*values: Any) -> LossResult:
+    call: LossCall = build(LossCall, iter(values))
     head = call.head
     logps = head.hidden_states.new_empty(call.completion_ids.shape, dtype=Head.of(head).statistics_dtype)
     with_entropy = call.with_metrics or GRPOLossConfig.decode(call.config).needs_entropy
@@ -141,9 +136,10 @@ def _(call: LossCall) -> LossResult:
     )
 
 
-@_operator
-def linear_logprobs(call: LogprobsCall) -> Scores:
+@_operator(LogprobsCall, Scores)
+def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head; what the gradient needs beside."""
+    call: LogprobsCall = build(LogprobsCall, iter(values))
     layout, head = Layout.of_tokens(call.token_ids), call.head
 
     def check(vocab_size: int) -> None:
@@ -159,15 +155,17 @@ def linear_logprobs(call: LogprobsCall) -> Scores:
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
-def _(call: LogprobsCall) -> Scores:
+def _(*values: Any) -> Scores:
+    call: LogprobsCall = build(LogprobsCall, iter(values))
     like = call.head.hidden_states.new_empty(0, dtype=Head.of(call.head).statistics_dtype)
     row = like.new_empty(call.token_ids.numel())
     return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row))
 
 
-@_operator
-def linear_logprobs_gradient(call: LogprobsGradientCall) -> HeadGradients:
+@_operator(LogprobsGradientCall, HeadGradients)
+def linear_logprobs_gradient(*values: Any) -> HeadGradients:
     """Gradients of log-probs and entropies, from the scores of the forward pass or, anew, without."""
+    call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
     forward = call.forward
     layout, head = Layout.of_tokens(forward.token_ids), forward.head
     known = None
@@ -185,7 +183,8 @@ def linear_logprobs_gradient(call: LogprobsGradientCall) -> HeadGradients:
 
 
 @linear_logprobs_gradient.fake  # type: ignore[untyped-decorator]
-def _(call: LogprobsGradientCall) -> HeadGradients:
+def _(*values: Any) -> HeadGradients:
+    call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
     return _fake_gradients(call.forward.head, call.forward.token_ids, call.needs)
 
 
@@ -200,9 +199,10 @@ class ObjectiveResult(NamedTuple):
     dentropies: Tensor
 
 
-@_operator
-def grpo_objective(call: ObjectiveCall) -> ObjectiveResult:
+@_operator(ObjectiveCall, ObjectiveResult)
+def grpo_objective(*values: Any) -> ObjectiveResult:
     """The loss from log-probs, and its derivatives."""
+    call: ObjectiveCall = build(ObjectiveCall, iter(values))
     layout, config = Layout.of(call.per_token_logps, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     with _plain(call.per_token_logps.device):
         check_loss_values(call.inputs, layout, call.entropies)
@@ -227,7 +227,8 @@ def grpo_objective(call: ObjectiveCall) -> ObjectiveResult:
 
 
 @grpo_objective.fake  # type: ignore[untyped-decorator]
-def _(call: ObjectiveCall) -> ObjectiveResult:
+def _(*values: Any) -> ObjectiveResult:
+    call: ObjectiveCall = build(ObjectiveCall, iter(values))
     given = call.per_token_logps
     logp = given.new_empty(given.shape, dtype=torch.promote_types(given.dtype, torch.float32))
     bonus = call.entropies is not None and GRPOLossConfig.decode(call.config).entropy_coef != 0.0
@@ -248,9 +249,10 @@ class LogitsScores(NamedTuple):
     entropies: Tensor
 
 
-@_operator
-def selective_logprobs(call: LogitsCall) -> LogitsScores:
+@_operator(LogitsCall, LogitsScores)
+def selective_logprobs(*values: Any) -> LogitsScores:
     """Log-probs and entropies from logits."""
+    call: LogitsCall = build(LogitsCall, iter(values))
     layout = Layout.of_tokens(call.token_ids)
     with _plain(call.logits.device):
         check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
@@ -258,21 +260,24 @@ def selective_logprobs(call: LogitsCall) -> LogitsScores:
 
 
 @selective_logprobs.fake  # type: ignore[untyped-decorator]
-def _(call: LogitsCall) -> LogitsScores:
+def _(*values: Any) -> LogitsScores:
+    call: LogitsCall = build(LogitsCall, iter(values))
     like = call.logits.new_empty(0, dtype=torch.promote_types(call.logits.dtype, torch.float32))
     return LogitsScores(*_fake_scores(like, call.token_ids, call.with_entropy))
 
 
-@_operator
-def selective_logprobs_gradient(call: LogitsGradientCall) -> Tensor:
+@_operator(LogitsGradientCall, Tensor)
+def selective_logprobs_gradient(*values: Any) -> Tensor:
     """dlogits in the dtype of the logits."""
+    call: LogitsGradientCall = build(LogitsGradientCall, iter(values))
     with _plain(call.forward.logits.device):
         layout = Layout.of_tokens(call.forward.token_ids)
         return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)
 
 
 @selective_logprobs_gradient.fake  # type: ignore[untyped-decorator]
-def _(call: LogitsGradientCall) -> Tensor:
+def _(*values: Any) -> Tensor:
+    call: LogitsGradientCall = build(LogitsGradientCall, iter(values))
     return call.forward.logits.new_empty(call.forward.logits.shape)
 
 
