@@ -12,8 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,9 @@ def compile_library(
     import torch
 
     package = Path(torch.__file__).parent
-    gencode = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in map(CUDA_ARCHITECTURES.get, architectures)]
+    gencode = [
+        f"-gencode=arch=compute_{number},code=sm_{number}" for number in map(CUDA_ARCHITECTURES.get, architectures)
+    ]
     command = [
         "nvcc", "-std=c++20", "-O3", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{CSRC}",
         "-isystem", str(package / "include"), *gencode, "-Xcompiler", "-fPIC", "-shared",
