@@ -5,6 +5,9 @@ Compiled kernels' registers and shared memory are guarded in tests/kernels/test_
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import config_id, make_case, make_config
@@ -297,3 +300,29 @@ def test_fp16_adds_to_dw_in_blocks_on_a_gpu(dtype):
         cost = engines.engine("chunked").cost(head, 8192, None)
     dweight = 4 * 151936 * 4096
     assert cost.accumulator_bytes == dweight + (32 * 2**20 if dtype == torch.float16 else 0)
+
+
+def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
+    """At most seven of ours: someone who reads a call must not lose the thread."""
+    pytest.importorskip("triton")
+    from grpo_fused.kernels import head_launch, launch
+
+    from grpo_fused.engines.chunked import ChunkedEngine
+
+    root, found = Path(__file__).parents[1], []
+
+    class Seen(Counting):
+        def __getitem__(self, grid):
+            names = [Path(frame.filename) for frame in traceback.extract_stack()]
+            ours = [root / "grpo_fused", root / "kernels"]
+            found.append(sum(any(folder in name.parents for folder in ours) for name in names))
+            return super().__getitem__(grid)
+
+    monkeypatch.setattr(head_launch, "head_fwd_kernel", Seen(head_launch.head_fwd_kernel))
+    monkeypatch.setattr(launch, "row_loss_fwd_bwd_kernel", Seen(launch.row_loss_fwd_bwd_kernel))
+    monkeypatch.setitem(engines._ENGINES, "chunked", ChunkedEngine(lambda device, dtype: launch.TritonRows()))
+    case = dense(B=2, T=8, V=200)
+    for impl in ("triton", "chunked"):
+        case.run(TOKEN[0], impl=impl)
+    assert len(found) == 2
+    assert max(found) <= 7

@@ -130,12 +130,10 @@ def test_one_compilation_for_all_lengths_temperatures_and_options():
 def head_in_gate(variant) -> bool:
     """Of each table and architecture what ships for scores; with most options what stores dlogits; each small kernel once.
 
-    Candidates are for the tuner: the gate has those whose loop is split between warps.
+    Candidates are for the tuner.
     """
-    if variant.arch not in KINDS:
+    if variant.arch not in KINDS or variant.table.startswith("candidate"):
         return False
-    if variant.table.startswith("candidate"):
-        return variant.config.specialized and variant.mode == "score"
     return (
         str(variant) in KEY_RESOURCES
         or (variant.mode == "score" and variant.options == "plain" and not (variant.even and variant.table == "fp32"))
@@ -156,8 +154,7 @@ import json
 from dataclasses import asdict
 from benchmarks.aot_head import inspect, variants
 chosen = [v for v in variants() if str(v) in {chosen!r}]
-print(json.dumps([{{**asdict(v), **asdict(inspect(v)), "wants_tma": v.config.tma,
-                   "wants_warps": v.config.num_warps}} for v in chosen]))
+print(json.dumps([{{**asdict(v), **asdict(inspect(v)), "wants_tma": v.config.tma}} for v in chosen]))
 """)
     )
 
