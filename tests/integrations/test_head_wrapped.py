@@ -55,8 +55,9 @@ def test_the_check_is_in_fp32_under_autocast_and_fast_products() -> None:
 @pytest.fixture
 def accelerator() -> Any:
     accelerate = pytest.importorskip("accelerate")
-    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # other tests have other precisions
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_model_that_accelerate_has_prepared(accelerator: Any) -> None:
