@@ -59,7 +59,9 @@ def form_of(call: Any) -> dict[str, int | str]:
 def contents_of(call: Any, mask: Tensor | None) -> dict[str, int | str]:
     """What ranks with the same tokens must give alike besides: what the tensors hold on active positions."""
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
-    return {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
+    sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
+    # another mask changes the sums of all others: it is named first
+    return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
 def join(

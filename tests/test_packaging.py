@@ -80,7 +80,13 @@ def install(python: Path, *what: str, cwd: Path, **env: str) -> None:
 def test_wheel_has_one_top_level_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"grpo_fused"}
-    for expected in ("py.typed", "functional/head.py", "engines/chunked.py", "trainer/loop.py", "rewards/format.py"):
+    for expected in (
+        "py.typed",
+        "functional/fused_linear.py",
+        "engines/chunked.py",
+        "trainer/loop.py",
+        "rewards/format.py",
+    ):
         assert f"grpo_fused/{expected}" in names
     assert any(name.startswith("grpo_fused/kernels/") and name.endswith(".py") for name in names)
     assert not any(name.startswith("grpo_fused/kernels/__init__") for name in names)

@@ -11,7 +11,7 @@ from helpers import make_config
 
 pytest.importorskip("triton")
 
-from grpo_fused.kernels.row_types import Statistics, Transform
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 from native.building import shared_library
 from native.rows import in_place, make_rows, padded
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,6 +21,7 @@ from grpo_fused._fakes import register_fakes
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import LossInputs
 from grpo_fused.engines.cuda_rows import CudaRows
+from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.layout import Layout
 
 # torch's CPU wheel has no such function, and a library with a missing one cannot be loaded
@@ -198,21 +199,27 @@ def test_calls_of_the_engine_pass_every_check_but_the_device(operators):
     temperatures = torch.ones(ROWS, dtype=torch.float64)
     refused = pytest.raises(RuntimeError, match="logits must be on a CUDA device")
     row = torch.zeros(ROWS)
+
+    def loss(rows, config, out):
+        return work.loss(
+            rows, token_inputs(one_token_batch(config), config), objective_numbers(config), out, with_entropy=False
+        )
+
     for transform in (PLAIN, Transform(torch.zeros(COLUMNS), 2.0, 30.0, temperatures)):
         with refused:
-            work.statistics(logits, targets, transform, with_entropy=True, block_rows=1)
+            work.statistics(Rows(logits, targets, transform), with_entropy=True)
         with refused:
             out = in_place(logits, torch.bfloat16)
             stats = Statistics(row, row, row, row)
-            work.gradient(logits, None, targets, stats, row, row, transform, out, block_rows=1)
+            work.gradient(Rows(logits, targets, transform), Coefficients(stats, row, row), out)
         for config in (make_config("dapo", beta=0.1, entropy_coef=0.1), make_config("cispo", beta=0.1)):
             with refused:
-                work.loss(logits, targets, one_token_batch(config), config, transform, logits, with_entropy=False)
+                loss(Rows(logits, targets, transform), config, logits)
     config, out = make_config("dapo"), in_place(logits, torch.float16)
     with pytest.raises(RuntimeError, match="a loss in one launch cannot scale a float16 gradient"):
-        work.loss(logits, targets, one_token_batch(config), config, PLAIN, out, with_entropy=False)
+        loss(Rows(logits, targets, PLAIN), config, out)
     with pytest.raises(ValueError, match="takes all rows of a chunk"):
-        work.gradient(logits, targets, targets, stats, row, None, PLAIN, logits, block_rows=1)
+        work.gradient(Rows(logits, targets, PLAIN), Coefficients(stats, row, None), logits, picked=targets)
 
 
 def test_schemas_say_what_is_written(operators):
