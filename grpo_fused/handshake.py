@@ -138,14 +138,19 @@ def agree(
 
 
 @contextmanager
-def refusing_together(process_group: dist.ProcessGroup | ParallelGroups | None) -> Iterator[None]:
-    """What this rank raises in the block is raised on the others of the call too, which wait in their handshake."""
+def refusing_together(
+    process_group: dist.ProcessGroup | ParallelGroups | None, *, with_tokens: bool = False
+) -> Iterator[None]:
+    """What this rank raises in the block is raised on the others of the call too, which wait in their handshake.
+
+    Only a loss meets the ranks with other tokens (`with_tokens`); log-probs do not.
+    """
     try:
         yield
     except Exception as failure:
         if isinstance(process_group, (dist.ProcessGroup, ParallelGroups)):
             groups = ParallelGroups.of(process_group)
-            for group in (groups.vocab, groups.tokens):
+            for group in (groups.vocab, groups.tokens if with_tokens else None):
                 if group is not None and dist.get_world_size(group) > 1:
                     _exchange(group, [0, 1])
                     gather_objects(group, ({}, _reason(failure)))

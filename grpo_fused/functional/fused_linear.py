@@ -116,7 +116,7 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
-    with nullcontext() if process_group is None else refusing_together(process_group):
+    with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
         lm_head_weight = whole(lm_head_weight, process_group)
         lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
         check.check_ids(completion_ids, cu_seqlens)

@@ -154,6 +154,22 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
     return "no error"
 
 
+def logprobs_of_one_fail(rank: int, group: Any, case: Case) -> str:
+    """Ranks with other tokens have no part in log-probs: rank 1 raises by itself, and waits for nobody."""
+    ids = case.completion_ids.float() if rank == 1 else case.completion_ids
+    try:
+        fused_linear_logprobs(
+            case.hidden_states,
+            case.lm_head_weight,
+            ids,
+            case.completion_mask,
+            process_group=ParallelGroups(tokens=group),
+        )
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
 def _fail_once(what: str, owner: type, name: str) -> None:
     """The next call of a method in this process fails, as where its memory is full."""
     original = getattr(owner, name)

@@ -11,6 +11,7 @@ from distributed.jobs import (
     disagreeing,
     dtensor_among_slices,
     grid_loss,
+    logprobs_of_one_fail,
     one_fails,
     rows_of,
     sharded,
@@ -120,6 +121,11 @@ def test_a_reading_that_is_ambiguous_on_one_rank_is_refused_on_all(workers):
     assert got[1].startswith("ValueError: advantages of shape (13,) "), got
     assert all(reason in message for message in got), got
     assert got[0].startswith("PeerError: rank 1 "), got
+
+
+def test_an_error_in_log_probs_is_of_one_rank_where_tokens_are_split(workers):
+    got = workers.run(logprobs_of_one_fail, 2, make_case(5).to(torch.float32))
+    assert got == ["no error", "token_ids must have an integer dtype; got torch.float32"]
 
 
 def test_different_operators_are_named(workers):
