@@ -49,9 +49,9 @@ def test_scratch_stays_within_the_budget(config, dtype):
 
 
 def test_default_scratch_is_a_fraction_of_the_logits():
-    case = make_case(1, B=1, T=600, H=4, V=151936, dtype=torch.bfloat16, masked=0.0, extras=False)
+    case = make_case(1, B=1, T=1200, H=4, V=151936, dtype=torch.bfloat16, masked=0.0, extras=False)
     values = call_of(case, make_config("dapo"), None)
     with torch.no_grad(), AllocationRecorder() as recorded:
         linear_grpo_loss._init_fn(*values)
-    assert recorded.peak <= 160 * 2**20
-    assert recorded.peak < 600 * 151936 * 4 / 2
+    assert recorded.peak <= 300 * 2**20
+    assert recorded.peak < 1200 * 151936 * 4 / 2

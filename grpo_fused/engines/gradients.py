@@ -18,8 +18,8 @@ class GradientSums:
 
     @staticmethod
     def weight_dtype(head: Head, *, one_chunk: bool) -> torch.dtype:
-        """Dtype of dW: one chunk is one product and needs no fp32 accumulator (fp16 is rescaled after the product)."""
-        if one_chunk and head.weight.dtype == head.gradient_dtype != torch.float16:
+        """Dtype of dW: one chunk needs no fp32 accumulator (fp16 does: the upstream gradient may lift it into range)."""
+        if one_chunk and torch.float16 not in (head.weight.dtype, head.compute_dtype):
             return head.weight.dtype
         return head.statistics_dtype
 
@@ -64,9 +64,6 @@ class GradientSums:
             self.bias += dbias if scale is None else dbias / scale
 
     def _add_weight(self, dlogits: Tensor, hidden: Tensor, scale: Tensor | None) -> None:
-        if self.dtype != self.head.statistics_dtype:
-            self.weight = torch.mm(dlogits.T, hidden.to(self.dtype))  # the only product of the call
-            return
         first = self.weight is None
         if self.weight is None:
             self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)

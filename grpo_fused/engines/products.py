@@ -214,14 +214,14 @@ class Head:
     def accumulate_weight_gradient(
         self, out: Tensor, dlogits: Tensor, hidden: Tensor, *, first: bool, scale: Tensor | None = None
     ) -> None:
-        """out [V, H] (statistics dtype) = or += dlogits^T [V, C] @ hidden [C, H] / scale.
+        """out [V, H] = or += dlogits^T [V, C] @ hidden [C, H] / scale.
 
-        The first chunk is written, not added.
+        The first chunk is written, not added; where others follow, `out` must be of the statistics dtype.
         """
         hidden = hidden.to(self.gradient_dtype)
         if scale is None and dlogits.dtype == out.dtype:
             torch.addmm(out, dlogits.T, hidden, beta=0 if first else 1, out=out)
-        elif scale is None and self._has_fp32_output:
+        elif scale is None and self._has_fp32_output and out.dtype == torch.float32:
             if first:
                 torch.mm(dlogits.T, hidden, out_dtype=torch.float32, out=out)
             else:
@@ -232,7 +232,7 @@ class Head:
                 block = slice(start, start + rows)
                 product = self._product(dlogits[:, block].T, hidden)
                 if scale is not None:
-                    product = product.to(out.dtype).div_(scale)
+                    product = product.to(self.statistics_dtype).div_(scale)
                 out[block].copy_(product) if first else out[block].add_(product)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
