@@ -20,7 +20,6 @@ from torch import Tensor
 from grpo_fused.calls import LogprobsCall, LogprobsGradientCall, LossCall, named
 from grpo_fused.layout import Layout
 from grpo_fused.parallel import (
-    Groups,
     ParallelGroups,
     PeerError,
     TokenParallel,
@@ -65,7 +64,7 @@ def contents_of(call: Any, mask: Tensor | None) -> dict[str, int | str]:
 
 
 def join(
-    groups: Groups,
+    groups: ParallelGroups,
     call: LossCall | LogprobsCall | LogprobsGradientCall,
     ids: Tensor,
     mask: Tensor | None,

@@ -20,13 +20,9 @@ from grpo_fused.pipeline import clean_coefficients, has_coefficient
 def scores(call: LogitsCall, layout: Layout) -> Statistics:
     """Statistics of all N positions, 0 where masked; those of entropies where asked for."""
     given = _Logits.of(call, layout)
-    zeros = [torch.zeros(given.mask.shape, dtype=given.dtype, device=given.mask.device) for _ in range(4)]
-    out = Statistics(zeros[0], zeros[1], zeros[2], zeros[3] if call.with_entropy else None)
+    out = Statistics.empty(given.mask.shape[0], given.mask.device, call.with_entropy, given.dtype).zero_()
     for positions, rows in given.blocks(given.mask.nonzero().squeeze(1)):
-        found = given.work.statistics(rows, with_entropy=call.with_entropy)
-        for to, value in zip(out, found, strict=True):
-            if to is not None and value is not None:
-                to.index_copy_(0, positions, value.to(given.dtype))
+        out.place_(positions, given.work.statistics(rows, with_entropy=call.with_entropy))
     return out
 
 

@@ -38,7 +38,7 @@ from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
-from grpo_fused.parallel import Groups
+from grpo_fused.parallel import ParallelGroups
 from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss
 from grpo_fused.validation import check_loss_values, check_token_values
 
@@ -107,7 +107,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
         check_loss_values(call.inputs, layout)
 
     with _plain(head.hidden_states.device):
-        vocab, ranks = join(Groups.decode(head.groups), call, call.completion_ids, mask, check, layout)
+        vocab, ranks = join(ParallelGroups.decode(head.groups), call, call.completion_ids, mask, check, layout)
         with failing_together(vocab, ranks):
             tokens = Tokens.of(head, call.completion_ids, mask, layout, vocab)
             result = run_loss(engines.engine(head.impl), tokens, layout, config, call, ranks)
@@ -146,7 +146,7 @@ def linear_logprobs(*values: Any) -> Scores:
         check_token_values(call.token_ids, call.mask, vocab_size, head.temperatures, layout)
 
     with _plain(head.hidden_states.device):
-        vocab, _ = join(Groups.decode(head.groups), call, call.token_ids, call.mask, check)
+        vocab, _ = join(ParallelGroups.decode(head.groups), call, call.token_ids, call.mask, check)
         with failing_together(vocab, None):
             tokens = Tokens.of(head, call.token_ids, call.mask, layout, vocab)
             found = run_logprobs(engines.engine(head.impl), tokens, head, with_entropy=call.with_entropy)
@@ -173,7 +173,7 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
         known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
     with _plain(head.hidden_states.device):
-        vocab, _ = join(Groups.decode(head.groups), call, forward.token_ids, forward.mask, lambda _: None)
+        vocab, _ = join(ParallelGroups.decode(head.groups), call, forward.token_ids, forward.mask, lambda _: None)
         with failing_together(vocab, None):
             tokens = Tokens.of(head, forward.token_ids, forward.mask, layout, vocab)
             gradients = run_logprobs_gradient(
@@ -316,7 +316,7 @@ def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
 
 def _fake_gradients(call: HeadCall, token_ids: Tensor, needs: Needs) -> HeadGradients:
     head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
-    most = token_ids.numel() if Groups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
+    most = token_ids.numel() if ParallelGroups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
     dtype = engines.engine(call.impl).weight_gradient_dtype(head, most, call.max_scratch_bytes)
     return HeadGradients(
         hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.need_hidden else _nothing(hidden),

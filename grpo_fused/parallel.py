@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,22 +67,13 @@ class ParallelGroups:
         names = [group.group_name if group is not None else "" for group in (groups.vocab, groups.tokens)]
         return "|".join([*names, "split" if groups.split_sequences else ""]) if any(names) else ""
 
-
-class Groups(NamedTuple):
-    """Inside an operator: the groups of a call, None where there is one rank."""
-
-    vocab: dist.ProcessGroup | None
-    tokens: dist.ProcessGroup | None
-    split_sequences: bool
-
     @classmethod
-    def decode(cls, encoded: str) -> Groups:
-        """The groups that `ParallelGroups.encode` named."""
+    def decode(cls, encoded: str) -> ParallelGroups:
+        """The groups that `encode` named, None where there is one rank."""
         if not encoded:
-            return cls(None, None, False)
+            return cls()
         vocab, tokens, split = encoded.split("|")
-        groups = [_resolve(name) for name in (vocab, tokens)]
-        return cls(groups[0], groups[1], bool(split))
+        return cls(_resolve(vocab), _resolve(tokens), bool(split))
 
 
 def _resolve(name: str) -> dist.ProcessGroup | None:

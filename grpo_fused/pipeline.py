@@ -235,14 +235,10 @@ def _everything(tokens: Tokens) -> Tensor:
 
 def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statistics:
     """Scores of all N positions before any is known: 0."""
-    # a tensor each: an operator's results must not share memory
-    zeros = [torch.zeros(tokens.ids.shape[0], dtype=dtype, device=tokens.ids.device) for _ in range(4)]
-    return Statistics(zeros[0], zeros[1], zeros[2], zeros[3] if with_entropy else None)
+    return Statistics.empty(tokens.ids.shape[0], tokens.ids.device, with_entropy, dtype).zero_()
 
 
 def _place(scores: Statistics, rows: Tensor, mask: Tensor, out: Statistics) -> None:
     """Write the scores of `rows` into those of all N positions, 0 where masked."""
     active = mask[rows]
-    for to, value in zip(out, scores, strict=True):
-        if to is not None and value is not None:
-            to.index_copy_(0, rows, torch.where(active, value, 0.0))
+    out.place_(rows, Statistics(*(None if x is None else torch.where(active, x, 0.0) for x in scores)))  # type: ignore[arg-type]

@@ -1,64 +1,52 @@
 """The loss in plain PyTorch: full logits, autograd, any float dtype up to fp64. Slow, clear, and the test of all else.
 
-This derivation shares nothing with `objective.py` but the formulas on paper: it works on padded `[B, T]` tensors,
-writes the losses with autograd-friendly clamps and stop-gradients, and leaves every derivative to PyTorch.
+This derivation shares nothing with `objective.py` but the formulas on paper: it takes one sequence at a time and only
+its active tokens, writes the losses with autograd-friendly clamps and stop-gradients, and leaves every derivative to
+PyTorch.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_fused import validation as check
+from grpo_fused.calls import HeadCall, LossInputs
 from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines.products import ieee_products
+from grpo_fused.layout import Layout
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 
 
-class PaddedInputs(NamedTuple):
-    """A loss call, each tensor `[B, T]` with neutral values where masked (`advantages` and ratios may be `[B, 1]`)."""
+def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout) -> LogprobOutput:
+    """Log-probs and entropies of `token_ids` from all logits at once, in fp32 of what the dtypes (and autocast) say."""
+    hidden, weight, bias, compute = head.hidden_states, head.lm_head_weight, head.lm_head_bias, head.compute_dtype
+    check.check_token_values(token_ids, mask, weight.shape[0], head.temperatures, layout)
+    dtype = torch.promote_types(compute, torch.float32)
+    by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
+    with torch.autocast(hidden.device.type, enabled=False), ieee_products():
+        active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
+        logits = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0) @ weight.to(compute).to(dtype).T
+        if bias is not None:
+            logits = logits + bias.to(compute if by_autocast else dtype).to(dtype)
+        logits = logits * head.logit_scale
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
 
-    mask: Tensor
-    advantages: Tensor
-    old: Tensor | None
-    ref: Tensor | None
-    sampling: Tensor | None
-    is_ratio: Tensor | None
-    num_items: Tensor | None
-    advantage_per_token: bool
-    """Whether the advantages are `[B, T]`, one value for each token."""
 
-
-def linear_logprobs(
-    hidden_states: Tensor,
-    lm_head_weight: Tensor,
-    lm_head_bias: Tensor | None,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    *,
-    temperature: Tensor | float,
-    logit_scale: float,
-    softcap: float | None,
-    dtype: torch.dtype,
+def logprobs(
+    logits: Tensor, token_ids: Tensor, mask: Tensor | None, number: float, temperatures: Tensor | None, layout: Layout
 ) -> LogprobOutput:
-    """Log-probs and entropies of `token_ids` from all logits at once; `temperature` is a number or per token."""
-    active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
-    hidden = torch.where(active.unsqueeze(-1), hidden_states.to(dtype), 0.0)
-    logits = hidden @ lm_head_weight.to(dtype).T
-    if lm_head_bias is not None:
-        logits = logits + lm_head_bias.to(dtype)
-    logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logprobs(logits, token_ids, mask, temperature=temperature)
-
-
-def logprobs(logits: Tensor, token_ids: Tensor, mask: Tensor | None, *, temperature: Tensor | float) -> LogprobOutput:
     """Log-probs and entropies of `token_ids` ([...]) under `logits` ([..., V]) in the dtype of the logits."""
     active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
-    if isinstance(temperature, Tensor):
-        temperature = torch.where(active, temperature.to(logits.dtype), 1.0).unsqueeze(-1)
+    temperature: Tensor | float = number
+    if temperatures is not None:
+        each = layout.per_token(temperatures).view(layout.shape)
+        temperature = torch.where(active, each.to(logits.dtype), 1.0).unsqueeze(-1)
     logits = torch.where(active.unsqueeze(-1), logits, 0.0) / temperature
     at = logits.argmax(-1, keepdim=True)
     maximum = logits.gather(-1, at)
@@ -66,8 +54,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, mask: Tensor | None, *, temperat
     shifted = torch.where(possible, logits - maximum, 0.0)
     others = torch.where(possible, shifted.exp(), 0.0).scatter(-1, at, 0.0)
     rest = others.sum(-1)  # without the maximum's own 1, so that a confident token keeps its digits
-    ids = torch.where(active, token_ids, 0).to(torch.int64)
-    ids = ids.unsqueeze(-1)
+    ids = torch.where(active, token_ids, 0).to(torch.int64).unsqueeze(-1)
     below = torch.where(ids == at, 0.0, logits.gather(-1, ids) - maximum)  # the maximum's own gradient must not cancel
     logps = below.squeeze(-1) - rest.log1p()
     entropies = rest.log1p() - (others * shifted).sum(-1) / (1.0 + rest)
@@ -75,91 +62,142 @@ def logprobs(logits: Tensor, token_ids: Tensor, mask: Tensor | None, *, temperat
     return LogprobOutput(torch.where(active, logps, zero), torch.where(active, entropies, zero))
 
 
-def grpo_loss(logps: Tensor, entropies: Tensor | None, inputs: PaddedInputs, config: GRPOLossConfig) -> GRPOLossOutput:
-    """The loss from padded log-probs and entropies; differentiable in both."""
-    mask = inputs.mask.to(logps.dtype)
-    lengths = mask.sum(1)
-    returned = torch.where(inputs.mask, logps, 0.0).detach()
-    logps = torch.where(inputs.mask, logps.clamp(min=-1e4), 0.0)  # an impossible token: finite, without a gradient
-    advantages = inputs.advantages.to(logps.dtype)
-    high_entropy = torch.ones_like(inputs.mask)
+class Tokens(NamedTuple):
+    """Active tokens, of the call or of a sequence: [t] each."""
+
+    logps: Tensor
+    advantages: Tensor
+    high_entropy: Tensor
+    """bool: whether `top_entropy_quantile` keeps it"""
+    old: Tensor | None
+    ref: Tensor | None
+    sampling: Tensor | None
+    is_ratio: Tensor | None
+
+    def select(self, chosen: Tensor) -> Tokens:
+        """Those where `chosen` ([n] bool) is set."""
+        values: list[Any] = [None if x is None else x[chosen] for x in self]
+        return Tokens(*values)
+
+    def mean(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+        """0-d: over the tokens, or those kept; 0 where there are none."""
+        weight = torch.ones_like(x) if kept is None else kept.to(x.dtype)
+        return (x * weight).sum() / weight.sum().clamp(min=1)
+
+
+class TokenLosses(NamedTuple):
+    """What the tokens of a sequence add to the loss, [t] each."""
+
+    loss: Tensor
+    kl: Tensor | None
+    seen: Tensor
+    """what the metrics look at: the ratio after delta, gmpo's log-ratio, or VESPO's phi"""
+    advantages: Tensor
+
+
+def grpo_loss(
+    logps: Tensor, entropies: Tensor | None, inputs: LossInputs, layout: Layout, config: GRPOLossConfig
+) -> GRPOLossOutput:
+    """The loss from log-probs and entropies in the layout of the call; differentiable in both."""
+    sequence = layout.sequence_ids(logps.device)
+    active = torch.ones(layout.num_tokens, dtype=torch.bool, device=logps.device)
+    if inputs.completion_mask is not None:
+        active = inputs.completion_mask.reshape(-1) != 0
+
+    def each(x: Tensor | None, lowest: float = -math.inf) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.reshape(-1) if x.shape == layout.shape else x.reshape(-1)[sequence]
+        return x.detach().to(logps.dtype)[active].clamp(min=lowest)
+
+    chosen = torch.ones_like(active[active])
+    entropy = None if entropies is None else entropies.reshape(-1)[active]
     if config.top_entropy_quantile < 1.0:
-        assert entropies is not None
-        high_entropy = high_entropy_tokens(entropies.detach(), inputs.mask, config.top_entropy_quantile)
+        assert entropy is not None
+        chosen = high_entropy_tokens(entropy.detach(), config.top_entropy_quantile)
+    every = Tokens(
+        logps=logps.reshape(-1)[active].clamp(min=-1e4),  # an impossible token: finite, without a gradient
+        advantages=layout.spread(inputs.advantages.detach().to(logps.dtype), sequence)[active],
+        high_entropy=chosen,
+        old=each(inputs.old_per_token_logps, -1e4),
+        ref=each(inputs.ref_per_token_logps, -1e4),
+        sampling=each(inputs.sampling_per_token_logps, -1e4),
+        is_ratio=each(inputs.importance_sampling_ratio),
+    )
+    owner = sequence[active]
+    parts = []
+    for s in range(layout.num_sequences):
+        own = owner == s
+        parts.append(_token_losses(every.select(own), config))
 
-    old = logps.detach() if inputs.old is None else inputs.old
-    log_ratio = logps - old
-    c = _ratio(log_ratio, logps, mask, config)
-
-    policy, seen = _policy_loss(c, log_ratio, logps, advantages, high_entropy, inputs, config)
-    if config.off_policy_mask_threshold is not None:
-        behaviour = inputs.sampling if inputs.sampling is not None else old
-        drift = (torch.nan_to_num(behaviour - logps.detach(), nan=0.0) * mask).sum(1, keepdim=True)
-        drift = drift / lengths.clamp(min=1).unsqueeze(1)
-        policy = policy * ((advantages >= 0) | (drift <= config.off_policy_mask_threshold))
-    if config.loss_type != "gmpo":
-        policy = policy * high_entropy
-    if inputs.is_ratio is not None and config.loss_type != "vespo":
-        policy = policy * inputs.is_ratio
-
-    per_token, kl = policy, None
-    if inputs.ref is not None:
-        kl = _kl(inputs.ref - logps, config.kl_estimator)
-        if config.use_bias_correction_kl and config.loss_type != "gmpo":
-            kl = kl * c
-        if config.beta != 0.0:
-            per_token = per_token + config.beta * kl
-    policy_loss = _aggregate(per_token.expand_as(mask), mask, inputs.num_items, config)
-
+    # the loss of nothing is differentiable, too
+    policy_loss = _aggregate([part.loss for part in parts], inputs.num_items_in_batch, config) + 0.0 * every.logps.sum()
     loss = policy_loss
     if config.entropy_coef != 0.0:
-        assert entropies is not None
-        kept = mask * high_entropy
-        loss = loss - config.entropy_coef * (torch.where(kept != 0, entropies, 0.0).sum() / kept.sum().clamp(min=1))
-    metrics = _metrics(seen, kl, entropies, inputs, mask, config)
-    metrics["policy_loss"] = policy_loss
+        assert entropy is not None
+        loss = loss - config.entropy_coef * every.mean(torch.where(chosen, entropy, 0.0), chosen)
+    metrics = {"policy_loss": policy_loss, "active_tokens": active.sum().to(logps.dtype)}
+    if every.ref is not None:
+        metrics["kl"] = every.mean(torch.cat([part.kl for part in parts if part.kl is not None] or [every.logps]))
+    if entropy is not None:
+        metrics["entropy"] = every.mean(entropy)
+    metrics |= _clip_metrics(parts, layout.is_per_token(inputs.advantages), config)
+    flat_mask = active.view(layout.shape)
     return GRPOLossOutput(
         loss=loss,
-        per_token_logps=returned,
-        entropies=None if entropies is None else torch.where(inputs.mask, entropies, 0.0).detach(),
-        metrics={name: value.detach() for name, value in metrics.items()},
+        per_token_logps=torch.where(flat_mask, logps, 0.0).detach(),
+        entropies=None if entropies is None else torch.where(flat_mask, entropies, 0.0).detach(),
+        metrics={name: value.detach().to(torch.float32) for name, value in metrics.items()},
     )
 
 
-def high_entropy_tokens(entropies: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Active tokens at or above the (1 - share) quantile of the active entropies."""
+def high_entropy_tokens(entropies: Tensor, share: float) -> Tensor:
+    """Tokens at or above the (1 - share) quantile of the entropies ([n])."""
     entropies = entropies.float()
-    active = entropies[mask]
-    if active.numel() == 0:
-        return torch.zeros_like(mask)
-    ordered = active.double().sort().values
-    position = (1.0 - share) * (active.numel() - 1)
+    if entropies.numel() == 0:
+        return entropies.bool()
+    ordered = entropies.double().sort().values
+    position = (1.0 - share) * (entropies.numel() - 1)
     below = int(position)
-    above = min(below + 1, active.numel() - 1)
+    above = min(below + 1, entropies.numel() - 1)
     threshold = torch.lerp(ordered[below], ordered[above], position - below)
-    return mask & (entropies >= threshold.to(entropies.dtype))
+    return entropies >= threshold.to(entropies.dtype)
 
 
-def _ratio(log_ratio: Tensor, logps: Tensor, mask: Tensor, config: GRPOLossConfig) -> Tensor:
+def _token_losses(tokens: Tokens, config: GRPOLossConfig) -> TokenLosses:
+    logps, advantages = tokens.logps, tokens.advantages
+    old = logps.detach() if tokens.old is None else tokens.old
+    log_ratio = logps - old
+    c = _ratio(log_ratio, tokens, config)
+    loss, seen = _policy_loss(c, log_ratio, tokens, config)
+    if config.off_policy_mask_threshold is not None:
+        behaviour = old if tokens.sampling is None else tokens.sampling
+        drift = tokens.mean(torch.nan_to_num(behaviour - logps.detach(), nan=0.0))
+        loss = loss * ((advantages >= 0) | (drift <= config.off_policy_mask_threshold))
+    if config.loss_type != "gmpo":  # its entropy mask acts inside the mean
+        loss = torch.where(tokens.high_entropy, loss, 0.0)
+    if tokens.is_ratio is not None and config.loss_type != "vespo":
+        loss = loss * tokens.is_ratio
+    if tokens.ref is None:
+        return TokenLosses(loss, None, seen, advantages)
+    kl = _kl(tokens.ref - logps, config.kl_estimator)
+    if config.use_bias_correction_kl and config.loss_type != "gmpo":
+        kl = kl * c
+    return TokenLosses(loss + config.beta * kl if config.beta != 0.0 else loss, kl, seen, advantages)
+
+
+def _ratio(log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> Tensor:
     if config.importance_sampling_level == "token":
         return log_ratio.clamp(-20, 20).exp()
-    mean = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    c = mean.clamp(-20, 20).exp()
+    c = tokens.mean(log_ratio).clamp(-20, 20).exp().expand_as(log_ratio)
     if config.importance_sampling_level == "sequence":
         return c
-    return c.detach() * (logps - logps.detach()).exp()
+    return c.detach() * (tokens.logps - tokens.logps.detach()).exp()
 
 
-def _policy_loss(
-    c: Tensor,
-    log_ratio: Tensor,
-    logps: Tensor,
-    advantages: Tensor,
-    high_entropy: Tensor,
-    inputs: PaddedInputs,
-    config: GRPOLossConfig,
-) -> tuple[Tensor, Tensor]:
-    """Per-token (or `[B, 1]`) policy loss, and what its metrics look at: the ratio after delta, or VESPO's phi."""
+def _policy_loss(c: Tensor, log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
+    """Per-token policy loss, and what its metrics look at."""
+    logps, advantages = tokens.logps, tokens.advantages
     if config.loss_type == "cispo":
         return -c.clamp(max=config.epsilon_upper).detach() * advantages * logps, c
     if config.loss_type == "sapo":
@@ -167,14 +205,11 @@ def _policy_loss(
         tau = torch.where(advantages > 0, torch.full_like(tau, config.sapo_temperature_pos), tau)
         return -(4.0 / tau) * torch.sigmoid(tau * (c - 1.0)) * advantages, c
     if config.loss_type == "vespo":
-        phi = _gamma_weight(log_ratio.detach(), advantages, inputs, config)
+        phi = _gamma_weight(log_ratio.detach(), tokens, config)
         return -phi * advantages * logps, phi
     if config.loss_type == "gmpo":
-        kept = inputs.mask * high_entropy
-        one_sided = torch.where(
-            advantages > 0, log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon)
-        )
-        mean = (one_sided * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
+        good, bad = log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon)
+        mean = tokens.mean(torch.where(advantages > 0, good, bad), tokens.high_entropy)
         return -mean.clamp(max=20).exp() * advantages, log_ratio
     capped = c if config.delta is None else c.clamp(max=config.delta)
     clipped = c.clamp(1.0 - config.epsilon, 1.0 + config.epsilon_upper)
@@ -184,11 +219,11 @@ def _policy_loss(
     return loss, capped
 
 
-def _gamma_weight(log_ratio: Tensor, advantages: Tensor, inputs: PaddedInputs, config: GRPOLossConfig) -> Tensor:
+def _gamma_weight(log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> Tensor:
     lowest = math.log(1e-8)
-    log_w = (log_ratio.clamp(-20, 20) * inputs.mask).sum(1, keepdim=True)
-    if inputs.is_ratio is not None:
-        log_w = log_w + (inputs.is_ratio.log().clamp(lowest, 20) * inputs.mask).sum(1, keepdim=True)
+    log_w = log_ratio.clamp(-20, 20).sum()
+    if tokens.is_ratio is not None:
+        log_w = log_w + tokens.is_ratio.log().clamp(lowest, 20).sum()
     log_w = log_w.clamp(lowest, 20)
 
     def phi(k: float, rate: float) -> Tensor:
@@ -196,7 +231,7 @@ def _gamma_weight(log_ratio: Tensor, advantages: Tensor, inputs: PaddedInputs, c
         return torch.exp(rate + k * log_w - rate * torch.exp(log_w)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     good = phi(config.vespo_k_pos, config.vespo_lambda_pos)
-    return torch.where(advantages >= 0, good, phi(config.vespo_k_neg, config.vespo_lambda_neg))
+    return torch.where(tokens.advantages >= 0, good, phi(config.vespo_k_neg, config.vespo_lambda_neg))
 
 
 def _kl(q: Tensor, estimator: str) -> Tensor:
@@ -209,65 +244,49 @@ def _kl(q: Tensor, estimator: str) -> Tensor:
     return torch.where(q > 20, tangent, near.exp() - near - 1)
 
 
-def _aggregate(per_token: Tensor, mask: Tensor, num_items: Tensor | None, config: GRPOLossConfig) -> Tensor:
-    lengths, sums = mask.sum(1), torch.where(mask != 0, per_token, 0.0).sum(1)
-    num_sequences = max(mask.shape[0], 1)
+def _aggregate(losses: list[Tensor], num_items: Tensor | None, config: GRPOLossConfig) -> Tensor | float:
+    """The losses of each sequence, [t] each, as one number: how each loss type averages."""
+    num_sequences, tokens = max(len(losses), 1), max(sum(map(len, losses)), 1)
     if config.loss_type in ("grpo", "sapo", "gmpo"):
-        return (sums / lengths.clamp(min=1)).sum() / num_sequences
+        return sum(x.mean() for x in losses if len(x)) / num_sequences
+    total = sum(x.sum() for x in losses)
     if config.loss_type == "bnpo":
-        return sums.sum() / lengths.sum().clamp(min=1)
+        return total / tokens
     if config.loss_type == "dr_grpo":
         assert config.max_completion_length is not None
-        return sums.sum() / (num_sequences * config.max_completion_length)
+        return total / (num_sequences * config.max_completion_length)
     if config.loss_type == "luspo":
-        return sums.sum() / num_sequences
-    return sums.sum() / (lengths.sum().clamp(min=1) if num_items is None else num_items.to(mask))
+        return total / num_sequences
+    return total / (tokens if num_items is None else num_items)
 
 
-def _metrics(
-    seen: Tensor,
-    kl: Tensor | None,
-    entropies: Tensor | None,
-    inputs: PaddedInputs,
-    mask: Tensor,
-    config: GRPOLossConfig,
-) -> dict[str, Tensor]:
+def _clip_metrics(parts: list[TokenLosses], advantage_per_token: bool, config: GRPOLossConfig) -> dict[str, Tensor]:
     """TRL's metrics: means over active tokens, or over sequences for what has one value a sequence."""
-    lengths, advantages = mask.sum(1), inputs.advantages
+    a_sequence = config.importance_sampling_level == "sequence" or config.loss_type == "vespo"
 
-    def token_mean(x: Tensor) -> Tensor:
-        return torch.where(mask != 0, x, 0.0).sum() / mask.sum().clamp(min=1)
+    def mean(values: list[Tensor], empty: float = 0.0) -> Tensor:
+        if a_sequence and not advantage_per_token:
+            return torch.tensor([x[0].item() if len(x) else empty for x in values] or [0.0]).mean()
+        return torch.cat(values or [torch.zeros(0)]).sum() / max(sum(map(len, values)), 1)
 
-    one_value_a_sequence = not inputs.advantage_per_token and (
-        config.importance_sampling_level == "sequence" or config.loss_type == "vespo"
-    )
-
-    def mean(x: Tensor) -> Tensor:
-        return x.mean() if one_value_a_sequence and x.numel() else token_mean(x)
-
-    def of_sequences(x: Tensor) -> Tensor:
-        return ((x * mask).sum(1) / lengths)[lengths > 0]
-
-    metrics: dict[str, Tensor] = {"active_tokens": mask.sum()}
-    if kl is not None:
-        metrics["kl"] = token_mean(kl)
-    if entropies is not None:
-        metrics["entropy"] = token_mean(entropies)
+    if config.loss_type == "vespo":
+        return {"vespo/phi_seq_mean": mean([part.seen for part in parts], empty=1.0)}
+    if config.loss_type == "sapo":
+        return {}
+    low, high = 1 - config.epsilon, 1 + config.epsilon_upper
+    if config.loss_type == "gmpo":
+        low, high = -config.epsilon, config.epsilon_upper
     if config.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = mean(((seen > config.epsilon_upper) & (advantages > 0)).to(mask))
-    elif config.loss_type == "vespo":
-        metrics["vespo/phi_seq_mean"] = mean(seen)
-    elif config.loss_type != "sapo":
-        low, high = 1 - config.epsilon, 1 + config.epsilon_upper
-        if config.loss_type == "gmpo":
-            low, high = -config.epsilon, config.epsilon_upper
-        is_low = ((seen < low) & (advantages < 0)).to(mask)
-        is_high = ((seen > high) & (advantages > 0)).to(mask)
-        metrics["clip_ratio/low_mean"] = mean(is_low)
-        metrics["clip_ratio/high_mean"] = mean(is_high)
-        metrics["clip_ratio/region_mean"] = mean(is_low + is_high)
-        lows, highs = of_sequences(is_low), of_sequences(is_high)
-        nan = mask.new_full((), math.nan)
-        metrics["clip_ratio/low_min"] = lows.min() if lows.numel() else nan
-        metrics["clip_ratio/high_max"] = highs.max() if highs.numel() else nan
-    return metrics
+        high = config.epsilon_upper
+    is_low = [((part.seen < low) & (part.advantages < 0)).double() for part in parts]
+    is_high = [((part.seen > high) & (part.advantages > 0)).double() for part in parts]
+    if config.loss_type == "cispo":
+        return {"cispo_clip_ratio": mean(is_high)}
+    lows, highs = ([x.mean() for x in values if len(x)] or [torch.tensor(math.nan)] for values in (is_low, is_high))
+    return {
+        "clip_ratio/low_mean": mean(is_low),
+        "clip_ratio/high_mean": mean(is_high),
+        "clip_ratio/region_mean": mean([a + b for a, b in zip(is_low, is_high, strict=True)]),
+        "clip_ratio/low_min": torch.stack(lows).min(),
+        "clip_ratio/high_max": torch.stack(highs).max(),
+    }

@@ -43,10 +43,26 @@ class Statistics(NamedTuple):
         return joined if with_entropy else joined._replace(entropy=None)
 
     @classmethod
-    def empty(cls, num_rows: int, device: torch.device, with_entropy: bool) -> Statistics:
-        """Room for the fp32 statistics of some rows."""
-        new = [torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(4)]
+    def empty(
+        cls, num_rows: int, device: torch.device, with_entropy: bool, dtype: torch.dtype = torch.float32
+    ) -> Statistics:
+        """Room for the statistics of some rows."""
+        # a tensor each: an operator's results must not share memory
+        new = [torch.empty(num_rows, dtype=dtype, device=device) for _ in range(4)]
         return cls(new[0], new[1], new[2], new[3] if with_entropy else None)
+
+    def zero_(self) -> Statistics:
+        """All set to 0: no row is known yet."""
+        for x in self:
+            if x is not None:
+                x.zero_()
+        return self
+
+    def place_(self, rows: Tensor, found: Statistics) -> None:
+        """Write the statistics of `rows` ([K] int64)."""
+        for to, value in zip(self, found, strict=True):
+            if to is not None and value is not None:
+                to.index_copy_(0, rows, value.to(to.dtype))
 
 
 class Transform(NamedTuple):

@@ -18,7 +18,7 @@ class GradientSums:
 
     @staticmethod
     def weight_dtype(head: Head, *, one_chunk: bool) -> torch.dtype:
-        """Dtype of dW: one chunk needs no fp32 accumulator (fp16 does: the upstream gradient may lift it into range)."""
+        """Dtype of dW: one chunk needs no fp32 accumulator, except in fp16, which the upstream gradient may rescale."""
         if one_chunk and torch.float16 not in (head.weight.dtype, head.compute_dtype):
             return head.weight.dtype
         return head.statistics_dtype

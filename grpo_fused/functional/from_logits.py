@@ -14,7 +14,6 @@ from grpo_fused.engines import Impl
 from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
-from grpo_fused.reference_calls import loss_from_logprobs
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -73,7 +72,7 @@ def grpo_loss(
         check.check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
-        return loss_from_logprobs(per_token_logps.to(dtype), wide, inputs, layout, config)
+        return reference.grpo_loss(per_token_logps.to(dtype), wide, inputs, layout, config)
     loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, call)
     names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
     return GRPOLossOutput(
@@ -121,8 +120,7 @@ def selective_logprobs(
     if engines.choose_from_logits(impl) == "reference":
         check.check_token_values(token_ids, mask, logits.shape[-1], temperatures, layout)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        scale = number if temperatures is None else layout.per_token(temperatures).view(layout.shape)
-        scores = reference.logprobs(logits.to(dtype), token_ids, mask, temperature=scale)
+        scores = reference.logprobs(logits.to(dtype), token_ids, mask, number, temperatures, layout)
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies = SelectiveLogprobs.apply(logits, call)
     return LogprobOutput(logps, entropies if with_entropy else None)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused import engines
+from grpo_fused import engines, reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearGRPOLoss, LinearLogprobs
 from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs, Needs
@@ -20,7 +20,6 @@ from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import loss_metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.parallel import ParallelGroups, whole
-from grpo_fused.reference_calls import loss_from_logprobs, reference_logprobs
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -149,9 +148,9 @@ def fused_linear_grpo_loss(
             check.check_one_process(process_group)
 
     if head.impl == "reference":
-        scores = reference_logprobs(head, completion_ids, completion_mask, layout)
+        scores = reference.linear_logprobs(head, completion_ids, completion_mask, layout)
         check.check_loss_values(inputs, layout)
-        out = loss_from_logprobs(scores.logps, scores.entropies, inputs, layout, config)
+        out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config)
         # autograd goes through every position, and makes no gradient where none is asked for
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
@@ -234,7 +233,7 @@ def fused_linear_logprobs(
             check.check_one_process(process_group)
 
     if head.impl == "reference":
-        scores = reference_logprobs(head, token_ids, mask, layout)
+        scores = reference.linear_logprobs(head, token_ids, mask, layout)
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies = LinearLogprobs.apply(hidden_states, lm_head_weight, lm_head_bias, call)
     return LogprobOutput(logps, entropies if with_entropy else None)
