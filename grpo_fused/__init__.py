@@ -11,6 +11,7 @@ if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path
     __path__.append(_root)
 
 from grpo_fused.advantages import group_advantages
+from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdvantageOutput",
+    "CandidateSets",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "ImportanceSamplingOutput",

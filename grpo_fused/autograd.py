@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from grpo_fused import operators
 from grpo_fused.calls import (
+    CandidateGradientCall,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -31,7 +32,12 @@ class LinearGRPOLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LossCall) -> Any:
         call = call._replace(head=call.head.on(hidden_states, weight, bias))
         result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
-        ctx.save_for_backward(result.dhidden, result.dweight, result.dbias)
+        ctx.later = call.head.candidates is not None and not call.head.any_whole
+        kept = CandidateGradientCall(
+            call.head, call.completion_ids, call.inputs.completion_mask, result.dcandidates, call.needs
+        )
+        ctx.call, tensors = detach(kept) if ctx.later else (None, [])
+        ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
         given = zip((hidden_states, weight, bias), call.needs, strict=True)
         ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]
         ctx.set_materialize_grads(False)
@@ -43,7 +49,17 @@ class LinearGRPOLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None, None
-        (dhidden, dweight, dbias), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        (dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        if ctx.later and (weight_dtype is not None or bias_dtype is not None):
+            call: CandidateGradientCall = attach(ctx.call, tensors)
+            call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
+            _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
+            return (
+                None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
+                None if weight_dtype is None else dweight,
+                None if bias_dtype is None else dbias.to(bias_dtype),
+                None,
+            )
         return (
             None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
             None if weight_dtype is None else scaled(dweight, dloss, weight_dtype),

@@ -65,6 +65,17 @@ class HeadCall(NamedTuple):
     compact: bool
     groups: str
     """`ParallelGroups.encode`"""
+    candidate_ids: Tensor | None = None
+    """`CandidateSets.ids`"""
+    candidate_offsets: Tensor | None = None
+    any_whole: bool = True
+    """whether the set of an active token may be the whole vocabulary"""
+
+    @property
+    def candidates(self) -> tuple[Tensor, Tensor] | None:
+        """What a `CandidateSets` is made of, where there is one."""
+        ids, offsets = self.candidate_ids, self.candidate_offsets
+        return None if ids is None or offsets is None else (ids, offsets)
 
     def on(self, hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None) -> HeadCall:
         """The same on other tensors: those that autograd hands in."""
@@ -114,6 +125,17 @@ class LogprobsGradientCall(NamedTuple):
     log_sums: Tensor | None
     dlogps: Tensor | None
     dentropies: Tensor | None
+    needs: Needs
+
+
+class CandidateGradientCall(NamedTuple):
+    """dW and db of a call whose tokens all have a candidate set."""
+
+    head: HeadCall
+    token_ids: Tensor
+    mask: Tensor | None
+    dproducts: Tensor
+    """[K] dL/d(product) of each candidate"""
     needs: Needs
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_fused import engines, logits
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import (
+    CandidateGradientCall,
     HeadCall,
     LogitsCall,
     LogitsGradientCall,
@@ -31,7 +32,8 @@ from grpo_fused.calls import (
     fields_of,
 )
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Gradients, Tokens
+from grpo_fused.engines.base import Engine, Gradients, Tokens
+from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
@@ -40,7 +42,7 @@ from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import ParallelGroups
 from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss
-from grpo_fused.validation import check_loss_values, check_token_values
+from grpo_fused.validation import check_candidates, check_loss_values, check_token_values
 
 
 def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -84,7 +86,7 @@ class HeadGradients(NamedTuple):
 
 
 class LossResult(NamedTuple):
-    """Loss, scores, metrics in the order of `loss_metric_names`, and gradients."""
+    """Loss, scores, metrics in the order of `loss_metric_names`, gradients, and those of candidates."""
 
     loss: Tensor
     logps: Tensor
@@ -93,6 +95,8 @@ class LossResult(NamedTuple):
     dhidden: Tensor
     dweight: Tensor
     dbias: Tensor
+    dcandidates: Tensor
+    """[K] dL/d(product) of each candidate; where all tokens have a set, dW and db are made of it in the backward"""
 
 
 @_operator(LossCall, LossResult)
@@ -105,12 +109,13 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     def check(vocab_size: int) -> None:
         check_token_values(call.completion_ids, mask, vocab_size, head.temperatures, layout)
         check_loss_values(call.inputs, layout)
+        check_candidates(head, call.completion_ids, mask, vocab_size, call.inputs)
 
     with _plain(head.hidden_states.device):
         vocab, ranks = join(ParallelGroups.decode(head.groups), call, call.completion_ids, mask, check, layout)
         with failing_together(vocab, ranks):
             tokens = Tokens.of(head, call.completion_ids, mask, layout, vocab)
-            result = run_loss(engines.engine(head.impl), tokens, layout, config, call, ranks)
+            result = run_loss(_engine(head), tokens, layout, config, call, ranks)
     metrics = [result.metrics[name].to(torch.float32) for name in _loss_metrics(call)]
     return LossResult(
         result.loss,
@@ -118,6 +123,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
         _nothing(result.loss) if result.entropies is None else result.entropies.view(layout.shape),
         torch.stack(metrics),
         *_head_gradients(head, result.gradients),
+        _nothing(result.loss) if result.gradients.candidates is None else result.gradients.candidates,
     )
 
 
@@ -132,7 +138,8 @@ def _(*values: Any) -> LossResult:
         logps,
         torch.empty_like(logps) if with_entropy else _nothing(logps),
         logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
-        *_fake_gradients(head, call.completion_ids, call.needs),
+        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True),
+        logps.new_empty(head.candidate_ids.shape if head.candidate_ids is not None and call.needs.any() else 0),
     )
 
 
@@ -144,12 +151,13 @@ def linear_logprobs(*values: Any) -> Scores:
 
     def check(vocab_size: int) -> None:
         check_token_values(call.token_ids, call.mask, vocab_size, head.temperatures, layout)
+        check_candidates(head, call.token_ids, call.mask, vocab_size)
 
     with _plain(head.hidden_states.device):
         vocab, _ = join(ParallelGroups.decode(head.groups), call, call.token_ids, call.mask, check)
         with failing_together(vocab, None):
             tokens = Tokens.of(head, call.token_ids, call.mask, layout, vocab)
-            found = run_logprobs(engines.engine(head.impl), tokens, head, with_entropy=call.with_entropy)
+            found = run_logprobs(_engine(head), tokens, head, with_entropy=call.with_entropy)
     logps, entropies = _shaped(call.token_ids, found)
     return Scores(logps, entropies, found.max, found.log_sum)
 
@@ -177,8 +185,10 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
         with failing_together(vocab, None):
             tokens = Tokens.of(head, forward.token_ids, forward.mask, layout, vocab)
             gradients = run_logprobs_gradient(
-                engines.engine(head.impl), tokens, head, known, call.dlogps, call.dentropies, call.needs
+                _engine(head), tokens, head, known, call.dlogps, call.dentropies, call.needs
             )
+        if gradients.candidates is not None and not head.any_whole:
+            return _candidate_gradients(head, tokens, gradients, call.needs)
     return _head_gradients(head, gradients)
 
 
@@ -186,6 +196,22 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
 def _(*values: Any) -> HeadGradients:
     call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
     return _fake_gradients(call.forward.head, call.forward.token_ids, call.needs)
+
+
+@_operator(CandidateGradientCall, HeadGradients)
+def candidate_weight_gradient(*values: Any) -> HeadGradients:
+    """dW and db from the derivatives of candidates; dH was made in the forward pass."""
+    call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
+    head, layout = call.head, Layout.of_tokens(call.token_ids)
+    with _plain(head.hidden_states.device):
+        tokens = Tokens.of(head, call.token_ids, call.mask, layout, None)
+        return _candidate_gradients(head, tokens, Gradients(None, None, None, 0, call.dproducts), call.needs)
+
+
+@candidate_weight_gradient.fake  # type: ignore[untyped-decorator]
+def _(*values: Any) -> HeadGradients:
+    call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
+    return _fake_gradients(call.head, call.token_ids, call.needs)
 
 
 class ObjectiveResult(NamedTuple):
@@ -314,10 +340,30 @@ def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
     )
 
 
-def _fake_gradients(call: HeadCall, token_ids: Tensor, needs: Needs) -> HeadGradients:
+def _engine(head: HeadCall) -> Engine:
+    engine = engines.engine(head.impl)
+    return engine if head.candidates is None else CandidateEngine(engine, engines.pairs(head.impl), head.any_whole)
+
+
+def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs: Needs) -> HeadGradients:
+    """With dW in the weight's dtype and db, made of the derivatives of candidates."""
+    head, weight = Head.of(call), call.lm_head_weight
+    assert found.candidates is not None
+    made = found._replace(
+        weight=torch.zeros_like(weight, memory_format=torch.contiguous_format) if needs.need_weight else None,
+        bias=weight.new_zeros(weight.shape[0], dtype=head.statistics_dtype) if needs.need_bias else None,
+    )
+    add_weight_gradient(engines.pairs(call.impl), head, tokens, found.candidates, made.weight, made.bias)
+    return _head_gradients(call, made)
+
+
+def _fake_gradients(call: HeadCall, token_ids: Tensor, needs: Needs, *, in_forward: bool = False) -> HeadGradients:
     head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
+    if call.candidates is not None and not call.any_whole:
+        needs = needs._replace(need_weight=False, need_bias=False) if in_forward else needs
     most = token_ids.numel() if ParallelGroups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
     dtype = engines.engine(call.impl).weight_gradient_dtype(head, most, call.max_scratch_bytes)
+    dtype = dtype if call.any_whole else weight.dtype
     return HeadGradients(
         hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.need_hidden else _nothing(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else _nothing(weight),

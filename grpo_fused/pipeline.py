@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work
+from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout
@@ -65,7 +65,7 @@ def run_loss(
     own = batch  # the positions of this rank among those of all
     if mine is not None:
         own, matters = batch.select(mine), matters[mine]
-    rows = _choose_rows(own, matters, layout, config, call)
+    rows = _choose_rows(own, tokens.undecided, matters, layout, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
     # looking at a chunk's coefficients costs a synchronisation, except on the CPU
@@ -74,7 +74,8 @@ def run_loss(
 
     _score(engine, replace(work, rows=rows.scored_only), scores)
     chunk_rows = _chunk_rows(engine, work)
-    chunks = _one_pass_chunks(rows, config, chunk_rows, split=ranks is not None and ranks.split)
+    whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
+    chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
     if ranks is not None and config.needs_sequence and not ranks.all_of(chunks is not None, own.mask.device):
         chunks = None  # where the sequences of one rank do not fit a chunk, all score first
     gradients = Gradients(None, None, None, 0)
@@ -103,7 +104,7 @@ def run_logprobs(engine: Engine, tokens: Tokens, call: HeadCall, *, with_entropy
     """Scores of all N positions, 0 where masked."""
     head = Head.of(call)
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
-    rows = tokens.mask.nonzero().squeeze(1) if call.compact else _everything(tokens)
+    rows = tokens.undecided.nonzero().squeeze(1) if call.compact else _everything(tokens)
     _score(engine, Work(head, tokens, rows, with_entropy, call.max_scratch_bytes), scores)
     return scores
 
@@ -122,7 +123,7 @@ def run_logprobs_gradient(
     `scores` ([N]) are what `run_logprobs` returned, if at hand.
     """
     head = Head.of(call)
-    dlogp, dentropy = clean_coefficients(tokens.mask, dlogps, dentropies, head.statistics_dtype)
+    dlogp, dentropy = clean_coefficients(tokens.undecided, dlogps, dentropies, head.statistics_dtype)
     work = Work(head, tokens, _everything(tokens), dentropy is not None, call.max_scratch_bytes, needs=needs)
     return engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, call.compact))[1]
 
@@ -156,7 +157,7 @@ def _known_gradient(
     if compact:
         rows = rows[has_coefficient(dlogp, dentropy)[rows].nonzero().squeeze(1)]
 
-    def coefficients(part: slice, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def coefficients(part: slice | Tensor, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         where = rows[part]
         return dlogp[where], None if dentropy is None else dentropy[where]
 
@@ -184,11 +185,6 @@ def _chunk_rows(engine: Engine, work: Work) -> int:
     return rows if work.tokens.vocab is None else work.tokens.vocab.smallest(rows)
 
 
-def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
-    """`count` rows in chunks of `chunk_rows`."""
-    return tuple(slice(start, min(start + chunk_rows, count)) for start in range(0, count, chunk_rows))
-
-
 def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | None:
     """Chunks of whole sequences, as many in each as fit `chunk_rows`; None where a sequence does not fit."""
     if max(lengths, default=0) > chunk_rows:
@@ -202,23 +198,28 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
     return (*chunks, slice(start, stop)) if stop > start else tuple(chunks)
 
 
-def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, split: bool) -> tuple[slice, ...] | None:
+def _one_pass_chunks(
+    rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, whole_sequences: bool
+) -> tuple[slice, ...] | None:
     """Chunks within which every coefficient can be known, or None where scoring must come first."""
-    if config.needs_batch or (split and config.needs_sequence):
+    if config.needs_batch or (config.needs_sequence and not whole_sequences):
         return None
     if not config.needs_sequence:
         return even_chunks(rows.gradient.shape[0], chunk_rows)
     return None if rows.sequence_lengths is None else sequence_chunks(rows.sequence_lengths, chunk_rows)
 
 
-def _choose_rows(batch: TokenBatch, matters: Tensor, layout: Layout, config: GRPOLossConfig, call: LossCall) -> _Rows:
+def _choose_rows(
+    batch: TokenBatch, undecided: Tensor, matters: Tensor, layout: Layout, config: GRPOLossConfig, call: LossCall
+) -> _Rows:
     if not call.head.compact:
         everything = torch.arange(layout.num_tokens, device=batch.mask.device)
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)
 
     # the entropy quantile is taken over all active tokens, so all of them are scored
-    scored = batch.mask if call.with_metrics or config.needs_batch else matters
+    matters = matters & undecided
+    scored = undecided if call.with_metrics or config.needs_batch else matters
     gradient = matters if call.needs.any() else torch.zeros_like(matters)
     scored_only = scored & ~gradient
     order = torch.where(gradient, 0, torch.where(scored_only, 1, 2)).sort(stable=True).indices

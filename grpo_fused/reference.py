@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_fused import validation as check
 from grpo_fused.calls import HeadCall, LossInputs
+from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.products import ieee_products
 from grpo_fused.layout import Layout
@@ -25,6 +26,7 @@ def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layo
     """Log-probs and entropies of `token_ids` from all logits at once, in fp32 of what the dtypes (and autocast) say."""
     hidden, weight, bias, compute = head.hidden_states, head.lm_head_weight, head.lm_head_bias, head.compute_dtype
     check.check_token_values(token_ids, mask, weight.shape[0], head.temperatures, layout)
+    check.check_candidates(head, token_ids, mask, weight.shape[0])
     dtype = torch.promote_types(compute, torch.float32)
     by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
@@ -35,6 +37,9 @@ def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layo
         logits = logits * head.logit_scale
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
+        if head.candidates is not None:
+            kept = CandidateSets(*head.candidates).to_mask(logits.shape[-1]).view(logits.shape)
+            logits = torch.where(kept, logits, -math.inf)
         return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import LossInputs, named
+from grpo_fused.calls import HeadCall, LossInputs, named
+from grpo_fused.candidates import CandidateSets, check_values
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout, values_are_checked
 
@@ -255,6 +256,15 @@ def check_token_values(
         )
     if temperature is not None and not (layout.per_token(temperature)[active.reshape(-1)] > 0).all():
         raise ValueError("temperature must be > 0 on active positions; got one that is not")
+
+
+def check_candidates(
+    head: HeadCall, token_ids: Tensor, mask: Tensor | None, vocab_size: int, inputs: LossInputs | None = None
+) -> None:
+    """The sets of a call, and that tokens alone in theirs have log-probs of 0."""
+    if head.candidates is not None:
+        given = {} if inputs is None else {n: x for n, x in named(inputs) if n.endswith("_logps") and x is not None}
+        check_values(CandidateSets(*head.candidates), token_ids, mask, vocab_size, given)
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:

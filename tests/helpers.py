@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fused import GRPOLossConfig
+from grpo_fused import CandidateSets, GRPOLossConfig, fused_linear_logprobs
 from grpo_fused.testing import GRADIENT_BOUND, ROUNDINGS, Problem, Result, frobenius_error, make_problem
 
 Case, make_case, pack = Problem, make_problem, Problem.packed
@@ -91,6 +92,41 @@ def all_configs() -> Iterator[GRPOLossConfig]:
             loss_type, importance_sampling_level=level, beta=beta, kl_estimator=estimator,
             use_bias_correction_kl=corrected, **clip, **entropy,
         )  # fmt: skip
+
+
+def with_sets(case: Case, *, sizes: tuple[int, ...] = (1, 2, 3, 8), whole: float = 0.0, seed: int = 0) -> Case:
+    """The case with random sets that hold the targets, some of them the whole vocabulary; log-probs are of the sets."""
+    g = torch.Generator().manual_seed(seed)
+    ids, V = case.completion_ids.reshape(-1), case.lm_head_weight.shape[0]
+    mask = torch.zeros(len(ids), V, dtype=torch.bool)
+    for n, target in enumerate(ids.tolist()):
+        size = min(sizes[int(torch.randint(len(sizes), (1,), generator=g))], V)
+        mask[n, torch.randperm(V, generator=g)[:size]] = True
+        if not mask[n, target]:
+            mask[n, mask[n].nonzero()[0]] = False
+            mask[n, target] = True
+        mask[n] |= torch.rand((), generator=g) < whole
+    sets = CandidateSets.from_mask(mask)
+    problem = replace(case, options={**case.options, "candidates": sets})
+    logp = set_scores(problem, "reference").double()
+    alone = (sets.sizes == 1).view(logp.shape)
+
+    def near(spread: float) -> torch.Tensor:
+        return torch.where(alone, 0.0, logp + spread * torch.randn(logp.shape, generator=g, dtype=torch.float64))
+
+    given = {name: near(0.25) for name in problem.options if name.endswith("_logps")}
+    return replace(problem, options={**problem.options, **given})
+
+
+def set_scores(case: Case, impl: Any) -> torch.Tensor:
+    """Log-probs of a case that may have candidate sets."""
+    names = ("lm_head_bias", "temperature", "logit_scale", "softcap", "candidates")
+    options = {name: x for name, x in case.options.items() if name in names}
+    hidden, weight = case.hidden_states, case.lm_head_weight
+    with torch.no_grad():
+        return fused_linear_logprobs(
+            hidden, weight, case.completion_ids, case.completion_mask, impl=impl, **options
+        ).logps
 
 
 class Precision(NamedTuple):

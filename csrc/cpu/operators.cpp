@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "head.h"
+#include "pairs.h"
 
 namespace {
 
@@ -170,6 +171,52 @@ std::tuple<Tensor, Tensor> head_gradient(Tensor hidden, Tensor weight, std::opti
   return {dhidden, dbias};
 }
 
+Matrix matrix(const Tensor& x, const char* name) {
+  check_machine();
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2, name, " must be a matrix on the CPU");
+  STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous");
+  const Dtype dtype = dtype_of(x, name);
+  return {static_cast<const char*>(x.const_data_ptr()), dtype, x.stride(0) * static_cast<int64_t>(x.element_size()),
+          x.size(1)};
+}
+
+const int64_t* rows_within(const Tensor& x, const char* name, int64_t count, int64_t limit) {
+  check(x, name, ScalarType::Long, {count});
+  const int64_t* values = data<int64_t>(x);
+  for (int64_t k = 0; k < count; k++) {
+    STD_TORCH_CHECK(0 <= values[k] && values[k] < limit, name, " must be in [0, ", limit, "); got ", values[k], " at ", k);
+  }
+  return values;
+}
+
+Tensor pair_products_of(Tensor a, Tensor b, Tensor i, Tensor j) {
+  const Matrix first = matrix(a, "a"), second = matrix(b, "b");
+  STD_TORCH_CHECK(first.columns == second.columns && first.dtype == second.dtype,
+                  "a and b must have as many columns and the same dtype");
+  const int64_t count = i.numel();
+  Tensor out = torch::stable::empty({count}, ScalarType::Float);
+  pair_products(first, second, rows_within(i, "i", count, a.size(0)), rows_within(j, "j", count, b.size(0)), count,
+                static_cast<float*>(out.mutable_data_ptr()));
+  return out;
+}
+
+Tensor segment_sums_of(Tensor x, Tensor index, Tensor factor, Tensor offsets) {
+  const Matrix rows = matrix(x, "x");
+  const int64_t count = index.numel(), segments = offsets.numel() - 1;
+  check(factor, "factor", ScalarType::Float, {count});
+  check(offsets, "offsets", ScalarType::Long, {segments + 1});
+  STD_TORCH_CHECK(segments >= 0, "offsets must hold at least one number");
+  const int64_t* from = data<int64_t>(offsets);
+  for (int64_t s = 0; s <= segments; s++) {
+    STD_TORCH_CHECK(from[s] >= (s == 0 ? 0 : from[s - 1]) && from[s] <= count, "offsets must rise within [0, ", count,
+                    "]; got ", from[s], " at ", s);
+  }
+  Tensor out = torch::stable::empty({segments, rows.columns}, ScalarType::Float);
+  segment_sums(rows, rows_within(index, "index", count, x.size(0)), data<float>(factor), from, segments,
+               static_cast<float*>(out.mutable_data_ptr()));
+  return out;
+}
+
 // (vocabulary rows of a block, bytes of a kept exponential), for a compute dtype of 4 or 2 bytes that is bf16 or not.
 std::vector<int64_t> head_plan(int64_t vocab, int64_t hidden, bool bf16) {
   check_machine();
@@ -187,6 +234,8 @@ std::tuple<std::string, std::string> probe() {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
   m.def("probe() -> (str, str)");
+  m.def("pair_products(Tensor a, Tensor b, Tensor i, Tensor j) -> Tensor");
+  m.def("segment_sums(Tensor x, Tensor index, Tensor factor, Tensor offsets) -> Tensor");
   m.def("head_plan(int vocab, int hidden, bool bf16) -> int[]");
   m.def(
       "head_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
@@ -205,4 +254,6 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CPU, m) {
   m.impl("head_scores", TORCH_BOX(&head_scores));
   m.impl("head_gradient", TORCH_BOX(&head_gradient));
+  m.impl("pair_products", TORCH_BOX(&pair_products_of));
+  m.impl("segment_sums", TORCH_BOX(&segment_sums_of));
 }

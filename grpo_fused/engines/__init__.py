@@ -8,6 +8,7 @@ import torch
 
 from grpo_fused.engines import cuda_rows, native, triton
 from grpo_fused.engines.base import Engine
+from grpo_fused.engines.candidates import NativePairs, Pairs, TorchPairs
 from grpo_fused.engines.chunked import ChunkedEngine
 
 Impl = Literal["auto", "reference", "chunked", "cuda", "triton", "native"]
@@ -49,6 +50,15 @@ def choose_from_logits(impl: Impl) -> str:
     if impl not in ("auto", "reference"):
         raise ValueError(f"impl must be auto or reference where there is no head product; got {impl!r}")
     return impl
+
+
+def pairs(name: str) -> Pairs:
+    """What works on candidate sets beside an engine."""
+    if name == "triton":
+        from grpo_fused.kernels.candidates import TritonPairs
+
+        return TritonPairs()
+    return NativePairs() if name == "native" else TorchPairs()
 
 
 def engine(name: str) -> Engine:

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import NO_GRADIENT, HeadCall, Needs
+from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics, Transform
 from grpo_fused.layout import Layout
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import VocabParallel
+
+
+def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
+    """`count` rows in chunks of `chunk_rows`."""
+    return tuple(slice(start, min(start + chunk_rows, count)) for start in range(0, count, chunk_rows))
 
 
 def flat_mask(token_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -50,19 +56,22 @@ class Tokens(NamedTuple):
     """a number or [N]"""
     vocab: VocabParallel | None = None
     """where the head is a slice of the vocabulary: `ids` are this slice's then, or anything where another rank's"""
+    candidates: CandidateSets | None = None
+    """the sets of all N positions, with ids of the whole vocabulary"""
 
     @classmethod
     def of(
         cls, head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout, vocab: VocabParallel | None
     ) -> Tokens:
         """The positions of a call."""
-        ids = token_ids.reshape(-1).to(torch.int64)
+        ids, sets = token_ids.reshape(-1).to(torch.int64), head.candidates
         return cls(
             hidden_states=flat_view(head.hidden_states),
             ids=ids if vocab is None else ids - vocab.first,
             mask=flat_mask(token_ids, mask),
             temperature=head.temperature if head.temperatures is None else layout.per_token(head.temperatures),
             vocab=vocab,
+            candidates=None if sets is None else CandidateSets(*sets),
         )
 
     def hidden_rows(self, rows: Tensor) -> Tensor:
@@ -78,6 +87,11 @@ class Tokens(NamedTuple):
         """[K] int64: the same, -1 where the target is another rank's: its entry is none of this head's."""
         targets = self.target_rows(rows)
         return targets if self.vocab is None else torch.where(self.vocab.owned[rows] | ~self.mask[rows], targets, -1)
+
+    @property
+    def undecided(self) -> Tensor:
+        """[N] bool: active tokens whose log-prob depends on the head; that of a token alone in its set is 0."""
+        return self.mask if self.candidates is None else self.mask & (self.candidates.sizes != 1)
 
     @property
     def most_chunks_of(self) -> int:
@@ -107,6 +121,8 @@ class Gradients(NamedTuple):
     """[V], statistics dtype"""
     tokens: int
     """rows that did gradient work"""
+    candidates: Tensor | None = None
+    """[K] dL/d(product) of each candidate; where all tokens have a set, dW and db are still to be made of it"""
 
 
 class Cost(NamedTuple):
@@ -120,8 +136,8 @@ class Cost(NamedTuple):
     """the fp32 sum of dW where that is not the gradient's own memory"""
 
 
-CoefficientsOf = Callable[[slice, Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
-"""`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for a slice k of the rows of the call."""
+CoefficientsOf = Callable[["slice | Tensor", Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
+"""`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for some k of the rows of the call."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +148,13 @@ class TokenObjective:
     """the rows of the call, in their order"""
     config: GRPOLossConfig
 
-    def __call__(self, part: slice, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `CoefficientsOf`; a slice must hold whole sequences where the objective needs them."""
         known = evaluate(logp, entropy, self.batch.select(part), self.config)
         return known.dlogp, known.dentropy
 
 
-def _none(part: slice, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _none(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
     raise AssertionError("scoring asks for no coefficients")
 
 

@@ -12,6 +12,7 @@ from grpo_fused import engines, reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearGRPOLoss, LinearLogprobs
 from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs, Needs
+from grpo_fused.candidates import CandidateSets, checked
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
@@ -37,6 +38,7 @@ def fused_linear_grpo_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    candidates: CandidateSets | None = None,
     num_items_in_batch: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -71,6 +73,9 @@ def fused_linear_grpo_loss(
             `off_policy_mask_threshold`. NaN where it has none.
         importance_sampling_ratio: like `completion_ids`, or `[B, 1]`: correction for the rollout engine, >= 0.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences.
+        candidates: the tokens that top-k, top-p or min-p kept at each position. Log-probs, entropies and KL are then of
+            the distribution renormalised over them, and only their rows of the weight are read. Old, reference and
+            sampling log-probs must be of that distribution, too. An empty set means the whole vocabulary.
         num_items_in_batch: what dapo, cispo and vespo divide by, > 0; default the active tokens of this call.
         temperature: > 0: a number, one for each sequence, or one for each token.
         logit_scale: factor on the logits, before the cap.
@@ -139,7 +144,7 @@ def fused_linear_grpo_loss(
         head = HeadCall(
             hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
             engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
-            ParallelGroups.encode(process_group),
+            ParallelGroups.encode(process_group), *checked(candidates, completion_ids, completion_mask, process_group),
         )  # fmt: skip
         needs = _needs(head)
         call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs)
@@ -173,6 +178,7 @@ def fused_linear_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    candidates: CandidateSets | None = None,
     with_entropy: bool = False,
     impl: Impl = "auto",
     max_scratch_bytes: int | None = None,
@@ -194,6 +200,7 @@ def fused_linear_logprobs(
         temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token.
         logit_scale: factor on the logits, before the cap.
         softcap: c in `c * tanh(logits / c)`, > 0.
+        candidates: as in `fused_linear_grpo_loss`.
         with_entropy: also return the Shannon entropy of each token's distribution, in nats.
         impl, max_scratch_bytes, compact: as in `fused_linear_grpo_loss`.
         process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; tokens of other ranks
@@ -225,7 +232,7 @@ def fused_linear_logprobs(
         head = HeadCall(
             hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
             engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
-            ParallelGroups.encode(process_group),
+            ParallelGroups.encode(process_group), *checked(candidates, token_ids, mask, process_group),
         )  # fmt: skip
         call = LogprobsCall(head, token_ids, mask, with_entropy)
         check.check_devices(call)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from distributed.jobs import slices, vocab_logprobs, vocab_loss
-from helpers import PRECISION, config_id, make_case, make_config
+from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
 from grpo_fused import fused_linear_logprobs
 from grpo_fused.calls import Needs
@@ -146,3 +146,14 @@ def test_one_chunk_waits_for_the_ranks_at_a_time():
     assert (slices.most, slices.running) == (1, 0)
     torch.testing.assert_close(got.hidden, 2 * dlogits @ weight)
     torch.testing.assert_close(got.weight, dlogits.T @ hidden)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("whole", [0.0, 0.3], ids=["sets", "mixed"])
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=config_id)
+def test_candidate_sets_are_those_of_the_whole_vocabulary(config, whole, impl, workers):
+    dtype, tol = PRECISION[impl]
+    case = with_sets(make_case(1, **OPTIONS), whole=whole).to(dtype)
+    want = case.to(torch.float64).run(config, impl="reference")
+    sizes = [15, 3, 11]
+    assert_is_one_process(workers.run(vocab_loss, 3, case, config, impl, sizes, {}), want, sizes, tol)

@@ -1,0 +1,203 @@
+"""Candidate sets: the tokens that a truncated distribution (top-k, top-p, min-p) kept at each position.
+
+The log-prob of a token that was sampled from a truncated distribution is the one renormalised over its set. It needs
+the logits of the set alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_fused.layout import values_are_checked
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateSets:
+    """The candidate sets of N positions, one after the other; an empty set means the whole vocabulary.
+
+    Args:
+        ids: `[K]` int32 or int64, token ids; different ones within a set, in any order.
+        offsets: `[N + 1]` int64: position n owns `ids[offsets[n] : offsets[n + 1]]`.
+
+    `len()` is N. Positions are those of the flat `completion_ids` (`[B, T]` row by row, or packed `[N]`), masked ones
+    included; the sets of masked positions are never read.
+
+    Raises:
+        TypeError: Not tensors, or of another dtype.
+        ValueError: Not one-dimensional, no offset, or on two devices.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        for name, dtypes in (("ids", (torch.int32, torch.int64)), ("offsets", (torch.int64,))):
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or x.dtype not in dtypes:
+                came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(
+                    f"{name} of CandidateSets must be a tensor of {' or '.join(map(str, dtypes))}; got {came}"
+                )
+            if x.dim() != 1:
+                raise ValueError(f"{name} of CandidateSets must be one-dimensional; got shape {tuple(x.shape)}")
+        if len(self.offsets) == 0:
+            raise ValueError("offsets of CandidateSets must be [N + 1]; got an empty tensor")
+        if self.ids.device != self.offsets.device:
+            raise ValueError(f"ids and offsets must be on one device; got {self.ids.device} and {self.offsets.device}")
+
+    @classmethod
+    def from_padded(cls, ids: Tensor, pad: int = -1) -> CandidateSets:
+        """From ids `[..., W]` of which those that equal `pad` do not count."""
+        keep = ids != pad
+        return cls(ids[keep], _offsets(keep.sum(-1).reshape(-1)))
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> CandidateSets:
+        """From a mask `[..., V]`, True where a token was kept. A row that keeps all becomes an empty set.
+
+        Raises:
+            ValueError: A row keeps no token.
+        """
+        mask = mask.reshape(-1, mask.shape[-1]) != 0
+        sizes = mask.sum(-1)
+        if len(sizes) and not bool(sizes.all()):
+            raise ValueError(f"each row of a mask must keep a token; got none in row {int((sizes == 0).nonzero()[0])}")
+        mask = mask & (sizes < mask.shape[-1]).unsqueeze(1)
+        return cls(mask.nonzero()[:, 1], _offsets(mask.sum(-1)))
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+    ) -> CandidateSets:
+        """The tokens that temperature, then top-k, then top-p, then min-p keep of logits `[..., V]`.
+
+        Args:
+            logits: `[..., V]`, before temperature. -inf is never kept.
+            temperature: > 0; it changes what top-p keeps.
+            top_k: Keep the k largest logits, and those equal to the k-th.
+            top_p: Keep the most probable tokens until their probabilities sum to `top_p`, at least one.
+            min_p: Keep tokens of at least `min_p` times the largest probability.
+
+        Source: the logits warpers of Hugging Face transformers, in the order of `generate`.
+        """
+        z = logits.reshape(-1, logits.shape[-1]).float() / temperature
+        if top_k is not None:
+            least = z.topk(min(top_k, z.shape[-1]), dim=-1).values[:, -1:]
+            z = z.masked_fill(z < least, -torch.inf)
+        if top_p is not None and top_p < 1.0:
+            ascending, order = z.sort(dim=-1)
+            drop = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
+            drop[:, -1] = False
+            z = z.masked_fill(drop.scatter(1, order, drop), -torch.inf)
+        if min_p is not None:
+            p = z.softmax(-1)
+            z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
+        return cls.from_mask(z > -torch.inf)
+
+    @classmethod
+    def cat(cls, parts: Sequence[CandidateSets]) -> CandidateSets:
+        """The positions of all parts, one part after the other."""
+        if not parts:
+            raise ValueError("expected at least one CandidateSets; got none")
+        return cls(torch.cat([part.ids for part in parts]), _offsets(torch.cat([part.sizes for part in parts])))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> Tensor:
+        """`[N]` int64: tokens of each set."""
+        return self.offsets.diff()
+
+    @property
+    def positions(self) -> Tensor:
+        """`[K]` int64, ascending: the position that each candidate belongs to."""
+        return torch.repeat_interleave(self.sizes, output_size=len(self.ids))
+
+    def to(self, device: torch.device | str) -> CandidateSets:
+        """The same on another device."""
+        return CandidateSets(self.ids.to(device), self.offsets.to(device))
+
+    def select(self, positions: Tensor) -> CandidateSets:
+        """The sets of some positions (`[M]` int64), in this order."""
+        return CandidateSets(self.ids[self.places(positions)], _offsets(self.sizes[positions]))
+
+    def places(self, positions: Tensor) -> Tensor:
+        """`[K']` int64: where the candidates of some positions lie in `ids`."""
+        sizes = self.sizes[positions]
+        starts = self.offsets[positions] - _offsets(sizes)[:-1]
+        return torch.repeat_interleave(starts, sizes) + torch.arange(int(sizes.sum()), device=sizes.device)
+
+    def to_mask(self, vocab_size: int) -> Tensor:
+        """`[N, V]` bool: True where a token is in the set; all of a row where the set is empty."""
+        mask = (self.sizes == 0).unsqueeze(1).repeat(1, vocab_size)
+        mask[self.positions, self.ids.to(torch.int64)] = True
+        return mask
+
+
+def checked(
+    candidates: CandidateSets | None, token_ids: Tensor, mask: Tensor | None, process_group: object
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """The last fields of a `HeadCall`: ids and offsets of N sets, and whether one may be the whole vocabulary."""
+    if candidates is None:
+        return None, None, True
+    if not isinstance(candidates, CandidateSets):
+        raise TypeError(f"candidates must be CandidateSets; got {type(candidates).__name__}")
+    if len(candidates) != token_ids.numel():
+        raise ValueError(f"candidates must have a set for each of {token_ids.numel()} positions; got {len(candidates)}")
+    if candidates.ids.device != token_ids.device:
+        raise ValueError(f"candidates must be on {token_ids.device}, as the ids; got {candidates.ids.device}")
+    sizes = candidates.sizes if mask is None else candidates.sizes[mask.reshape(-1) != 0]
+    return candidates.ids, candidates.offsets, process_group is not None or bool((sizes == 0).any())
+
+
+def check_values(
+    candidates: CandidateSets, token_ids: Tensor, mask: Tensor | None, vocab_size: int, logps: Mapping[str, Tensor]
+) -> None:
+    """Sets within the vocabulary, of different ids, that hold the target of each active token.
+
+    `logps` are log-probs that must be 0 where a token is alone in its set.
+    """
+    offsets, device = candidates.offsets, token_ids.device
+    if not values_are_checked(device):
+        return
+    if offsets[0] != 0 or offsets[-1] != len(candidates.ids) or (candidates.sizes < 0).any():
+        raise ValueError(
+            f"offsets of candidates must rise from 0 to {len(candidates.ids)}, the number of ids; "
+            f"got {int(offsets[0])} to {int(offsets[-1])}, with steps from {int(candidates.sizes.min())}"
+        )
+    active = torch.ones(token_ids.numel(), dtype=torch.bool, device=device) if mask is None else mask.reshape(-1) != 0
+    positions = active.nonzero().squeeze(1)
+    sets, targets = candidates.select(positions), token_ids.reshape(-1)[positions].to(torch.int64)
+    ids, owner = sets.ids.to(torch.int64), sets.positions
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        raise ValueError(f"candidate ids must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}")
+    ordered = (owner * vocab_size + ids).sort().values
+    twice = int((ordered[1:] == ordered[:-1]).sum())
+    if twice:
+        raise ValueError(f"a candidate set must hold different ids; got {twice} that are there again")
+    found = torch.zeros_like(targets).index_add_(0, owner, (ids == targets[owner]).to(torch.int64))
+    missing = int(((found == 0) & (sets.sizes > 0)).sum())
+    if missing:
+        raise ValueError(f"the target of an active token must be in its candidate set; got {missing} that are not")
+    for name, x in logps.items():
+        away = int(((x.reshape(-1)[positions].abs() > 1e-3) & (sets.sizes == 1)).sum())
+        if away:
+            raise ValueError(
+                f"{name} must be 0 where a token is alone in its candidate set; got {away} further away than 1e-3: "
+                "are they of the distribution before truncation?"
+            )
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

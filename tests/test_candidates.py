@@ -1,0 +1,281 @@
+"""Candidate sets: the distribution renormalised over a set, against a dense mask in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import PRECISION, assert_same, config_id, frobenius_error, make_case, make_config, set_scores, with_sets
+
+from grpo_fused import CandidateSets, GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.testing import BITWISE
+
+ENGINES = ["chunked", "native", "triton"]
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6, "logit_scale": 0.7, "softcap": 3.0},
+    {"temperature": torch.linspace(0.5, 2, 28, dtype=torch.float64).view(4, 7),
+     "lm_head_bias": torch.linspace(-1, 1, 29, dtype=torch.float64)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("whole", [0.0, 0.3], ids=["sets", "mixed"])
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: "+".join(head) or "plain")
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_config("dapo", beta=0.1, entropy_coef=0.05),
+        make_config("grpo", importance_sampling_level="sequence", beta=0.1),
+        make_config("vespo"),
+        make_config("dapo", top_entropy_quantile=0.5, entropy_coef=0.1),
+    ],
+    ids=config_id,
+)
+def test_loss_is_that_of_a_dense_mask(config, head, whole, impl):
+    dtype, tol = PRECISION[impl]
+    case = with_sets(make_case(0, **head), whole=whole).poisoned()
+    want = case.run(config, impl="reference")
+    assert_same(case.to(dtype).run(config, impl=impl), want, tol=tol)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes(dtype, impl):
+    case = with_sets(make_case(3, B=8, T=16, H=64, V=300, dtype=dtype, grid=0.02, logit_std=3.0), whole=0.1)
+    config = make_config("dapo", beta=0.1)
+    got, want = (
+        case.run(config, impl=impl, upstream=4.0),
+        case.to(torch.float64).run(config, impl="reference", upstream=4.0),
+    )
+    torch.testing.assert_close(got.out.per_token_logps, want.out.per_token_logps.float(), rtol=0, atol=1e-4)
+    for name, gradient in want.gradients().items():
+        # what lies in both parts of a mixed dW is rounded twice
+        assert frobenius_error(got.gradients()[name], gradient) < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+def test_against_autograd_through_a_masked_softmax(impl):
+    """Independent of the reference: random sets, 60 cases, log-probs, entropies and gradients of both."""
+    dtype, tol = PRECISION[impl]
+    for seed in range(12 if impl == "triton" else 60):
+        g = torch.Generator().manual_seed(seed)
+        N, H, V = int(torch.randint(1, 9, (1,), generator=g)), int(torch.randint(1, 40, (1,), generator=g)), 23
+        h, w = torch.randn(N, H, generator=g, dtype=torch.float64), torch.randn(V, H, generator=g, dtype=torch.float64)
+        kept = torch.rand(N, V, generator=g) < torch.rand(N, 1, generator=g)
+        ids = torch.randint(0, V, (N,), generator=g)
+        kept[torch.arange(N), ids] = True
+        c = torch.randn(2, N, generator=g, dtype=torch.float64)
+        h, w = h.to(dtype).double().requires_grad_(), w.to(dtype).double().requires_grad_()
+        log_p = (h @ w.T).masked_fill(~kept, -torch.inf).log_softmax(-1)
+        entropies = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+        logps = log_p.gather(-1, ids.unsqueeze(1)).squeeze(1)
+        want = torch.autograd.grad((c[0] * logps + c[1] * entropies).sum(), (h, w))
+        given = h.detach().to(dtype).requires_grad_(), w.detach().to(dtype).requires_grad_()
+        out = fused_linear_logprobs(*given, ids, candidates=CandidateSets.from_mask(kept), with_entropy=True, impl=impl)
+        got = torch.autograd.grad((c[0] * out.logps + c[1] * out.entropies).sum(), given)
+        torch.testing.assert_close(out.logps.double(), logps, rtol=0, atol=10 * tol)
+        torch.testing.assert_close(out.entropies.double(), entropies, rtol=0, atol=10 * tol)
+        for mine, theirs in zip(got, want, strict=True):
+            assert (mine.double() - theirs).norm() <= 2 * tol * theirs.norm().clamp(min=1.0)
+
+
+def test_gradcheck():
+    case = with_sets(make_case(2, B=3, T=3, H=4, V=7), sizes=(1, 2, 5), whole=0.2)
+    config = make_config("dapo", beta=0.1, entropy_coef=0.1)
+    given = case.inputs(config)
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fused_linear_grpo_loss(hidden, weight, case.completion_ids, case.advantages, case.completion_mask,
+                                      config=config, impl="chunked", **given).loss  # fmt: skip
+
+    tensors = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    assert torch.autograd.gradcheck(loss, tensors)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_packed_is_padded(impl):
+    dtype, tol = PRECISION[impl]
+    case = with_sets(make_case(4), whole=0.2)
+    packed = case.packed()
+    keep = case.completion_mask.clone()
+    keep[::2] = True
+    packed.options["candidates"] = case.options["candidates"].select(keep.reshape(-1).nonzero().squeeze(1))
+    config = make_config("grpo", beta=0.1)
+    want, got = case.run(config, impl="reference"), packed.to(dtype).run(config, impl=impl)
+    torch.testing.assert_close(got.out.loss.double(), want.out.loss, rtol=tol, atol=tol)
+    assert frobenius_error(got.dweight, want.dweight) <= tol
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_a_token_alone_in_its_set(impl):
+    """Its log-prob and entropy are 0, and it does no gradient work; but it counts."""
+    case = with_sets(make_case(5, extras=False), sizes=(1,)).to(torch.float32)
+    config = GRPOLossConfig()
+    got = case.run(config, impl=impl)
+    assert (got.out.per_token_logps == 0).all()
+    assert (got.out.entropies == 0).all()
+    assert (got.dhidden == 0).all()
+    assert (got.dweight == 0).all()
+    assert got.out.metrics["gradient_tokens"] == 0
+    active = case.completion_mask
+    assert got.out.metrics["active_tokens"] == active.sum()
+    want = -(case.advantages.unsqueeze(1) * active).sum() / active.sum()
+    torch.testing.assert_close(got.out.loss, want.float())
+
+
+@pytest.mark.parametrize("impl", BITWISE)
+def test_a_token_is_the_same_in_any_batch_and_with_any_threads(impl):
+    case = with_sets(make_case(6, B=6, T=5, H=200, V=500, dtype=torch.bfloat16), sizes=(2, 30, 90), whole=0.2)
+    every = set_scores(case, impl)
+    sets = case.options["candidates"]
+    for n in (0, 7, 29):
+        hidden, ids = case.hidden_states.reshape(30, -1)[n : n + 1], case.completion_ids.reshape(-1)[n : n + 1]
+        alone = fused_linear_logprobs(
+            hidden, case.lm_head_weight, ids, candidates=sets.select(torch.tensor([n])), impl=impl
+        )
+        if case.completion_mask.reshape(-1)[n]:
+            assert alone.logps.item() == every.reshape(-1)[n].item()
+    before, threads = case.run(GRPOLossConfig(), impl=impl), torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        after = case.run(GRPOLossConfig(), impl=impl)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(before.dweight, after.dweight)
+    assert torch.equal(before.dhidden, after.dhidden)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_confident_tokens_keep_their_digits(impl):
+    margins = torch.tensor([18.0, 20.0, 30.0, 60.0], dtype=torch.float64)
+    hidden = torch.ones(4, 1, dtype=torch.float64)
+    weight = torch.tensor([[0.0]] + [[-m] for m in margins.tolist()], dtype=torch.float64)
+    mask = torch.zeros(4, 5, dtype=torch.bool)
+    mask[:, 0] = True
+    mask[torch.arange(4), torch.arange(1, 5)] = True
+    ids = torch.zeros(4, dtype=torch.int64)
+    out = fused_linear_logprobs(
+        hidden.float(), weight.float(), ids, candidates=CandidateSets.from_mask(mask), with_entropy=True, impl=impl
+    )
+    p = (-margins).exp()
+    torch.testing.assert_close(out.logps.double(), -p.log1p(), rtol=1e-6, atol=0)
+    want = p.log1p() + margins * p / (1 + p)
+    torch.testing.assert_close(out.entropies.double(), want, rtol=1e-6, atol=0)
+
+
+def test_a_frozen_head_and_a_scaled_loss():
+    case = with_sets(make_case(7, H=16, V=40, dtype=torch.float16), whole=0.0)
+    config = GRPOLossConfig()
+    hidden = case.hidden_states.detach().requires_grad_()
+    out = fused_linear_grpo_loss(hidden, case.lm_head_weight, case.completion_ids, case.advantages,
+                                 case.completion_mask, config=config, impl="chunked", **case.inputs(config))  # fmt: skip
+    out.loss.backward()
+    want = case.run(config, impl="chunked")
+    assert torch.equal(hidden.grad, want.dhidden)
+    scaled, exact = (
+        case.run(config, impl="chunked", upstream=2.0**14),
+        case.to(torch.float64).run(config, impl="reference"),
+    )
+    assert frobenius_error(scaled.dweight.double() / 2**14, exact.dweight) < 1e-3
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_autocast_rounds_as_it_does_without_sets(impl):
+    case = with_sets(make_case(8, H=32, V=50, dtype=torch.float32), whole=0.2)
+    config = GRPOLossConfig()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = case.run(config, impl=impl), case.run(config, impl="reference")
+    torch.testing.assert_close(got.out.per_token_logps, want.out.per_token_logps, rtol=0, atol=1e-5)
+    assert got.dweight.dtype == torch.float32
+    assert frobenius_error(got.dweight, want.dweight) < 2**-7
+
+
+def test_a_call_holds_no_vocab_sized_tensor():
+    """Beside dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
+    from recording import AllocationRecorder
+
+    case = with_sets(make_case(9, B=4, T=16, H=8, V=50000, dtype=torch.float32, extras=False), sizes=(2, 8))
+    with AllocationRecorder() as recorded, torch.no_grad():
+        fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask,
+                              candidates=case.options["candidates"], impl="chunked")  # fmt: skip
+    assert 0 < recorded.largest < 50000 * 4
+
+
+class TestErrors:
+    """What cannot be a candidate set raises, and says what was expected."""
+
+    def call(self, ids, offsets, *, targets=(0, 1), mask=None, **options):
+        return fused_linear_grpo_loss(
+            torch.randn(1, 2, 4), torch.randn(9, 4), torch.tensor([targets]), torch.ones(1), mask,
+            candidates=CandidateSets(torch.tensor(ids), torch.tensor(offsets)), **options,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("impl", ["auto", "reference"])
+    @pytest.mark.parametrize(
+        ("ids", "offsets", "match"),
+        [
+            ([2, 3, 1], [0, 2, 3], "target of an active token must be in its candidate set; got 1"),
+            ([0, 3, 3, 1], [0, 3, 4], "different ids; got 1"),
+            ([0, 9, 1], [0, 2, 3], r"lie in \[0, 9\); got 0 to 9"),
+            ([0, -1, 1], [0, 2, 3], r"lie in \[0, 9\); got -1 to 1"),
+            ([0, 3, 1], [0, 2, 4], "rise from 0 to 3"),
+            ([0, 3, 1], [0, 4, 3], "rise from 0 to 3"),
+            ([0, 3, 1], [0, 3], "a set for each of 2 positions; got 1"),
+        ],
+    )
+    def test_sets(self, ids, offsets, match, impl):
+        with pytest.raises(ValueError, match=match):
+            self.call(ids, offsets, impl=impl)
+
+    def test_masked_positions_may_hold_anything(self):
+        self.call([0, 3, 99, -5], [0, 2, 4], mask=torch.tensor([[1, 0]]))
+
+    @pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps"])
+    def test_log_probs_of_the_whole_distribution(self, name):
+        with pytest.raises(ValueError, match=f"{name} must be 0 where a token is alone"):
+            self.call([0, 3, 1], [0, 2, 3], **{name: torch.tensor([[-1.0, -0.5]])})
+
+    def test_types(self):
+        with pytest.raises(
+            TypeError, match="offsets of CandidateSets must be a tensor of torch.int64; got torch.int32"
+        ):
+            CandidateSets(torch.tensor([1]), torch.tensor([0, 1], dtype=torch.int32))
+        with pytest.raises(TypeError, match="candidates must be CandidateSets; got Tensor"):
+            fused_linear_logprobs(torch.randn(1, 4), torch.randn(9, 4), torch.tensor([0]), candidates=torch.ones(1))
+        with pytest.raises(ValueError, match="must keep a token; got none in row 1"):
+            CandidateSets.from_mask(torch.tensor([[True, False], [False, False]]))
+
+
+def test_sets_from_logits_are_those_of_transformers():
+    from transformers.generation import logits_process as hf
+
+    g = torch.Generator().manual_seed(0)
+    for case in range(200):
+        logits = 3 * torch.randn(3, 17, generator=g)
+        if case % 4 == 0:
+            logits = logits.round()  # ties
+        top_k, top_p, min_p = [(5, None, None), (None, 0.8, None), (None, None, 0.2), (9, 0.9, 0.05)][case % 4]
+        temperature = 0.5 + float(torch.rand((), generator=g))
+        scores = hf.TemperatureLogitsWarper(temperature)(None, logits)
+        for warper, value in ((hf.TopKLogitsWarper, top_k), (hf.TopPLogitsWarper, top_p), (hf.MinPLogitsWarper, min_p)):
+            scores = scores if value is None else warper(value)(None, scores)
+        sets = CandidateSets.from_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        assert torch.equal(sets.to_mask(17), scores > -torch.inf)
+
+
+def test_containers():
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask[:, 0], mask[3] = True, True
+    sets = CandidateSets.from_mask(mask)
+    assert len(sets) == 5
+    assert sets.sizes[3] == 0  # the whole vocabulary
+    assert torch.equal(sets.to_mask(7), mask)
+    rows = torch.tensor([4, 0, 3])
+    assert torch.equal(sets.select(rows).to_mask(7), mask[rows])
+    assert torch.equal(CandidateSets.cat([sets, sets.select(rows)]).to_mask(7), torch.cat([mask, mask[rows]]))
+    padded = torch.tensor([[3, 1, -1], [-1, -1, -1], [0, -1, 2]])
+    assert CandidateSets.from_padded(padded).ids.tolist() == [3, 1, 0, 2]
+    assert CandidateSets.from_padded(padded).offsets.tolist() == [0, 2, 2, 4]
+    assert CandidateSets.from_padded(padded.view(3, 1, 3)).sizes.tolist() == [2, 0, 2]
