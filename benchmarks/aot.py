@@ -1,7 +1,7 @@
 """Ahead-of-time evidence: every shipped kernel compiled for every architecture, without a GPU.
 
     python -m benchmarks.aot            # the tables: Triton's row kernels and head kernel, the CUDA C++ row kernels
-    python -m benchmarks.aot cuda       # one of them: rows, head or cuda
+    python -m benchmarks.aot cuda       # one of them: rows, head, candidates or cuda
     python -m benchmarks.aot --json F   # the same as JSON
 
 Registers and stack come from ptxas (`cuobjdump`) or the AMD assembler, shared memory from Triton; a stack above 0 is a
@@ -15,9 +15,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import aot_head, aot_rows
+from benchmarks import aot_candidates, aot_head, aot_rows
 
-TABLES = {"rows": aot_rows.table, "head": aot_head.table, "cuda": aot_rows.cuda_table}
+TABLES = {
+    "rows": aot_rows.table,
+    "head": aot_head.table,
+    "candidates": aot_candidates.table,
+    "cuda": aot_rows.cuda_table,
+}
 
 
 def main() -> None:

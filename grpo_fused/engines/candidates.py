@@ -23,6 +23,9 @@ from grpo_fused.kernels.row_types import Statistics
 _BLOCK_BYTES = 4 * 2**20
 """Rows that the torch operations copy at a time."""
 
+_BLOCK_CANDIDATES = 2**18
+"""Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
+
 
 class Pairs(Protocol):
     """Operations on chosen rows of two matrices, with fp32 sums (fp64 for fp64) in a fixed order."""
@@ -156,7 +159,8 @@ class CandidateEngine:
         """See `Engine.score`."""
         own, others = _split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, work.head.statistics_dtype).zero_()
-        out.place_(own, self._score(work, _Sets.of(work.head, work.tokens, work.rows[own])).statistics)
+        for block in _blocks(work, own):
+            out.place_(block, self._score(work, _Sets.of(work.head, work.tokens, work.rows[block])).statistics)
         if len(others):
             out.place_(others, self.whole.score(replace(work, rows=work.rows[others])))
         return out
@@ -171,29 +175,29 @@ class CandidateEngine:
             found, gradients = self.whole.fused(_without_sets(work, others))
             out.place_(others, found)
 
-        sets = _Sets.of(head, tokens, work.rows[own])
-        stats, z = self._score(work, sets)
-        stats = tokens.merged(sets.rows, stats) if work.known is None else work.known.select(own)
-        out.place_(own, stats)
-        dlogp, dentropy = work.coefficients(own, stats.logp, stats.entropy)
-        dproducts = _derivatives(head, tokens, sets, z, stats, dlogp, dentropy)
-        worked = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
-        hidden = gradients.hidden
-        if needs.need_hidden:
-            weight, ids = _chosen_rows(head, sets.ids)
-            dhidden = self.pairs.sums(weight, ids, dproducts, sets.offsets)
-            if tokens.vocab is not None:
-                dhidden = tokens.vocab.start_sum(dhidden)()
-            if hidden is None:
-                shape = (tokens.ids.shape[0], head.weight.shape[1])
-                hidden = torch.zeros(shape, dtype=head.product_dtype, device=dhidden.device)
-            hidden.index_copy_(0, sets.rows, dhidden.to(hidden.dtype))
         assert tokens.candidates is not None
-        every = dproducts.new_zeros(len(tokens.candidates.ids)).index_copy_(0, sets.places, dproducts)
-        gradients = gradients._replace(hidden=hidden, tokens=gradients.tokens + int(worked.sum()), candidates=every)
+        hidden, worked = gradients.hidden, gradients.tokens
+        if needs.need_hidden and hidden is None:
+            shape = (tokens.ids.shape[0], head.weight.shape[1])
+            hidden = torch.zeros(shape, dtype=head.product_dtype, device=out.logp.device)
+        dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
+        for block in _blocks(work, own):
+            sets = _Sets.of(head, tokens, work.rows[block])
+            stats, z = self._score(work, sets)
+            stats = tokens.merged(sets.rows, stats) if work.known is None else work.known.select(block)
+            out.place_(block, stats)
+            dlogp, dentropy = work.coefficients(block, stats.logp, stats.entropy)
+            found = _derivatives(head, tokens, sets, z, stats, dlogp, dentropy)
+            dproducts.index_copy_(0, sets.places, found)
+            worked += int((dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).sum())
+            if hidden is not None:
+                dhidden = self.pairs.sums(*_chosen_rows(head, sets.ids), found, sets.offsets)
+                if tokens.vocab is not None:
+                    dhidden = tokens.vocab.start_sum(dhidden)()
+                hidden.index_copy_(0, sets.rows, dhidden.to(hidden.dtype))
         if self.any_whole and (needs.need_weight or needs.need_bias):
-            add_weight_gradient(self.pairs, head, tokens, every, gradients.weight, gradients.bias)
-        return out, gradients
+            add_weight_gradient(self.pairs, head, tokens, dproducts, gradients.weight, gradients.bias)
+        return out, gradients._replace(hidden=hidden, tokens=worked, candidates=dproducts)
 
     def _score(self, work: Work, sets: _Sets) -> _Scores:
         head, tokens = work.head, work.tokens
@@ -266,6 +270,16 @@ def _split(work: Work) -> tuple[Tensor, Tensor]:
     assert work.tokens.candidates is not None
     has_set = work.tokens.candidates.sizes[work.rows] > 0
     return (has_set & work.tokens.mask[work.rows]).nonzero().squeeze(1), (~has_set).nonzero().squeeze(1)
+
+
+def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
+    """`rows` (indices of those of the work) in blocks of about `_BLOCK_CANDIDATES` candidates."""
+    assert work.tokens.candidates is not None
+    if len(rows) == 0:
+        return []
+    before = work.tokens.candidates.sizes[work.rows[rows]].cumsum(0)
+    counts = (before // _BLOCK_CANDIDATES).unique_consecutive(return_counts=True)[1]
+    return list(rows.split(counts.tolist()))
 
 
 def _without_sets(work: Work, others: Tensor) -> Work:

@@ -266,3 +266,23 @@ def test_key_kernels_take_no_more_than_they_did(evidence, head_evidence):
         if found[name][0] > most[0] or found[name][1] > most[1]
     }
     assert not grown, "kernel: (registers, KiB) now, and at most"
+
+
+def test_kernels_of_candidate_sets_do_not_spill(request):
+    """All architectures and dtypes with --full."""
+    few = not request.config.getoption("--full")
+    rows = json.loads(
+        compiled(f"""
+import contextlib, io, json
+from benchmarks import aot_candidates
+if {few}:
+    aot_candidates.ARCHITECTURES, aot_candidates.DTYPES = ("sm_90", "gfx942"), ("bf16",)
+with contextlib.redirect_stdout(io.StringIO()):
+    rows = aot_candidates.table()
+print(json.dumps(rows))
+""")
+    )
+    assert len(rows) == (4 if few else 16)
+    for row in rows:
+        assert row["stack"] == 0, row
+        assert row["registers"] <= 128, row

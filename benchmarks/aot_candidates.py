@@ -1,0 +1,41 @@
+"""The kernels of candidate sets, compiled without a GPU: registers and spills on every architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.compiled import compile_kernel, resources
+from grpo_fused.kernels.candidates import BLOCK_COLUMNS, BLOCK_ROWS, pair_products_kernel, segment_sums_kernel
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+DTYPES = ("bf16", "fp32")
+
+_TYPES = {
+    "pair_products": {
+        "i": "*i64", "j": "*i64", "out": "*fp32", "count": "i32", "columns": "i32", "a_stride": "i64", "b_stride": "i64",
+    },
+    "segment_sums": {
+        "index": "*i64", "factor": "*fp32", "offsets": "*i64", "out": "*fp32", "columns": "i32", "stride": "i64",
+    },
+}  # fmt: skip
+
+
+def table() -> list[dict[str, Any]]:
+    """One row for each kernel, dtype and architecture; printed."""
+    rows = []
+    for name, kernel, matrices in (
+        ("pair_products", pair_products_kernel, ("a", "b")),
+        ("segment_sums", segment_sums_kernel, ("x",)),
+    ):
+        for arch in ARCHITECTURES:
+            for dtype in DTYPES:
+                types = {**_TYPES[name], **dict.fromkeys(matrices, f"*{dtype}")}
+                aligned = set(types) - {"count"}
+                compiled = compile_kernel(
+                    kernel, arch, types, {"ROWS": BLOCK_ROWS, "COLUMNS": BLOCK_COLUMNS}, aligned, num_warps=4
+                )
+                found = resources(compiled, arch)
+                rows.append({"kernel": name, "arch": arch, "dtype": dtype, **found._asdict()})
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    return rows
