@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.compiled import compile_kernel, resources
 from grpo_fused.kernels.candidates import BLOCK_COLUMNS, BLOCK_ROWS, pair_products_kernel, segment_sums_kernel
+
+from benchmarks.compiled import compile_kernel, resources
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 DTYPES = ("bf16", "fp32")
 
 _TYPES = {
     "pair_products": {
-        "i": "*i64", "j": "*i64", "out": "*fp32", "count": "i32", "columns": "i32", "a_stride": "i64", "b_stride": "i64",
+        "i": "*i64", "j": "*i64", "out": "*fp32", "count": "i32", "columns": "i32", "a_stride": "i64",
+        "b_stride": "i64",
     },
     "segment_sums": {
         "index": "*i64", "factor": "*fp32", "offsets": "*i64", "out": "*fp32", "columns": "i32", "stride": "i64",
