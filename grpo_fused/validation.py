@@ -107,8 +107,8 @@ def _check_head_weight(weight: Any) -> None:
     if isinstance(weight, torch.nn.Module):
         raise TypeError(
             f"lm_head_weight must be a tensor [V, H]; got a module {type(weight).__name__}: pass "
-            "**lm_head_inputs(model), or the .weight (and .bias) of a plain head; an adapter on the head must be merged "
-            "or folded in first"
+            "**lm_head_inputs(model), or the .weight (and .bias) of a plain head; an adapter on the head must be "
+            "merged or folded in first"
         )
     if isinstance(weight, Tensor) and (
         weight.is_quantized or hasattr(weight, "quant_state") or not weight.is_floating_point()

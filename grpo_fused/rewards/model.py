@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.rewards.text import Message, Text, check_column, text_of
+from grpo_fused.validation import check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ class RewardModel:
 
     Raises:
         ValueError: Not one label, weights of the head missing at the path, no tokenizer, or sizes below 1.
+        TypeError: Sizes that are no integers.
 
     Source: the reward models of TRL's `GRPOTrainer` (which adds no special tokens).
     """
@@ -47,9 +49,9 @@ class RewardModel:
         max_length: int | None = None,
         name: str | None = None,
     ) -> None:
-        for option, size in (("batch_size", batch_size), ("max_length", max_length)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{option} must be an int of at least 1; got {size!r}")
+        check_integer(batch_size, "batch_size", least=1)
+        if max_length is not None:
+            check_integer(max_length, "max_length", least=1)
         if isinstance(model, (str, PathLike)):
             path = str(model)
             model, tokenizer = _load(path, tokenizer)
