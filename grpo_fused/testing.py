@@ -95,9 +95,6 @@ class Problem:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
         packed = self.per_token(lambda x: x[keep])
         packed.options["cu_seqlens"] = offsets
-        temperature = packed.options.get("temperature")
-        if isinstance(temperature, Tensor) and temperature.dim() == 2:
-            packed.options["temperature"] = temperature.reshape(-1)
         if self.advantages.dim() == 1 and len(self.advantages) == int(offsets[-1]):
             packed.advantages = self.advantages.unsqueeze(1)  # [S] would look like one for each token
         return packed
