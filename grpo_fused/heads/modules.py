@@ -17,13 +17,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile` and (distributed) data parallel wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    while True:
-        inner = getattr(model, "_orig_mod", None)  # torch.compile
-        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    is_parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    inner = model.module if is_parallel else getattr(model, "_orig_mod", None)  # of torch.compile
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def output_head(model: nn.Module) -> nn.Module:

@@ -83,12 +83,9 @@ def parse_completion(completion: Text, prompt: Text = "") -> TaggedCompletion | 
     """
     text = text_of(completion)
     texts, tags = split_at_tags("<think>" + text if opens_think(prompt) else text)
-    if tags != TAGS:
+    if tags != TAGS or any(texts[::2]):  # before, between and after the blocks
         return None
-    before, think, between, answer, after = texts
-    if before or between or after:
-        return None
-    return TaggedCompletion(think, answer)
+    return TaggedCompletion(think=texts[1], answer=texts[3])
 
 
 def extract_answer(completion: Text) -> str | None:
