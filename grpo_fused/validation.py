@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,21 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Size = int | str
 """A number of elements, or the letter of one that may be any."""
+
+
+class _Kind(NamedTuple):
+    """Dtypes that are allowed, in the words of the error and as a function."""
+
+    must: str
+    allows: Callable[[torch.dtype], bool]
+
+
+_FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
+_INTEGER = _Kind(
+    "have an integer dtype", lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+)
+_OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
+_ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
 
 
 def check_number(x: object, name: str, *, above: float = -math.inf) -> float:
@@ -57,26 +73,25 @@ def check_scratch(max_scratch_bytes: int | None) -> None:
 
 def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
     """`token_ids` is [B, T], or [N] with `cu_seqlens` [S + 1]."""
-    _check_integers(token_ids, name)
+    _check(token_ids, name, _INTEGER)
     _check_packing(token_ids, cu_seqlens, name)
 
 
 def check_token_ids(token_ids: Tensor, name: str) -> None:
     """Integers, [B, T] or [N]."""
-    _check_integers(token_ids, name)
-    _check_shape(token_ids, name, ("B", "T"), ("N",))
+    _check(token_ids, name, _INTEGER, ("B", "T"), ("N",))
 
 
 def check_logps(per_token_logps: Tensor, cu_seqlens: Tensor | None, name: str = "per_token_logps") -> None:
     """[B, T], or [N] with `cu_seqlens`."""
-    _check_floats(per_token_logps, name)
+    _check(per_token_logps, name, _FLOAT)
     _check_packing(per_token_logps, cu_seqlens, name)
 
 
 def check_entropies(entropies: Tensor | None, layout: Layout, config: GRPOLossConfig) -> None:
     """Like the log-probs, and there where the loss reads them."""
     if entropies is not None:
-        _check_floats(entropies, "entropies", tuple(layout.shape))
+        _check(entropies, "entropies", _FLOAT, tuple(layout.shape))
     elif config.needs_entropy:
         option = "entropy_coef" if config.entropy_coef != 0.0 else "top_entropy_quantile"
         raise ValueError(f"{option}={getattr(config, option)} needs entropies {tuple(layout.shape)}; got None")
@@ -84,7 +99,7 @@ def check_entropies(entropies: Tensor | None, layout: Layout, config: GRPOLossCo
 
 def check_logits(logits: Tensor, token_ids: Tensor) -> None:
     """[*ids, V], V >= 1."""
-    _check_floats(logits, "logits", (*token_ids.shape, "V"))
+    _check(logits, "logits", _FLOAT, (*token_ids.shape, "V"))
     if logits.shape[-1] == 0:
         raise ValueError(f"logits must have V >= 1; got shape {tuple(logits.shape)}")
 
@@ -94,12 +109,12 @@ def check_head(
 ) -> None:
     """Hidden states [*ids, H], weight [V, H], bias [V]."""
     _check_head_weight(lm_head_weight)
-    _check_floats(hidden_states, "hidden_states", (*token_ids.shape, "H"), beside=ids_name)
+    _check(hidden_states, "hidden_states", _FLOAT, (*token_ids.shape, "H"), beside=ids_name)
     _check_shape(lm_head_weight, "lm_head_weight", ("V", hidden_states.shape[-1]), beside="hidden_states")
     if 0 in lm_head_weight.shape:
         raise ValueError(f"lm_head_weight must have V >= 1 and H >= 1; got {tuple(lm_head_weight.shape)}")
     if lm_head_bias is not None:
-        _check_floats(lm_head_bias, "lm_head_bias", tuple(lm_head_weight.shape[:1]))
+        _check(lm_head_bias, "lm_head_bias", _FLOAT, tuple(lm_head_weight.shape[:1]))
 
 
 def _check_head_weight(weight: Any) -> None:
@@ -117,7 +132,7 @@ def _check_head_weight(weight: Any) -> None:
             "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised or packed one "
             f"({type(weight).__name__}, {weight.dtype}); dequantise it first"
         )
-    _check_floats(weight, "lm_head_weight")
+    _check(weight, "lm_head_weight", _FLOAT)
     if hasattr(weight, "ds_shape") and weight.numel() == 0:
         raise ValueError(
             f"lm_head_weight must be [V, H]; DeepSpeed ZeRO-3 has partitioned it ({tuple(weight.ds_shape)}): "
@@ -128,10 +143,7 @@ def _check_head_weight(weight: Any) -> None:
 def check_mask(mask: Tensor | None, token_ids: Tensor, name: str = "completion_mask") -> None:
     """`mask` is shaped like the ids; its values are checked by `check_token_values`."""
     if mask is not None:
-        _check_tensor(mask, name)
-        if mask.is_complex():
-            raise TypeError(f"{name} must be bool, integer or floating point 0/1; got {mask.dtype}")
-        _check_shape(mask, name, tuple(token_ids.shape))
+        _check(mask, name, _ZERO_OR_ONE, tuple(token_ids.shape))
 
 
 def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap: float | None, layout: Layout) -> None:
@@ -140,7 +152,7 @@ def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap:
     if softcap is not None:
         check_number(softcap, "softcap", above=0.0)
     if isinstance(temperature, Tensor):
-        _check_floats(temperature, "temperature", *([()] if temperature.dim() == 0 else _spreadable(layout)))
+        _check(temperature, "temperature", _FLOAT, *([()] if temperature.dim() == 0 else _spreadable(layout)))
     else:
         check_number(temperature, "temperature", above=0.0)
 
@@ -149,13 +161,13 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
     """Shapes and presence of everything the objective reads."""
     if not isinstance(config, GRPOLossConfig):
         raise TypeError(f"config must be a GRPOLossConfig; got {type(config).__name__}")
-    _check_floats(inputs.advantages, "advantages", *_spreadable(layout))
+    _check(inputs.advantages, "advantages", _FLOAT, *_spreadable(layout))
     per_token, per_sequence = tuple(layout.shape), (layout.num_sequences, 1)
     for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"):
         # VESPO sums the ratio over the tokens of a sequence
         is_spread = name == "importance_sampling_ratio" and config.loss_type != "vespo"
         if (value := getattr(inputs, name)) is not None:
-            _check_floats(value, name, *([per_token, per_sequence] if is_spread else [per_token]))
+            _check(value, name, _FLOAT, *([per_token, per_sequence] if is_spread else [per_token]))
 
     loss_type = f"loss_type={config.loss_type!r}"
     if config.beta != 0.0 and inputs.ref_per_token_logps is None:
@@ -248,7 +260,7 @@ def check_rollout_logps(
     """Two log-probs and a mask for each token, [B, T], or [N] with `cu_seqlens`."""
     old, sampling = "old_per_token_logps", "sampling_per_token_logps"
     check_logps(old_per_token_logps, cu_seqlens, old)
-    _check_floats(sampling_per_token_logps, sampling, tuple(old_per_token_logps.shape))
+    _check(sampling_per_token_logps, sampling, _FLOAT, tuple(old_per_token_logps.shape))
     check_mask(mask, old_per_token_logps, "mask")
     check_one_device(**{old: old_per_token_logps, sampling: sampling_per_token_logps}, mask=mask, cu_seqlens=cu_seqlens)
 
@@ -267,24 +279,14 @@ def check_one_process(process_group: object) -> None:
         raise ValueError("impl='reference' is of one process; got a process_group")
 
 
-def _check_tensor(x: object, name: str) -> None:
+def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
+    """A tensor of a dtype of the kind and, if any are given, of one of the shapes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-
-
-def _check_floats(x: Any, name: str, *shapes: tuple[Size, ...], beside: str = "") -> None:
-    """A tensor of a floating-point dtype and, if any are given, of one of the shapes."""
-    _check_tensor(x, name)
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64; got {x.dtype}")
+    if not kind.allows(x.dtype):
+        raise TypeError(f"{name} must {kind.must}; got {x.dtype}")
     if shapes:
         _check_shape(x, name, *shapes, beside=beside)
-
-
-def _check_integers(x: Any, name: str) -> None:
-    _check_tensor(x, name)
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name} must have an integer dtype; got {x.dtype}")
 
 
 def _check_shape(x: Tensor, name: str, *shapes: tuple[Size, ...], beside: str = "") -> None:
@@ -303,11 +305,9 @@ def _check_packing(x: Tensor, cu_seqlens: Tensor | None, name: str) -> None:
         given = "without cu_seqlens" if cu_seqlens is None else "with cu_seqlens"
         raise ValueError(f"{name} must be [B, T], or packed [N] together with cu_seqlens; got {tuple(x.shape)} {given}")
     if cu_seqlens is not None:
-        _check_tensor(cu_seqlens, "cu_seqlens")
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"cu_seqlens must be int32 or int64; got {cu_seqlens.dtype}")
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens must be [S + 1]; got shape {tuple(cu_seqlens.shape)}")
+        _check(cu_seqlens, "cu_seqlens", _OFFSET, ("S + 1",))
+        if cu_seqlens.shape[0] < 1:
+            raise ValueError("cu_seqlens must hold at least one offset, 0; got none")
 
 
 def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:

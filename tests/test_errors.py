@@ -119,7 +119,7 @@ VALUE_ERRORS = {
     "offsets-order": (r"cu_seqlens must rise .*got \[0, 4, 2, 5\]",
                       lambda: packed(cu_seqlens=torch.tensor([0, 4, 2, 5]), advantages=torch.ones(3))),
     "offsets-padded": (r"completion_ids must be \[B, T\], or packed \[N\] .*got \(2, 3\) with cu_seqlens", lambda: loss(cu_seqlens=torch.tensor([0, 3, 6]))),
-    "offsets-rank": (r"cu_seqlens must be \[S \+ 1\]", lambda: packed(cu_seqlens=torch.tensor(5))),
+    "offsets-rank": (r"cu_seqlens must have shape \(S \+ 1,\); got \(\)", lambda: packed(cu_seqlens=torch.tensor(5))),
     "entropies-missing": (r"entropy_coef=0.1 needs entropies \(2, 3\); got None",
                           lambda: grpo_loss(torch.zeros(B, T), torch.ones(B), config=GRPOLossConfig(entropy_coef=0.1))),
     "logits-shape": (r"logits must have shape \(2, 3, V\); got \(2, 2, 5\)",
