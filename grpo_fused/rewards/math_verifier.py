@@ -58,13 +58,13 @@ class _Worker:
             raise RuntimeError(f"math-verify could not be started: {answer or 'its process ended or gave no sign'}")
 
     def ask(self, reference: str, answer: str, seconds: float) -> str:
-        """Its line: "equal", "different", or anything else, "" if none comes in time, and then it has ended."""
+        """Its answer: "equal" or "different"; anything else, or "" if none came in time, and it is then ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         line = ""
         limit = threading.Timer(seconds + _GRACE_SECONDS, self.process.kill)  # Windows cannot wait for a pipe in time
-        limit.start()
         try:
+            limit.start()
             with contextlib.suppress(OSError):
                 self.process.stdin.write(json.dumps([reference, answer, seconds]) + "\n")
                 self.process.stdin.flush()

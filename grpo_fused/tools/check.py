@@ -65,7 +65,6 @@ INPUTS = {
 }
 """Heads, layouts and sizes by their name in the output."""
 
-SYMBOLS = {"dhidden": "dH", "dweight": "dW", "dbias": "db"}
 PARTS = [1, 30, 64, 100, 165]
 """Numbers of tokens that are scored together, of 360."""
 
@@ -121,7 +120,7 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
                     words = (engine, "on", device.type, str(dtype).removeprefix("torch."), name, objective)
                     problem, config = problem_of(dtype, **inputs.options), GRPOLossConfig(**OBJECTIVES[objective])
                     errors = problem.compare(config, device=device, impl=engine)
-                    yield Check(" ".join(filter(None, words)), {SYMBOLS.get(n, n): pair for n, pair in errors.items()})
+                    yield Check(" ".join(filter(None, words)), errors)
         for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
             yield company(engine, device, dtype)
 
