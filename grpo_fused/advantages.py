@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from grpo_fused.outputs import AdvantageOutput
+from grpo_fused.validation import check_choice, check_integer
 
 ScaleRewards = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
@@ -55,39 +56,43 @@ def group_advantages(
 
     Source: DeepSeekMath (arXiv 2402.03300); missing rewards and the two aggregations follow TRL 1.16.
     """
+    check_integer(num_generations, "num_generations", least=2)
+    scale = ("group" if scale_rewards else "none") if isinstance(scale_rewards, bool) else scale_rewards
+    check_choice(scale, "scale_rewards", ScaleRewards)
+    check_choice(aggregation, "aggregation", Aggregation)
     table = _as_table(rewards)
-    scale = _check_options(table, num_generations, scale_rewards, aggregation)
+    if len(table) % num_generations:
+        raise ValueError(f"{len(table)} rewards cannot be divided into groups of num_generations={num_generations}")
     weight = _as_weights(weights, table)
 
-    judged = ~table.isnan()
-    unjudged = ~judged.any(dim=1)
+    summed = _weighted_sum(table, weight)
+    groups = summed.view(-1, num_generations)
+    std = _nanstd(groups, dim=1)
+    several = (~groups.isnan()).sum(dim=1) >= 2
     if aggregation == "normalize_then_sum":
         scores = _z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
-        summed = torch.where(scores.isnan().all(dim=1), torch.nan, (scores * weight).nansum(dim=1))
-        advantages = _z_score(summed, dim=0)
-        raw = torch.where(unjudged, torch.nan, (table * weight).nansum(dim=1))
+        advantages = _z_score(_weighted_sum(scores, weight), dim=0)
     else:
-        raw = summed = torch.where(unjudged, torch.nan, (table * weight).nansum(dim=1))
-        groups = summed.view(-1, num_generations)
         centred = groups - groups.nanmean(dim=1, keepdim=True)
         if scale == "group":
-            centred = centred / (_nanstd(groups, dim=1) + _EPS)
+            centred = centred / (std + _EPS)
         elif scale == "batch":
             centred = centred / (_nanstd(summed, dim=0) + _EPS)
-        too_few = (~groups.isnan()).sum(dim=1, keepdim=True) < 2
-        advantages = torch.where(too_few, 0.0, centred).flatten()
+        advantages = torch.where(several.unsqueeze(1), centred, 0.0).flatten()
 
-    groups = raw.view(-1, num_generations)
-    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(dim=1)
-    highest = torch.where(groups.isnan(), -torch.inf, groups).amax(dim=1)
-    several = (~groups.isnan()).sum(dim=1) >= 2
+    lowest, highest = groups.nan_to_num(nan=torch.inf), groups.nan_to_num(nan=-torch.inf)
     return AdvantageOutput(
         advantages=advantages.nan_to_num(nan=0.0).float(),
         mean=groups.nanmean(dim=1).float(),
-        std=_nanstd(groups, dim=1).flatten().float(),
-        unjudged=unjudged.sum(),
-        zero_std_groups=(several & (lowest == highest)).sum(),
+        std=std.flatten().float(),
+        unjudged=summed.isnan().sum(),
+        zero_std_groups=(several & (lowest.amin(dim=1) == highest.amax(dim=1))).sum(),
     )
+
+
+def _weighted_sum(table: Tensor, weight: Tensor) -> Tensor:
+    """[N] of [N, F]; NaN where no function judged."""
+    return torch.where(table.isnan().all(dim=1), torch.nan, (table * weight).nansum(dim=1))
 
 
 def _nanstd(x: Tensor, dim: int) -> Tensor:
@@ -103,9 +108,9 @@ def _z_score(x: Tensor, dim: int) -> Tensor:
 
 def _as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
     """[N, F] fp64: sums and spreads of rewards as large as 1e6 keep their digits."""
-    if not isinstance(rewards, Tensor) and hasattr(rewards, "__array__"):
-        rewards = torch.as_tensor(rewards)
-    if not isinstance(rewards, Tensor):
+    if hasattr(rewards, "__array__"):  # a tensor too
+        table = torch.as_tensor(rewards).detach()
+    else:
         try:
             rows = [[_number(r) for r in (row if isinstance(row, (list, tuple)) else [row])] for row in rewards]
         except (TypeError, ValueError) as error:
@@ -113,12 +118,14 @@ def _as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float
         widths = {len(row) for row in rows}
         if len(widths) > 1:
             raise ValueError(f"every sample must have one reward per function; got rows of {sorted(widths)} rewards")
-        rewards = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), max(widths, default=1))
-    if rewards.dim() not in (1, 2):
-        raise ValueError(f"rewards must be [N] or [N, F]; got shape {tuple(rewards.shape)}")
-    if rewards.is_complex():
-        raise TypeError(f"rewards must be real numbers; got {rewards.dtype}")
-    table = rewards.detach().to(torch.float64)
+        table = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), max(widths, default=1))
+    if table.dim() not in (1, 2):
+        raise ValueError(f"rewards must be [N] or [N, F]; got shape {tuple(table.shape)}")
+    if table.is_complex():
+        raise TypeError(f"rewards must be real numbers; got {table.dtype}")
+    if table.isinf().any():
+        raise ValueError("rewards must be finite (None or NaN marks a sample that was not judged); got an infinite one")
+    table = table.to(torch.float64)
     return table.unsqueeze(1) if table.dim() == 1 else table
 
 
@@ -132,31 +139,8 @@ def _as_weights(weights: Tensor | Sequence[float] | None, table: Tensor) -> Tens
     if weights is None:
         return table.new_ones(table.shape[1])
     weight = torch.as_tensor(weights, dtype=torch.float64, device=table.device)
-    if weight.shape != (table.shape[1],):
+    if weight.shape != table.shape[1:] or not weight.isfinite().all():
         raise ValueError(
-            f"weights must be [{table.shape[1]}], one for each reward function; got shape {tuple(weight.shape)}"
+            f"weights must be [{table.shape[1]}], a finite one for each reward function; got {weight.tolist()}"
         )
-    if not weight.isfinite().all():
-        raise ValueError(f"weights must be finite; got {weight.tolist()}")
     return weight
-
-
-def _check_options(
-    table: Tensor, num_generations: int, scale_rewards: ScaleRewards | bool, aggregation: Aggregation
-) -> str:
-    if isinstance(num_generations, bool) or not isinstance(num_generations, int):
-        raise TypeError(f"num_generations must be an int; got {num_generations!r}")
-    if num_generations < 2:
-        raise ValueError(
-            f"num_generations must be at least 2, a group needs something to compare; got {num_generations}"
-        )
-    if table.shape[0] % num_generations:
-        raise ValueError(f"{table.shape[0]} rewards cannot be divided into groups of num_generations={num_generations}")
-    if table.isinf().any():
-        raise ValueError("rewards must be finite (None or NaN marks a sample that was not judged); got an infinite one")
-    scale = ("group" if scale_rewards else "none") if isinstance(scale_rewards, bool) else scale_rewards
-    if scale not in get_args(ScaleRewards):
-        raise ValueError(f"scale_rewards must be one of {', '.join(get_args(ScaleRewards))}; got {scale_rewards!r}")
-    if aggregation not in get_args(Aggregation):
-        raise ValueError(f"aggregation must be one of {', '.join(get_args(Aggregation))}; got {aggregation!r}")
-    return str(scale)

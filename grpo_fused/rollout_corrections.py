@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,16 +75,13 @@ def importance_sampling_correction(
     Efficient RL Framework Secretly Brings You Off-Policy RL Training"; masking: IcePop.
     """
     check.check_rollout_logps(old_per_token_logps, sampling_per_token_logps, mask, cu_seqlens)
-    if mode not in get_args(ImportanceSamplingMode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(ImportanceSamplingMode))}; got {mode!r}")
-    check.check_ratio_bounds(clip_min, clip_max, required=mode.endswith("truncate"))
+    check.check_choice(mode, "mode", ImportanceSamplingMode)
+    lowest, highest = _checked_bounds(clip_min, clip_max, mode)
     layout = Layout.of(old_per_token_logps, cu_seqlens)
     check.check_rollout_values(old_per_token_logps, mask, layout)
 
-    dtype = torch.promote_types(torch.promote_types(old_per_token_logps.dtype, sampling_per_token_logps.dtype),
-                                torch.float32)  # fmt: skip
     active = torch.ones_like(old_per_token_logps, dtype=torch.bool) if mask is None else mask != 0
-    difference = old_per_token_logps.to(torch.float64) - sampling_per_token_logps.to(torch.float64)
+    difference = old_per_token_logps.double() - sampling_per_token_logps.double()
     known = active & ~difference.isnan()
     log_ratio = torch.where(known, difference, 0.0)
     if mode.startswith("sequence"):
@@ -92,15 +89,11 @@ def importance_sampling_correction(
 
     ratio = log_ratio.exp()
     if mode.endswith("truncate"):
-        ratio = ratio.clamp(clip_min, clip_max)
+        ratio = ratio.clamp(lowest, highest)
     else:
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if clip_min is not None:
-            outside = outside | (ratio < clip_min)
-        if clip_max is not None:
-            outside = outside | (ratio > clip_max)
-        ratio = ratio.masked_fill(outside, 0.0)
-    ratio = ratio.clamp(max=math.exp(MAX_LOG_RATIO)).to(dtype)
+        ratio = ratio.masked_fill((ratio < lowest) | (ratio > highest), 0.0)
+    ratio = ratio.clamp(max=math.exp(MAX_LOG_RATIO))
+    ratio = ratio if torch.float64 in (old_per_token_logps.dtype, sampling_per_token_logps.dtype) else ratio.float()
 
     counted = torch.ones_like(ratio, dtype=torch.bool) if mode.startswith("sequence") else active
     name = "sampling/importance_sampling_ratio"
@@ -112,6 +105,17 @@ def importance_sampling_correction(
         f"{name}/max": _max(ratio, counted),
     }
     return ImportanceSamplingOutput(ratio, metrics)
+
+
+def _checked_bounds(clip_min: float | None, clip_max: float | None, mode: str) -> tuple[float, float]:
+    """0 <= clip_min < clip_max, 0 and infinity where they are None."""
+    if mode.endswith("truncate") and clip_min is None and clip_max is None:
+        raise ValueError("a truncating mode needs clip_min or clip_max; got None for both")
+    lowest = 0.0 if clip_min is None else check.check_number(clip_min, "clip_min")
+    highest = math.inf if clip_max is None else check.check_number(clip_max, "clip_max", above=0.0)
+    if not 0.0 <= lowest < highest:
+        raise ValueError(f"clip_min must be >= 0 and below clip_max; got {clip_min} and {clip_max}")
+    return lowest, highest
 
 
 def _sequence_sum(x: Tensor, layout: Layout) -> Tensor:

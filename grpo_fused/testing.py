@@ -95,9 +95,6 @@ class Problem:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
         packed = self.per_token(lambda x: x[keep])
         packed.options["cu_seqlens"] = offsets
-        temperature = packed.options.get("temperature")
-        if isinstance(temperature, Tensor) and temperature.dim() == 2:
-            packed.options["temperature"] = temperature.reshape(-1)
         if self.advantages.dim() == 1 and len(self.advantages) == int(offsets[-1]):
             packed.advantages = self.advantages.unsqueeze(1)  # [S] would look like one for each token
         return packed
@@ -173,13 +170,12 @@ class Problem:
         hidden, ids, mask = self.hidden_states, self.completion_ids, self.completion_mask
         hidden = hidden if mask is None else hidden.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
         given = self.inputs(config)
-        bias, scale, softcap, temperature = (given.pop(name, None) for name in _HEAD_OPTIONS)
+        bias, softcap = given.pop("lm_head_bias", None), given.pop("softcap", None)
+        scale, temperature = given.pop("logit_scale", 1.0), given.pop("temperature", 1.0)
         products = (hidden @ self.lm_head_weight.T).requires_grad_()
-        z = (products if bias is None else products + bias) * (1.0 if scale is None else scale)
+        z = (products if bias is None else products + bias) * scale
         z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        scores = selective_logprobs(
-            z, ids, mask, temperature=1.0 if temperature is None else temperature, with_entropy=True, impl="reference"
-        )
+        scores = selective_logprobs(z, ids, mask, temperature=temperature, with_entropy=True, impl="reference")
         loss = grpo_loss(
             scores.logps, self.advantages, mask, entropies=scores.entropies, config=config, impl="reference", **given
         ).loss

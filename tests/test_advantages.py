@@ -106,7 +106,7 @@ def test_matches_trl_arithmetic(aggregation, missing):
         (ValueError, "num_generations must be at least 2.*; got 1", lambda: group_advantages([1.0, 2.0], 1)),
         (ValueError, "3 rewards cannot be divided into groups", lambda: group_advantages([1.0, 2.0, 3.0], 2)),
         (ValueError, r"rewards must be \[N\] or \[N, F\]", lambda: group_advantages(torch.zeros(2, 2, 2), 2)),
-        (ValueError, r"weights must be \[1\].*got shape \(2,\)", lambda: group_advantages([1.0, 2.0], 2, weights=[1, 2])),
+        (ValueError, r"weights must be \[1\].*got \[1.0, 2.0\]", lambda: group_advantages([1.0, 2.0], 2, weights=[1, 2])),
         (ValueError, "rewards must be finite", lambda: group_advantages([1.0, float("inf")], 2)),
         (ValueError, "scale_rewards must be one of group, batch, none; got 'max'",
          lambda: group_advantages([1.0, 2.0], 2, scale_rewards="max")),

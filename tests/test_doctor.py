@@ -69,8 +69,8 @@ def test_predictions_are_products_times_ratios(monkeypatch):
         assert p.cost == engines.engine(p.engine).cost(SHAPE.head(CPU), 1024, None)
     monkeypatch.setattr(predictions, "bare_rate", lambda shape, device: SHAPE.flop / 2.0)  # two seconds a product
     (low, high), (fast, slow) = MEASURED["chunked", torch.bfloat16]
-    times = re.escape(f"{6 * low:.2g} s to {6 * high:.2g} s ({low:.2f}-{high:.2f} x 3 bare)")
-    assert re.search(rf"chunked .*{times} +{re.escape(f'{2 * fast:.2g} s to {2 * slow:.2g} s')}", doctor.report(SHAPE))
+    times = re.escape(f"{6 * low:.2g} to {6 * high:.2g} s ({low:.2f}-{high:.2f} x 3 bare)")
+    assert re.search(rf"chunked .*{times} +{re.escape(f'{2 * fast:.2g} to {2 * slow:.2g} s')}", doctor.report(SHAPE))
 
 
 def test_the_table_is_what_the_committed_run_measured():

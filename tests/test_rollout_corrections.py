@@ -187,7 +187,7 @@ def test_dtypes_and_gradients():
 BAD = {
     "mode": (ValueError, "mode must be one of token_truncate", {"mode": "token"}),
     "no-bound": (ValueError, "needs clip_min or clip_max", {"mode": "token_truncate", "clip_max": None}),
-    "order": (ValueError, "clip_min must be below clip_max; got 3.0 and 3.0", {"clip_min": 3.0}),
+    "order": (ValueError, "clip_min must be >= 0 and below clip_max; got 3.0 and 3.0", {"clip_min": 3.0}),
     "clip_max": (ValueError, "clip_max must be > 0", {"clip_max": 0.0}),
     "clip_min": (ValueError, "clip_min must be >= 0", {"clip_min": -1.0}),
     "clip_max-type": (TypeError, "clip_max must be a number", {"clip_max": "3"}),

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.functional import fused_linear_logprobs
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
-from grpo_fused.heads.hidden import accepts, replaced_forward
+from grpo_fused.heads.hidden import accepts, only_one, replaced_forward
 from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
 from grpo_fused.testing import LOGP_BOUND
 
@@ -122,21 +122,20 @@ def _confirmed(
     known = _verified.setdefault(inner, {})
     if cached and key in known:
         return known[key]
-    complaint = ""
+    inputs = _token_inputs(inner, weight) if inputs is None else inputs
+    problems = []
     with undisturbed(inner):
         for form in forms:
-            answer = _run_own_head(
-                inner, head, weight, form, _token_inputs(inner, weight) if inputs is None else inputs
-            )
-            problem = _disagreement(answer, weight, bias, form)
-            if problem is None:
-                _check_fused(answer, weight, bias, form)
-                known[key] = form
-                return form
-            complaint = complaint or problem
+            rows, logits = _run_own_head(inner, head, weight, form, inputs)
+            if problem := _disagreement(rows, logits, weight, bias, form):
+                problems.append(problem)
+                continue
+            _check_fused(rows, logits, weight, bias, form)
+            known[key] = form
+            return form
     raise ValueError(
         f"the head of {type(inner).__name__} is not softcap(logit_scale * (h W^T + b)) as its config describes it, so "
-        f"fused log-probs would be those of another model. Read: {forms[0]}. The model's own head: {complaint}"
+        f"fused log-probs would be those of another model. Read: {forms[0]}. The model's own head: {problems[0]}"
         + (f". {len(forms) - 1} other meanings of these fields do not agree either" if len(forms) > 1 else "")
     )
 
@@ -147,33 +146,17 @@ def _inputs(form: HeadForm, weight: Tensor, bias: Tensor | None) -> LMHeadInputs
     return LMHeadInputs(lm_head_weight=weight, lm_head_bias=bias, logit_scale=form.logit_scale, softcap=form.softcap)
 
 
-class _Answer(NamedTuple):
-    """What the model's own head made of the rows."""
-
-    hidden_states: Tensor
-    """[T, H] fp32, the head's input"""
-    products: Tensor
-    """[T, V] the head's own output"""
-    logits: Tensor
-    """[T, V'] the model's logits"""
-
-
 def _run_own_head(
     model: nn.Module, head: nn.Module, weight: Tensor, form: HeadForm, inputs: Mapping[str, object]
-) -> _Answer:
+) -> tuple[Tensor, Tensor]:
+    """[T, H] in fp32, what the head got, and [T, V], the logits that the model made of it."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    names = [name for name, module in model.named_modules() if module is head]
-    if not names:
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if name is None:
         raise RuntimeError(f"the output head of {type(model).__name__} must be one of its modules; it is not")
-    prefix = f"{names[0]}." if names[0] else ""
-    widened = {
-        prefix + name: parameter.detach().to(wide)
-        for name, parameter in head.named_parameters(remove_duplicate=False)
-        if parameter.is_floating_point()
-    }
+    own = head.named_parameters(name, remove_duplicate=False)
+    widened = {name: parameter.detach().to(wide) for name, parameter in own if parameter.is_floating_point()}
     rows: list[Tensor] = []
-    products: list[Tensor] = []
-
     own_forward = head.forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -183,7 +166,6 @@ def _run_own_head(
         with torch.autocast(weight.device.type, enabled=False):
             rows.append(_rows(args[0].to(wide), weight, form))
             output: Tensor = own_forward(rows[-1].view(args[0].shape))
-        products.append(output.reshape(-1, output.shape[-1]).clone())  # some models cap in place
         return output
 
     with replaced_forward(head, forward):
@@ -195,14 +177,9 @@ def _run_own_head(
                 f"{type(model).__name__} must run on {', '.join(inputs)} for its head to be checked; it raised "
                 f"{type(error).__name__}: {error}. If it needs other inputs, pass them: check_head(model, inputs=...)"
             ) from error
-    if len(rows) != 1:
-        raise RuntimeError(
-            f"{type(model).__name__} must call its output head once for each pass; it was called {len(rows)} times. A "
-            "model that multiplies by the head's weight itself, or has several heads, is not supported"
-        )
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     logits = output[0] if logits is None else logits
-    return _Answer(rows[0], products[0], logits.reshape(-1, logits.shape[-1]))
+    return only_one(rows), logits.reshape(-1, logits.shape[-1])
 
 
 def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
@@ -213,15 +190,12 @@ def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
     usable = own.isfinite().all(-1) & (own != 0).any(-1)
     usable[1::2] = False
     rows = torch.where(usable.unsqueeze(-1), own, rows)
-    cap = form.softcap
-    # the first row stays as large as the model made it
-    peaks = [None, *PEAKS, *((8.0, 128.0) if cap is None else (0.5 * cap, 2.0 * cap))]
     largest = _products(rows, weight, None).abs().amax(-1) * abs(form.logit_scale)
-    gains = [
-        1.0 if peak is None or u == 0 else peak / u
-        for peak, u in zip(itertools.cycle(peaks), largest.tolist(), strict=False)
-    ]
-    return rows * rows.new_tensor(gains).unsqueeze(-1)
+    cap = 16.0 if form.softcap is None else form.softcap
+    # the first row stays as large as the model made it
+    peaks = itertools.cycle([float(largest[0]), *PEAKS, 0.5 * cap, 2.0 * cap])
+    gains = rows.new_tensor(list(itertools.islice(peaks, len(rows)))) / largest
+    return rows * gains.where(largest > 0, 1.0).unsqueeze(-1)
 
 
 def _products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -233,25 +207,19 @@ def _products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
     """Eight ordinary tokens: none that the config names as special, which may stand for an image."""
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    table = getattr(embeddings, "weight", weight)
-    size = min(table.shape[0], weight.shape[0]) if isinstance(table, Tensor) and table.dim() == 2 else weight.shape[0]
+    table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
+    table = table if isinstance(table, Tensor) and table.dim() == 2 else weight
     special = {
         value
         for source in configs(model)
         for name, value in vars(source).items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
-    ids = [i for i in range(min(size, 64 + len(special))) if i not in special] or [0]
-    ids = [ids[(7 * t + 3) % len(ids)] for t in range(NUM_TOKENS)]
-    device = table.device if isinstance(table, Tensor) else weight.device
-    input_ids = torch.tensor([ids], device=device)
-    inputs: dict[str, Any] = {"input_ids": input_ids}
-    if accepts(model, "attention_mask"):
-        inputs["attention_mask"] = torch.ones_like(input_ids)
-    if accepts(model, "use_cache"):
-        inputs["use_cache"] = False
-    return inputs
+    size = min(len(table), len(weight), 64 + len(special))
+    ids = [i for i in range(size) if i not in special] or [0]
+    input_ids = torch.tensor([[ids[(7 * t + 3) % len(ids)] for t in range(NUM_TOKENS)]], device=table.device)
+    further = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+    return {"input_ids": input_ids} | {name: value for name, value in further.items() if accepts(model, name)}
 
 
 @contextmanager
@@ -261,51 +229,48 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     The attention is the plain one: the head does not depend on it, and fused kernels may need a GPU, half precision or
     rows that a trainer has packed (TRL's asynchronous GRPO).
     """
-    modes = [(module, module.training) for module in model.modules()]
-    sources: list[Any] = list(configs(model))
-    attention = [
-        (config, config._attn_implementation)
-        for config in sources
-        if isinstance(getattr(type(config), "_attn_implementation", None), property)
-        and config._attn_implementation not in (None, "eager", "sdpa")
-    ]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters()}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=sorted(devices, key=str)))
-        for kind in {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}:
+        gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        for kind in {"cpu", *(device.type for device in devices)} - {"meta"}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(ieee_products())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            for module, _ in modes:
-                module.training = False  # not eval(): some modules merge weights there
-            for config, _ in attention:
-                config._attn_implementation = {"": "eager"}  # transformers: its own, not those of nested configs
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for config, kind in attention:
-                config._attn_implementation = {"": kind}
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            module.training = False  # not eval(): some modules merge weights there
+        for config in configs(model):
+            attention = getattr(config, "_attn_implementation", None)
+            is_property = isinstance(getattr(type(config), "_attn_implementation", None), property)
+            if is_property and attention not in (None, "eager", "sdpa"):
+                # transformers: a dictionary sets its own, not those of nested configs
+                stack.callback(setattr, config, "_attn_implementation", {"": attention})
+                setattr(config, "_attn_implementation", {"": "eager"})  # noqa: B010 (mypy knows an object)
+        yield
 
 
-def _disagreement(answer: _Answer, weight: Tensor, bias: Tensor | None, form: HeadForm) -> str | None:
-    """None where the model's logits are those of the form, else what they are instead."""
-    logits = answer.logits.double()
+def _disagreement(rows: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm) -> str | None:
+    """None where the model's logits are those of the form, else how they differ."""
     given = _inputs(form, weight, bias)
-    shape = (answer.hidden_states.shape[0], form.vocab_size)
-    if logits.shape != shape:
-        return f"logits of shape {tuple(answer.logits.shape)}, expected {shape}"
-    products = _products(answer.hidden_states, given["lm_head_weight"], given["lm_head_bias"]).double()
+    if logits.shape != (len(rows), form.vocab_size):
+        return f"logits of shape {tuple(logits.shape)}, expected {(len(rows), form.vocab_size)}"
+    products = _products(rows, given["lm_head_weight"], given["lm_head_bias"]).double()
     expected = products * form.logit_scale
     if form.softcap is not None:
         expected = form.softcap * (expected / form.softcap).tanh()
-    error = (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().amax(-1)
-    if (error <= _allowed(expected)).all():
+    own = logits.double()
+    error = (own.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    if (error.amax(-1) <= _allowed(expected)).all():
         return None
-    worst = float(error.nan_to_num(nan=float("inf")).max())
-    return f"log-probs differ by {worst:.3g} nats; {_describe(answer, products, logits)}"
+    factors = ((own * products).sum(-1) / products.square().sum(-1))[products.abs().amax(-1).argsort()]
+    return (
+        f"log-probs differ by {float(error.max()):.3g} nats, most at token {int(error.amax(0).argmax())}. From the "
+        f"smallest rows to the largest its logits ({logits.dtype}) are {float(factors[0]):.6g} to "
+        f"{float(factors[-1]):.6g} times h W^T + b (one number: a scale; falling: a softcap), at most "
+        f"{float(own.abs().max()):.6g}"
+    )
 
 
 def _allowed(logits: Tensor) -> Tensor:
@@ -313,42 +278,15 @@ def _allowed(logits: Tensor) -> Tensor:
     return TOLERANCE * (logits.abs().amax(-1) / 32.0).clamp(min=1.0)
 
 
-def _describe(answer: _Answer, products: Tensor, logits: Tensor) -> str:
-    """What the model's logits are, in the words of someone who must find out why."""
-    own = answer.products.double()
-    constant = ((logits == logits[:1]).all(0) & (products != products[:1]).any(0)).nonzero().flatten().tolist()
-    if not logits.isfinite().all():
-        return "its logits are not finite"
-    if constant:
-        return (
-            f"{len(constant)} of its logits do not depend on the hidden states (masked tokens), the first is that of "
-            f"token {constant[0]}"
-        )
-    if own.shape[-1] >= products.shape[-1]:
-        off = float((own[:, : products.shape[-1]] - products).abs().max())
-        if off > TOLERANCE * max(1.0, float(products.abs().max()) / 32.0):
-            return f"its head module itself differs from h W^T + b by {off:.3g}"
-    by_size = products.abs().amax(-1).argsort()
-    factors = ((logits * products).sum(-1) / (products * products).sum(-1))[by_size]
-    peaks = logits.abs().amax(-1)
-    low = answer.logits.dtype in (torch.float16, torch.bfloat16)
-    return (
-        f"from the smallest rows to the largest its logits are {float(factors[0]):.6g} to {float(factors[-1]):.6g} "
-        f"times h W^T + b (one number: a scale; falling: a softcap) and at most {float(peaks.max()):.6g}"
-        + (f"; it rounds them to {answer.logits.dtype}" if low else "")
-    )
-
-
-def _check_fused(answer: _Answer, weight: Tensor, bias: Tensor | None, form: HeadForm) -> None:
+def _check_fused(rows: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm) -> None:
     """The fused function itself, for the likeliest, the least likely and random tokens of each row."""
-    log_probs = answer.logits.double().log_softmax(-1)
+    log_probs = logits.double().log_softmax(-1)
     generator = torch.Generator().manual_seed(0)
-    anything = torch.randint(form.vocab_size, (2, len(log_probs)), generator=generator).to(log_probs.device)
-    ids = torch.cat([log_probs.argmax(-1).unsqueeze(0), log_probs.argmin(-1).unsqueeze(0), anything])
-    rows = answer.hidden_states.expand(ids.shape[0], -1, -1)
-    fused = fused_linear_logprobs(rows, token_ids=ids, **_inputs(form, weight, bias)).logps.double()
-    error = (fused - log_probs.gather(-1, ids.T).T).abs().amax(0)
-    if not (error <= _allowed(answer.logits.double())).all():
+    anything = torch.randint(form.vocab_size, (2, len(rows)), generator=generator).to(rows.device)
+    ids = torch.stack([log_probs.argmax(-1), log_probs.argmin(-1), *anything])
+    fused = fused_linear_logprobs(rows.expand(len(ids), -1, -1), token_ids=ids, **_inputs(form, weight, bias)).logps
+    error = (fused.double() - log_probs.gather(-1, ids.T).T).abs().amax(0)
+    if not (error <= _allowed(logits.double())).all():
         raise ValueError(
             f"fused log-probs differ from those of the model's own head by {float(error.max()):.3g} nats, although its "
             f"logits are those of {form}"

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import NamedTuple
 
 from torch import nn
 
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Gemma 2 to 4, nanochat, MuseGlimmer; recurrent_gemma; xLSTM."""
-
-FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-"""Cohere; Falcon-H1; MuseGlimmer. The logits are multiplied by them."""
-
-DIVISOR = "logits_scaling"
-"""Granite divides by it."""
-
-_DIVISOR_MULTIPLIES = ("hyperclovax",)
-"""Model types in which it is a factor after all, which matters where the self-check is skipped."""
-
-UNPADDED = "unpadded_vocab_size"
-"""Inkling drops the logits beyond it: they belong to rows of the weight that only pad it."""
+MEANINGS: dict[str, tuple[str, ...]] = {
+    "final_logit_softcapping": ("caps",),  # Gemma 2 to 4, nanochat, MuseGlimmer
+    "logits_soft_cap": ("caps",),  # recurrent_gemma
+    "output_logit_soft_cap": ("caps",),  # xLSTM
+    "logit_scale": ("multiplies",),  # Cohere
+    "lm_head_multiplier": ("multiplies",),  # Falcon-H1
+    "output_multiplier": ("multiplies",),  # MuseGlimmer
+    "logits_scaling": ("divides", "multiplies"),  # Granite; HyperCLOVA X
+    "unpadded_vocab_size": ("counts the logits",),  # Inkling: rows of the weight beyond it only pad it
+}
+"""What a field can do to the logits, the usual meaning first. Every field may also be one that the model ignores."""
 
 
 class HeadForm(NamedTuple):
@@ -47,16 +45,12 @@ class HeadForm(NamedTuple):
         return f"logit_scale={self.logit_scale:g}, softcap={self.softcap}, vocab_size={self.vocab_size} ({source})"
 
 
-class _Option(NamedTuple):
-    """One meaning of one field."""
+class _Reading(NamedTuple):
+    """A field of a config, taken at one of its meanings; an empty meaning is that the model ignores it."""
 
-    scale: float
-    softcap: float | None
-    vocab_size: int | None
-    text: str | None
-
-
-_UNUSED = _Option(1.0, None, None, None)
+    name: str
+    value: float
+    meaning: str
 
 
 def candidate_forms(model: nn.Module, weight_rows: int) -> list[HeadForm]:
@@ -64,24 +58,26 @@ def candidate_forms(model: nn.Module, weight_rows: int) -> list[HeadForm]:
 
     The first takes every field at its usual meaning; each further one deviates in more of them.
     """
-    options = list(_field_options(configs(model)))
-    # by how many fields deviate from their usual meaning, and then in the order of the fields
-    choices = sorted(itertools.product(*(range(len(o)) for o in options)), key=lambda c: sum(i > 0 for i in c))
+    fields = list(_readings(configs(model)))
+    usual = [readings[0] for readings in fields]
     forms: dict[tuple[float, float | None, int], HeadForm] = {}
-    for choice in choices:
-        picked = [option[i] for option, i in zip(options, choice, strict=True)]
-        caps = [p.softcap for p in picked if p.softcap is not None]
-        if len(caps) > 1:  # no model caps twice
-            continue
-        rows = [p.vocab_size for p in picked if p.vocab_size is not None]
-        form = HeadForm(
-            logit_scale=math.prod(p.scale for p in picked),
-            softcap=caps[0] if caps else None,
-            vocab_size=min([*rows, weight_rows]),
-            fields=tuple(p.text for p in picked if p.text is not None),
-        )
-        forms.setdefault(form[:3], form)
+    for choice in sorted(itertools.product(*fields), key=lambda choice: sum(map(operator.ne, choice, usual))):
+        if [reading.meaning for reading in choice].count("caps") <= 1:  # no model caps twice
+            form = _form(choice, weight_rows)
+            forms.setdefault(form[:3], form)
     return list(forms.values())
+
+
+def _form(readings: Sequence[_Reading], weight_rows: int) -> HeadForm:
+    def values(meaning: str) -> list[float]:
+        return [reading.value for reading in readings if reading.meaning == meaning]
+
+    return HeadForm(
+        logit_scale=math.prod(values("multiplies")) * math.prod(1.0 / value for value in values("divides")),
+        softcap=next(iter(values("caps")), None),
+        vocab_size=int(min([weight_rows, *values("counts the logits")])),
+        fields=tuple(f"config.{name}={value:g} {meaning}" for name, value, meaning in readings if meaning),
+    )
 
 
 def configs(model: nn.Module) -> list[object]:
@@ -94,27 +90,16 @@ def configs(model: nn.Module) -> list[object]:
     return [text] if text is config else [text, config]
 
 
-def _field_options(sources: Sequence[object]) -> Iterator[list[_Option]]:
-    for name in SOFTCAPS:
+def _readings(sources: Sequence[object]) -> Iterator[list[_Reading]]:
+    """The ways to read each field that a config has."""
+    for name, meanings in MEANINGS.items():
         value = _number(sources, name)
-        if value is not None and value > 0:
-            yield [_Option(1.0, value, None, f"config.{name}={value:g} caps"), _UNUSED]
-    for name in FACTORS:
-        value = _number(sources, name)
-        if value is not None:
-            yield [_Option(value, None, None, f"config.{name}={value:g} multiplies"), _UNUSED]
-    value = _number(sources, DIVISOR)
-    if value is not None:
-        divides = _Option(1.0 / value, None, None, f"config.{DIVISOR}={value:g} divides")
-        multiplies = _Option(value, None, None, f"config.{DIVISOR}={value:g} multiplies")
-        model_types = [str(getattr(config, "model_type", "")) for config in sources]
-        if any(model_type.startswith(_DIVISOR_MULTIPLIES) for model_type in model_types):
-            yield [multiplies, divides, _UNUSED]
-        else:
-            yield [divides, multiplies, _UNUSED]
-    value = _number(sources, UNPADDED)
-    if value is not None and value >= 1:
-        yield [_Option(1.0, None, int(value), f"config.{UNPADDED}={int(value)} keeps that many logits"), _UNUSED]
+        if value is None or (value < 0 and meanings in (("caps",), ("counts the logits",))):
+            continue
+        types = [str(getattr(config, "model_type", "")) for config in sources]
+        if name == "logits_scaling" and any(kind.startswith("hyperclovax") for kind in types):
+            meanings = meanings[::-1]  # the usual one matters where the self-check is skipped
+        yield [_Reading(name, value, meaning) for meaning in (*meanings, "")]
 
 
 def _number(sources: Sequence[object], name: str) -> float | None:

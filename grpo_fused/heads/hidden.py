@@ -25,12 +25,17 @@ class CapturedHeadInput:
         Raises:
             RuntimeError: The model has not run, has run without calling its head, or has called it more than once.
         """
-        if len(self._inputs) != 1:
-            raise RuntimeError(
-                f"the model must call its output head once for each pass; it was called {len(self._inputs)} times. A "
-                "model that multiplies by the head's weight itself, or has several heads, is not supported"
-            )
-        return self._inputs[0]
+        return only_one(self._inputs)
+
+
+def only_one(inputs: list[Tensor]) -> Tensor:
+    """What the head was called with, if it was called once."""
+    if len(inputs) != 1:
+        raise RuntimeError(
+            f"the model must call its output head once for each pass; it was called {len(inputs)} times. A model that "
+            "multiplies by the head's weight itself, or has several heads, is not supported"
+        )
+    return inputs[0]
 
 
 @contextmanager

@@ -7,23 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_fused.validation import FLOATS
+
 _OWN = ("weight", "bias", "parametrizations")
 """Parameters whose values reach the logits through `head.weight` and `head.bias`."""
-
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile` and (distributed) data parallel wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    while True:
-        inner = getattr(model, "_orig_mod", None)  # torch.compile
-        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    is_parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    inner = model.module if is_parallel else getattr(model, "_orig_mod", None)  # of torch.compile
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def output_head(model: nn.Module) -> nn.Module:
@@ -69,26 +65,29 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
             f"an lm head must have a weight and perhaps a bias; {type(head).__name__} also has {', '.join(further)}, "
             "which W and b do not express: merge it into the weight first"
         )
-    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    _check_weight(weight, head)
-    assert isinstance(weight, Tensor)
-    if bias is not None:
-        _check_plain(bias, "bias", head)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"the bias of an lm head must be [{weight.shape[0]}]; got shape {tuple(bias.shape)}")
+    weight = _plain(getattr(head, "weight", None), "weight", head)
+    if weight.dim() != 2 or weight.numel() == 0 or weight.device.type == "meta":
+        raise ValueError(
+            f"the weight of an lm head must be [V, H], and here; {type(head).__name__} has shape {tuple(weight.shape)} "
+            f"on {weight.device}: gather a sharded one (ZeRO-3, FSDP) first, load an offloaded one (meta)"
+        )
+    bias = None if getattr(head, "bias", None) is None else _plain(head.bias, "bias", head)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias of an lm head must be [{weight.shape[0]}]; got shape {tuple(bias.shape)}")
     return weight, bias
 
 
 def adapter_state(head: nn.Module) -> tuple[object, ...]:
     """What decides which adapters act in the head: changes with set_adapter, disable_adapter, merge and unmerge."""
-    state = [
-        type(head).__name__,
-        bool(getattr(head, "disable_adapters", False)),
-        tuple(_active_adapters(head)),
-        tuple(getattr(head, "merged_adapters", ())),
-    ]
-    inner = _active_copy(head) if _is_saved_module(head) else getattr(head, "base_layer", None)
-    return (*state, *adapter_state(inner)) if isinstance(inner, nn.Module) else tuple(state)
+    return tuple(
+        (
+            type(module).__name__,
+            bool(getattr(module, "disable_adapters", False)),
+            tuple(_active_adapters(module)),
+            tuple(getattr(module, "merged_adapters", ())),
+        )
+        for module in head.modules()
+    )
 
 
 def _is_saved_module(head: nn.Module) -> bool:
@@ -112,31 +111,23 @@ def _adapted(layer: Any) -> tuple[Tensor, Tensor | None]:
     """The tensors of a head that peft has wrapped."""
     base = head_tensors(layer.base_layer)
     merged = bool(getattr(layer, "merged_adapters", ()))
-    if getattr(layer, "disable_adapters", False):
-        if merged:  # its forward would unmerge, and so change the weight that is being read here
-            raise ValueError(
-                f"adapters {list(layer.merged_adapters)} are merged into the lm head but disabled; unmerge them first "
-                "(peft: unmerge_adapter)"
-            )
-        return base
-    if merged:
-        return base
-    active = [name for name in _active_adapters(layer) if name in getattr(layer, "_get_available_adapters", list)()]
-    lora = getattr(layer, "lora_A", None)
-    if not isinstance(lora, nn.ModuleDict):
-        if not active:
-            return base
+    disabled = bool(getattr(layer, "disable_adapters", False))
+    if disabled and merged:  # its forward would unmerge, and so change the weight that is being read here
         raise ValueError(
-            f"an unmerged {type(layer).__name__} adapter on the lm head is not a LoRA W + s B A; merge it first "
-            "(peft: merge_and_unload)"
+            f"adapters {list(layer.merged_adapters)} are merged into the lm head but disabled; unmerge them first "
+            "(peft: unmerge_adapter)"
         )
-    active = [name for name in active if name in lora]
+    available: set[str] = getattr(layer, "_get_available_adapters", set)()
+    active = [name for name in _active_adapters(layer) if name in available and not (disabled or merged)]
+    lora = getattr(layer, "lora_A", None)
+    if isinstance(lora, nn.ModuleDict):
+        active = [name for name in active if name in lora]
+    for name in active:
+        _check_plain_lora(layer, name)
     return _folded(layer, *base, active) if active else base
 
 
 def _folded(layer: Any, weight: Tensor, bias: Tensor | None, active: list[str]) -> tuple[Tensor, Tensor | None]:
-    for name in active:
-        _check_plain_lora(layer, name)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     for name in active:
         dtype = torch.promote_types(dtype, layer.lora_A[name].weight.dtype)
@@ -152,16 +143,14 @@ def _folded(layer: Any, weight: Tensor, bias: Tensor | None, active: list[str]) 
 
 def _check_plain_lora(layer: Any, name: str) -> None:
     """Refuses what is more than W + s B A."""
+    parts = [getattr(layer, part, {}) for part in ("lora_A", "lora_B")]
+    kinds = [type(part[name]) if name in part else None for part in parts]
     variant = getattr(layer, "lora_variant", {}).get(name)
-    if variant is not None:
+    if kinds != [nn.Linear, nn.Linear] or variant is not None:
+        got = type(layer if variant is None else variant).__name__
         raise ValueError(
-            f"adapter {name!r} on the lm head is {type(variant).__name__}, not a plain LoRA W + s B A; merge it first "
+            f"adapter {name!r} on the lm head is a {got}, not a plain LoRA W + s B A of two nn.Linear; merge it first "
             "(peft: merge_and_unload), or leave the head out of target_modules"
-        )
-    if type(layer.lora_A[name]) is not nn.Linear or type(layer.lora_B[name]) is not nn.Linear:
-        raise ValueError(
-            f"adapter {name!r} on the lm head must be two nn.Linear to be folded in; got "
-            f"{type(layer.lora_A[name]).__name__} and {type(layer.lora_B[name]).__name__}"
         )
     dropout = layer.lora_dropout[name]
     p = float(getattr(dropout, "p", 0.0))  # peft puts an Identity where it is 0
@@ -172,24 +161,12 @@ def _check_plain_lora(layer: Any, name: str) -> None:
         )
 
 
-def _check_weight(weight: object, head: nn.Module) -> None:
-    _check_plain(weight, "weight", head)
-    assert isinstance(weight, Tensor)
-    if weight.dim() != 2 or weight.numel() == 0:
-        hint = "; it is sharded (ZeRO-3, FSDP): gather it first" if weight.dim() == 1 else ""
-        raise ValueError(
-            f"the weight of an lm head must be [V, H]; {type(head).__name__} has shape {tuple(weight.shape)}{hint}"
-        )
-    if weight.device.type == "meta":
-        raise ValueError(f"the weight of the lm head ({type(head).__name__}) is offloaded (device meta); load it first")
-
-
-def _check_plain(x: object, name: str, head: nn.Module) -> None:
+def _plain(x: Any, name: str, head: nn.Module) -> Tensor:
     """A floating-point tensor and nothing more: a subclass (DTensor, torchao, bitsandbytes) packs or shards."""
-    where = f"the {name} of an lm head must be a plain tensor of fp16, bf16, fp32 or fp64; {type(head).__name__}"
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{where} has {type(x).__name__}; if it is quantised or packed, dequantise it first")
-    if hasattr(x, "full_tensor"):
-        raise TypeError(f"{where} has a sharded {type(x).__name__}; gather it first (its full_tensor())")
-    if type(x) not in (Tensor, nn.Parameter) or hasattr(x, "quant_state") or x.dtype not in _FLOATING or x.is_quantized:
-        raise TypeError(f"{where} has a {type(x).__name__} of {x.dtype}: quantised or packed; dequantise it first")
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype not in FLOATS or hasattr(x, "quant_state"):
+        raise TypeError(
+            f"the {name} of an lm head must be a plain tensor of fp16, bf16, fp32 or fp64; {type(head).__name__} has a "
+            f"{type(x).__name__} of {getattr(x, 'dtype', None)}: dequantise a quantised or packed one first, gather a "
+            "sharded one (its full_tensor())"
+        )
+    return x

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from grpo_fused.rewards.text import Text, check_column, extract_answer, text_of
+from grpo_fused.rewards.text import Text, extract_answer, judge_each
 
 _MAX_CHARACTERS = 100  # an answer, not an attack: Fraction("1e999999999") would fill the memory
 # sign, the number itself, what it is divided by
@@ -57,13 +57,10 @@ def exact_answer_reward(
 
     Source: the rule-based accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
     """
-    check_column("answer", answer, completions)
-    return [_judge(text_of(completion), right) for completion, right in zip(completions, answer, strict=True)]
+    return judge_each(_judge, completions, answer=answer)
 
 
-def _judge(completion: str, right: str | int | None) -> float | None:
-    if right is None:
-        return None
+def _judge(completion: Text, right: str | int) -> float:
     if not isinstance(right, (str, int)):
         raise TypeError(f"the answer column must hold str, int or None; got {type(right).__name__}")
     return float(extract_answer(completion) == str(right).strip())

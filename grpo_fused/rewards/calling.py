@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import inspect
-import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from grpo_fused.validation import check_number
 
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
 RewardFunction = Callable[..., Rewards]
@@ -89,12 +91,8 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
 
 def check_time_limit(name: str, seconds: float | None) -> None:
     """Raises unless the limit is None or a positive number of seconds."""
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds or None; got {seconds!r}")
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} must be a positive number of seconds or None; got {seconds!r}")
+    if seconds is not None:
+        check_number(seconds, name, above=0.0)
 
 
 @contextlib.contextmanager
@@ -120,83 +118,73 @@ def _limited(seconds: float | None) -> Iterator[None]:
     """
     started = time.monotonic()
     is_main = threading.current_thread() is threading.main_thread()
-    if seconds is None:
+    with _alarm(seconds) if seconds and is_main and hasattr(signal, "setitimer") else contextlib.nullcontext():
         yield
-        return
-    if not (is_main and hasattr(signal, "setitimer")):
-        yield
-    else:
-        delay, interval = signal.getitimer(signal.ITIMER_REAL)
-        handler = signal.signal(signal.SIGALRM, _interrupt)
-        try:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, seconds)
-                yield
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may still ring here, but once: the outer block runs
-        finally:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-            if delay:  # somebody else's limit goes on; if it is over, it rings at once
-                signal.setitimer(signal.ITIMER_REAL, max(delay - (time.monotonic() - started), 1e-3), interval)
-    if time.monotonic() - started > seconds:  # it may also have caught the interruption
+    if seconds is not None and time.monotonic() - started > seconds:  # it may also have caught the interruption
         raise TimeExceeded
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise TimeExceeded
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises TimeExceeded in what it contains after `seconds`; an alarm that somebody else has set goes on later."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise TimeExceeded
+
+    started = time.monotonic()
+    delay, interval = signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may still ring here, but once: the outer block runs
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        if delay:  # if it was due meanwhile, it rings at once
+            signal.setitimer(signal.ITIMER_REAL, max(delay - (time.monotonic() - started), 1e-3), interval)
 
 
 def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -> dict[str, object]:
     """The results of async functions, which run side by side on the event loop."""
-    global _loop
 
-    async def one(name: str, waiting: Awaitable[object]) -> object:
-        task = asyncio.ensure_future(waiting)
+    async def all_of_them() -> dict[str, object]:
+        tasks = {name: asyncio.ensure_future(waiting) for name, waiting in awaited.items()}
         try:
-            with _named(name, timeout):
-                await asyncio.wait([task], timeout=timeout)  # and not `wait_for`: a TimeoutError may be its own
-                if not task.done():
-                    raise TimeExceeded
-                return task.result()
+            await asyncio.wait(tasks.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            results: dict[str, object] = {}
+            for name in sorted(tasks, key=lambda name: not tasks[name].done()):  # first the one that may have failed
+                with _named(name, timeout):
+                    if not tasks[name].done():
+                        raise TimeExceeded
+                    results[name] = tasks[name].result()
+            return results
         finally:
-            task.cancel()
+            for task in tasks.values():
+                task.cancel()
 
-    async def all_of_them() -> list[object]:
-        tasks = [asyncio.ensure_future(one(name, waiting)) for name, waiting in awaited.items()]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()  # the others, where one has failed
-
-    future = asyncio.run_coroutine_threadsafe(all_of_them(), _event_loop())
+    future = asyncio.run_coroutine_threadsafe(all_of_them(), _event_loop(os.getpid()))
     try:
-        # One that blocks the loop cannot be cancelled; the loop is then given up. Others may block before it, in time.
-        concurrent.futures.wait([future], timeout=None if timeout is None else timeout * len(awaited) + 1.0)
-        if not future.done():
-            _loop = None
-            names = " or ".join(map(repr, awaited))
-            raise RewardError(
-                f"async reward function {names} took longer than its {timeout:g} s and blocks the event loop"
-            )
-        return dict(zip(awaited, future.result(), strict=True))
+        # Each may block the loop for its own time before another does.
+        return future.result(None if timeout is None else timeout * len(awaited) + 1.0)
+    except concurrent.futures.TimeoutError:
+        _event_loop.cache_clear()  # what blocks it cannot be cancelled
+        names = " or ".join(map(repr, awaited))
+        raise RewardError(
+            f"async reward function {names} took longer than its {timeout:g} s and blocks the event loop"
+        ) from None
     finally:
         future.cancel()  # after a KeyboardInterrupt; does nothing to a finished one
 
 
-_loop: tuple[int, asyncio.AbstractEventLoop] | None = None  # (process id, loop): threads do not survive a fork
-_lock = threading.Lock()
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One for all async functions, in a thread of its own.
+@functools.lru_cache(maxsize=1)
+def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
+    """One for all async functions of a process, in a thread of its own, which does not survive a fork.
 
     It lives as long as the process, because an HTTP client that a user makes once is bound to the loop of its first
     request; and in a thread, because a notebook has a loop of its own running.
     """
-    global _loop
-    with _lock:
-        if _loop is None or _loop[0] != os.getpid():
-            _loop = os.getpid(), asyncio.new_event_loop()
-            threading.Thread(target=_loop[1].run_forever, name="reward-event-loop", daemon=True).start()
-        return _loop[1]
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward-event-loop", daemon=True).start()
+    return loop

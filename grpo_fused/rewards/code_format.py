@@ -60,16 +60,15 @@ def _judge(code: str) -> float:
     # Null bytes, lone surrogates and deep nesting are refused in different ways across Python versions.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0.0 if _DANGEROUS_WORDS.intersection(_WORD.findall(code)) else 0.3
-    if not tree.body or any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes):
-        return 0.0
-    return 0.0 if any(_is_dangerous(name) for node in nodes for name in _names(node)) else 1.0
+    imports = any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes)
+    dangerous = imports or any(_is_dangerous(name) for node in nodes for name in _names(node))
+    return 1.0 if tree.body and not dangerous else 0.0
 
 
 def _names(node: ast.AST) -> Iterator[str]:
     """Every identifier that a node holds: variables, attributes, arguments, keywords, and what it defines."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("__"):
-        return  # a class may define its special methods
-    if isinstance(node, ast.Constant):
+    is_special = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("__")
+    if is_special or isinstance(node, ast.Constant):  # a class may define its special methods
         return
     for _, value in ast.iter_fields(node):
         for name in value if isinstance(value, list) else [value]:  # global and nonlocal list theirs

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from grpo_fused.rewards.answer import plain_number
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
-from grpo_fused.rewards.text import Text, check_column, extract_answer, parse_completion, whole_completions
+from grpo_fused.rewards.text import Text, extract_answer, judge_each, parse_completion, whole_completions
 
 
 def countdown_reward(
@@ -43,39 +44,24 @@ def countdown_reward(
 
     Source: the number puzzle of the countdown exercise, without its `eval` and its rounding.
     """
-    check_column("target", target, completions)
-    check_column("nums", nums, completions)
-    rewards: list[float | None] = []
-    for text, goal, given in zip(whole_completions(completions, prompts, think_opened), target, nums, strict=True):
-        if goal is None or given is None:
-            rewards.append(None)
-            continue
-        goal_value, numbers = _exact("target", goal), Counter(_exact("nums", number) for number in _listed(given))
-        right_form = not require_format or parse_completion(text) is not None
-        rewards.append(float(right_form and _solves(extract_answer(text) or "", goal_value, numbers, use_all)))
-    return rewards
+
+    def judge(text: str, goal: object, given: Any) -> float:
+        given = given.tolist() if hasattr(given, "tolist") else given  # a tensor or an array
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"the nums column must hold lists of numbers or None; got {given!r:.200}")
+        value, numbers = _exact("target", goal), Counter(_exact("nums", number) for number in given)
+        arithmetic = evaluate_arithmetic(extract_answer(text) or "")
+        if arithmetic is None or arithmetic.value != value or (require_format and parse_completion(text) is None):
+            return 0.0
+        used = Counter(arithmetic.numbers)
+        return float(used == numbers if use_all else used <= numbers)
+
+    return judge_each(judge, whole_completions(completions, prompts, think_opened), target=target, nums=nums)
 
 
-def _solves(answer: str, target: Fraction, given: Counter[Fraction], use_all: bool) -> bool:
-    arithmetic = evaluate_arithmetic(answer)
-    if arithmetic is None or arithmetic.value != target:
-        return False
-    used = Counter(arithmetic.numbers)
-    return used == given if use_all else used <= given
-
-
-def _listed(given: object) -> list[object]:
-    if hasattr(given, "tolist"):  # a tensor or an array
-        given = given.tolist()
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"the nums column must hold lists of numbers or None; got {given!r:.200}")
-    return list(given)
-
-
-def _exact(column: str, number: object) -> Fraction:
+def _exact(column: str, number: Any) -> Fraction:
     """A column's number without rounding; a float counts as what it prints, so that 0.1 is a tenth."""
-    if hasattr(number, "item"):  # a scalar tensor or a numpy number
-        number = number.item()
+    number = number.item() if hasattr(number, "item") else number  # a scalar tensor or a numpy number
     exact = plain_number(str(number))
     if exact is None:
         raise TypeError(f"the {column} column must hold numbers; got {number!r:.200}")

@@ -106,8 +106,7 @@ def reasoning_steps_reward(completions: Sequence[Text], **columns: object) -> li
 def _soft(text: str) -> float:
     texts, tags = split_at_tags(text)
     for start in range(len(tags) - len(TAGS) + 1):
-        if tags[start : start + len(TAGS)] == TAGS:
-            _, think, between, answer, _ = texts[start : start + len(TAGS) + 1]
-            if not between:
-                return 1.0 if len(think) > _MIN_THOUGHT and answer else 0.5
+        think, between, answer = texts[start + 1 : start + 4]
+        if tags[start : start + len(TAGS)] == TAGS and not between:
+            return 1.0 if len(think) > _MIN_THOUGHT and answer else 0.5
     return 0.0

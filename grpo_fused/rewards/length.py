@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from grpo_fused.rewards.text import Text, check_column, text_of
+from grpo_fused.validation import check_choice, check_integer
 
 LengthUnit = Literal["characters", "tokens"]
 
@@ -32,10 +33,8 @@ def length_reward(
 
     Source: the length rewards of the Hugging Face LLM course, chapter 12.
     """
-    if target_length is not None and (
-        isinstance(target_length, bool) or not isinstance(target_length, int) or target_length < 0
-    ):
-        raise ValueError(f"target_length must be an int >= 0, or None for the longer the better; got {target_length!r}")
+    if target_length is not None:
+        check_integer(target_length, "target_length", least=0)
     lengths = _lengths(completions, completion_ids, unit)
     return [float(length) if target_length is None else -float(abs(target_length - length)) for length in lengths]
 
@@ -68,8 +67,7 @@ def relative_length_reward(
 def _lengths(
     completions: Sequence[Text], completion_ids: Sequence[Sequence[int]] | None, unit: LengthUnit
 ) -> list[int]:
-    if unit not in get_args(LengthUnit):
-        raise ValueError(f"unit must be one of {', '.join(get_args(LengthUnit))}; got {unit!r}")
+    check_choice(unit, "unit", LengthUnit)
     if unit == "characters":
         return [len(text_of(completion)) for completion in completions]
     if completion_ids is None:

@@ -6,12 +6,12 @@ import functools
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from grpo_fused.rewards import math_verifier
 from grpo_fused.rewards.answer import is_one_number, plain_number, reference_answer, stated_answer
-from grpo_fused.rewards.calling import check_time_limit
-from grpo_fused.rewards.text import Text, check_column, text_of
+from grpo_fused.rewards.text import Text, judge_each, text_of
+from grpo_fused.validation import check_number
 
 
 def math_accuracy_reward(
@@ -61,53 +61,36 @@ def math_accuracy_reward(
     column, right_answers = ("solution", solution) if answer is None else ("answer", answer)
     if right_answers is None:
         raise ValueError(f'expected a column "answer" or "solution"; the data set has {sorted(columns)}')
-    check_column(column, right_answers, completions)
     if not isinstance(accept_expressions, bool):
         raise TypeError(f"accept_expressions must be True or False; got {accept_expressions!r}")
-    check_time_limit("seconds", seconds)
-    check_time_limit("total_seconds", total_seconds)
+    check_number(seconds, "seconds", above=0.0)
+    check_number(total_seconds, "total_seconds", above=0.0)
     verify, deadline = _installed() if use_math_verify is None else use_math_verify, time.monotonic() + total_seconds
     if verify and not _installed():
         raise ImportError("use_math_verify=True needs the package math-verify: pip install math-verify")
 
-    def compare(reference: str, answer: str) -> bool | None:
+    def judge(completion: Text, right: object) -> float | None:
+        if isinstance(right, bool) or not isinstance(right, (str, int, float)):
+            raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
+        answer, reference = stated_answer(text_of(completion)), reference_answer(str(right))
+        if answer is None or answer == reference:
+            return float(answer is not None)
+        number, expected = plain_number(answer), plain_number(reference)
+        wants_number = expected is not None or is_one_number(reference)
+        if wants_number and not accept_expressions and not is_one_number(answer):
+            return 0.0
+        if number is not None and expected is not None:
+            return float(number == expected)
+        if expected is None and not _installed():
+            warnings.warn(
+                "some right answers are no plain numbers and are compared as text: math-verify is not installed",
+                stacklevel=4,
+            )
         if not verify:
-            return False
-        return math_verifier.equal(reference, answer, seconds) if time.monotonic() < deadline else None
+            return 0.0
+        return float(math_verifier.equal(reference, answer, seconds)) if time.monotonic() < deadline else None
 
-    return [
-        None if right is None else _judge(text_of(completion), _as_text(column, right), accept_expressions, compare)
-        for completion, right in zip(completions, right_answers, strict=True)
-    ]
-
-
-def _judge(
-    completion: str, right: str, accept_expressions: bool, compare: Callable[[str, str], bool | None]
-) -> float | None:
-    answer, reference = stated_answer(completion), reference_answer(right)
-    if answer is None:
-        return 0.0
-    if answer == reference:
-        return 1.0
-    number, expected = plain_number(answer), plain_number(reference)
-    wants_number = expected is not None or is_one_number(reference)
-    if wants_number and not accept_expressions and not is_one_number(answer):
-        return 0.0
-    if number is not None and expected is not None:
-        return float(number == expected)
-    if expected is None and not _installed():
-        warnings.warn(
-            "some right answers are no plain numbers and are compared as text: math-verify is not installed",
-            stacklevel=3,
-        )
-    same = compare(reference, answer)
-    return None if same is None else float(same)
-
-
-def _as_text(column: str, right: object) -> str:
-    if isinstance(right, bool) or not isinstance(right, (str, int, float)):
-        raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
-    return str(right)
+    return judge_each(judge, completions, **{column: right_answers})
 
 
 @functools.cache

@@ -8,18 +8,15 @@ use, to the caller, and works from any thread.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO
 
 _MAX_CHARACTERS = 300  # of an answer; a formula of that length is already a page of mathematics
 _START_SECONDS = 120.0  # importing SymPy takes one, on a loaded machine with a cold disk many
@@ -37,13 +34,12 @@ def equal(reference: str, answer: str, seconds: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # the samples of a group tend to agree, in wrong answers too
 def _ask(reference: str, answer: str, seconds: float) -> bool:
-    question = json.dumps([reference, answer, seconds]) + "\n"
     with _lock:
-        return _worker().exchange(question, seconds + _GRACE_SECONDS, ("equal", "different")) == "equal"
+        return _worker().ask(reference, answer, seconds) == "equal"
 
 
 class _Worker:
-    """One process, asked one question at a time."""
+    """One process, asked one question at a time. It ends with the process that asks, whose end of its stdin closes."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()  # a fork must not talk through its parent's pipes
@@ -57,61 +53,42 @@ class _Worker:
             text=True,
             encoding="utf-8",
         )
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # A thread, because Windows cannot wait for a pipe with a time limit.
-        threading.Thread(target=_read_lines, args=(self.process.stdout, self.lines), daemon=True).start()
-        line = self.exchange("", _START_SECONDS, ("ready",))
-        if line != "ready":
-            raise RuntimeError(f"math-verify could not be started: {line or 'its process ended or gave no sign'}")
+        answer = self.ask("1", "2", _START_SECONDS)  # waits for the imports; SymPy's lazy ones are not a user's time
+        if answer != "different":
+            raise RuntimeError(f"math-verify could not be started: {answer or 'its process ended or gave no sign'}")
 
-    def exchange(self, question: str, seconds: float, expected: tuple[str, ...]) -> str:
-        """The process's next line, "" if none comes in time. It ends where that is none of the expected ones."""
+    def ask(self, reference: str, answer: str, seconds: float) -> str:
+        """Its answer: "equal" or "different"; anything else, or "" if none came in time, and it is then ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         line = ""
+        limit = threading.Timer(seconds + _GRACE_SECONDS, self.process.kill)  # Windows cannot wait for a pipe in time
         try:
-            assert self.process.stdin is not None
-            with contextlib.suppress(OSError, queue.Empty):
-                self.process.stdin.write(question)
+            limit.start()
+            with contextlib.suppress(OSError):
+                self.process.stdin.write(json.dumps([reference, answer, seconds]) + "\n")
                 self.process.stdin.flush()
-                line = self.lines.get(timeout=seconds)
+                line = self.process.stdout.readline().strip()
             return line
         finally:
-            if line not in expected:  # also after an interruption: its late verdict is another's answer
-                self.kill()
+            limit.cancel()
+            if line not in ("equal", "different"):  # also after an interruption: its late verdict is another's answer
+                self.process.kill()
+                with contextlib.suppress(OSError):  # what was left in the buffer has no reader any more
+                    self.process.communicate()
 
-    def kill(self) -> None:
-        """Ends the process and closes its pipes."""
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # what was left in the buffer has no reader any more
-                self.process.stdin.close()
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is alive, and this process's own."""
+        return self.pid == os.getpid() and self.process.poll() is None
 
 
 _lock = threading.Lock()
 _current: _Worker | None = None
 
 
-def _usable() -> _Worker | None:
-    """The worker, if it is alive and this process's own."""
-    ours = _current is not None and _current.pid == os.getpid() and _current.process.poll() is None
-    return _current if ours else None
-
-
 def _worker() -> _Worker:
     global _current
-    _current = _usable() or _Worker()
+    if _current is None or not _current.is_usable:
+        _current = _Worker()
     return _current
-
-
-def _read_lines(pipe: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    with pipe:
-        for line in pipe:
-            lines.put(line.strip())
-    lines.put("")  # the end
-
-
-@atexit.register
-def _stop() -> None:
-    worker = _usable()
-    if worker is not None:
-        worker.kill()

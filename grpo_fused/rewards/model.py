@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.rewards.text import Message, Text, check_column, text_of
+from grpo_fused.validation import check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ class RewardModel:
 
     Raises:
         ValueError: Not one label, weights of the head missing at the path, no tokenizer, or sizes below 1.
+        TypeError: Sizes that are no integers.
 
     Source: the reward models of TRL's `GRPOTrainer` (which adds no special tokens).
     """
@@ -47,9 +49,9 @@ class RewardModel:
         max_length: int | None = None,
         name: str | None = None,
     ) -> None:
-        for option, size in (("batch_size", batch_size), ("max_length", max_length)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{option} must be an int of at least 1; got {size!r}")
+        check_integer(batch_size, "batch_size", least=1)
+        if max_length is not None:
+            check_integer(max_length, "max_length", least=1)
         if isinstance(model, (str, PathLike)):
             path = str(model)
             model, tokenizer = _load(path, tokenizer)
@@ -77,12 +79,12 @@ class RewardModel:
         check_column("prompts", prompts, completions)
         rows = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         order = sorted(range(len(rows)), key=lambda position: len(rows[position]))
-        rewards = [0.0] * len(rows)
+        rewards = torch.zeros(len(rows))
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
-            for position, reward in zip(batch, self._score([rows[p] for p in batch]).tolist(), strict=True):
-                rewards[position] = reward
-        return rewards
+            rewards[batch] = self._score([rows[p] for p in batch]).cpu()
+        values: list[float] = rewards.tolist()
+        return values
 
     def _encode(self, prompt: Text, completion: Text) -> list[int]:
         """The token ids of a prompt with its completion, at least one and at most `max_length`."""
@@ -103,10 +105,10 @@ class RewardModel:
             )
         before = _as_messages(prompt, "user")
         after = _as_messages(completion, "assistant")
-        if before and after and not isinstance(prompt, str) and before[-1].get("role") == "assistant":
+        if before and after and before[-1].get("role") == "assistant":
             # The policy went on with a message that the prompt had begun.
-            begun = text_of([before[-1]])
-            before, after = before[:-1], [{**after[0], "content": begun + text_of([after[0]])}, *after[1:]]
+            begun = text_of([before.pop()])
+            after[0] = {**after[0], "content": begun + text_of([after[0]])}
         rendered: Any = self.tokenizer.apply_chat_template(before + after, tokenize=False)  # type: ignore[arg-type]
         return str(rendered)
 
@@ -114,7 +116,7 @@ class RewardModel:
         """[B] fp32 logits of B lists of token ids, padded on the right."""
         width = max(map(len, rows))
         lengths = torch.tensor([len(row) for row in rows])
-        with _padding(self.model.config.get_text_config(), rows) as pad:
+        with _padding(self.model.config.get_text_config(), {row[-1] for row in rows}) as pad:
             input_ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])  # [B, W]
             attention_mask = (torch.arange(width) < lengths[:, None]).long()  # of the lengths: a text may hold the pad
             device = self.model.device
@@ -133,7 +135,7 @@ def _as_messages(text: Text, role: str) -> list[Message]:
 
 
 @contextmanager
-def _padding(config: Any, rows: Sequence[list[int]]) -> Iterator[int]:
+def _padding(config: Any, last_ids: set[int]) -> Iterator[int]:
     """The id to pad with, known to the model's head for as long as it scores.
 
     A decoder's head reads the last token that is not `config.pad_token_id`. A configured id is what the model was
@@ -141,11 +143,10 @@ def _padding(config: Any, rows: Sequence[list[int]]) -> Iterator[int]:
     EOS would be read one token too early, and differently in a batch than alone.
     """
     configured = config.pad_token_id
-    last_ids = {row[-1] for row in rows}
-    free = next(token for token in range(len(rows) + 1) if token not in last_ids)
-    config.pad_token_id = chosen = free if configured is None else configured
+    if configured is None:
+        config.pad_token_id = min(set(range(len(last_ids) + 1)) - last_ids)
     try:
-        yield chosen
+        yield config.pad_token_id
     finally:
         config.pad_token_id = configured
 

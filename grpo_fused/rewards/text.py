@@ -7,7 +7,7 @@ repetition, so no input makes it backtrack and parsing takes linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
@@ -50,6 +50,23 @@ def check_column(name: str, values: Sized, completions: Sized) -> None:
         raise ValueError(f"expected one of {name!r} for each of {len(completions)} completions; got {len(values)}")
 
 
+def judge_each(
+    judge: Callable[..., float | None], completions: Sequence[Any], **columns: Sequence[Any]
+) -> list[float | None]:
+    """`judge(completion, *values)` for each completion and its values of the columns.
+
+    Returns:
+        N rewards; None, "not judged", where one of the columns holds None or `judge` returns it.
+
+    Raises:
+        ValueError: A column has another length than the completions.
+    """
+    for name, values in columns.items():
+        check_column(name, values, completions)
+    rows = zip(completions, *columns.values(), strict=True)
+    return [None if any(value is None for value in row[1:]) else judge(*row) for row in rows]
+
+
 class TaggedCompletion(NamedTuple):
     """What stands between the tags, white space at both ends removed."""
 
@@ -66,12 +83,9 @@ def parse_completion(completion: Text, prompt: Text = "") -> TaggedCompletion | 
     """
     text = text_of(completion)
     texts, tags = split_at_tags("<think>" + text if opens_think(prompt) else text)
-    if tags != TAGS:
+    if tags != TAGS or any(texts[::2]):  # before, between and after the blocks
         return None
-    before, think, between, answer, after = texts
-    if before or between or after:
-        return None
-    return TaggedCompletion(think, answer)
+    return TaggedCompletion(think=texts[1], answer=texts[3])
 
 
 def extract_answer(completion: Text) -> str | None:
@@ -108,13 +122,10 @@ def whole_completions(
     """
     if think_opened is not None and not isinstance(think_opened, bool):
         raise TypeError(f"think_opened must be True, False or None (look at the prompts); got {think_opened!r}")
+    prompts = [""] * len(completions) if prompts is None else prompts
+    check_column("prompts", prompts, completions)
+    opened = [opens_think(prompt) if think_opened is None else think_opened for prompt in prompts]
     texts = [text_of(completion) for completion in completions]
-    if prompts is not None:
-        check_column("prompts", prompts, completions)
-    if think_opened is None:
-        opened = [opens_think(prompt) for prompt in prompts] if prompts is not None else [False] * len(texts)
-    else:
-        opened = [think_opened] * len(texts)
     return ["<think>" + text if first else text for text, first in zip(texts, opened, strict=True)]
 
 

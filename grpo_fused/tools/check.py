@@ -65,7 +65,6 @@ INPUTS = {
 }
 """Heads, layouts and sizes by their name in the output."""
 
-SYMBOLS = {"dhidden": "dH", "dweight": "dW", "dbias": "db"}
 PARTS = [1, 30, 64, 100, 165]
 """Numbers of tokens that are scored together, of 360."""
 
@@ -121,16 +120,17 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
                     words = (engine, "on", device.type, str(dtype).removeprefix("torch."), name, objective)
                     problem, config = problem_of(dtype, **inputs.options), GRPOLossConfig(**OBJECTIVES[objective])
                     errors = problem.compare(config, device=device, impl=engine)
-                    yield Check(" ".join(filter(None, words)), {SYMBOLS.get(n, n): pair for n, pair in errors.items()})
+                    yield Check(" ".join(filter(None, words)), errors)
         for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
             yield company(engine, device, dtype)
 
 
 def _engines_here() -> list[tuple[str, torch.device]]:
     """On a GPU not what TRITON_INTERPRET runs, which is not what the chip runs."""
-    chip = [] if os.environ.get("TRITON_INTERPRET") == "1" else [("triton", "cuda")]
-    known = [("native", "cpu"), ("chunked", "cpu"), ("chunked", "cuda"), *chip]
-    here = [(name, torch.device(kind)) for name, kind in known if kind == "cpu" or torch.cuda.is_available()]
+    known = [("native", "cpu"), ("chunked", "cpu")]
+    known += [("chunked", "cuda")] if torch.cuda.is_available() else []
+    known += [("triton", "cuda")] if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else []
+    here = [(name, torch.device(kind)) for name, kind in known]
     return [(name, device) for name, device in here if engines.unavailable(name, device, torch.float32) is None]
 
 
@@ -142,34 +142,29 @@ def problem_of(dtype: torch.dtype, *, packed: bool = False, **options: Any) -> P
 
 
 def company(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
-    """How much a score changes with the tokens that it is computed with; where it may not at all, the same bits twice,
-    in any order, with any number of threads, and in training."""
+    """How much a score changes with the tokens that it is computed with and their order; where it may not at all, also
+    with the number of threads and in training, and results from one run to the next."""
     whole = problem_of(dtype, B=360, T=1, V=3001).to(dtype, device)  # sequences of one token can be taken apart
 
     def scores(rows: Tensor) -> Tensor:
         return whole.per_token(lambda x: x[rows]).score(engine).squeeze(1)
 
     rows = torch.arange(360, device=device)
-    alone, name = scores(rows), f"{engine} on {device.type} {str(dtype).removeprefix('torch.')}"
-    apart = torch.cat([scores(part) for part in rows.split(PARTS)])
-    if engine not in BITWISE:
-        return Check(f"{name} company", {"logp": (largest(apart - alone), COMPANY_BOUND)})
     order = torch.randperm(360, generator=torch.Generator().manual_seed(0)).to(device)
-    moved = [(apart, alone), (scores(order), alone[order])]
-    if device.type == "cpu":
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        moved.append((scores(rows), alone))
-        torch.set_num_threads(threads)
-    config = GRPOLossConfig(entropy_coef=0.01)
-    first, second = whole.run(config, impl=engine), whole.run(config, impl=engine)
-    pairs = {
-        "differ twice": [
-            (first.out.loss, second.out.loss),
-            *zip(first.gradients().values(), second.gradients().values(), strict=True),
-        ],
-        "differ in company": moved,
-        "differ in training": [(first.out.per_token_logps.flatten(), alone)],
-    }
-    counts = {what: (float(sum(int((a != b).sum()) for a, b in of)), 0.0) for what, of in pairs.items()}
-    return Check(f"{name} bitwise", counts)
+    alone = scores(rows)
+    apart = torch.cat([scores(part) for part in rows.split(PARTS)])
+    same = {"in company": [(apart, alone), (scores(order), alone[order])]}
+    if engine in BITWISE:
+        if device.type == "cpu":
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            same["in company"].append((scores(rows), alone))
+            torch.set_num_threads(threads)
+        config = GRPOLossConfig(entropy_coef=0.01)
+        first, second = whole.run(config, impl=engine), whole.run(config, impl=engine)
+        same["in training"] = [(first.out.per_token_logps.flatten(), alone)]
+        gradients = zip(first.gradients().values(), second.gradients().values(), strict=True)
+        same["twice"] = [(first.out.loss, second.out.loss), *gradients]
+    bound = 0.0 if engine in BITWISE else COMPANY_BOUND
+    errors = {what: (max(largest(a - b) for a, b in pairs), bound) for what, pairs in same.items()}
+    return Check(f"{engine} on {device.type} {str(dtype).removeprefix('torch.')} company", errors)

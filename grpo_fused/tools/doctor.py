@@ -13,9 +13,8 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,33 +61,39 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(shape: Shape, *, measure: bool = True) -> str:
     """The text that `doctor` prints."""
-    lines = [f"grpo_fused {__version__}", "", *_table(versions()), "", *_table(devices()), ""]
     found = findings()
-    lines += _table([(name, "runs" if missing is None else f"no: {missing}") for name, missing in found.items()])
-    lines += ["", "what is missing would bring"] if any(found.values()) else []
-    lines += _table([(f"  {name}", BRINGS[name]) for name, missing in found.items() if missing])
+    lines = [f"grpo_fused {__version__}", "", *_table(versions()), "", *_table(devices()), ""]
+    lines += _table([(name, f"no: {reason}" if reason else "runs") for name, reason in found.items()])
+    missing = [(f"  {name}", BRINGS[name]) for name, reason in found.items() if reason]
+    lines += ["", "what is missing would bring", *_table(missing)] if missing else []
     for device in map(torch.device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)):
-        lines += ["", *_auto(device), "", *_predictions(shape, device, measure=measure)]
+        lines += ["", _auto(device), "", *_predictions(shape, device, measure=measure)]
     return "\n".join(lines)
 
 
 def versions() -> list[tuple[str, str]]:
     """Name and version of everything that decides what runs."""
-    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    found = [("python", python), ("torch", torch.__version__), *((name, _version(name)) for name in PACKAGES)]
+    found = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
+    found["torch"] = torch.__version__
+    found |= {name: next((d.version for d in distributions(name=name)), "not installed") for name in PACKAGES}
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    built = "torch has none" if torch.version.cuda is None and torch.version.hip is None else f"torch has {toolkit}"
-    found += [("GPU toolkit", f"{built}; nvcc {_first_line('nvcc', 'release [0-9.]+')}")]
+    built = toolkit if torch.version.cuda or torch.version.hip else "none"
+    found["GPU toolkit"] = f"torch has {built}; nvcc: {shutil.which('nvcc') or 'not found'}"
     compiler = os.environ.get("CXX", "c++").split()[0]
-    return [*found, ("C++ compiler", f"{compiler}: {_first_line(compiler, '.+')}")]
+    found["C++ compiler"] = f"{compiler}: {shutil.which(compiler) or 'not found'}"
+    return list(found.items())
 
 
 def devices() -> list[tuple[str, str]]:
     """Name and description of the CPU and of each GPU."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    name, flags = _processor()
-    sets = [flag if flag in flags else f"no {flag}" for flag in INSTRUCTION_SETS] if flags else []
-    cpu = [f"{name}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}", f"{memory / 2**30:.1f} GiB", *sets]
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*:\s*(.*)", info)
+    cpu = [
+        model[1] if model else platform.machine(),
+        f"{os.cpu_count()} cores",
+        f"torch uses {torch.get_num_threads()}",
+    ]
+    cpu += [name if name in info.split() else f"no {name}" for name in INSTRUCTION_SETS if info]
     found = [("CPU", ", ".join(cpu))]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -110,26 +115,29 @@ def findings() -> dict[str, str | None]:
     }
 
 
-def _auto(device: torch.device) -> list[str]:
+def _auto(device: torch.device) -> str:
     taken: dict[str, list[str]] = {}
     for dtype in DTYPES:
         taken.setdefault(engines.choose("auto", device, dtype), []).append(_name(dtype))
     chosen = "; ".join(f"{name} for {', '.join(dtypes)}" for name, dtypes in taken.items())
-    return [f"impl='auto' on {'the CPU' if device.type == 'cpu' else 'a GPU'} takes {chosen}"]
+    return f"impl='auto' on {'the CPU' if device.type == 'cpu' else 'a GPU'} takes {chosen}"
 
 
 def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[str]:
-    bare = shape.flop / predictions.bare_rate(shape, device) if measure else None
     heading = f"{shape.tokens} tokens, H = {shape.hidden}, V = {shape.vocab}, {_name(shape.dtype)}: "
     lines = [heading + "loss and both gradients, or log-probs alone"]
-    if bare is not None:
-        rate = f"{_rate(shape.flop / bare)}, measured now on part of it"
-        lines.append(f"a bare head product takes {_seconds(bare)} here: {rate}")
+    bare = None
+    if measure:
+        rate = predictions.bare_rate(shape, device)
+        bare = shape.flop / rate
+        lines.append(
+            f"a bare head product takes {bare:.2g} s here: {rate / 1e9:.3g} GFLOP/s, measured now on part of it"
+        )
     rows = [("", "products", "scratch", "training", "scoring")]
     for name, is_auto, cost, ratios in predictions.predict(shape, device):
-        memory = _bytes(cost.scratch_bytes)
+        memory = f"{cost.scratch_bytes / 2**20:.3g} MiB"
         if cost.accumulator_bytes:
-            memory += f" + {_bytes(cost.accumulator_bytes)} to sum dW in fp32"
+            memory += f" + {cost.accumulator_bytes / 2**20:.3g} MiB to sum dW in fp32"
         training, scoring = (None, None) if ratios is None else ratios
         times = _time(training, bare, 3), _time(scoring, bare, 1)
         rows.append((f"  {name}{' *' if is_auto else ''}", f"{cost.products:.3g}", memory, *times))
@@ -138,56 +146,19 @@ def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[s
 
 
 def _time(ratio: tuple[float, float] | None, bare: float | None, products: int) -> str:
+    """What so many bare products, each of `bare` seconds, and an engine's ratio to them come to."""
     if ratio is None:
         return "not predicted"
-    times = f"{ratio[0]:.2f}-{ratio[1]:.2f} x {'bare' if products == 1 else f'{products} bare'}"
-    if bare is None:
-        return times
-    low, high = (_seconds(bound * products * bare) for bound in ratio)
-    return f"{low} to {high} ({times})"
+    low, high = ratio
+    times = f"{low:.2f}-{high:.2f} x {'bare' if products == 1 else f'{products} bare'}"
+    return times if bare is None else f"{low * products * bare:.2g} to {high * products * bare:.2g} s ({times})"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows with their columns aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
-
-
-def _bytes(value: int) -> str:
-    return f"{value / 2**20:.0f} MiB" if value >= 2**20 else f"{value / 2**10:.0f} KiB"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _processor() -> tuple[str, set[str]]:
-    """The CPU's name and flags, where /proc has them."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    name, flags = re.search(r"model name\s*:\s*(.*)", text), re.search(r"flags\s*:\s*(.*)", text)
-    return (name[1] if name else platform.machine()), set(flags[1].split()) if flags else set()
-
-
-def _first_line(program: str, pattern: str) -> str:
-    """What `program --version` says of itself."""
-    if shutil.which(program) is None:
-        return "not found"
-    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(pattern, done.stdout)
-    return found[0] if found else "unknown version"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

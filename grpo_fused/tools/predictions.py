@@ -6,10 +6,10 @@ engine to bare products that a benchmark measured before, perhaps on another mac
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from grpo_fused import engines
 from grpo_fused.engines.base import Cost
@@ -81,27 +81,15 @@ def predict(shape: Shape, device: torch.device) -> list[Prediction]:
 
 
 def bare_rate(shape: Shape, device: torch.device) -> float:
-    """FLOP/s of the head product and its two gradient products together, on a part of the vocabulary; about 0.3 s."""
-    part = shape._replace(
-        tokens=min(shape.tokens, 8192 if device.type == "cuda" else 512), vocab=min(shape.vocab, 1024)
+    """FLOP/s of the head product and its two gradient products together, on a part of the tokens and the vocabulary."""
+    # large enough for the rate of large products, small enough for a slow library (fp16 on a CPU): 0.02 to 1 s
+    tokens, vocab = (8192, 16384) if device.type == "cuda" else (512, 4096)
+    part = shape._replace(tokens=min(shape.tokens, tokens), vocab=min(shape.vocab, vocab))
+    hidden = torch.randn(part.tokens, part.hidden, device=device).to(part.dtype)
+    weight = torch.randn(part.vocab, part.hidden, device=device).to(part.dtype)
+    timer = Timer(
+        "hidden @ weight.T, logits @ weight, logits.T @ hidden",
+        globals={"hidden": hidden, "weight": weight, "logits": hidden @ weight.T},
+        num_threads=torch.get_num_threads(),
     )
-    wanted = int(part.vocab * 0.05 / max(_seconds_of_products(part, device), 1e-6))  # a part that takes 0.05 s
-    part = part._replace(vocab=min(shape.vocab, max(wanted, 1024), 2**28 // max(part.tokens, part.hidden)))
-    seconds = sorted(_seconds_of_products(part, device) for _ in range(3))[1]
-    return 3 * part.flop / seconds
-
-
-def _seconds_of_products(shape: Shape, device: torch.device) -> float:
-    """Of the three products, warm."""
-    hidden = torch.randn(shape.tokens, shape.hidden, device=device).to(shape.dtype)
-    weight = torch.randn(shape.vocab, shape.hidden, device=device).to(shape.dtype)
-    logits = hidden @ weight.T
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seconds = 0.0
-    for _ in range(2):
-        synchronize()
-        start = time.perf_counter()
-        _ = hidden @ weight.T, logits @ weight, logits.T @ hidden
-        synchronize()
-        seconds = time.perf_counter() - start
-    return seconds
+    return 3 * part.flop / timer.blocked_autorange(min_run_time=0.2).median

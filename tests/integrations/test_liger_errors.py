@@ -59,7 +59,7 @@ BAD_INPUTS = {
         ValueError,
         r"vllm_is_ratio must have shape \(4,\) or \(4, 1\) or \(4, 7\)",
     ),
-    "flat": ({"_input": torch.zeros(28, 12)}, ValueError, r"hidden_states must be \[4, 7, H\]"),
+    "flat": ({"_input": torch.zeros(28, 12)}, ValueError, r"hidden_states must have shape \(4, 7, H\)"),
     "mask": ({"attention_mask": torch.ones(4, 6)}, ValueError, "attention_mask must have shape"),
     "ids": ({"selected_token_ids": torch.zeros(4, 7)}, TypeError, "selected_token_ids must have an integer dtype"),
     "old": ({"old_per_token_logps": torch.zeros(4)}, ValueError, "old_per_token_logps must have shape"),

@@ -32,7 +32,7 @@ def test_longer_than_the_batch_average() -> None:
 
 
 def test_wrong_options_say_what_was_expected() -> None:
-    with pytest.raises(ValueError, match="target_length must be an int >= 0, .*; got -1"):
+    with pytest.raises(ValueError, match="target_length must be at least 0; got -1"):
         length_reward(["a"], target_length=-1)
     with pytest.raises(ValueError, match="unit must be one of characters, tokens; got 'words'"):
         length_reward(["a"], unit="words")  # type: ignore[arg-type]

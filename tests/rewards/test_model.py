@@ -152,7 +152,7 @@ def test_wrong_models_say_what_was_expected(tmp_path: Path) -> None:
         RewardModel(make_decoder(num_labels=2), tokenizer)
     with pytest.raises(ValueError, match="as object needs its tokenizer; got None"):
         RewardModel(make_decoder())
-    with pytest.raises(ValueError, match="batch_size must be an int of at least 1; got 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         RewardModel(make_decoder(), tokenizer, batch_size=0)
     causal = Qwen2ForCausalLM(make_decoder().config)
     with pytest.raises(ValueError, match=r"logits of shape \(1, 1\), .* got \(1, 2, 12\): is it a sequence-class"):
