@@ -32,7 +32,7 @@ class Plot(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of everything that is shown."""
+        """Of all data in the plot."""
         return _hash(self)
 
     def figure(self) -> Figure:
@@ -56,7 +56,7 @@ class Study(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of everything that is shown."""
+        """Of all data in the plot."""
         return _hash(self.section)
 
     def figure(self) -> Figure:
@@ -70,7 +70,7 @@ STUDIES = ("accuracy", "growth", "end_to_end")
 
 
 def plots(folder: Path) -> dict[str, Plot | Study]:
-    """File name to what it shows, for what has been measured."""
+    """File name to plot, for all sections that were measured."""
     found: dict[str, Plot | Study] = {}
     for study in STUDIES:
         if (run := newest("cuda", study, folder) or newest("cpu", study, folder)) is not None:
@@ -104,7 +104,7 @@ def _hash(data: Any) -> str:
 
 
 def is_current(path: Path, plot: Plot | Study) -> bool:
-    """Whether the file is there and shows these data."""
+    """Whether the file exists and shows these data."""
     return path.exists() and plot.hash in path.read_text(encoding="utf-8")
 
 

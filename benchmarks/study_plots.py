@@ -1,4 +1,4 @@
-"""Pictures of the studies: each takes its section of a result file, as a dict, and returns a matplotlib figure.
+"""Plots of the studies: each takes its section of a result file, as a dict, and returns a matplotlib figure.
 
 python -m benchmarks.study_plots results.json folder/    # a PNG for each section that the file has
 """
@@ -106,7 +106,7 @@ def _ratio_words(section: dict[str, Any], provider: str) -> str:
 
 
 def _by_provider(section: dict[str, Any], dtype: str) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a dtype, by growing logits."""
+    """Rows of a dtype, by size of the logits."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(section["rows"], key=lambda row: row["max_logit"]):
         if row["dtype"] == dtype:
@@ -117,7 +117,7 @@ def _by_provider(section: dict[str, Any], dtype: str) -> dict[str, list[dict[str
 def _curves(
     section: dict[str, Any], value: Callable[[dict[str, Any]], float], together: float = 0.0
 ) -> dict[tuple[str, ...], tuple[list[float], list[float]]]:
-    """(max |z|, value) by providers; those that lie on one another (within 2 %, or `together`) are one curve."""
+    """(max |z|, value) by providers; curves that are equal within 2 % (or `together`) become one."""
     groups: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
     for name, rows in _by_provider(section, "bfloat16").items():
         x, y = [row["max_logit"] for row in rows], [value(row) for row in rows]
@@ -149,7 +149,7 @@ def _draw_curves(axes: Axes, groups: dict[tuple[str, ...], tuple[list[float], li
 
 
 def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Writes (x, y, text, colour) to the right of its point, above the text below where they would meet."""
+    """Write (x, y, text, colour) to the right of each point, moved up where texts would overlap."""
     figure_low, figure_high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
     points = axes.get_position().height * axes.figure.get_figheight() * 72
     below = -1.0
@@ -248,7 +248,7 @@ def _thousands(number: float) -> str:
 
 
 def end_to_end_plot(section: dict[str, Any]) -> Figure:
-    """A training step by what it is made of, its memory, and what the head is of larger models."""
+    """Time and memory of a training step, and the head's share of larger models."""
     model = section["model"]
     figure = new_figure(
         13.2, 4.5, "A whole training step, without generation",
@@ -291,7 +291,7 @@ PLOTS = {"accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw what the file has."""
+    """Draw all sections of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", type=Path)
