@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m examples.vocab_parallel            # V = 151936, H = 896, 1024 tokens
     torchrun --nproc-per-node 2 -m examples.vocab_parallel --small    # V = 3001, H = 64, 64 tokens
 
-It uses GPUs if there is one for each rank, else the CPU (about 20 seconds on two cores, a few with --small). It prints the
-error and the time of both. The scaling over GPUs was not measured yet.
+It uses GPUs if there is one for each rank, else the CPU (about 20 seconds on two cores, a few with --small). It prints
+the error and the time of both. The scaling over GPUs was not measured yet.
 """
 
 from __future__ import annotations
