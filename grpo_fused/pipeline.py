@@ -203,7 +203,7 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
 
 
 def _one_pass_chunks(rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, split: bool) -> tuple[slice, ...] | None:
-    """Chunks that determine all of their coefficients, or None if scoring must come first."""
+    """Chunks within which every coefficient can be known, or None where scoring must come first."""
     if config.needs_batch or (split and config.needs_sequence):
         return None
     if not config.needs_sequence:
@@ -217,7 +217,7 @@ def _choose_rows(batch: TokenBatch, matters: Tensor, layout: Layout, config: GRP
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)
 
-    # the entropy quantile is over all active tokens, so all of them are scored
+    # the entropy quantile is taken over all active tokens, so all of them are scored
     scored = batch.mask if call.with_metrics or config.needs_batch else matters
     gradient = matters if call.needs.any() else torch.zeros_like(matters)
     scored_only = scored & ~gradient
