@@ -1,11 +1,11 @@
 # ruff: noqa: E402 (imports need the path of `grpo_fused.kernels`)
-"""GRPO losses straight from hidden states and the lm-head weight, without ever holding the logits of the batch."""
+"""GRPO losses from hidden states and the lm-head weight, without the logits of the whole batch in memory."""
 
 from __future__ import annotations
 
 import os as _os
 
-# In a checkout `grpo_fused.kernels` lies beside this package, at the top level; installed, it lies inside.
+# In a checkout `grpo_fused.kernels` is beside this package, at the top level; installed, it is inside.
 _root = _os.path.dirname(__path__[0])
 if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)
