@@ -17,7 +17,7 @@ Precision = Literal["no", "bf16", "fp16"]
 
 
 def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
-    """A number with its range, which `GRPOTrainerConfig` checks: from `least`, or above 0 where it is `positive`."""
+    """A finite number with its range, checked by `GRPOTrainerConfig`: from `least`, or above 0 if it is `positive`."""
     return field(default=default, metadata={"least": least, "positive": positive, "most": most})
 
 
@@ -148,18 +148,13 @@ def _check(name: str, value: Any, hint: Any, **limits: Any) -> None:
         raise TypeError(f"{name} must be a tuple of non-empty strings; got {value!r}")
     accepted: Any = (int, float) if kind is float else kind if kind in (int, bool, GRPOLossConfig) else object
     if not isinstance(value, accepted) or (limits and isinstance(value, bool)):
-        came = type(value).__name__ if kind is GRPOLossConfig else repr(value)
-        raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}; got {came}")
+        raise TypeError(f"{name} must be of type {kind.__name__}; got {value!r}")
     if limits:
         _check_range(name, value, **limits)
 
 
 def _check_range(name: str, value: float, *, least: float, positive: bool, most: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}")
-    if value > most:
-        raise ValueError(f"{name} must not be above {most}; got {value}")
-    if positive and value <= 0:
-        raise ValueError(f"{name} must be positive; got {value}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")
+    if not (least <= value <= most and math.isfinite(value)) or (positive and value == 0):
+        lower = "positive" if positive else f"at least {least}"
+        upper = "finite" if most == math.inf else f"at most {most}"
+        raise ValueError(f"{name} must be {lower} and {upper}; got {value}")
