@@ -45,12 +45,16 @@ def load_rows(
         FileNotFoundError: The source is written like a file that does not exist.
         ValueError: The source has no rows, a file is not what its suffix says, a file or list is asked for a subset
             or split, or `datasets` knows no such subset or split.
-        OSError: `datasets` cannot find or reach the name.
+        OSError: `datasets` cannot find or reach the name. Other errors of it pass, too.
         ImportError: The source needs a library that is not installed.
     """
+    rows: list[Row]
     name = repr(str(source)) if isinstance(source, (str, Path)) else "the list of rows"
     if isinstance(source, (str, Path)) and not is_file(source):
-        rows = _load_dataset(str(source), subset, split, limit)
+        from datasets import load_dataset  # type: ignore[import-untyped]  # slow to import
+
+        # rows are decoded one by one, so not more than asked for
+        rows = [dict(row) for row in islice(load_dataset(str(source), subset, split=split), limit)]
     elif subset is not None or split != "train":
         raise ValueError(f"{name} must have no subset and split, only a `datasets` name has; got {subset!r}, {split!r}")
     else:
@@ -153,27 +157,10 @@ def epoch_order(length: int, seed: int, epoch: int) -> tuple[int, ...]:
 def is_file(source: str | Path) -> bool:
     """Whether to read a file; False for a `datasets` name. Raises if it can only be a file, and is not there."""
     path = Path(source).expanduser()
-    if path.is_file():
-        return True
-    if path.is_dir():
-        return False
-    if isinstance(source, Path) or path.suffix.lower() in _READERS or source.startswith((".", "/", "~")):
+    must_be = isinstance(source, Path) or path.suffix.lower() in _READERS or source.startswith((".", "/", "~"))
+    if must_be and not path.exists():
         raise FileNotFoundError(f"expected a file at {str(source)!r}; got a path where nothing is")
-    return False
-
-
-def _load_dataset(name: str, subset: str | None, split: str, limit: int | None) -> list[Row]:
-    from datasets import load_dataset  # type: ignore[import-untyped]  # slow to import
-
-    try:
-        dataset = load_dataset(name, subset, split=split)
-    except Exception as error:  # its own kinds, those of the hub's client and those of that one's HTTP library
-        kind = ValueError if isinstance(error, ValueError) else OSError
-        raise kind(
-            f"{name!r} is no local file, and `datasets` could not load it with subset {subset!r}, split {split!r}; "
-            f"got {type(error).__name__}: {error}"
-        ) from error
-    return [dict(row) for row in islice(dataset, limit)]  # rows are decoded one by one, so not more than asked for
+    return path.is_file()
 
 
 def _read_file(path: Path) -> list[Row]:

@@ -55,7 +55,6 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
         FileNotFoundError: There are no metrics.
         ValueError: They hold no step, or are not JSON lines.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     metrics = run / "metrics.jsonl" if run.is_dir() else run
@@ -67,7 +66,6 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
     columns = min(4 if len(panels) > 6 else 3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 3.3 * rows), dpi=130, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display, whatever backend the user has configured
     figure.suptitle(
         title or metrics.resolve().parent.name, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left"
     )

@@ -8,7 +8,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -179,9 +178,8 @@ def load_parts(recipe: Recipe) -> Parts:
     set_seed(recipe.seed)  # of the adapter, and of weights that a model's files lack
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
     rewards = [reward.load() for reward in recipe.rewards]
-    options = {} if recipe.attn_implementation is None else {"attn_implementation": recipe.attn_implementation}
-    dtype = recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=dtype, **options)
+    attention = recipe.attn_implementation
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype, attn_implementation=attention)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     engine = VLLMEngine(recipe.model, **recipe.vllm_options) if recipe.rollout == "vllm" else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine)

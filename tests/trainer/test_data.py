@@ -147,30 +147,16 @@ def test_a_folder_goes_to_datasets(in_tmp_path: Path) -> None:
     write_parquet(in_tmp_path / "folder" / "test.parquet", ROWS[:2])
     assert load_rows("folder") == ROWS
     assert load_rows("folder", split="test") == ROWS[:2]
-    with pytest.raises(ValueError, match=r"'folder' is no local file, .* split 'dev'; got ValueError: .*dev"):
+    with pytest.raises(ValueError, match="dev"):
         load_rows("folder", split="dev")
-    with pytest.raises(ValueError, match=r"'folder' is no local file, .* subset 'main', .*; got ValueError: .*main"):
+    with pytest.raises(ValueError, match="main"):
         load_rows("folder", subset="main")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        pytest.param(ConnectionError("no route to the hub"), OSError, id="no-network"),
-        pytest.param(datasets.exceptions.DatasetNotFoundError("no route to the hub"), OSError, id="no-such-name"),
-        pytest.param(RuntimeError("no route to the hub"), OSError, id="the-client's-own"),
-        pytest.param(ValueError("no route to the hub"), ValueError, id="split"),
-    ],
-)
-def test_a_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]) -> None:
-    def load_dataset(*arguments: Any, **options: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = f"'no/such' is no local file, .* subset None, split 'train'; got {type(error).__name__}: no route"
-    with pytest.raises(kind, match=message) as caught:
+def test_a_name_that_cannot_be_loaded_is_named_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="no/such"):
         load_rows("no/such")
-    assert caught.value.__cause__ is error
 
 
 def test_good_rows_pass() -> None:
