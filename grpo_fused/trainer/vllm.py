@@ -59,14 +59,7 @@ class VLLMEngine:
         completions = [completion for output in outputs for completion in output.outputs]
         return Generation.of_lists(
             [list(completion.token_ids) for completion in completions],
-            # vLLM gives a dictionary by token for each position
-            [
-                [
-                    position[token].logprob
-                    for token, position in zip(completion.token_ids, completion.logprobs, strict=True)
-                ]
-                for completion in completions
-            ],
+            [sampled_logprobs(completion) for completion in completions],
             sampling.pad_token_id,
         )
 
@@ -112,6 +105,11 @@ def check_options(config: GRPOTrainerConfig) -> None:
             "importance_sampling must be null with loss_type gmpo, and by token (token_mask, token_truncate) or null "
             f"with vespo; got {mode} with {loss.loss_type}"
         )
+
+
+def sampled_logprobs(completion: Any) -> list[float]:
+    """The log-prob of each sampled token; vLLM gives a dictionary by token for each position."""
+    return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
