@@ -32,6 +32,7 @@ from setuptools.errors import CompileError
 MODES = ("auto", "none", "cpu", "cuda")
 OLDEST_TORCH = (2, 10)
 OLDEST_TORCH_NAME = ".".join(map(str, OLDEST_TORCH))
+PIP = "uv pip" if "UV" in os.environ else "pip"  # uv sets it for the builds that it runs
 CUDA_ARCHITECTURES = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
 # the stable ABI of the oldest version: a build serves it and all later ones
 DEFINES = [("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")]
@@ -53,20 +54,18 @@ def find_torch() -> Path:
     Any PyTorch that is recent enough will do: what is built on its stable ABI runs on all later ones.
     """
     spec = importlib.util.find_spec("torch")
-    prefixes = site.getsitepackages([sys.prefix, sys.base_prefix])
-    places = [sysconfig.get_path("platlib"), *prefixes, site.getusersitepackages()]
+    places = [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
     roots = [Path(spec.origin).parent] if spec is not None and spec.origin is not None else []
-    roots += [Path(place) / "torch" for place in dict.fromkeys(places)]
+    roots += [Path(place) / "torch" for place in places]
     found = [root for root in roots if (root / "version.py").is_file() and (root / "include").is_dir()]
+    first = f"{PIP} install 'torch>={OLDEST_TORCH_NAME}'"
     if not found:
-        raise Unbuildable(f"no torch in {sysconfig.get_path('platlib')}", f"pip install 'torch>={OLDEST_TORCH_NAME}'")
+        raise Unbuildable(f"no torch in {places[0]}", first)
     for root in found:
         version = re.search(r"__version__ = '(\d+)\.(\d+)", (root / "version.py").read_text())
         if version is not None and (int(version[1]), int(version[2])) >= OLDEST_TORCH:
             return root
-    raise Unbuildable(
-        f"the torch in {found[0]} is older than {OLDEST_TORCH_NAME}", f"pip install 'torch>={OLDEST_TORCH_NAME}'"
-    )
+    raise Unbuildable(f"the torch in {found[0]} is older than {OLDEST_TORCH_NAME}", first)
 
 
 def cpu_extension() -> Extension:
@@ -147,6 +146,9 @@ def rebuild(name: str) -> str:
     # an archive, and what pip clones, lie in a folder that will be gone
     gone = Path("PKG-INFO").exists() or any(part.startswith("pip-") for part in here.parts)
     what = "--no-binary grpo-fused grpo-fused" if gone else shlex.quote(str(here))
+    if PIP == "uv pip":  # its isolated builds have a prefix of their own, which does not lead to torch
+        how = "--reinstall --no-deps --no-cache --no-build-isolation"
+        return f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD={name.lower()} uv pip install {how} {what}"
     return f"GRPO_FUSED_BUILD={name.lower()} pip install --force-reinstall --no-deps --no-cache-dir {what}"
 
 
