@@ -52,9 +52,9 @@ def build_command(extension: str = "cpu") -> str:
     It takes a compiler and fails with the reason where there is none. A checkout is installed in editable mode.
     """
     root = Path(__file__).resolve().parents[1]
-    what, installer = f"-e {shlex.quote(str(root))}", ""
-    if not (root / "setup.py").is_file():
-        what, installer = _origin()
+    what, installer = _origin()
+    if (root / "setup.py").is_file():
+        what = f"-e {shlex.quote(str(root))}"
     if installer == "uv":  # its isolated builds do not see the environment, where torch is
         return (
             f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD={extension} uv pip install "
