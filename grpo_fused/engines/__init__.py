@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Literal, get_args
 
 import torch
 
+from grpo_fused import _native
 from grpo_fused.engines import cuda_rows, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.candidates import NativePairs, Pairs, TorchPairs
@@ -24,8 +27,9 @@ _ENGINES: dict[str, Engine] = {
 def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
-    That is `native` on a CPU that it supports, `chunked` elsewhere. `triton` is not measured on a chip yet: it will be
-    chosen where it is found faster, and may be named where scores must not depend on the batch by a single bit.
+    That is `native` on a CPU that it supports, `chunked` elsewhere; where `native` was not built but would run, one
+    warning says so. `triton` is not measured on a chip yet: it will be chosen where it is found faster, and may be
+    named where scores must not depend on the batch by a single bit.
 
     Raises:
         ValueError: `impl` is no implementation's name.
@@ -33,12 +37,26 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}; got {impl!r}")
-    reason = unavailable("native" if impl == "auto" else impl, device, dtype)
     if impl == "auto":
-        return "native" if reason is None else "chunked"
+        reason = unavailable("native", device, dtype)
+        # a traced warning would break the graph of torch.compile
+        if reason is not None and reason == _native.missing() and not torch.compiler.is_compiling():
+            _warn_once(reason)
+        return fastest(device, dtype)
+    reason = unavailable(impl, device, dtype)
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
     return impl
+
+
+def fastest(device: torch.device, dtype: torch.dtype) -> str:
+    """What `choose` takes for `auto`, without its warning."""
+    return "native" if unavailable("native", device, dtype) is None else "chunked"
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"impl='auto' takes chunked, which is slower than native on this CPU: {reason}", stacklevel=4)
 
 
 def choose_from_logits(impl: Impl) -> str:
