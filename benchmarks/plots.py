@@ -1,6 +1,6 @@
-"""Bars of time and of memory, and the studies' pictures, from the newest runs, as SVG files alike byte by byte.
+"""Bars of time and of memory, and the pictures of the studies, from the newest runs, as SVG files.
 
-Each file carries the hash of the data that it shows, so that a check needs neither matplotlib nor its version.
+The same data give the same bytes. Each file carries the hash of its data, so that a check needs no matplotlib.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.results import newest
-from benchmarks.tables import peak_mib, title, with_peers
+from benchmarks.tables import peak_mib, title, where, with_peers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Plot(NamedTuple):
-    """What a file shows."""
+    """Horizontal bars, a panel for each problem."""
 
+    title: str
+    note: str
+    """about the machine and the run"""
     label: str
     """of the axis"""
-    logarithmic: bool
     limit: float | None
     """where a line is drawn"""
     panels: dict[str, dict[str, float]]
     """title of a panel to the length of each name's bar"""
-    ours: list[str]
 
     @property
     def hash(self) -> str:
-        """Of everything that is shown."""
+        """Of all data in the plot."""
         return _hash(self)
 
     def figure(self) -> Figure:
         """Drawn."""
-        from matplotlib.figure import Figure
+        from benchmarks.style import new_figure
 
-        rows = max(len(bars) for bars in self.panels.values())
-        figure = Figure(figsize=(7, len(self.panels) * (0.7 + 0.24 * rows)), layout="tight")
-        axes = figure.subplots(len(self.panels), 1, squeeze=False, sharex=True)
+        rows = [len(bars) for bars in self.panels.values()]
+        figure = new_figure(7.6, 1.0 + sum(0.62 + 0.27 * n for n in rows), self.title, self.note)
+        axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=[n + 0.8 for n in rows])
         for axis, (name, bars) in zip(axes[:, 0], self.panels.items(), strict=True):
-            _panel(axis, name, bars, self)
+            _panel(axis, name, bars, self.limit)
         axes[-1, 0].set_xlabel(self.label)
         return figure
 
@@ -55,7 +56,7 @@ class Study(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of everything that is shown."""
+        """Of all data in the plot."""
         return _hash(self.section)
 
     def figure(self) -> Figure:
@@ -69,7 +70,7 @@ STUDIES = ("accuracy", "growth", "end_to_end")
 
 
 def plots(folder: Path) -> dict[str, Plot | Study]:
-    """File name to what it shows, for what has been measured."""
+    """File name to plot, for all sections that were measured."""
     found: dict[str, Plot | Study] = {}
     for study in STUDIES:
         if (run := newest("cuda", study, folder) or newest("cpu", study, folder)) is not None:
@@ -79,7 +80,6 @@ def plots(folder: Path) -> dict[str, Plot | Study]:
         if run is None:
             continue
         cases = with_peers(run)
-        ours = [p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]]
         times: dict[str, dict[str, float]] = {}
         peaks: dict[str, dict[str, float]] = {}
         for case in cases.values():
@@ -88,13 +88,14 @@ def plots(folder: Path) -> dict[str, Plot | Study]:
                     ratio = row["forward_backward"]["times_bare"]["median"]
                     times.setdefault(title(case["shape"]), {})[provider] = ratio
                     if (mib := peak_mib(row)) is not None:
-                        peaks.setdefault(title(case["shape"]), {})[provider] = max(mib, 1.0)
+                        peaks.setdefault(title(case["shape"]), {})[provider] = mib
+        note = where(run)
         if times:
-            label = "forward + backward, × the three bare products"
-            found[f"{name}-speed.svg"] = Plot(label, False, 1.0, times, ours)
+            label = "time / time of the three bare products (the dashed line); lower is better"
+            found[f"{name}-speed.svg"] = Plot("Time of the loss, forward + backward", note, label, 1.0, times)
         if peaks:
-            label = "peak memory beyond inputs and gradients, MiB"
-            found[f"{name}-memory.svg"] = Plot(label, True, None, peaks, ours)
+            label = "MiB beyond inputs and gradients (lower is better)"
+            found[f"{name}-memory.svg"] = Plot("Peak memory of the loss", note, label, None, peaks)
     return found
 
 
@@ -103,7 +104,7 @@ def _hash(data: Any) -> str:
 
 
 def is_current(path: Path, plot: Plot | Study) -> bool:
-    """Whether the file is there and shows these data."""
+    """Whether the file exists and shows these data."""
     return path.exists() and plot.hash in path.read_text(encoding="utf-8")
 
 
@@ -119,16 +120,16 @@ def draw(path: Path, plot: Plot | Study) -> None:
         )
 
 
-def _panel(axis: Any, name: str, bars: dict[str, float], plot: Plot) -> None:
-    ordered = sorted(bars, key=lambda key: -bars[key])
-    colours = ["#1f6f8b" if key in plot.ours else "#b8b8b8" for key in ordered]
-    drawn = axis.barh(ordered, [bars[key] for key in ordered], color=colours)
-    figures = [f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:.0f}" for key in ordered]
-    axis.bar_label(drawn, figures, padding=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-    axis.set_title(name, fontsize=9, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.margins(x=0.12)
-    if plot.logarithmic:
-        axis.set_xscale("log")
-    if plot.limit is not None:
-        axis.axvline(plot.limit, color="black", linewidth=0.8, linestyle=":", zorder=0.5)
+def _panel(axis: Any, name: str, bars: dict[str, float], limit: float | None) -> None:
+    from benchmarks.style import INK, NAMES, bar_color, beside, decorate, label_bars
+
+    ordered = sorted(bars, key=lambda key: bars[key])
+    if limit is not None:
+        axis.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    for y, key in enumerate(ordered):
+        axis.barh(y, bars[key], color=bar_color(key), height=0.66)
+        end = bars[key] if limit is None or bars[key] > limit else limit  # no line through the number
+        beside(axis, end, y, f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:,.0f}")
+    label_bars(axis, [NAMES.get(key, key) for key in ordered])
+    axis.set_xlim(0, max(1.14 * max(bars.values()), axis.get_xlim()[1]))
+    decorate(axis, name, "", "", grid="none")

@@ -70,7 +70,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """As its maker calls it."""
+    """The name that the maker gave it."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -135,13 +135,18 @@ def load(path: Path) -> Run:
 
 
 def newest(device: str, section: str, folder: Path = RESULTS) -> Run | None:
-    """The run of latest date on any machine of this device ("cpu" or "cuda") that has the section, or None.
+    """The latest run on any machine of this device ("cpu" or "cuda") that has the section, or None."""
+    return next(iter(newest_first(device, section, folder)), None)
 
-    Files of older schemas are passed over; one of a newer schema is an error.
+
+def newest_first(device: str, section: str, folder: Path = RESULTS) -> list[Run]:
+    """All runs on this device ("cpu" or "cuda") that have the section, by date.
+
+    Files of older schemas are left out; one of a newer schema is an error.
     """
     runs = [load(path) for path in sorted(folder.glob("*/*.json")) if _schema(path) not in range(SCHEMA)]
     found = [run for run in runs if run.machine["device"] == device and section in run.sections]
-    return max(found, key=lambda run: (run.machine["date"], run.path.name), default=None)
+    return sorted(found, key=lambda run: (run.machine["date"], run.path.name), reverse=True)
 
 
 def _schema(path: Path) -> Any:

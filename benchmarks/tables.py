@@ -1,7 +1,7 @@
-"""The README's tables, each made of the newest run that holds its section: no number is typed.
+"""The tables of README.md and docs/benchmarks.md, each from the newest run that has its section. No number is typed.
 
-A table is a function from the folder of results to Markdown. `TABLES` names them; the README has a pair of markers for
-each name, and `benchmarks.report` writes between them.
+A table is a function from the folder of results to Markdown. `PAGES` has the names of the tables of each page; the page
+has a pair of markers for each name, and `benchmarks.report` writes between them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Run, newest
+from benchmarks.results import Run, newest, newest_first
 from benchmarks.sweep import PLANS as GPU_PLANS
 
 NOT_YET = "not measured yet"
@@ -18,11 +18,71 @@ SPEED_COLUMNS = (
     "", "forward + backward", "× bare (p20 to p80)", "scoring", "× bare", "memory", "gradients off by",
     "max \\|Δlogp\\|",
 )  # fmt: skip
+SUMMARY_PEERS = {"torch.compile": "torch.compile", "liger": "Liger", "trl": "TRL"}
 COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
 
 
+def summary(folder: Path) -> str:
+    """One row: time and memory of our loss and of its peers, from the newest CPU run that timed all of them."""
+    found = newest_first("cpu", "loss", folder)
+    run = next((run for run in found if _summary_case(run)), None)
+    if run is None:
+        return f"Time and memory: {NOT_YET} (`{COMMANDS['cpu']}`)."
+    case = _summary_case(run)
+    assert case is not None
+    names = {"native": "**grpo_fused**", **SUMMARY_PEERS}
+    cells = []
+    for name in names:
+        row = case["providers"][name]
+        mib = peak_mib(row)
+        cells.append(_ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
+    shape = case["shape"]
+    return "\n".join(
+        [
+            f"| {shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']} | "
+            + " | ".join(names.values())
+            + " |",
+            "|---" * (len(names) + 1) + "|",
+            "| time of forward + backward, memory beyond inputs and gradients | " + " | ".join(cells) + " |",
+            "",
+            f"{where(run)}, {run.machine['threads']} threads.",
+        ]
+    )
+
+
+def _summary_case(run: Run) -> dict[str, Any] | None:
+    """The first dense case in which ours and all of `SUMMARY_PEERS` were timed."""
+    for case in _dense(run).values():
+        rows = case["providers"]
+        if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
+            return case
+    return None
+
+
+def training_step(folder: Path) -> str:
+    """What a training step takes with our loss and with TRL's, in one sentence for each dtype."""
+    run = newest("cuda", "end_to_end", folder) or newest("cpu", "end_to_end", folder)
+    if run is None:
+        return f"Time of a training step: {NOT_YET} (`{COMMANDS['cpu']}`)."
+    section = run.sections["end_to_end"]
+    times = []
+    for dtype, results in section["results"].items():
+        mine, theirs = (results.get(name, {}).get("step_seconds") for name in ("ours", "TRL"))
+        if mine and theirs:
+            times.append(f"{_ms(1e3 * mine['median'])} instead of {_ms(1e3 * theirs['median'])} in {dtype}")
+    model, shares = section["model"], section["head_flop_share"]
+    others = [f"{share:.0%} in {name}" for name, share in shares.items() if name != "this model"]
+    return (
+        f"A training step (forward, loss, backward, AdamW; no generation) of a small Qwen2 (H = {model['hidden']}, "
+        f"{model['layers']} layers, V = {model['vocab']}) with our loss in place of TRL's:\n"
+        f"{' and '.join(times)} ({where(run)}).\n"
+        f"The head is {shares['this model']:.0%} of this model's FLOP; it is {', '.join(others)}.\n"
+        "Expect a smaller gain in larger models."
+    )
+
+
 def speed(device: str, folder: Path) -> str:
-    """Machine, then a table for each problem that the peers took part in: ours and theirs, fastest first."""
+    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
     run = newest(device, "loss", folder)
     if run is None:
         return _not_yet(device)
@@ -37,16 +97,16 @@ def speed(device: str, folder: Path) -> str:
         blocks.append(missing)
     name = "gpu" if device == "cuda" else device
     if any("not_timed" not in row for found in cases.values() for row in found["providers"].values()):
-        blocks.append(f"![time of forward and backward beside the bare products](docs/plots/{name}-speed.svg)")
+        blocks.append(f"![time of forward and backward, relative to the bare products](plots/{name}-speed.svg)")
     if any(peak_mib(row) is not None for found in cases.values() for row in found["providers"].values()):
-        blocks.append(f"![peak memory](docs/plots/{name}-memory.svg)")
+        blocks.append(f"![peak memory](plots/{name}-memory.svg)")
     return "\n\n".join(blocks)
 
 
 def sparsity(device: str, folder: Path) -> str:
-    """What inactive tokens save: each pattern's time beside the dense one's, per token of the batch."""
+    """What inactive tokens save: the time of each pattern relative to the dense case, per token of the batch."""
     run = newest(device, "loss", folder)
-    header = "| bf16 or fp32, N, H, V | tokens with a gradient | | time | × bare | of the dense time |"
+    header = "| problem | tokens with a gradient | | time | × bare | time / dense time |"
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
     if not rows:
         return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
@@ -54,12 +114,12 @@ def sparsity(device: str, folder: Path) -> str:
 
 
 def providers(folder: Path) -> str:
-    """What is timed under each name, and on which of the machines it could not run."""
+    """What is timed under each name, and why it was not run on a machine."""
     runs = {device: newest(device, "loss", folder) for device in ("cpu", "cuda")}
     known = {device: run.sections["loss"]["providers"] for device, run in runs.items() if run is not None}
     if not known:
-        return "`benchmarks/providers.py` says what each name stands for."
-    lines = ["<details><summary>What each name stands for</summary>", "", "| name | what is timed | not run |"]
+        return "`benchmarks/providers.py` says what is timed under each name."
+    lines = ["<details><summary>What is timed under each name</summary>", "", "| name | what is timed | not run |"]
     lines.append("|---|---|---|")
     for name in dict.fromkeys(name for found in known.values() for name in found):
         entries = {device: found[name] for device, found in known.items() if name in found}
@@ -69,7 +129,7 @@ def providers(folder: Path) -> str:
 
 
 def accuracy(folder: Path) -> str:
-    """What rounding of the head costs in bf16, where the largest logit is nearest to 32; and the picture."""
+    """Errors in bf16 for the rows whose largest logit is nearest to 32; and the picture."""
     run = newest("cpu", "accuracy", folder)
     if run is None:
         return f"Accuracy: {NOT_YET} (`make bench`)."
@@ -78,9 +138,9 @@ def accuracy(folder: Path) -> str:
     shape = run.sections["accuracy"]["shape"]
     lines = [
         f"bf16, {shape['B'] * shape['T']} tokens, H = {shape['H']}, V = {shape['V']}, largest logit {size:.0f}; "
-        f"{_where(run)}.",
+        f"{where(run)}.",
         "",
-        "| | max \\|Δlogp\\| | mean | clip decisions that flip |",
+        "| | max \\|Δlogp\\| | mean | wrong clip decisions |",
         "|---|---|---|---|",
     ]
     for row in rows:
@@ -89,11 +149,11 @@ def accuracy(folder: Path) -> str:
             lines.append(
                 f"| {row['provider']} | {error['max']:.1e} | {error['mean']:.1e} | {row['flipped']['exact_old']:.2%} |"
             )
-    return "\n".join([*lines, "", "![errors as logits grow](docs/plots/accuracy.svg)"])
+    return "\n".join([*lines, "", "![errors by size of the logits](plots/accuracy.svg)"])
 
 
 def end_to_end(folder: Path) -> str:
-    """What the head is of a training step."""
+    """Time and memory of a training step, and the head's share of it; and the picture."""
     run = newest("cuda", "end_to_end", folder) or newest("cpu", "end_to_end", folder)
     if run is None:
         return f"A whole training step: {NOT_YET} (`make bench`)."
@@ -101,12 +161,12 @@ def end_to_end(folder: Path) -> str:
     model = section["model"]
     lines = [
         f"{model['layers']} layers, H = {model['hidden']}, V = {model['vocab']}, {section['tokens']} completion "
-        f"tokens a step, no generation; {_where(run)}. "
-        + "The head's share of a model's products: "
+        f"tokens a step, no generation; {where(run)}. "
+        + "The head's share of the FLOP of a model: "
         + ", ".join(f"{name} {share:.0%}" for name, share in section["head_flop_share"].items())
         + ".",
         "",
-        "| | loss | tokens/s | of which head and loss | memory beyond weights and AdamW |",
+        "| | loss | tokens/s | share of head and loss | memory beyond weights and AdamW |",
         "|---|---|---|---|---|",
     ]
     for dtype, results in section["results"].items():
@@ -115,33 +175,36 @@ def end_to_end(folder: Path) -> str:
                 memory = f"{row['peak_bytes'] / 2**20:.0f} MiB" if row.get("peak_bytes") else ""
                 share = f"{row['head_share']:.0%}"
                 lines.append(f"| {dtype} | {name} | {row['tokens_per_second']:.0f} | {share} | {memory} |")
-    return "\n".join([*lines, "", "![a training step](docs/plots/end-to-end.svg)"])
+    return "\n".join([*lines, "", "![a training step](plots/end-to-end.svg)"])
 
 
 def growth(folder: Path) -> str:
-    """How far the cost model is from what was measured; and the picture."""
+    """The error of the cost model against the measurements; and the picture."""
     run = newest("cuda", "growth", folder) or newest("cpu", "growth", folder)
     if run is None:
         return f"Growth: {NOT_YET} (`make bench`)."
     model = run.sections["growth"]["model"]
     words = [
-        f"{engine} in {dtype}, {error['seconds']['median']:.0%} (worst {error['seconds']['worst']:.0%})"
+        f"{engine} in {dtype}, {error['seconds']['median']:.0%} ({error['seconds']['worst']:.0%})"
         for engine, by_dtype in model["leave_one_out_error"].items()
         for dtype, error in by_dtype.items()
     ]
     return (
-        f"Time is modelled by `{model['form']}` (N tokens, P products), fitted here and checked on each measurement by "
-        f"the others, median error: {'; '.join(words)}. {_where(run)[:1].upper()}{_where(run)[1:]}.\n\n"
-        "![growth](docs/plots/growth.svg)"
+        f"The time model is `{model['form']}` (N tokens, P products). Its error on measurements that the fit did not "
+        f"use, median (and worst): {'; '.join(words)}. {where(run)}.\n\n"
+        "![time and memory by problem size](plots/growth.svg)"
     )
 
 
-def _where(run: Run) -> str:
+def where(run: Run) -> str:
+    """Machine, commit and date of a run."""
     commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
     return f"{run.machine['name']}, commit {commit}, {run.machine['date'][:10]}"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
+    "summary": summary,
+    "training-step": training_step,
     "cpu-speed": lambda folder: speed("cpu", folder),
     "cpu-sparsity": lambda folder: sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed("cuda", folder),
@@ -153,9 +216,15 @@ TABLES: dict[str, Callable[[Path], str]] = {
 }
 """Name of a pair of markers to the text between them."""
 
+PAGES = {
+    "README.md": ("summary", "training-step"),
+    "docs/benchmarks.md": tuple(name for name in TABLES if name not in ("summary", "training-step")),
+}
+"""Page to the names of its tables."""
+
 
 def with_peers(run: Run) -> dict[str, Any]:
-    """The cases that someone else took part in, too."""
+    """The dense cases in which a peer was timed or tried."""
     entries = run.sections["loss"]["providers"]
     return {
         name: found
@@ -171,7 +240,7 @@ def _dense(run: Run) -> dict[str, Any]:
 
 
 def title(shape: dict[str, Any]) -> str:
-    """Of a problem, for people."""
+    """A problem in words."""
     return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
 
 
@@ -182,14 +251,14 @@ def peak_mib(row: dict[str, Any]) -> float | None:
 
 
 def _not_yet(device: str, run: Run | None = None) -> str:
-    """That nothing was measured, or which of the GPU's shapes were not."""
+    """That nothing was measured, or which of the GPU's problems were not."""
     cases = {} if run is None else run.sections["loss"]["cases"]
     shapes = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
     lines = (
         [] if run else [f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."]
     )
     if shapes and device == "cuda":
-        lines += ["", "| | bare products | ours | TRL | Liger |", "|---|---|---|---|---|"]
+        lines += ["", "| problem | bare products | ours | TRL | Liger |", "|---|---|---|---|---|"]
         lines += [f"| {title(case.describe())} |" + f" {NOT_YET} |" * 4 for case in shapes]
     return "\n".join(lines).strip()
 
@@ -203,10 +272,11 @@ def _about(run: Run) -> str:
         name += f", copies at {section['copy_tb_per_s']:.1f} TB/s"
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     commit = machine["commit"] + (" with local changes" if machine["dirty"] else "")
-    load = f", load {machine['load']} at the start" if "load" in machine else ""
+    load = f", load average {machine['load']} at the start" if "load" in machine else ""
     return (
         f"{name}; {versions}; Python {machine['python']}.\n"
-        f"Commit {commit}, {machine['date'][:10]}, {section['rounds']} rounds{load}; again with `{section['command']}`."
+        f"Commit {commit}, {machine['date'][:10]}, {section['rounds']} rounds{load}. "
+        f"Repeat it with `{section['command']}`."
     )
 
 
@@ -291,7 +361,7 @@ def _dense_name(shape: dict[str, Any], cases: dict[str, Any]) -> str:
 
 
 def _errors(errors: dict[str, float | None]) -> list[str]:
-    """The larger of the two gradients', and the log-probs'."""
+    """The larger error of the two gradients, and the error of the log-probs."""
     gradients = [errors.get("dhidden"), errors.get("dweight")]
     known = [error for error in gradients if error is not None]
     return [_small(max(known)) if len(known) == 2 else "", _small(errors.get("logp"))]
@@ -306,7 +376,7 @@ def _ms(value: float) -> str:
 
 
 def _rate(flop_per_ms: float) -> str:
-    """Of products."""
+    """Of matrix products."""
     gflops = flop_per_ms / 1e6
     return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 1e4 else f"{gflops:.0f} GFLOP/s"
 

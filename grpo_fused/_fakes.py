@@ -1,4 +1,4 @@
-"""What the native operators return for fake tensors: shapes without data, so that torch.compile sees through a call."""
+"""Results of the native operators for fake tensors: shapes without data, so that torch.compile can trace a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _registered: set[str] = set()
 
 
 def register_fakes() -> None:
-    """Register those of the operators that a loaded library has defined; once each, however often it is called."""
+    """Register the fakes of operators that a loaded library has defined; each one once, also in repeated calls."""
     for name, fake in _FAKES.items():
         if name not in _registered and hasattr(getattr(torch.ops, NAMESPACE), name):
             torch.library.register_fake(f"{NAMESPACE}::{name}")(fake)

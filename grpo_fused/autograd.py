@@ -1,4 +1,4 @@
-"""The `torch.autograd.Function`s: they hand gradients on, nothing else."""
+"""The `torch.autograd.Function`s: they call the operators and return their gradients."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         logps, entropies, maxima, log_sums, *tensors = ctx.saved_tensors
         call: LogprobsCall = attach(ctx.call, tensors)
-        if not call.with_entropy:  # torch.compile hands in zeros for the empty placeholder
+        if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
             entropies, dentropies = None, None
         if dlogps is None and dentropies is None:
             return None, None, None, None
@@ -166,7 +166,7 @@ class SelectiveLogprobs(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         call: LogitsCall = attach(ctx.call, ctx.saved_tensors)
-        if not call.with_entropy:  # torch.compile hands in zeros for the empty placeholder
+        if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
             dentropies = None
         if dlogps is None and dentropies is None:
             return None, None
@@ -176,7 +176,7 @@ class SelectiveLogprobs(torch.autograd.Function):
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * factor in `dtype`, rounded once from an fp32 accumulator.
 
-    A vocab-sized gradient is scaled where it stands when the graph is about to be freed: a copy would double it.
+    A vocab-sized gradient is scaled in place if the graph is freed after this backward: a copy would double its memory.
     """
     if not _graph_is_freed() or _is_batched(factor):
         return (gradient * factor).to(dtype)
@@ -186,13 +186,13 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_batched(x: Tensor) -> bool:
-    """Whether `x` stands for several, under `vmap` or `torch.autograd.grad(is_grads_batched=True)`."""
+    """Whether `x` is a batch of tensors, under `vmap` or `torch.autograd.grad(is_grads_batched=True)`."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def _graph_is_freed() -> bool:
-    """Whether this backward frees its graph (no `retain_graph`), so that nobody reads the saved gradients again."""
+    """Whether this backward frees its graph (no `retain_graph`), so that the saved gradients are not read again."""
     if torch.compiler.is_compiling():
         return False
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)

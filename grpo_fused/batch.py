@@ -1,4 +1,4 @@
-"""What the objective must know of each token beside its log-probability, as flat tensors."""
+"""The per-token inputs of the objective, besides log-probs, as flat tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_fused.layout import Layout
 from grpo_fused.parallel import TokenParallel
 
 LOWEST_LOGP = -1e4
-"""The objective's floor for log-probs, nats. An impossible token (-inf: its logit is masked) counts as this, so that
-the loss stays finite; since no gradient could raise its logit, it has none."""
+"""The objective's lower bound of log-probs, nats. An impossible token (-inf: its logit is masked) counts as this, so
+that the loss stays finite. Its gradient is 0, since no gradient could raise its logit."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """R tokens in ascending order of their sequence; those that are masked hold neutral values everywhere."""
+    """R tokens in ascending order of their sequence; masked ones have neutral values."""
 
     mask: Tensor
     """[R] bool: active tokens."""
@@ -30,13 +30,13 @@ class TokenBatch:
     advantages: Tensor
     """[R]"""
     weight: Tensor
-    """[R] what a token's loss is multiplied by before all are summed; 0 where masked."""
+    """[R] weight of each token's loss in the sum; 0 where masked."""
     lengths: Tensor
     """[B] active tokens of each sequence of the whole call."""
     total: Tensor
     """0-d: active tokens of the whole call."""
     advantage_per_token: bool
-    """Whether advantages came as one value for each token."""
+    """Whether the caller gave one advantage for each token."""
     old: Tensor | None
     ref: Tensor | None
     sampling: Tensor | None
@@ -44,7 +44,7 @@ class TokenBatch:
 
     @classmethod
     def build(cls, inputs: LossInputs, layout: Layout, config: GRPOLossConfig, dtype: torch.dtype) -> TokenBatch:
-        """Flatten the inputs of a call; everything a masked position holds is replaced by a neutral value."""
+        """Flatten the inputs of a call; values at masked positions are replaced by neutral ones."""
         return cls.of_all_ranks(inputs, layout, config, dtype, None)[0]
 
     @classmethod
@@ -56,7 +56,7 @@ class TokenBatch:
         dtype: torch.dtype,
         ranks: TokenParallel | None,
     ) -> tuple[TokenBatch, Tensor | None]:
-        """The tokens of all ranks, and the positions of this one's among them ([n] int64), None where it has all."""
+        """The tokens of all ranks, and the positions of this rank's tokens ([n] int64), or None if it has all."""
         device = inputs.advantages.device
         sequence = layout.sequence_ids(device)
         if inputs.completion_mask is None:
@@ -123,9 +123,9 @@ class TokenBatch:
         return _offsets(self.sequence, self.num_sequences)
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """[B]: sum of per-token `x` ([R], 0 where it shall not count) over each sequence.
+        """[B]: sum of per-token `x` ([R], 0 where it does not count) over each sequence.
 
-        Summed in fp64 in a fixed order: the same on every run (`index_add` is not, on CUDA) and exact to fp32.
+        Summed in fp64 in a fixed order: the same in each run (`index_add` is not, on CUDA), with the accuracy of fp32.
         """
         return _segment_sum(x.to(torch.float64), self.offsets).to(x.dtype)
 
@@ -140,7 +140,7 @@ class TokenBatch:
         matters = self.mask & (self.advantages != 0)
         if self.is_ratio is not None and config.loss_type != "vespo":
             matters = matters & (self.is_ratio != 0)
-        if config.needs_sequence:  # its other tokens shape a sequence's ratio, so it goes as a whole
+        if config.needs_sequence:  # all tokens of a sequence change its ratio: keep it whole
             matters = self.mask & (self.of_sequence(self.sequence_sum(matters.to(torch.float32))) > 0)
         return matters
 
@@ -149,7 +149,7 @@ def _of_all_ranks(flat: dict[str, Any], ranks: TokenParallel) -> tuple[dict[str,
     """The tensors of all ranks in the order of their sequences, in one collective; and this rank's positions."""
     given = {name: x for name, x in flat.items() if x is not None}
     given["sequence"] = flat["sequence"] + ranks.first_sequence
-    # fp64 holds sequence numbers and fp32 values exactly
+    # fp64 represents sequence numbers and fp32 values exactly
     table = ranks.gather(torch.stack([x.to(torch.float64) for x in given.values()], dim=1))
     mine = ranks.arrange(table[:, list(given).index("sequence")].to(torch.int64))
     if ranks.order is not None:
@@ -163,7 +163,7 @@ def _offsets(sequence: Tensor, num_sequences: int) -> Tensor:
 
 
 def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    # unsafe: skips a check that would synchronise; `offsets` comes from searchsorted and is right by construction
+    # unsafe: skips a check that would synchronise; `offsets` from searchsorted are always valid
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
@@ -175,7 +175,7 @@ def _aggregation_weight(
     num_items_in_batch: Tensor | None,
     config: GRPOLossConfig,
 ) -> Tensor:
-    """[R] fp64: w such that the policy loss is the sum of w * l over tokens: how each loss type averages."""
+    """[R] fp64: weights w of each loss type, such that the policy loss is the sum of w * l over tokens."""
     num_sequences = max(lengths.shape[0], 1)
     if config.loss_type in ("grpo", "sapo", "gmpo"):
         weight = (1.0 / (lengths.clamp(min=1.0) * num_sequences)).index_select(0, sequence)

@@ -1,6 +1,6 @@
-"""What the public functions ask for, as values: a call is made once, and crosses autograd, operator and pipeline.
+"""Calls of the public functions as typed values, which pass through autograd, operator and pipeline unchanged.
 
-A call is a `NamedTuple` of tensors, numbers and further such tuples. What it holds, in order, makes the schema of an
+A call is a `NamedTuple` of tensors, numbers and other such tuples. Its fields, in order, define the schema of an
 operator and the handshake of several ranks.
 """
 
@@ -17,14 +17,14 @@ C = TypeVar("C", bound="tuple[Any, ...]")
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted; a frozen head saves one of the three products."""
+    """Which gradients are required; a frozen head saves one of the three products."""
 
     need_hidden: bool
     need_weight: bool
     need_bias: bool
 
     def any(self) -> bool:
-        """Whether any is."""
+        """Whether any gradient is required."""
         return self.need_hidden or self.need_weight or self.need_bias
 
 
@@ -78,7 +78,7 @@ class HeadCall(NamedTuple):
         return None if ids is None or offsets is None else (ids, offsets)
 
     def on(self, hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None) -> HeadCall:
-        """The same on other tensors: those that autograd hands in."""
+        """The same call with other tensors: those that autograd passes."""
         return self._replace(hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias)
 
 
@@ -101,7 +101,7 @@ class LossCall(NamedTuple):
 
 
 class LogprobsCall(NamedTuple):
-    """Log-probs, and entropies if asked for, from hidden states and head."""
+    """Log-probs, and entropies if requested, from hidden states and head."""
 
     head: HeadCall
     token_ids: Tensor
@@ -124,11 +124,11 @@ class CustomCall(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What `LogprobsCall` gave: its results in the shape of the ids, and the rest of the statistics, [N]."""
+    """The result of a `LogprobsCall`: log-probs and entropies in the shape of the ids, other statistics as [N]."""
 
     logps: Tensor
     entropies: Tensor
-    """empty where they were not asked for"""
+    """empty if not requested"""
     maxima: Tensor
     log_sums: Tensor
 
@@ -138,7 +138,7 @@ class LogprobsGradientCall(NamedTuple):
 
     forward: LogprobsCall
     logps: Tensor | None
-    """with the next three the `Scores` of the forward pass, or None: they are made again"""
+    """this and the next three: the `Scores` of the forward pass, or None to compute them again"""
     entropies: Tensor | None
     maxima: Tensor | None
     log_sums: Tensor | None
@@ -169,7 +169,7 @@ class ObjectiveCall(NamedTuple):
 
 
 class LogitsCall(NamedTuple):
-    """Log-probs, and entropies if asked for, from logits."""
+    """Log-probs, and entropies if requested, from logits."""
 
     logits: Tensor
     """[B, T, V] or [N, V]"""
@@ -189,7 +189,7 @@ class LogitsGradientCall(NamedTuple):
 
 
 def named(call: Any) -> list[tuple[str, Any]]:
-    """Names and values of what a call holds, those of tuples within it in their place."""
+    """Names and values of the fields of a call; fields of inner tuples take the place of the tuple."""
     found: list[tuple[str, Any]] = []
     for name, value in zip(call._fields, call, strict=True):
         found += named(value) if isinstance(value, tuple) else [(name, value)]
@@ -208,20 +208,20 @@ def with_values(call: C, values: Iterator[Any]) -> C:
 
 
 def detach(call: C) -> tuple[C, list[Tensor | None]]:
-    """The call without its tensors, and these: what autograd keeps of a call between forward and backward."""
+    """The call without its tensors, and the tensors: autograd saves them separately between forward and backward."""
     values = flat(call)
     bare = with_values(call, iter([None if isinstance(value, Tensor) else value for value in values]))
     return bare, [value if isinstance(value, Tensor) else None for value in values]
 
 
 def attach(bare: C, tensors: Sequence[Tensor | None]) -> C:
-    """The call that `detach` took apart."""
+    """The call from the two results of `detach`."""
     pairs = zip(flat(bare), tensors, strict=True)
     return with_values(bare, iter([value if tensor is None else tensor for value, tensor in pairs]))
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Names and types of what calls of a kind hold, in the order of `flat`."""
+    """Names and types of the fields of a kind of call, in the order of `flat`."""
     found: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(kind).items():
         found |= fields_of(hint) if hasattr(hint, "_fields") else {name: hint}

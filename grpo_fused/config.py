@@ -1,4 +1,4 @@
-"""The options of a GRPO loss, as one frozen value that crosses all layers whole."""
+"""The options of a GRPO loss, as one frozen dataclass that all layers share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PPO_FAMILY = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 TOKEN_NORMALIZED = frozenset({"dapo", "cispo", "vespo"})
 """Loss types divided by `num_items_in_batch` (by default the number of active tokens)."""
 
-# A float of its own identity, so that "not set" and "set to 0.2" differ: gmpo has another default.
+# A separate float object, so that "not set" and "set to 0.2" differ: gmpo has another default.
 _DEFAULT_EPSILON = float("0.2")
 _DEFAULT_EPSILON_GMPO = 0.4
 
@@ -38,9 +38,9 @@ USED_BY: dict[str, frozenset[str]] = {
     "vespo_lambda_neg": frozenset({"vespo"}),
     "off_policy_mask_threshold": frozenset(get_args(LossType)) - {"gmpo"},
 }
-"""Which loss types read an option; one that is missing here is read by all of them.
+"""Which loss types use an option; an option that is missing here is used by all of them.
 
-`use_bias_correction_kl=False` is what `gmpo` does in any case, and is not refused.
+`use_bias_correction_kl=False` is the behaviour of `gmpo` in any case, and is not refused.
 """
 
 
@@ -48,37 +48,38 @@ USED_BY: dict[str, frozenset[str]] = {
 class GRPOLossConfig:
     """Options of the GRPO loss; names and defaults follow TRL 1.16's `GRPOConfig`.
 
-    An option that the chosen loss type does not read must keep its default: setting it raises, nothing is ignored.
+    An option that the loss type does not use must keep its default: another value is an error, it is never ignored.
 
     Args:
         loss_type: Objective and aggregation: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `luspo` (PPO's clipped objective under
-            five ways to average), `cispo`, `sapo`, `vespo` or `gmpo`.
+            five ways of averaging), `cispo`, `sapo`, `vespo` or `gmpo`.
         beta: Weight of the KL penalty towards the reference policy, >= 0. 0 needs no reference.
         epsilon: Lower clip distance: ratios are clipped at `1 - epsilon`. Default 0.2; `gmpo` clips the log-ratio and
             defaults to 0.4.
         epsilon_high: Upper clip distance, default `epsilon`. `cispo` requires it and reads it as the bound on the
             ratio itself.
         delta: Upper bound on the ratio before clipping (INTELLECT-2's two-sided clip), > 0.
-        dual_clip: Bound > 1 on the loss of bad tokens, `-dual_clip * A` (verl's `clip_ratio_c`). Excludes `delta`.
-        importance_sampling_level: `token` (one ratio a token), `sequence` (GSPO: one a sequence, the geometric mean)
-            or `sequence_token` (its value, with each token's own gradient).
+        dual_clip: Bound > 1 on the loss of tokens with A < 0, `-dual_clip * A` (verl's `clip_ratio_c`). Excludes
+            `delta`.
+        importance_sampling_level: `token` (a ratio for each token), `sequence` (GSPO: one for each sequence, the
+            geometric mean) or `sequence_token` (the value of `sequence`, with each token's own gradient).
         kl_estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence").
         use_bias_correction_kl: Multiply the KL estimate by the importance ratio (DeepSeek-V3.2); on, as TRL since 1.10.
             `gmpo` has no corrected form and never applies it.
-        max_completion_length: Tokens; the length that `dr_grpo` divides by, and required by it.
+        max_completion_length: The length, in tokens, that `dr_grpo` divides by; it requires this option.
         sapo_temperature_pos: SAPO's gate temperature for tokens with A > 0.
         sapo_temperature_neg: SAPO's gate temperature for the other tokens.
         vespo_k_pos: VESPO's gamma shape k where A >= 0.
         vespo_lambda_pos: VESPO's gamma rate where A >= 0; below 1e-4 it counts as 1e-4.
         vespo_k_neg: VESPO's gamma shape k where A < 0.
         vespo_lambda_neg: VESPO's gamma rate where A < 0; below 1e-4 it counts as 1e-4.
-        off_policy_mask_threshold: Drop the policy term of a bad sequence whose mean `sampling - current` log-prob
-            exceeds this (DeepSeek-V3.2's off-policy sequence mask), in nats.
+        off_policy_mask_threshold: Remove the policy term of a sequence with A < 0 whose mean `sampling - current`
+            log-prob is above this, in nats (DeepSeek-V3.2's off-policy sequence mask).
         top_entropy_quantile: Keep the policy term of this share of the tokens, those of highest entropy; 1 is off.
         entropy_coef: Weight of the entropy bonus subtracted from the loss, in 1/nats.
 
     Raises:
-        ValueError: An option is unknown, out of range, missing, or not read by the loss type.
+        ValueError: An option is unknown, out of range, missing, or not used by the loss type.
         TypeError: An option has the wrong type.
     """
 
@@ -101,7 +102,7 @@ class GRPOLossConfig:
     off_policy_mask_threshold: float | None = None
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
-    _encoded: ClassVar[str]  # made once: torch.compile cannot trace the repr of a float
+    _encoded: ClassVar[str]  # computed once: torch.compile cannot trace the repr of a float
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -115,7 +116,7 @@ class GRPOLossConfig:
 
     @property
     def encoded(self) -> str:
-        """The options as a Python literal: how they cross the boundary of a `torch.library` operator."""
+        """The options as a Python literal, the form in which a `torch.library` operator takes them."""
         return self._encoded
 
     @classmethod
@@ -144,12 +145,12 @@ class GRPOLossConfig:
 
     @property
     def token_alone(self) -> bool:
-        """Whether a token's gradient needs the token alone."""
+        """Whether a token's gradient depends on that token only."""
         return not (self.needs_batch or self.needs_sequence)
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss itself (not only its metrics) reads entropies."""
+        """Whether the loss itself (not only its metrics) uses entropies."""
         return self.entropy_coef != 0.0 or self.top_entropy_quantile < 1.0
 
     def _check_choices(self) -> None:
@@ -181,7 +182,7 @@ class GRPOLossConfig:
             elif not abs(float(value)) < math.inf:
                 raise ValueError(f"{f.name} must be finite; got {value}")
             elif not isinstance(value, int):
-                object.__setattr__(self, f.name, float(value))  # NumPy's numbers do not survive `encoded`
+                object.__setattr__(self, f.name, float(value))  # `encoded` does not support NumPy's numbers
 
     def _check_ranges(self) -> None:
         if self.beta < 0:

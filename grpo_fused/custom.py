@@ -71,7 +71,7 @@ class Evaluation:
         return value
 
     def _offsets(self, part: slice | Tensor, rows: Tensor) -> Tensor:
-        """[S + 1]: where the sequences of a part begin, empty ones included: those before a part's first belong to it."""
+        """[S + 1]: where the sequences of a part begin. Empty ones belong to the part of the next sequence."""
         sequence = self.layout.sequence_ids(rows.device)
         first, last = 0, self.layout.num_sequences - 1
         if isinstance(part, slice) and part.start:
@@ -125,7 +125,9 @@ def check_objective(
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
     else:
         length = shape[1]
-        parts = [slice(b * length, (b + 1) * length) for b in range(shape[0])] if scope == "sequence" else [slice(0, None)]
+        parts = (
+            [slice(b * length, (b + 1) * length) for b in range(shape[0])] if scope == "sequence" else [slice(0, None)]
+        )
     whole = run(slice(0, len(rows)), logps, entropies)
     total, run.loss = run.loss, torch.zeros_like(run.loss)
     pieces = [torch.zeros_like(logps), torch.zeros_like(logps)]

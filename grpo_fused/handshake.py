@@ -1,9 +1,9 @@
-"""The handshake of ranks that share a call: they say what they are about to do, and all raise unless it is the same.
+"""The handshake of ranks that share a call: they compare their calls, and all raise an error unless these are the same.
 
-Ranks that do different things would wait for each other, or add up what does not belong together. What must be alike
-follows from the fields of a call: options and which tensors there are, on all ranks; on ranks with the same tokens also
-what these hold. The first collective of every operator is one digest of a fixed size, so that different operators
-meet in it, too. A rank whose own arguments are wrong says so in the digest, and all raise.
+Without it, ranks with different calls would wait for each other, or sum tensors of different calls. The fields of a
+call define what must be equal: on all ranks the options and which tensors there are; on ranks with the same tokens also
+the values of these tensors. The first collective of each operator is a digest of fixed size, so the handshake also
+finds ranks that call different operators. A rank with wrong arguments reports this in the digest, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from grpo_fused.parallel import (
 )
 
 _NUMBERS = 3
-"""integers that ranks exchange in the digest beside the digest itself"""
+"""integers that ranks exchange with the digest"""
 
 
 _OWN = {"hidden_states", "lm_head_weight", "lm_head_bias", "max_scratch_bytes", "groups"}
-"""what may differ between ranks"""
+"""fields that may differ between ranks"""
 _COEFFICIENTS = {"dlogps", "dentropies"}
-"""tensors of which only where they are 0 must be the same: that decides which rows a rank works on"""
+"""tensors that must be 0 at the same positions on all ranks: this decides which rows a rank computes"""
 _SCORES = {"logps", "entropies", "maxima", "log_sums"}
-"""tensors that an operator made, of what has been compared"""
+"""results of an operator whose inputs were compared already"""
 
 
 def form_of(call: Any) -> dict[str, int | str]:
-    """What ranks with other tokens must give alike: the operator, its options, and which tensors there are."""
+    """Fields that must be equal on ranks with other tokens: the operator, its options, and which tensors there are."""
     found: dict[str, int | str] = {"operator": type(call).__name__.removesuffix("Call")}
     there = []
     for name, value in named(call):
@@ -56,10 +56,10 @@ def form_of(call: Any) -> dict[str, int | str]:
 
 
 def contents_of(call: Any, mask: Tensor | None) -> dict[str, int | str]:
-    """What ranks with the same tokens must give alike besides: what the tensors hold on active positions."""
+    """Fields that must be equal too on ranks with the same tokens: the values of tensors at active positions."""
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
     sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
-    # another mask changes the sums of all others: it is named first
+    # a different mask changes the checksums of all others, so it is named first
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
@@ -71,10 +71,10 @@ def join(
     check: Callable[[int], None],
     layout: Layout | None = None,
 ) -> tuple[VocabParallel | None, TokenParallel | None]:
-    """The ranks with other slices of the head and those with other tokens, once all are found to make the same call.
+    """The ranks with other slices of the head and those with other tokens, after the check that all make the same call.
 
-    `check` is called with the size of the whole vocabulary, and raises where this rank's tensors hold what they must
-    not. Where it does, or the ranks differ, all ranks of both groups raise. `layout` is that of a loss.
+    `check` is called with the size of the whole vocabulary, and raises if this rank's tensors have invalid values. If
+    it raises, or the ranks differ, all ranks of both groups raise. `layout` is given for a loss.
     """
     head = call.forward.head if isinstance(call, LogprobsGradientCall) else call.head
     vocab, tokens, vocab_size = None, None, head.lm_head_weight.shape[0]
@@ -109,17 +109,17 @@ def agree(
     failure: Exception | None,
     check: Callable[[list[list[int]]], None] = lambda rows: None,
 ) -> tuple[list[list[int]], Exception | None]:
-    """(`numbers` of every rank, why all ranks must raise or None).
+    """(`numbers` of every rank, the error that all ranks must raise or None).
 
-    They must where one has failed already, gives another value for one of `what`, or finds by `check(numbers of all)`
-    that its arguments are wrong.
+    They must raise if a rank has failed already, has another value for one of `what`, or has arguments that
+    `check(numbers of all)` finds wrong.
     """
     text = repr(sorted(what.items())).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     rows = _exchange(group, [digest, int(failure is not None), *numbers])
     found = [row[2:] for row in rows]
     if failure is None and not any(failed for _, failed, *_ in rows):
-        failure = _attempt(check, found)  # the same on all ranks where all digests are
+        failure = _attempt(check, found)  # if the digests are equal, the result is the same on all ranks
     if all(row[:2] == [digest, 0] for row in rows):
         return found, failure
     given = gather_objects(group, (dict(what), _reason(failure)))
@@ -140,9 +140,9 @@ def agree(
 def refusing_together(
     process_group: dist.ProcessGroup | ParallelGroups | None, *, with_tokens: bool = False
 ) -> Iterator[None]:
-    """What this rank raises in the block is raised on the others of the call too, which wait in their handshake.
+    """An error of this rank in the block is raised on the other ranks of the call too, which wait in their handshake.
 
-    Only a loss meets the ranks with other tokens (`with_tokens`); log-probs do not.
+    Only a loss has collectives with the ranks that have other tokens (`with_tokens`); log-probs do not.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def refusing_together(
 
 @contextmanager
 def failing_together(vocab: VocabParallel | None, tokens: TokenParallel | None) -> Iterator[None]:
-    """What this rank raises in the block, after the handshake, is raised on the others at their next collective."""
+    """An error of this rank in the block, after the handshake, is raised on the others at their next collective."""
     try:
         yield
     except Exception as failure:
@@ -169,7 +169,7 @@ def failing_together(vocab: VocabParallel | None, tokens: TokenParallel | None) 
 
 
 def _exchange(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
-    """[digest, failed, numbers ...] of every rank; always of the same size, whatever a rank is about to do."""
+    """[digest, failed, numbers ...] of every rank; the size is the same for all operators."""
     padded = [*numbers, *[0] * (2 + _NUMBERS - len(numbers))]
     return all_gather("agreement", torch.tensor(padded, dtype=torch.int64, device=device_of(group)), group).tolist()
 
@@ -187,7 +187,7 @@ def _reason(failure: Exception | None) -> str | None:
 
 
 def checksum(x: Tensor | None, mask: Tensor | None) -> int:
-    """Of the values that count, in their places; 0 where there is no tensor."""
+    """A checksum of values and positions where the mask is active; 0 if there is no tensor."""
     if x is None:
         return 0
     values = x.detach().to(torch.float64)

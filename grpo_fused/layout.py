@@ -1,4 +1,4 @@
-"""Padded `[B, T]` and packed `[N]` inputs as one flat list of tokens that know their sequence."""
+"""Padded `[B, T]` and packed `[N]` inputs as one flat list of tokens, with the sequence of each token."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 
 def values_are_checked(device: torch.device) -> bool:
-    """Whether the contents of tensors on `device` are looked at: on the CPU, elsewhere with `GRPO_FUSED_DEBUG=1`."""
+    """Whether the values of tensors on `device` are checked: on the CPU always, elsewhere with `GRPO_FUSED_DEBUG=1`."""
     return device.type == "cpu" or os.environ.get("GRPO_FUSED_DEBUG") == "1"
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
-    """(number, None), or (1, the tensor as it was given)."""
+    """(number, None), or (1, the given tensor)."""
     return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)
 
 
 class Layout(NamedTuple):
-    """How tokens make up sequences."""
+    """Which tokens belong to which sequence."""
 
     shape: torch.Size
     """`(B, T)` padded or `(N,)` packed: the shape of every per-token tensor."""
     num_sequences: int
-    """B, or S where packed."""
+    """B, or S if packed."""
     cu_seqlens: Tensor | None
-    """`[S + 1]` int where packed: sequence s owns the tokens `cu_seqlens[s] : cu_seqlens[s + 1]`."""
+    """`[S + 1]` int if packed: sequence s owns the tokens `cu_seqlens[s] : cu_seqlens[s + 1]`."""
 
     @classmethod
     def of(cls, token_ids: Tensor, cu_seqlens: Tensor | None) -> Layout:
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_tokens(cls, token_ids: Tensor) -> Layout:
-        """The layout of ids whose sequences do not matter: [B, T], or [N] each token on its own."""
+        """The layout of ids without sequences: [B, T], or [N] where each token is its own sequence."""
         return cls(token_ids.shape, token_ids.shape[0], None)
 
     @property
@@ -51,13 +51,13 @@ class Layout(NamedTuple):
         if self.cu_seqlens is None:
             return tokens // max(self.shape[1], 1)
         owner = torch.searchsorted(self.cu_seqlens.to(device, torch.int64), tokens, right=True) - 1
-        return owner.clamp(0, max(self.num_sequences - 1, 0))  # wrong offsets shall reach the check that names them
+        return owner.clamp(0, max(self.num_sequences - 1, 0))  # wrong offsets are reported by a later check
 
     def is_per_token(self, x: Tensor) -> bool:
         """Whether `x` has one value for each token rather than one for each sequence.
 
-        `[B, 1]` is one for each sequence, which at T = 1 is the same. A packed 1-d tensor could be either where N = S:
-        `check_reading` lets it pass only where that is the same, too.
+        `[B, 1]` is one for each sequence; with T = 1 both are the same. A packed 1-d tensor is ambiguous if N = S:
+        `check_reading` accepts it only if both readings are the same.
         """
         if self.cu_seqlens is None and len(self.shape) == 2:
             return x.dim() == 2 and x.shape[1] != 1
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
         return x.reshape(-1).index_select(0, sequence_ids)
 
     def reading(self, x: Tensor) -> int:
-        """How checked `x` is read: 0 one for each sequence, 1 one for each token, 2 it is the same."""
+        """How a checked `x` is read: 0 one for each sequence, 1 one for each token, 2 both are the same."""
         if self.num_tokens == 0 or x.numel() == 0:
             return 2
         if self.cu_seqlens is None:
@@ -78,10 +78,10 @@ class Layout(NamedTuple):
         return 2 if x.dim() == 1 and self.num_tokens == self.num_sequences else int(self.is_per_token(x))
 
     def check_reading(self, name: str, x: Tensor) -> None:
-        """Raise `ValueError` where `x` could be one for each sequence or one for each token, and that differs.
+        """Raise `ValueError` if `x` could be one for each sequence or one for each token with different results.
 
-        Such a call is packed, with as many tokens as sequences and an empty one among them. Looking at the offsets of
-        one with as many tokens as sequences waits for the device.
+        This happens in a packed call with as many tokens as sequences and an empty sequence. The check reads the
+        offsets of a call with as many tokens as sequences, which synchronises the device.
         """
         if self.cu_seqlens is None or x.dim() != 1 or self.num_tokens != self.num_sequences:
             return
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
             )
 
     def per_token(self, x: Tensor) -> Tensor:
-        """[N]: what was given for the call (0-d), for each sequence or for each token, at each token."""
+        """[N]: the value at each token of what was given for the call (0-d), each sequence or each token."""
         if x.dim() == 0:
             return x.expand(self.num_tokens)
         if len(self.shape) == 2:

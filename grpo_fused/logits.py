@@ -1,4 +1,4 @@
-"""Scores and gradients of logits that the caller already has, in blocks of rows."""
+"""Scores and gradients of logits that the caller has, in blocks of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_fused.pipeline import clean_coefficients, has_coefficient
 
 
 def scores(call: LogitsCall, layout: Layout) -> Statistics:
-    """Statistics of all N positions, 0 where masked; those of entropies where asked for."""
+    """Statistics of all N positions, 0 where masked; entropies only if requested."""
     given = _Logits.of(call, layout)
     out = Statistics.empty(given.mask.shape[0], given.mask.device, call.with_entropy, given.dtype).zero_()
     for positions, rows in given.blocks(given.mask.nonzero().squeeze(1)):
@@ -46,7 +46,7 @@ class _Logits(NamedTuple):
     """The positions of a call."""
 
     logits: Tensor
-    """[N, V], or [B, T, V] where that cannot be viewed flat"""
+    """[N, V], or [B, T, V] if it cannot be viewed as [N, V]"""
     ids: Tensor
     mask: Tensor
     temperature: Tensor | float
@@ -65,7 +65,7 @@ class _Logits(NamedTuple):
         return cls(flat_view(call.logits), ids, mask, temperature, row_work(call.logits.device, dtype), dtype)
 
     def blocks(self, positions: Tensor) -> Iterator[tuple[Tensor, Rows]]:
-        """The logits at `positions`: the caller's own memory where all are wanted and only read, else copied blocks."""
+        """The logits at `positions`: the caller's memory if all rows are read, none written; else copied blocks."""
         logits, count = self.logits, positions.shape[0]
         if self.work.only_reads and count == self.ids.shape[0] and logits.dim() == 2 and logits.stride(1) == 1:
             if count:

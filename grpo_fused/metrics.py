@@ -1,4 +1,4 @@
-"""The metrics of a loss call, by TRL 1.16's names and definitions."""
+"""The metrics of a loss call, with the names and definitions of TRL 1.16."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def metric_names(
 
 
 def loss_metric_names(config: GRPOLossConfig, *, with_kl: bool, complete: bool) -> tuple[str, ...]:
-    """Names of the metrics of the fused loss, which also knows how many rows did gradient work."""
+    """Names of the metrics of the fused loss, with the number of rows that have a gradient."""
     return ("gradient_tokens", *metric_names(config, with_kl=with_kl, with_entropy=True, complete=complete))
 
 
@@ -44,10 +44,10 @@ def compute_metrics(
 ) -> dict[str, Tensor]:
     """Metrics of all tokens of a call, 0-d each: `objective` and `entropy` ([R]) cover the whole `batch`.
 
-    Means run over active tokens. What has one value a sequence (clip decisions at level `sequence`, VESPO's phi) is
-    averaged over all sequences, unless advantages differ within one. `low_min` and `high_max` run over the means of
-    the sequences that have tokens, and are NaN where none has. Those that need every token scored are left out
-    unless `complete`.
+    Means are over active tokens. Numbers with one value for each sequence (clip decisions at level `sequence`, VESPO's
+    phi) are averaged over all sequences, unless advantages differ within one. `low_min` and `high_max` are taken over
+    the means of the sequences that have tokens; NaN if there are none. Metrics that need the scores of all tokens are
+    included only if `complete`.
     """
     metrics = {"policy_loss": objective.policy_loss, "active_tokens": batch.total}
     if not complete:

@@ -1,8 +1,8 @@
 """The GRPO objective on log-probabilities and its analytic derivative, in plain torch.
 
-Each formula is written once here, for every engine: the per-token loss l, its aggregation, and the coefficients
-g = dL/dlogp and dL/dH that an engine multiplies into the gradient of the log-softmax. The derivative is analytic, so a
-value that a mask or a clip discards cannot poison a gradient. `reference.py` derives the same by autograd.
+Each formula is here once, for all engines: the per-token loss l, its aggregation, and the coefficients g = dL/dlogp and
+dL/dH, which an engine multiplies with the gradient of the log-softmax. The derivative is analytic, so a value that a
+mask or a clip discards cannot make a gradient NaN. `reference.py` computes the same by autograd.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_fused.batch import LOWEST_LOGP, TokenBatch
 from grpo_fused.config import GRPOLossConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped at +-20 before they are exponentiated: TRL overflows beyond, we stay finite."""
+"""Log-ratios are clamped at +-20 before they are exponentiated; TRL overflows for larger ones."""
 
 LOG_TINY_RATIO = math.log(1e-8)
 """VESPO's lower bound on log-ratios."""
@@ -29,7 +29,7 @@ class Ratio(NamedTuple):
     log_ratio: Tensor
     """[R] logp - old; 0 on-policy."""
     value: Tensor
-    """[R] c, at the level that the configuration asks for."""
+    """[R] c, at the level of the configuration."""
     chain: Tensor
     """[R] dc/dlogp of the token itself (token, sequence_token) or dc_s/ds (sequence)."""
 
@@ -40,13 +40,13 @@ class Policy(NamedTuple):
     loss: Tensor
     """[R]"""
     dratio: Tensor | None
-    """[R] dl/dc, where the loss depends on the log-prob through the ratio."""
+    """[R] dl/dc, if the loss depends on the log-prob through the ratio."""
     dlogp: Tensor | None
-    """[R] dl/dlogp, where it depends on the log-prob itself (cispo, vespo, gmpo)."""
+    """[R] dl/dlogp, if it depends on the log-prob itself (cispo, vespo, gmpo)."""
 
 
 class Objective(NamedTuple):
-    """Loss and coefficients of R tokens, and what the metrics are made of."""
+    """Loss and coefficients of R tokens, and the inputs of the metrics."""
 
     loss: Tensor
     """0-d."""
@@ -67,7 +67,7 @@ class Objective(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """What each token adds to the loss before it is weighted and summed."""
+    """The loss of each token before it is weighted and summed."""
 
     loss: Tensor
     """[R] policy term with its masks and factors, + beta * KL; 0 where masked."""
@@ -78,9 +78,9 @@ class TokenLoss(NamedTuple):
 
 
 def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> TokenLoss:
-    """The loss of each token, for configurations that read no entropies. `batch.weight` does not enter.
+    """The loss of each token, for configurations without entropies. `batch.weight` is not used.
 
-    Its derivative towards an upstream gradient u ([R]) is `evaluate(...).dlogp` with `batch.weight` = u.
+    Its derivative for an upstream gradient u ([R]) is `evaluate(...).dlogp` with `batch.weight` = u.
     """
     assert not config.needs_entropy
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
@@ -98,7 +98,7 @@ def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Token
 def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Objective:
     """Loss and coefficients of `batch`, whose tokens have log-probs `logp` and entropies `entropy` ([R] each)."""
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
-    possible = batch.mask & ~(logp < LOWEST_LOGP)  # NaN is possible, and shall be seen
+    possible = batch.mask & ~(logp < LOWEST_LOGP)  # NaN counts as possible, since it must propagate
     logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
     high_entropy = _high_entropy_mask(entropy, batch, config)
 
@@ -200,12 +200,12 @@ def _vespo_phi(log_ratio: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> 
 
 
 def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
-    """`torch.where` on two numbers, in `dtype` (torch would take the default dtype)."""
+    """`torch.where` of two numbers in `dtype` (torch would use the default dtype)."""
     return torch.full_like(condition, no, dtype=dtype).masked_fill_(condition, yes)
 
 
 def _gmpo(log_ratio: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Policy:
-    """Geometric mean of one-sidedly clipped ratios. A token's share of it is the sequence's loss over its length."""
+    """Geometric mean of ratios clipped on one side. A token's share is the loss of its sequence over its length."""
     good = batch.advantages > 0
     clipped = torch.where(good, log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon))
     live = torch.where(good, log_ratio <= config.epsilon_upper, log_ratio >= -config.epsilon)
@@ -214,13 +214,13 @@ def _gmpo(log_ratio: Tensor, high_entropy: Tensor | None, batch: TokenBatch, con
     mean = batch.sequence_sum(torch.where(counted, clipped, 0.0)) / count
     value = batch.of_sequence(mean.clamp(max=MAX_LOG_RATIO).exp())
     live = live & counted & (batch.of_sequence(mean) <= MAX_LOG_RATIO)
-    # batch.weight is 1 / (n_b * B) as for KL: n_b equal shares sum to the sequence's loss, and its gradient is rescaled
+    # batch.weight is 1 / (n_b * B), as for KL: n_b equal shares sum to the sequence's loss; `share` scales its gradient
     share = batch.of_sequence(batch.lengths.clamp(min=1.0) / count)
     return Policy(-value * batch.advantages, None, torch.where(live, -share * value * batch.advantages, 0.0))
 
 
 def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
-    """[R]: off-policy mask x entropy mask x importance-sampling ratio, as far as the loss type applies them."""
+    """[R]: off-policy mask x entropy mask x importance-sampling ratio, those that the loss type uses."""
     factor = torch.ones_like(logp)
     if config.off_policy_mask_threshold is not None:
         behaviour = batch.sampling if batch.sampling is not None else batch.old
@@ -230,7 +230,7 @@ def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch,
         else:
             drift = torch.zeros_like(logp)
         factor = torch.where((batch.advantages >= 0) | (drift <= config.off_policy_mask_threshold), factor, 0.0)
-    if config.loss_type == "gmpo":  # its entropy mask acts inside the mean
+    if config.loss_type == "gmpo":  # it applies its entropy mask inside the mean
         return factor
     if high_entropy is not None:
         factor = torch.where(high_entropy, factor, 0.0)
@@ -240,14 +240,14 @@ def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch,
 
 
 def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor, Tensor]:
-    """KL estimate, and its derivatives in the token's log-prob and in the ratio ([R] each)."""
+    """KL estimate, and its derivatives with respect to the token's log-prob and to the ratio ([R] each)."""
     zero = torch.zeros_like(logp)
     if batch.ref is None:
         return None, zero, zero
     q = torch.where(batch.mask, batch.ref - logp, zero)
     if config.kl_estimator == "k3":
         bounded = q.clamp(max=MAX_LOG_RATIO)
-        # beyond 20 the tangent of exp goes on: clamping alone would flip the sign of the force
+        # beyond 20 exp continues as its tangent: with the clamp alone the gradient would change its sign
         tangent = torch.where(q > bounded, bounded.expm1() * (q - bounded), zero)
         kl, dkl, both = tangent + bounded.expm1() - bounded, -bounded.expm1(), tangent - bounded
     elif config.kl_estimator == "k1":
@@ -258,7 +258,7 @@ def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -
         return kl, dkl, zero
     if config.importance_sampling_level == "sequence":
         return ratio.value * kl, ratio.value * dkl, kl
-    # d(c kl) = c (kl + dkl), whose exponentials cancel: summed by hand, since e^20 leaves no digits of q in fp32
+    # d(c kl) = c (kl + dkl), whose exponentials cancel: simplified by hand, since beside e^20 fp32 has no digits of q
     return ratio.value * kl, torch.where(ratio.chain == 0, ratio.value * dkl, ratio.chain * both), zero
 
 
@@ -270,7 +270,7 @@ def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLo
     if entropy.numel() == 0:
         return batch.mask
     entropy = entropy.to(torch.float32)
-    # torch.quantile refuses more than 2**24 elements; sorting does not
+    # torch.quantile does not support more than 2**24 elements; sorting does
     ordered = torch.where(batch.mask, entropy, math.inf).sort().values.to(torch.float64)
     last = (batch.mask.sum() - 1).clamp(min=0)
     position = (1.0 - config.top_entropy_quantile) * last.to(torch.float64)

@@ -1,8 +1,8 @@
 """The `torch.library` operators behind the public functions, each on one call (`calls.py`).
 
-They are opaque to `torch.compile`: what happens inside depends on data (which rows are active), what comes out does
-not. Gradients leave an operator as results, since they are made in the forward pass; `autograd.py` hands them on. A
-result that is not wanted is an empty tensor.
+They are opaque to `torch.compile`: the computation depends on data (which rows are active), the shapes of the results
+do not. Gradients are results of an operator, since they are computed in the forward pass; `autograd.py` returns them.
+A result that is not required is an empty tensor.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from grpo_fused.validation import check_candidates, check_loss_values, check_off
 
 
 def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a `torch.library` operator of a function that builds its call of the values it gets: `*flat(call)`.
+    """Make a `torch.library` operator from a function whose arguments are `*flat(call)`.
 
-    The schema is made of the fields of the call and of the result. The operator's `fake` registers what it gives for
+    The schema comes from the fields of the call and of the result. The operator's `fake` registers its results for
     tensors without data.
     """
     parameters = [
@@ -71,7 +71,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @contextmanager
 def _plain(device: torch.device) -> Iterator[None]:
-    """No autograd, no autocast (inputs are cast by hand), IEEE products."""
+    """No autograd, no autocast (inputs are cast explicitly), IEEE products."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ieee_products():
         yield
 
@@ -173,7 +173,7 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
 
 @_operator(LogprobsCall, Scores)
 def linear_logprobs(*values: Any) -> Scores:
-    """Log-probs and entropies from hidden states and head; what the gradient needs beside."""
+    """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
     layout, head = Layout.of_tokens(call.token_ids), call.head
 
@@ -200,7 +200,7 @@ def _(*values: Any) -> Scores:
 
 @_operator(LogprobsGradientCall, HeadGradients)
 def linear_logprobs_gradient(*values: Any) -> HeadGradients:
-    """Gradients of log-probs and entropies, from the scores of the forward pass or, anew, without."""
+    """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
     call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
     forward = call.forward
     layout, head = Layout.of_tokens(forward.token_ids), forward.head
@@ -243,7 +243,7 @@ def _(*values: Any) -> HeadGradients:
 
 
 class ObjectiveResult(NamedTuple):
-    """Loss, scores as they were read, metrics in the order of `metric_names`, and coefficients."""
+    """Loss, scores as they were used, metrics in the order of `metric_names`, and coefficients."""
 
     loss: Tensor
     logps: Tensor

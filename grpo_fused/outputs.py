@@ -1,4 +1,4 @@
-"""The results of the public functions: always these tuples, whatever the options."""
+"""The results of the public functions: always these tuples, with any options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class GRPOLossOutput(NamedTuple):
     per_token_logps: Tensor
     """fp32, nats, shaped like the token ids; detached, 0 where masked."""
     entropies: Tensor | None
-    """fp32, nats, shaped like the token ids; detached, 0 where masked. None where the caller of `grpo_loss` gave none,
-    and with `with_metrics=False`."""
+    """fp32, nats, shaped like the token ids; detached, 0 where masked. None if the caller of `grpo_loss` gave none, and
+    with `with_metrics=False`."""
     metrics: dict[str, Tensor]
-    """0-d fp32 tensors on the device, by TRL's names; detached."""
+    """0-d fp32 tensors on the device, with TRL's names; detached."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -38,7 +38,7 @@ class LogprobOutput(NamedTuple):
     logps: Tensor
     """fp32, nats, shaped like the token ids; differentiable, 0 where masked."""
     entropies: Tensor | None
-    """fp32, nats, shaped like the token ids; differentiable, 0 where masked. None unless asked for."""
+    """fp32, nats, shaped like the token ids; differentiable, 0 where masked. None unless requested."""
 
 
 class AdvantageOutput(NamedTuple):
@@ -53,14 +53,14 @@ class AdvantageOutput(NamedTuple):
     unjudged: Tensor
     """0-d int64: samples that no reward function judged."""
     zero_std_groups: Tensor
-    """0-d int64: groups whose judged samples (two or more) all have the same reward, so that nothing can be learnt."""
+    """0-d int64: groups whose judged samples (two or more) all have the same reward; they give no gradient."""
 
 
 class ImportanceSamplingOutput(NamedTuple):
     """Result of `importance_sampling_correction`."""
 
     ratio: Tensor
-    """fp32 (fp64 for fp64 inputs), as `importance_sampling_ratio` takes it: shaped like the log-probs in the token
-    modes, `[B, 1]` (`[S, 1]` packed) in the sequence modes."""
+    """fp32 (fp64 for fp64 inputs), for `importance_sampling_ratio=`: shaped like the log-probs in the token modes,
+    `[B, 1]` (`[S, 1]` packed) in the sequence modes."""
     metrics: dict[str, Tensor]
-    """0-d fp32 tensors on the device, by TRL's names."""
+    """0-d fp32 tensors on the device, with TRL's names."""

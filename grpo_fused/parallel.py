@@ -1,16 +1,17 @@
-"""A call shared by several ranks: slices of the vocabulary, and tokens of one batch. All on `torch.distributed`.
+"""Collectives of a call that several ranks share: slices of the vocabulary, and tokens of one batch.
 
-That they make the same call is checked by `handshake`.
+All use `torch.distributed`. `handshake` checks that the ranks make the same call.
 
-Vocabulary: every rank scores the same tokens against its rows of the weight. What it found of each token (maximum, log
-of the sum, entropy, and the log-prob where it owns the target) goes to all ranks in one collective for each chunk, 3 or
-4 numbers a token; merged in the order of the ranks, so that all have the same bits. Gradients of the weight are local;
-those of the hidden states are summed over the ranks, H numbers a token, while the product for the weight runs.
+Vocabulary: every rank scores the same tokens with its rows of the weight. The statistics of each token (maximum, log of
+the sum, entropy, and the log-prob if the rank owns the target) go to all ranks in one collective for each chunk, 3 or 4
+numbers for each token. They are merged in the order of the ranks, so all ranks have the same bits. Gradients of the
+weight are local. Gradients of the hidden states are summed over the ranks, H numbers for each token, during the product
+for the weight.
 
-Tokens: every rank has other tokens. What the objective knows of them (at most 7 numbers a token) goes to all ranks
+Tokens: every rank has other tokens. The inputs of the objective (at most 7 numbers for each token) go to all ranks
 before the loss, log-probs and entropies after the scores. Every rank then evaluates the objective and the metrics of
-the whole batch, which costs nothing beside the head: normalisers, quantiles, sequences that lie on several ranks and
-all metrics are those of one process.
+the whole batch, whose cost is small beside the head. So normalisers, quantiles, sequences on several ranks and all
+metrics are those of one process.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from torch import Tensor
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import values_are_checked
 
-_NEVER = -1e4  # stands for log 0 where it meets a factor of 0
+_NEVER = -1e4  # used for log 0 where it is multiplied by 0
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Which ranks share a call, as `process_group=` takes it; a plain `ProcessGroup` there is `vocab`."""
+    """The ranks that share a call, for `process_group=`; a plain `ProcessGroup` there means `vocab`."""
 
     vocab: dist.ProcessGroup | None = None
-    """Ranks with the same tokens and a slice of the head each: rank r owns the entries after those of rank r - 1."""
+    """Ranks with the same tokens, each with a slice of the head: rank r has the rows after those of rank r - 1."""
     tokens: dist.ProcessGroup | None = None
     """Ranks with other tokens of the same batch, and the same (slice of the) head."""
     split_sequences: bool = False
     """Whether sequence b of every rank of `tokens` is a part of one sequence (context parallelism), in the order of the
-    ranks. Otherwise each rank has sequences of its own."""
+    ranks. Otherwise each rank has its own sequences."""
 
     @classmethod
     def of(cls, given: dist.ProcessGroup | ParallelGroups | None) -> ParallelGroups:
-        """Groups from what the caller gave.
+        """Groups from the caller's argument.
 
         Raises:
             TypeError: It is neither a group nor `ParallelGroups`.
@@ -60,7 +61,7 @@ class ParallelGroups:
 
     @staticmethod
     def encode(given: dist.ProcessGroup | ParallelGroups | None) -> str:
-        """The groups by name, as an operator takes them; empty where a call is one process's."""
+        """The names of the groups, the form in which an operator takes them; empty for a call of one process."""
         if given is None:
             return ""
         groups = ParallelGroups.of(given)
@@ -88,7 +89,7 @@ def _resolve(name: str) -> dist.ProcessGroup | None:
 
 @dataclass
 class Traffic:
-    """Collectives of this process in a `counting` block, and the numbers that it contributed to each kind."""
+    """Collectives of this process in a `counting` block: calls of each kind, and numbers that it sent."""
 
     calls: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -104,7 +105,7 @@ _counters: list[Traffic] = []
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Count what is communicated in the block, by kind.
+    """Count the collectives in the block, by kind.
 
     `statistics`, `hidden gradient`, `objective`, `agreement`, `sizes`, `status`.
     """
@@ -138,7 +139,7 @@ def gather_objects(group: dist.ProcessGroup, x: Any) -> list[Any]:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the numbers lie that a group exchanges to agree: NCCL has none on the CPU."""
+    """The device of the numbers in the handshake: NCCL does not support the CPU."""
     return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
@@ -146,11 +147,11 @@ class PeerError(RuntimeError):
     """Another rank of the call failed; the message names it and its reason."""
 
     group: dist.ProcessGroup | None = None
-    """where that was learnt, if after the handshake: its ranks know already"""
+    """the group whose collective reported the failure after the handshake: its other ranks know it already"""
 
     @classmethod
     def of(cls, reasons: Mapping[int, str], group: dist.ProcessGroup | None = None) -> PeerError:
-        """From what ranks of a process group said."""
+        """From the reasons that ranks of a process group gave."""
         error = cls("; ".join(f"rank {rank} of the process group failed: {why}" for rank, why in reasons.items()))
         error.group = group
         return error
@@ -161,11 +162,11 @@ class _Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        # a GPU would have to be waited for
+        # on a GPU the check would synchronise
         self._meets = values_are_checked(device_of(group))
 
     def meet(self, failure: Exception | None = None) -> None:
-        """Before each collective: raise where another rank has failed since the last one, and so does not come to it.
+        """Before each collective: raise if another rank has failed since the last one, and so will not take part.
 
         A rank that has failed calls this with its reason, and raises afterwards.
         """
@@ -180,7 +181,7 @@ class _Ranks:
 
 
 class VocabParallel(_Ranks):
-    """A head of which this rank holds some rows: rank r `sizes[r]` of them."""
+    """A head whose rows are split over the ranks: rank r has `sizes[r]` of them."""
 
     def __init__(self, group: dist.ProcessGroup, sizes: list[int], ids: Tensor) -> None:
         super().__init__(group)
@@ -191,8 +192,8 @@ class VocabParallel(_Ranks):
         """[N] bool: tokens whose target is among this rank's rows."""
 
     def merged(self, rows: Tensor, local: Statistics) -> Statistics:
-        """Statistics over the whole vocabulary of the tokens at `rows`, from every rank's; one collective."""
-        # a slice without a possible entry has no share; a NaN of its own making must not look like the model's
+        """Statistics over the whole vocabulary of the tokens at `rows`, merged from all ranks; one collective."""
+        # a slice whose logits are all -inf has no share, and its NaN must not be taken for a NaN of the model
         empty = (local.max == -math.inf) | (local.log_sum == -math.inf)
         logp = torch.where(self.owned[rows] & ~empty, local.logp, -math.inf)
         parts = [local.max.masked_fill(empty, -math.inf), local.log_sum.masked_fill(empty, 0.0), logp]
@@ -202,26 +203,26 @@ class VocabParallel(_Ranks):
         every = all_gather("statistics", torch.stack(parts), self.group)
         m, owner = every[:, 0].max(0, keepdim=True)
         shift = (every[:, 0] - m).clamp(min=_NEVER)
-        # as in a row: the maximum's own 1 stays out of the sum
+        # as within a row: the term of the maximum, 1, is left out of the sum
         sums = shift.exp() * every[:, 1].exp()
         log_sum = sums.scatter(0, owner, every[:, 1].gather(0, owner).expm1()).sum(0).log1p()
         entropy = None
         if local.entropy is not None:
             share = (shift + every[:, 1] - log_sum).exp()
             entropy = (log_sum - (share * (every[:, 3] + shift)).sum(0)).clamp(min=0.0)
-        target = ((every[:, 2] + every[:, 1]) + shift).amax(0)  # z - m: of a confident target exactly 0
+        target = ((every[:, 2] + every[:, 1]) + shift).amax(0)  # z - m: exactly 0 for a confident target
         return Statistics(m.squeeze(0), log_sum, (target - log_sum).clamp(max=0.0), entropy)
 
     def smallest(self, count: int) -> int:
-        """The least of all ranks' `count`: ranks with larger slices have room for fewer tokens, and all go together."""
+        """The minimum of `count` over the ranks: larger slices have room for fewer tokens; chunks must be equal."""
         count = min(count, 2**62)
         self.meet()
         return int(all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum `x` over the ranks, in fp32 at least; the result is what the returned function gives.
+        """Start the sum of `x` over the ranks, in fp32 at least; the returned function waits for it and returns it.
 
-        `x` is given away: where it is wide enough the sum is made in its memory.
+        `x` must not be used afterwards: if its dtype is wide enough, the sum is written to its memory.
         """
         dtype = x.dtype
         wide = x.to(torch.promote_types(dtype, torch.float32))
@@ -237,7 +238,7 @@ class VocabParallel(_Ranks):
 
 
 class TokenParallel(_Ranks):
-    """A batch of which this rank holds some tokens; `sizes`: tokens, sequences and `Layout.reading` of each rank."""
+    """A batch whose tokens are split over the ranks; `sizes`: tokens, sequences and `Layout.reading` of each rank."""
 
     def __init__(self, group: dist.ProcessGroup, sizes: list[list[int]], split: bool) -> None:
         super().__init__(group)
@@ -257,7 +258,7 @@ class TokenParallel(_Ranks):
         self.num_sequences = counts[0] if split else sum(counts)
         self.first_token = sum(self.token_counts[:rank])
         self.order: Tensor | None = None
-        """[N] int64: the tokens of all ranks in the order of their sequences; None where they come in it."""
+        """[N] int64: the tokens of all ranks in the order of their sequences; None if already in this order."""
 
     def gather(self, x: Tensor) -> Tensor:
         """[N, ...] in the order of the batch: `x` [n, ...] of every rank."""
@@ -270,7 +271,7 @@ class TokenParallel(_Ranks):
         return joined if self.order is None else joined[self.order]
 
     def arrange(self, sequence: Tensor) -> Tensor:
-        """Set the order from the sequence of each token in the order of the ranks; returns this rank's positions."""
+        """Set the order from each token's sequence, given in the order of the ranks; return this rank's positions."""
         mine = torch.arange(len(sequence), device=sequence.device)
         if self.split:
             self.order = sequence.sort(stable=True).indices
@@ -281,7 +282,7 @@ class TokenParallel(_Ranks):
         return mine[self.first_token : self.first_token + self.token_counts[rank]]
 
     def all_of(self, condition: bool, device: torch.device) -> bool:
-        """Whether it holds on every rank: what they do next must be the same."""
+        """Whether the condition is true on all ranks, which must take the same branch."""
         return self.sum(int(condition), device) == len(self.token_counts)
 
     def sum(self, count: int, device: torch.device) -> int:
@@ -294,7 +295,7 @@ def whole(x: Tensor, process_group: dist.ProcessGroup | ParallelGroups | None) -
     """A sharded parameter (`DTensor`) gathered; its gradient is averaged over the mesh, in the parameter's sharding.
 
     Raises:
-        ValueError: There is a group of ranks with slices of the vocabulary: is it whole, or one of them?
+        ValueError: There is a group of ranks with slices of the vocabulary, so it is unclear whether this is a slice.
     """
     from torch.distributed.tensor import DTensor, Partial
 

@@ -1,12 +1,12 @@
-"""How a call runs on an engine: scores and gradients in as few head products as the objective allows.
+"""How a call runs on an engine: scores and gradients with as few head products as the objective allows.
 
-- A token-level objective knows a token's coefficient from the token alone: score and gradient in one pass.
-- A sequence-level one needs whole sequences: one pass too if chunks can end at sequence boundaries, else all rows are
-  scored first.
-- `top_entropy_quantile` needs the whole batch: score first.
+- Token-level objective: the coefficient of a token depends on that token only. Score and gradient in one pass.
+- Sequence-level objective: it depends on the whole sequence. One pass too if chunks can end at sequence boundaries;
+  otherwise all rows are scored first.
+- `top_entropy_quantile`: it depends on the whole batch. Score first.
 
-Rows are moved together once (`compact`): those that may have a gradient, then those that are only scored. That is the
-call's one device synchronisation; a second one follows where scoring comes first, since clipped rows are then dropped.
+Rows are gathered once (`compact`): first those that may have a gradient, then those that are only scored. This is the
+only device synchronisation of a call; there is a second one if scoring comes first: clipped rows are then removed.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from grpo_fused.parallel import TokenParallel
 
 
 class LossParts(NamedTuple):
-    """Everything a loss call makes. Tensors have the statistics dtype unless said otherwise."""
+    """All results of a loss call. Tensors have the statistics dtype unless stated otherwise."""
 
     loss: Tensor
     logps: Tensor
     """[N], 0 where masked"""
     entropies: Tensor | None
-    """[N], 0 where masked; None where neither the loss nor the metrics read them"""
+    """[N], 0 where masked; None if neither the loss nor the metrics use them"""
     metrics: dict[str, Tensor]
     gradients: Gradients
 
 
 class _Rows(NamedTuple):
-    """Which rows of a call do what: [.] int64, ascending."""
+    """The rows of a call by what is computed for them: int64, ascending."""
 
     gradient: Tensor
     scored_only: Tensor
     sequence_lengths: list[int] | None
-    """rows of each sequence among `gradient`, where known without another synchronisation"""
+    """number of rows of each sequence among `gradient`, if known without another synchronisation"""
 
 
 def run_loss(
@@ -62,14 +62,14 @@ def run_loss(
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
     head, how, needs = Head.of(call.head), call.head, call.needs
     batch, mine = TokenBatch.of_all_ranks(call.inputs, layout, config, head.statistics_dtype, ranks)
-    matters = batch.may_have_gradient(config)  # to the loss, too: the others add exactly 0 to it
+    matters = batch.may_have_gradient(config)  # to the loss too: the others add exactly 0 to it
     own = batch  # the positions of this rank among those of all
     if mine is not None:
         own, matters = batch.select(mine), matters[mine]
     rows = _choose_rows(own, tokens.undecided, matters, layout, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
-    # looking at a chunk's coefficients costs a synchronisation, except on the CPU
+    # reading the coefficients of a chunk synchronises, except on the CPU
     skip_zeros = how.compact and tokens.ids.device.type == "cpu"
     work = Work(head, tokens, rows.gradient, with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
 
@@ -78,7 +78,7 @@ def run_loss(
     whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
     if ranks is not None and config.needs_sequence and not ranks.all_of(chunks is not None, own.mask.device):
-        chunks = None  # where the sequences of one rank do not fit a chunk, all score first
+        chunks = None  # if the sequences of one rank do not fit a chunk, all ranks score first
     gradients = Gradients(None, None, None, 0)
     if needs.any() and chunks is not None:
         objective = TokenObjective(own.select(rows.gradient), config)
@@ -159,7 +159,7 @@ def run_logprobs_gradient(
 ) -> Gradients:
     """Gradients of all N positions from the coefficients on their log-probs and entropies: three products.
 
-    `scores` ([N]) are what `run_logprobs` returned, if at hand.
+    `scores` ([N]) is the result of `run_logprobs`, if available.
     """
     head = Head.of(call)
     dlogp, dentropy = clean_coefficients(tokens.undecided, dlogps, dentropies, head.statistics_dtype)
@@ -170,7 +170,7 @@ def run_logprobs_gradient(
 def clean_coefficients(
     mask: Tensor, dlogps: Tensor | None, dentropies: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Coefficients [N] in `dtype`, 0 where masked whatever came."""
+    """Coefficients [N] in `dtype`, 0 where masked for any given values."""
     zero = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     dlogp = zero if dlogps is None else torch.where(mask, dlogps.reshape(-1).to(dtype), zero)
     return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
@@ -191,7 +191,7 @@ def _score(engine: Engine, work: Work, scores: Statistics) -> None:
 def _known_gradient(
     engine: Engine, work: Work, scores: Statistics | None, dlogp: Tensor, dentropy: Tensor | None, compact: bool
 ) -> Work:
-    """The work of a gradient whose coefficients ([N]) are known: three products, for the rows that have one."""
+    """The work of a gradient with known coefficients ([N]): three products, for rows with a nonzero one."""
     rows = work.rows
     if compact:
         rows = rows[has_coefficient(dlogp, dentropy)[rows].nonzero().squeeze(1)]
@@ -225,7 +225,7 @@ def _chunk_rows(engine: Engine, work: Work) -> int:
 
 
 def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | None:
-    """Chunks of whole sequences, as many in each as fit `chunk_rows`; None where a sequence does not fit."""
+    """Chunks of whole sequences, as many in each as fit `chunk_rows`; None if a sequence does not fit."""
     if max(lengths, default=0) > chunk_rows:
         return None
     chunks, start, stop = [], 0, 0

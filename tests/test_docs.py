@@ -1,12 +1,13 @@
-"""The README and docs/ do what they say: every block of Python runs, what it prints stands below it, commands exist.
+"""The README and docs/ are true: every block of Python runs and prints what the page says, commands and files exist.
 
     python -m pytest tests/test_docs.py
     python tests/test_docs.py --write    # put what blocks print now into the pages
 
-Blocks of a page share a namespace, in order. A comment before a block says what the reader would bring:
+Blocks of a page share a namespace, in order. A comment before a block says what it needs:
 
     <!-- needs: model, input_ids -->     names that `PREPARED` makes
     <!-- run: torchrun 2 -->             the block is a program of its own for two ranks
+    <!-- file: name -->                  the block is this file of the reader
     <!-- not run: reason -->             a fragment; listed by `test_what_is_not_run_says_why`
 
 A block of text right after one of Python is what it prints: the same words, numbers as near as rounding allows.
@@ -14,9 +15,12 @@ A block of text right after one of Python is what it prints: the same words, num
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -31,7 +35,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+API = "docs/api.md"
+"""Generated from docstrings: its blocks are signatures."""
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "api.md")]
 FRAGMENTS = {"docs/extending.md": 1}
 """Blocks that are not run; a new one must be counted here."""
 
@@ -48,6 +54,7 @@ class Block(NamedTuple):
     ranks: int
     """0: run here"""
     not_run: str | None
+    file: str | None
     output: str | None
     """of the block of text that follows"""
 
@@ -80,9 +87,9 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def _instructions(comments: list[str]) -> tuple[list[str], int, str | None]:
+def _instructions(comments: list[str]) -> tuple[list[str], int, str | None, str | None]:
     needs: list[str] = []
-    ranks, not_run = 0, None
+    ranks, not_run, file = 0, None, None
     for comment in comments:
         what, _, value = comment.partition(": ")
         if what == "needs":
@@ -91,13 +98,15 @@ def _instructions(comments: list[str]) -> tuple[list[str], int, str | None]:
             ranks = int(value.removeprefix("torchrun "))
         elif what == "not run":
             not_run = value
-        else:
+        elif what == "file":
+            file = value
+        elif not re.match(r"(begin|end):", comment):  # of a generated table
             raise ValueError(f"unknown instruction: {comment}")
-    return needs, ranks, not_run
+    return needs, ranks, not_run, file
 
 
 class Small:
-    """What readers bring, in small."""
+    """Small examples of what readers have: models, data, folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -138,6 +147,13 @@ def _trl(what: str) -> Callable[[Small, dict[str, Any]], Any]:
     return make
 
 
+def _trl_args(small: Small, names: dict[str, Any]) -> Any:
+    pytest.importorskip("trl")
+    from trl import GRPOConfig
+
+    return GRPOConfig(**_trl("options")(small, names))
+
+
 def _reward(small: Small, names: dict[str, Any]) -> Any:
     from integrations.trl_runs import reward
 
@@ -161,11 +177,11 @@ PREPARED: dict[str, Callable[[Small, dict[str, Any]], Any]] = {
     "old_per_token_logps": lambda small, names: names["out"].per_token_logps,
     "epsilon": lambda small, names: 0.2,
     "epsilon_high": lambda small, names: 0.28,
-    "temperature": lambda small, names: 0.9,
     "reward": _reward,
     "path": _tiny_policy,
     "rows": lambda small, names: [{"prompt": f"{number} + 1 ="} for number in range(4)],
     "folder": lambda small, names: small.folder / "run",
+    "args": _trl_args,
     **{name: _trl(name) for name in ("model_path", "options", "dataset", "tokenizer")},
 }
 
@@ -247,18 +263,21 @@ EXPECTED = {"README.md": _readme_is_equivalent, "docs/heads.md": _heads_give_the
 """What must hold after a page has run, beside its own assertions."""
 
 
+LANGUAGES = {"python", "bash", "text", "cpp", "json", "yaml"}
+
+
 def test_what_is_not_run_says_why():
     """Every Python block runs or gives a reason, and their number is known."""
     fragments = [block for page in PAGES for block in blocks(page) if block.not_run is not None]
     assert all(block.not_run for block in fragments)
     assert {page: sum(block.page == page for block in fragments) for page in PAGES if page in FRAGMENTS} == FRAGMENTS
     assert len(fragments) == sum(FRAGMENTS.values()), [str(block) for block in fragments]
-    assert {block.language for page in PAGES for block in blocks(page)} <= {"python", "bash", "text", "cpp", "bibtex"}
+    assert {block.language for page in PAGES for block in blocks(page)} <= LANGUAGES
     unknown = {name for page in PAGES for block in blocks(page) for name in block.needs} - PREPARED.keys()
     assert not unknown
 
 
-PROSE = [*PAGES, "CONTRIBUTING.md", "csrc/README.md"]
+PROSE = [*PAGES, API, "CONTRIBUTING.md", "csrc/README.md", "examples/recipes/README.md"]
 
 
 def commands(page: str) -> Iterator[str]:
@@ -314,7 +333,8 @@ def test_commands_exist(page):
             for flag in (word for word in arguments if word.startswith("--")):
                 assert f"__{flag[2:].replace('-', '_')} " in known, f"{page}: {command}: {flag} is no option"
             for file in (word for word in arguments if word.endswith(".yaml")):
-                assert (ROOT / file).exists(), f"{page}: {command}"
+                written = {block.file for block in blocks(page)}
+                assert file in written or (ROOT / file).exists(), f"{page}: {command}"
             continue
         for flag in (word for word in arguments if word.startswith("--")):
             shared = (ROOT / "benchmarks" / "measure.py").read_text() if "measure" in source else ""
@@ -343,8 +363,86 @@ def test_links_and_files_exist(page):
         assert target.startswith("http") or ((ROOT / page).parent / target).exists(), f"{page}: {target}"
     homes = (ROOT, ROOT / "grpo_fused", ROOT / page, (ROOT / page).parent)
     for code in re.findall(r"`([^`\s]+)`", text):
-        if re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|md|h|cpp|cuh?|toml|txt)", code):
+        ours = not code.startswith("liger_kernel/")
+        if ours and re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|md|h|cpp|cuh?|toml|txt)", code):
             assert any((home / code).exists() for home in homes), f"{page}: {code}"
+
+
+def test_your_task_trains_a_tiny_model(tmp_path, monkeypatch):
+    """The files of the page, with its commands; only the model is another, and the run shorter."""
+    from grpo_fused.__main__ import main
+    from grpo_fused.trainer.metrics import read_jsonl
+
+    page = "docs/your_task.md"
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        if block.file is not None:
+            Path(block.file).write_text(block.code, encoding="utf-8")
+    model = _tiny_policy(Small(tmp_path), {})
+    shorter = ["--model", model, "--steps", "1", "--max_completion_length", "4", "--num_generations", "2"]
+    for command in commands(page):
+        if command.startswith("grpo-fused"):
+            arguments = command.split()[1:]
+            real = arguments[0] == "train" and "--dry-run" not in arguments
+            main([*arguments, *shorter] if real else arguments)
+    rows = [row for row in read_jsonl(Path("runs/capitals/metrics.jsonl")) if row["step"] == 1]
+    assert "rewards/short_answer" in rows[0]
+
+
+def test_the_notebook_runs():
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), f"quickstart.ipynb, {cell['id']}", "exec"), names)
+    first, *_, last = (metrics["reward"] for metrics in names["history"])
+    assert last > first + 0.2
+
+
+def test_the_api_page_is_up_to_date():
+    script = [sys.executable, str(ROOT / "docs" / "make_api.py"), "--check"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def fields_of(package: str, file: str, name: str) -> set[str]:
+    """The fields of a dataclass of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    names = {ast.unparse(item.target) for item in found.body if isinstance(item, ast.AnnAssign)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_every_option_of_trl_is_mapped():
+    theirs = fields_of("trl", "trainer/grpo_config.py", "GRPOConfig")
+    theirs |= fields_of("trl", "trainer/base_config.py", "_BaseConfig")
+    theirs |= fields_of("transformers", "training_args.py", "TrainingArguments")
+    text = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
+    assert not theirs - set(re.findall(r"`(\w+)`", text))
+
+
+def test_options_that_trl_maps_to_are_ours():
+    ours = {
+        *fields_of("grpo_fused", "trainer/config.py", "GRPOTrainerConfig"),
+        *fields_of("grpo_fused", "trainer/recipe.py", "Recipe"),
+        *(f"loss.{name}" for name in fields_of("grpo_fused", "config.py", "GRPOLossConfig")),
+        "--resume",
+    }
+    text = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `\w+` \| (`[^|]+`) \|", text, re.MULTILINE)
+    mapped = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert len(rows) > 60
+    assert not mapped - ours
+    lists = re.findall(r"Ours only:\s(.*?)\.\n", text, re.DOTALL)
+    only_ours = {name for words in lists for name in re.findall(r"`([^`]+)`", words)}
+    assert only_ours <= ours
+    loss = {name for name in ours if name.startswith("loss.")}
+    assert loss <= mapped | only_ours | {"loss.max_completion_length"}
 
 
 def test_places_to_extend_exist():

@@ -1,5 +1,5 @@
-"""README and plots are what the newest results give; the report says what was not measured, and refuses what it cannot
-read."""
+"""Tables and plots are what the newest results give; the report says what was not measured, and refuses files that it
+cannot read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from benchmarks import plots, report
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
 from benchmarks.sweep import PLANS
-from benchmarks.tables import TABLES
+from benchmarks.tables import PAGES
 
-EMPTY = "# Title\n" + "".join(f"<!-- begin:{name} -->\nold\n<!-- end:{name} -->\nkept {name}\n" for name in TABLES)
+
+def empty(page: str) -> str:
+    """A page with markers around old text."""
+    markers = [f"<!-- begin:{name} -->\nold\n<!-- end:{name} -->\nkept {name}\n" for name in PAGES[page]]
+    return "# Title\n" + "".join(markers)
 
 
 def taken(ms: float, bare: float) -> dict:
@@ -25,7 +29,7 @@ def taken(ms: float, bare: float) -> dict:
 
 
 def measured(case: Case, peers: bool = True) -> dict:
-    """A row as `benchmarks.measure` makes it, of figures that nobody took."""
+    """A row as `benchmarks.measure` makes it, of invented figures."""
     errors = {"loss": 1e-6, "dhidden": 2e-3, "dweight": 3e-3, "logp": 4e-6}
     rows: dict = {
         "native": {"errors": errors, "forward_backward": taken(900.0, 1000.0), "scoring": taken(250.0, 333.0),
@@ -57,14 +61,24 @@ def result(device: str, *cases: tuple[Case, bool], schema: int = SCHEMA, date: s
 
 @pytest.fixture
 def place(tmp_path):
-    """A README, a folder of results and one for plots."""
+    """A folder with the pages, and one of results."""
     (tmp_path / "results" / "a-machine").mkdir(parents=True)
-    (tmp_path / "README.md").write_text(EMPTY)
-    return tmp_path / "README.md", tmp_path / "results", tmp_path / "plots"
+    (tmp_path / "docs").mkdir()
+    for page in PAGES:
+        (tmp_path / page).write_text(empty(page))
+    return tmp_path, tmp_path / "results"
 
 
 def put(place, name: str, text: str) -> None:
     (place[1] / "a-machine" / name).write_text(text)
+
+
+def benchmarks_page(place) -> str:
+    return (place[0] / "docs" / "benchmarks.md").read_text()
+
+
+def plots_of(place) -> list:
+    return sorted((place[0] / "docs" / "plots").glob("*"))
 
 
 DENSE, HALF = Case(4, 256, 896, 151936), Case(4, 256, 896, 151936, pattern="half-inactive")
@@ -77,20 +91,21 @@ def test_the_committed_files_are_up_to_date():
 
 def test_nothing_measured(place):
     report.write(*place)
-    text = place[0].read_text()
+    text = benchmarks_page(place)
+    assert (place[0] / "README.md").read_text().count("not measured yet") == 2
     assert text.count("not measured yet") >= 2 + 4 * 3
     for plan in PLANS:
         assert f"N = {plan.case.N}, H = {plan.case.H}, V = {plan.case.V}" in text
     assert "kept gpu-speed" in text
     assert "old" not in text
-    assert not place[2].exists()
+    assert not plots_of(place)
     assert report.outdated(*place) == ""
 
 
 def test_tables_come_from_the_file(place):
     put(place, "a.json", result("cpu", (DENSE, True), (HALF, False), (FEW, False)))
     report.write(*place)
-    text = place[0].read_text()
+    text = benchmarks_page(place)
     cpu, gpu = text.split("begin:gpu-speed")
     assert "| **native** | 900 ms | 0.90 (0.89 to 0.91) | 250 ms | 0.75 | 61 MiB | 3.0e-03 | 4.0e-06 |" in cpu
     assert "| trl | 4000 ms | 4.00 (3.99 to 4.01) | 700 ms | 2.10 | no result within 300 s | 3.0e-03 | 8.0e-02 |" in cpu
@@ -103,8 +118,8 @@ def test_tables_come_from_the_file(place):
     assert cpu.count("| Other sizes |") == 1
     assert "A machine, 2 cores, 2 threads (AVX512); torch 2.13.0" in cpu
     assert (
-        "Commit abc1234, 2026-05-06, 3 rounds, load 0.1 at the start; again with `python -m benchmarks.cpu --quick`"
-        in cpu
+        "Commit abc1234, 2026-05-06, 3 rounds, load average 0.1 at the start. Repeat it with "
+        "`python -m benchmarks.cpu --quick`" in cpu
     )
     assert "not measured yet" in gpu
     assert "| cce | cce's kernel | cpu: runs on cuda only |" in gpu
@@ -118,31 +133,31 @@ def test_a_wrong_result_of_ours_is_named_where_no_peer_took_part(place):
     put(place, "a.json", json.dumps(run))
     report.write(*place)
     row = "| bf16, N = 128, H = 896, V = 151936 | native | not timed: dweight is off by 2 |  |  |  |  |"
-    assert row in place[0].read_text()
+    assert row in benchmarks_page(place)
 
 
 def test_a_gpu_run_leaves_what_it_has_not_measured(place):
     put(place, "a.json", result("cuda", (PLANS[0].case, True)))
     report.write(*place)
-    gpu = place[0].read_text().split("begin:gpu-speed")[1]
+    gpu = benchmarks_page(place).split("begin:gpu-speed")[1]
     assert f"**bf16, N = 8192, H = {PLANS[0].case.H}, V = 151936**" in gpu
     assert sum(line.count("not measured yet") == 4 for line in gpu.splitlines()) == 2
-    assert "docs/plots/gpu-speed.svg" in gpu
+    assert "(plots/gpu-speed.svg)" in gpu
 
 
 def test_plots_are_the_same_bytes_and_know_their_data(place):
     pytest.importorskip("matplotlib")
     put(place, "a.json", result("cpu", (DENSE, True)))
     report.write(*place)
-    assert "Other sizes" not in place[0].read_text()
-    assert sorted(path.name for path in place[2].iterdir()) == ["cpu-memory.svg", "cpu-speed.svg"]
-    first = {path: path.read_bytes() for path in (*place[2].iterdir(), place[0])}
+    assert "Other sizes" not in benchmarks_page(place)
+    assert [path.name for path in plots_of(place)] == ["cpu-memory.svg", "cpu-speed.svg"]
+    first = {path: path.read_bytes() for path in (*plots_of(place), *(place[0] / page for page in PAGES))}
     assert report.outdated(*place) == ""
     report.write(*place)
     assert {path: path.read_bytes() for path in first} == first
     assert not re.search(rb"<dc:date>|20\d\d-\d\d-\d\dT", b"".join(first[p] for p in first if p.suffix == ".svg"))
     changed = result("cpu", (DENSE, True)).replace("4.0,", "5.0,")
-    put(place, "b.json", changed.replace("2026-05-06", "2026-05-07"))
+    put(place, "b.json", changed.replace("T07:08:09", "T08:08:09"))
     found = report.outdated(*place)
     assert "cpu-speed.svg does not show the newest results" in found
     assert "cpu-memory.svg" not in found
@@ -151,10 +166,10 @@ def test_plots_are_the_same_bytes_and_know_their_data(place):
 
 
 def test_check_fails_with_a_diff(place):
-    options = [f"--{name}={value}" for name, value in zip(("readme", "results", "plots"), place, strict=True)]
+    options = [f"--{name}={value}" for name, value in zip(("root", "results"), place, strict=True)]
     with pytest.raises(SystemExit, match="(?s)[+]On a CPU.*not up to date: run python -m benchmarks.report"):
         report.main(["--check", *options])
-    assert place[0].read_text() == EMPTY
+    assert {page: (place[0] / page).read_text() for page in PAGES} == {page: empty(page) for page in PAGES}
     report.main(options)
     report.main(["--check", *options])
 
@@ -163,18 +178,52 @@ def test_a_newer_schema_is_refused(place):
     put(place, "a.json", result("cpu", (DENSE, True), schema=SCHEMA + 1))
     with pytest.raises(ValueError, match="newer than this code"):
         report.write(*place)
-    assert place[0].read_text() == EMPTY
+    assert benchmarks_page(place) == empty("docs/benchmarks.md")
+
+
+def test_the_summary_is_of_the_newest_run_that_timed_every_peer(place):
+    def all_timed(ms: float) -> dict:
+        return {name: {"forward_backward": taken(ms, 1000.0)} for name in ("torch.compile", "liger", "trl")}
+
+    run = json.loads(result("cpu", (DENSE, True)))
+    run["sections"]["loss"]["cases"][DENSE.name]["providers"] |= all_timed(5000.0)
+    put(place, "a.json", json.dumps(run))
+    put(place, "b.json", result("cpu", (DENSE, True), date="2026-05-08T07:08:09"))  # newer, without torch.compile
+    report.write(*place)
+    text = (place[0] / "README.md").read_text()
+    assert "| 900 ms, 61 MiB | 5000 ms | 5000 ms | 5000 ms |" in text
+    assert "A machine, commit abc1234, 2026-05-06, 2 threads." in text
+
+
+def test_the_training_step_compares_ours_with_trl(place):
+    run = json.loads(result("cpu", (FEW, False)))
+    seconds = {"ours": 0.4, "eager": 0.8, "TRL": 1.6}
+    run["sections"]["end_to_end"] = {
+        "model": {"hidden": 256, "layers": 4, "vocab": 32000, "device": "cpu"}, "tokens": 1024,
+        "results": {"bfloat16": {name: {"step_seconds": {"median": s}, "head_seconds": {"median": s / 2},
+                                        "tokens_per_second": 1024 / s, "head_share": 0.5} for name, s in seconds.items()}},
+        "head_flop_share": {"this model": 0.68, "Large": 0.1},
+    }  # fmt: skip
+    put(place, "a.json", json.dumps(run))
+    report.write(*place)
+    text = (place[0] / "README.md").read_text()
+    assert "400 ms instead of 1600 ms in bfloat16 (A machine" in text
+    assert "68% of this model's FLOP; it is 10% in Large" in text
+    assert "| bfloat16 | TRL | 640 | 50% |" in benchmarks_page(place)
+
+
+ONE, TWO = (f"<!-- begin:{name} -->\n<!-- end:{name} -->\n" for name in ("summary", "training-step"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (EMPTY.replace("<!-- end:cpu-speed -->", ""), "expected one .*end:cpu-speed.*got 1 and 0"),
-        (EMPTY + EMPTY, "got 2 and 2"),
-        (EMPTY + "<!-- begin:other -->\n<!-- end:other -->\n", "no table is named other; there are cpu-speed"),
+        (ONE.replace("<!-- end:summary -->", "") + TWO, "expected one .*end:summary.*got 1 and 0"),
+        (ONE + ONE + TWO, "got 2 and 2"),
+        (ONE + TWO + TWO.replace("training-step", "other"), "no table of this page is named other; there are summary"),
     ],
     ids=["end missing", "twice", "unknown"],
 )
 def test_markers_must_be_right(place, text, message):
     with pytest.raises(ValueError, match=message):
-        report.rewritten(text, place[1])
+        report.rewritten(text, PAGES["README.md"], place[1])

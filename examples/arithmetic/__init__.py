@@ -2,6 +2,6 @@
 
 import os
 
-# Must be set before torch is imported. The model is so small that its threads wait for each other all the time; by
-# default they spin, and one other busy process on the machine then slows the run down twentyfold.
+# Must be set before torch is imported. The model is so small that its threads often wait for each other. By default
+# they spin, and one other busy process on the machine then makes the run twenty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -27,7 +27,7 @@ REWARD_WEIGHTS = {"format": 0.2, "exact answer": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much work a run is."""
+    """The size of a run."""
 
     demonstrations: int
     held_out: int
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     questions = split_questions(scale.demonstrations, scale.held_out)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, quick=args.quick)
-    engines.choose(args.impl, model.device, model.dtype)  # before the warm-up rather than after it
+    engines.choose(args.impl, model.device, model.dtype)  # an engine that cannot run fails here, before the warm-up
     print(
         f"Qwen2 with {sum(parameter.numel() for parameter in model.parameters()):,} parameters; "
         f"{len(questions.demonstrations):,} demonstrations, {len(questions.train):,} questions for GRPO, "
@@ -152,7 +152,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def positive_int(text: str) -> int:
-    """The type of an option that counts something."""
+    """The type of an option with a positive integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")

@@ -1,4 +1,4 @@
-"""Held-out accuracy: greedy answers to questions that no training step saw."""
+"""Held-out accuracy: greedy answers to questions that were not trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_fused.trainer import HuggingFaceEngine, Sampling
 
 
 class Evaluation(NamedTuple):
-    """What the policy answered, and the share of right answers."""
+    """The answers of the policy, and the share of right ones."""
 
     accuracy: float
     completions: list[str]

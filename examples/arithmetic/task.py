@@ -1,24 +1,24 @@
-"""The task: sums and differences of two two-digit numbers, and the demonstrations that the warm-up learns from."""
+"""The task: sums and differences of two two-digit numbers, and the demonstrations for the warm-up."""
 
 from __future__ import annotations
 
 import random
 from typing import NamedTuple
 
-SPLIT_SEED = 20250101  # the split is part of the task: every --seed trains and is judged on the same questions
-WORKED_SHARE = 0.45  # of the demonstrations; the others state the answer and do not show how they got it
+SPLIT_SEED = 20250101  # the split is part of the task: it is the same for each --seed
+WORKED_SHARE = 0.45  # of the demonstrations; the others have the answer without its calculation
 
 
 class Split(NamedTuple):
     """Three disjoint lists of rows `{"prompt": "37+58=", "answer": "95"}`."""
 
-    demonstrations: list[dict[str, str]]  # warm-up: these rows also carry a right "completion"
+    demonstrations: list[dict[str, str]]  # warm-up: these rows also have a right "completion"
     train: list[dict[str, str]]  # GRPO: the model sees the question, the reward functions see the answer
     held_out: list[dict[str, str]]  # accuracy: never trained on
 
 
 def split_questions(num_demonstrations: int, num_held_out: int) -> Split:
-    """Shuffles all 12,195 questions (a+b, and a-b where a >= b) and deals them into three disjoint parts."""
+    """Shuffles all 12,195 questions (a+b, and a-b where a >= b) and splits them into three disjoint parts."""
     numbers = range(10, 100)
     sums = [(a, "+", b) for a in numbers for b in numbers]
     differences = [(a, "-", b) for a in numbers for b in numbers if a >= b]

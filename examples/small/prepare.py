@@ -1,4 +1,4 @@
-"""What the recipes train on: a policy that has seen a few demonstrations, a reward model, number puzzles."""
+"""Models and data of the recipes: a policy after a short supervised warm-up, a reward model, number puzzles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepare(folder: Path, *, warmup_steps: int = 200, seed: int = 0) -> None:
 
 
 def make_puzzles() -> list[dict[str, Any]]:
-    """Two numbers and what +, - or * makes of them: `{"prompt": "7,3=21:", "nums": [7, 3], "target": 21}`."""
+    """Two numbers and their sum, difference or product: `{"prompt": "7,3=21:", "nums": [7, 3], "target": 21}`."""
     puzzles = [
         {"prompt": f"{a},{b}={target}:", "nums": [a, b], "target": target}
         for a in NUMBERS
@@ -48,7 +48,7 @@ def make_puzzles() -> list[dict[str, Any]]:
 
 
 def demonstrations(puzzles: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Half of them in the format; the operator is drawn blindly, so that about a third reach the target."""
+    """Half of them in the format; the operator is random, so that about a third reach the target."""
     rng = random.Random(1)
     shown = []
     for puzzle in puzzles * 4:
@@ -60,7 +60,7 @@ def demonstrations(puzzles: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def make_reward_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForSequenceClassification:
-    """Random weights: an arbitrary taste, but a consistent one."""
+    """A model with random weights: its rewards are arbitrary, but always the same for a text."""
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_fused import engines, reference
 from grpo_fused import validation as check
-from grpo_fused.autograd import LinearLoss, LinearLogprobs
+from grpo_fused.autograd import LinearLogprobs, LinearLoss
 from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs, Needs
 from grpo_fused.candidates import CandidateSets, checked
 from grpo_fused.config import GRPOLossConfig

@@ -1,0 +1,86 @@
+"""The style of every picture: colours, fonts, titles, and labels that stand on white."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID, PEER = "#1f2933", "#616e7c", "#e4e7eb", "#aab2bd"
+COLORS = {
+    "native": "#0072b2",
+    "ours": "#0072b2",
+    "triton": "#0072b2",
+    "cuda": "#0072b2",
+    "chunked": "#56b4e9",
+    "eager": "#d55e00",
+    "TRL": "#e69f00",
+    "Liger": "#a0522d",
+    "linear_cross_entropy": "#cc79a7",
+    "bare": "#7b8794",
+}
+"""Okabe and Ito's palette, which people with any kind of colour vision can tell apart; lines have labels as well."""
+
+OURS = ("native", "triton", "cuda", "chunked", "ours")
+NAMES = {
+    "native": "ours: native",
+    "triton": "ours: triton",
+    "cuda": "ours: cuda",
+    "chunked": "ours: chunked",
+    "eager": "eager PyTorch",
+    "trl": "TRL",
+    "liger": "Liger",
+    "liger-triton": "Liger, Triton",
+    "torch-lce": "linear_cross_entropy",
+    "torch-lce-chunked": "linear_cross_entropy, chunked",
+    "cce": "Apple CCE",
+    "cce-exact": "Apple CCE, exact",
+    "quack": "QuACK",
+}
+"""Names of the implementations in the result files, and in pictures."""
+
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+"""Behind a label: no line goes through its text."""
+
+
+def new_figure(width: float, height: float, title: str, note: str) -> Figure:
+    """Width and height in inches; drawn without a display, whatever backend the user has configured."""
+    figure = Figure(figsize=(width, height), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, color=INK, fontsize=13, fontweight="bold", x=0.012, ha="left")
+    figure.supxlabel(note, color=MUTED, fontsize=8.5, x=0.012, ha="left")
+    return figure
+
+
+def decorate(axes: Axes, title: str, x_label: str, y_label: str, grid: Literal["both", "none"] = "both") -> None:
+    """Title, labels and grid of a panel."""
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
+    axes.set_xlabel(x_label, fontsize=9, color=MUTED)
+    axes.set_ylabel(y_label, fontsize=9, color=MUTED)
+    if grid == "both":
+        axes.grid(visible=True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8.5, length=0, which="both")
+    axes.spines[:].set_visible(False)
+
+
+def bar_color(name: str) -> str:
+    """Blue for ours, grey for the others."""
+    return COLORS[name] if name in OURS else PEER
+
+
+def label_bars(axes: Axes, names: Sequence[str]) -> None:
+    """The names of horizontal bars, the first one on top, on an axis that begins at 0."""
+    axes.set_yticks(range(len(names)), names, fontsize=9, color=INK)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+
+
+def beside(axes: Axes, x: float, y: float, text: str) -> None:
+    """Text to the right of the end of a bar."""
+    axes.annotate(
+        text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK, bbox=LABEL_BOX
+    )
