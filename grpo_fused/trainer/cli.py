@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -21,7 +23,7 @@ SWITCHES = {
     "dry_run": "one step on a tiny random model and a few rows: whether the recipe works, without its model and data",
 }
 
-MAX_VALUES, MAX_DEPTH = 20_000, 50  # of a YAML text with its aliases written out; a recipe has about 40 values
+MAX_VALUES = 20_000  # of a YAML text with its aliases written out; a recipe has about 40 values
 PARSER_MODE = "bounded_yaml"
 
 
@@ -29,39 +31,31 @@ def load_yaml(text: str) -> Any:
     """YAML of bounded size: aliases of aliases can stand for more values than any memory holds.
 
     Raises:
-        ValueError: It has more than `MAX_VALUES` values, aliases written out, or is nested deeper than `MAX_DEPTH`.
+        ValueError: It has more than `MAX_VALUES` values, aliases written out, or it is nested too deeply, as it is by
+            an alias of what it stands in.
     """
-    values: list[int] = [0]  # of the collections that are open, the document outermost
-    anchors: list[str | None] = []
-    known: dict[str | None, int] = {}
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            values.append(1)
-            anchors.append(event.anchor)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            size = values.pop()
-            known[anchors.pop()] = size
-            values[-1] += size
-        elif isinstance(event, yaml.ScalarEvent):
-            known[event.anchor] = 1
-            values[-1] += 1
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor in anchors:
-                raise ValueError(f"YAML must not hold an alias of what it stands in; got *{event.anchor}")
-            values[-1] += known.get(event.anchor, 1)
-        if max(values) > MAX_VALUES or len(anchors) > MAX_DEPTH:
-            raise ValueError(
-                f"YAML must have at most {MAX_VALUES} values, aliases written out, nested at most {MAX_DEPTH} deep; "
-                f"got more at line {event.start_mark.line + 1}"
-            )
-    return get_loader("yaml")(text)
+
+    @cache
+    def size(node: yaml.Node) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        return 1 + sum(map(size, children))
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None and size(root) > MAX_VALUES:
+            raise ValueError(f"YAML must have at most {MAX_VALUES} values, aliases written out; got more")
+        return get_loader("yaml")(text)
+    except RecursionError as error:
+        raise ValueError("YAML must not be nested deeply or hold an alias of what it stands in; it does") from error
 
 
 set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError, ValueError))
 
 
-def train_parser() -> ArgumentParser:
-    """The options of `grpo-fused train`: those of `Recipe`, from YAML and from the command line."""
+def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
+    """The recipe of YAML and the command line, and the switches; a wrong one ends the program and says why."""
     parser = ArgumentParser(
         prog="grpo-fused train",
         description=(
@@ -76,12 +70,6 @@ def train_parser() -> ArgumentParser:
     for name, what in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_class_arguments(Recipe)
-    return parser
-
-
-def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
-    """The recipe that the arguments describe, and the switches; a wrong one ends the program and says why."""
-    parser = train_parser()
     words = parser.parse_args([_underscored(word) for word in argv])
     try:
         options = {name: value for name, value in vars(parser.instantiate(words)).items() if name != "config"}

@@ -17,7 +17,7 @@ Precision = Literal["no", "bf16", "fp16"]
 
 
 def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
-    """A number with its range, which `GRPOTrainerConfig` checks: from `least`, or above 0 where it is `positive`."""
+    """A finite number with its range, checked by `GRPOTrainerConfig`: from `least`, or above 0 if it is `positive`."""
     return field(default=default, metadata={"least": least, "positive": positive, "most": most})
 
 
@@ -136,7 +136,9 @@ class GRPOTrainerConfig:
         return self.prompts_per_step * self.num_generations
 
 
-def _check(name: str, value: Any, hint: Any, **limits: Any) -> None:
+def _check(
+    name: str, value: Any, hint: Any, *, least: float = 0, positive: bool = False, most: float = math.inf
+) -> None:
     """Raises unless an option is of its type, and a number in its range."""
     kinds = get_args(hint) if isinstance(hint, UnionType) or NoneType in get_args(hint) else (hint,)
     kind, choices = kinds[0], [choice for one in kinds for choice in get_args(one) if get_origin(one) is Literal]
@@ -146,20 +148,11 @@ def _check(name: str, value: Any, hint: Any, **limits: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
         raise TypeError(f"{name} must be a tuple of non-empty strings; got {value!r}")
+    is_number = kind in (int, float)
     accepted: Any = (int, float) if kind is float else kind if kind in (int, bool, GRPOLossConfig) else object
-    if not isinstance(value, accepted) or (limits and isinstance(value, bool)):
-        came = type(value).__name__ if kind is GRPOLossConfig else repr(value)
-        raise TypeError(f"{name} must be {'an' if kind is int else 'a'} {kind.__name__}; got {came}")
-    if limits:
-        _check_range(name, value, **limits)
-
-
-def _check_range(name: str, value: float, *, least: float, positive: bool, most: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}")
-    if value > most:
-        raise ValueError(f"{name} must not be above {most}; got {value}")
-    if positive and value <= 0:
-        raise ValueError(f"{name} must be positive; got {value}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")
+    if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
+        raise TypeError(f"{name} must be of type {kind.__name__}; got {value!r}")
+    if is_number and not (least <= value <= most and math.isfinite(value) and (value or not positive)):
+        lower = "positive" if positive else f"at least {least}"
+        upper = "finite" if most == math.inf else f"at most {most}"
+        raise ValueError(f"{name} must be {lower} and {upper}; got {value}")

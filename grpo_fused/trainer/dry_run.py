@@ -9,7 +9,7 @@ from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.data import Row, is_file
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, build_trainer, with_adapter
-from grpo_fused.trainer.tasks import find_task, format_rows
+from grpo_fused.trainer.tasks import TASKS, format_rows
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
 PROMPTS = ("Name a colour.", "What is 2 + 2?")
@@ -46,9 +46,8 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
 
 def _rows(recipe: Recipe) -> list[Row]:
     if recipe.task is not None:
-        task = find_task(recipe.task)
+        task = TASKS[recipe.task]
         return format_rows(task, task.examples, system_prompt=recipe.system_prompt, chat=recipe.chat)[:2]
-    assert recipe.dataset is not None
-    if is_file(recipe.dataset):
+    if recipe.dataset is not None and is_file(recipe.dataset):
         return recipe.train_rows()[:2]
     return [{"prompt": prompt} for prompt in PROMPTS]

@@ -3,65 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
 
-from grpo_fused.trainer.data import Row
 from grpo_fused.trainer.metrics import Metrics
-from grpo_fused.trainer.rollout import Sampling
 
-Judge = Callable[[Sequence[Row], Sampling], Tensor]
-"""Samples completions of rows and scores them: rewards [len(rows) * num_generations, F]."""
+if TYPE_CHECKING:
+    from grpo_fused.trainer.loop import GRPOTrainer
 
 
-def evaluate(
-    judge: Judge,
-    rows: Sequence[Row],
-    names: Sequence[str],
-    success: int,
-    sampling: Sampling,
-    samples: int,
-    accelerator: Accelerator,
-    *,
-    batch_size: int,
-) -> Metrics:
-    """Mean greedy rewards of held-out rows, and the chance that one of k sampled completions succeeds.
+def evaluate(trainer: GRPOTrainer) -> Metrics:
+    """Mean greedy rewards of the held-out rows, and the chance that one of k sampled completions succeeds.
 
         pass@k = mean over rows of 1 - C(n - c, k) / C(n, k),   c of n samples succeed
 
-    Args:
-        judge: The trainer's sampling and scoring.
-        rows: Held-out rows, the same on all processes, which share them.
-        names: Of the F reward functions.
-        success: Which of them decides whether a completion succeeds (a reward of more than a half).
-        sampling: How the run samples.
-        samples: n, completions a row for pass@1 and pass@n; 0 for greedy ones only.
-        accelerator: Whose processes share the rows.
-        batch_size: Rows at a time.
+    A completion succeeds if the reward function with the largest weight gives it more than a half. The processes share
+    the rows.
 
     Returns:
-        "eval/<name>", and with samples "eval/pass@1" and "eval/pass@<n>".
+        "eval/<name>", and with n = `config.eval_samples` > 0 "eval/pass@1" and "eval/pass@<n>"; nothing without rows.
 
     Source: Chen et al., Evaluating Large Language Models Trained on Code (arXiv 2107.03374), for pass@k.
     """
-    mine = list(rows)[accelerator.process_index :: accelerator.num_processes]
+    if trainer.eval_rows is None:
+        return {}
+    rows, names, accelerator = list(trainer.eval_rows), list(trainer.reward_functions), trainer.accelerator
+    samples, batch_size = trainer.config.eval_samples, trainer.prompts_per_process
+    success = int(trainer.reward_weights.argmax())
+    mine = rows[accelerator.process_index :: accelerator.num_processes]
     # sums and counts of: each reward, pass@1, pass@n
     sums = torch.zeros(2, len(names) + 2, dtype=torch.float64)
     # processes ask for the same numbers of completions (sampling may run in step): they repeat a row, uncounted
     most = math.ceil(len(rows) / accelerator.num_processes)
     for start in range(0, most, batch_size):
         batch = mine[start : start + batch_size]
-        asked = batch + list(rows[:1]) * (min(batch_size, most - start) - len(batch))
-        greedy = judge(asked, replace(sampling, greedy=True, num_generations=1))[: len(batch)].double().cpu()
+        asked = batch + rows[:1] * (min(batch_size, most - start) - len(batch))
+        _, rewards = trainer.sample(asked, replace(trainer.sampling, greedy=True, num_generations=1))
+        greedy = rewards[: len(batch)].double().cpu()
         sums[0, : len(names)] += greedy.nansum(0)
         sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
-            sampled = judge(asked, replace(sampling, num_generations=samples))[:, success].reshape(-1, samples).cpu()
-            sampled = sampled[: len(batch)]
+            _, rewards = trainer.sample(asked, replace(trainer.sampling, num_generations=samples))
+            sampled = rewards[:, success].reshape(-1, samples)[: len(batch)].cpu()
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())
                 sums[0, -2:] += torch.tensor([pass_at_k(samples, right, 1), pass_at_k(samples, right, samples)])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from accelerate import Accelerator, tracking
@@ -19,12 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_fused import engines, group_advantages
 from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Batches, Row, check_rows, dropped_message, filter_by_prompt_length
+from grpo_fused.trainer.data import Batches, Row, check_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.metrics import Metrics, mean_of, print_samples
+from grpo_fused.trainer.metrics import Metrics, print_samples
 from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
-from grpo_fused.trainer.prompts import Prompt, completion_for, encode_prompt, prompt_text
+from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.state import RunState
@@ -183,7 +182,8 @@ class GRPOTrainer(RunState):
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
         self._remember()
-        rollout, rewards = self._collect_together()
+        with self._together():
+            rollout, rewards = self.collect()
         all_rewards = self.accelerator.gather(rewards)
         groups = group_advantages(
             all_rewards.cpu(),
@@ -195,7 +195,7 @@ class GRPOTrainer(RunState):
         first = self.accelerator.process_index * len(rewards)
         advantages = groups.advantages[first : first + len(rewards)].to(self.accelerator.device)
         with self._explained(rollout, advantages):
-            updates = self.update(rollout, advantages)
+            updates = self.update(rollout, advantages) or [{"loss": 0.0, "grad_norm": 0.0}]  # no gradient, no update
         # The optimizer steps of a rollout count alike, so a clip ratio includes the first, which cannot clip.
         lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).float()
         seconds = time.perf_counter() - started
@@ -206,7 +206,7 @@ class GRPOTrainer(RunState):
             "zero_std_groups": float(groups.zero_std_groups) / self.config.prompts_per_step,
             "unjudged": float(groups.unjudged),
             "completion_length": lengths.mean().item(),
-            **mean_of(updates),
+            **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
             "epoch": self.batches.epoch,
             "tokens_per_second": lengths.sum().item() / seconds,
             "seconds": seconds,
@@ -223,69 +223,44 @@ class GRPOTrainer(RunState):
         sampling = replace(self.sampling, seed=seed + first * self.config.num_generations)
         return self.sample(rows[first : first + self.prompts_per_process], sampling, show=shows)
 
-    def _collect_together(self) -> tuple[Rollout, Tensor]:
-        """`collect`; where one process fails, all of them do, so that none waits for it and they can save together."""
-        error, collected = RuntimeError("the step failed on another process, which says why"), None
-        try:
-            collected = self.collect()
-        except Exception as own:
-            error = own  # type: ignore[assignment]  # any kind
-        self._all_failed = self._any(collected is None)
-        if collected is None or self._all_failed:
-            raise error
-        return collected
-
     def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
         """Completions of some rows, and their rewards."""
         if self._synced_at != self.update.optimizer_steps:
             self.engine.sync_weights(self.model)
             self._synced_at = self.update.optimizer_steps
-        rollout = roll_out(self.engine, [self.encode(_prompt(row)) for row in rows], sampling)
+        rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
         rollout = rollout.to(self.accelerator.device)
         ids = rollout.completions()
         texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
-        completions = [completion_for(_prompt(row), text) for row, text in zip(repeated, texts, strict=True)]
+        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
         rewards = score_completions(
             self.reward_functions, repeated, completions, ids, timeout=self.config.reward_timeout
         )
         if show:
             shown = slice(0, sampling.num_generations)
-            prompts = [prompt_text(_prompt(row)) for row in repeated[shown]]
+            prompts = [prompt_text(row["prompt"]) for row in repeated[shown]]
             columns = {name: rewards[shown, i].tolist() for i, name in enumerate(self.reward_functions)}
             print_samples(self.steps_done + 1, prompts, texts[shown], columns)
         return rollout, rewards.to(self.accelerator.device)
 
     def evaluate(self) -> Metrics:
         """The metrics of the held-out rows, and those of the caller's own function."""
-        metrics: Metrics = {}
-        if self.eval_rows is not None:
-            metrics |= evaluate(
-                lambda rows, sampling: self.sample(rows, sampling)[1],
-                self.eval_rows,
-                list(self.reward_functions),
-                int(self.reward_weights.argmax()),
-                self.sampling,
-                self.config.eval_samples,
-                self.accelerator,
-                batch_size=self.prompts_per_process,
-            )
+        metrics = evaluate(self)
         return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
 
     def _usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
         check_rows(dataset, at_least, name=name)
-        if self.config.max_prompt_length is None:
+        longest = self.config.max_prompt_length
+        if longest is None:
             return dataset
-        filtered = filter_by_prompt_length(dataset, self.encode, self.config.max_prompt_length)
-        if filtered.dropped and self.accelerator.is_main_process:
-            tqdm.write(dropped_message(filtered, self.config.max_prompt_length))
-        check_rows(filtered.rows, at_least, name=name)
-        return filtered.rows
-
-
-def _prompt(row: Row) -> Prompt:
-    return cast(Prompt, row["prompt"])  # `check_rows` has seen it
+        rows = [row for row in dataset if len(self.encode(row["prompt"])) <= longest]
+        dropped = len(dataset) - len(rows)
+        if dropped and self.accelerator.is_main_process:
+            tqdm.write(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {longest} tokens")
+        check_rows(rows, at_least, name=f"{name} with prompts of at most {longest} tokens")
+        return rows
 
 
 def _check_distribution(accelerator: Accelerator) -> None:
@@ -303,9 +278,9 @@ def _check_trackers(report_to: Sequence[str], accelerator: Accelerator) -> None:
         tracker.name if isinstance(tracker, tracking.GeneralTracker) else str(tracker)
         for tracker in accelerator.log_with
     }
-    for name in report_to:
-        if name == "all" or name in active:
-            continue
-        if name in map(str, tracking.get_available_trackers()):
-            raise ValueError(f"report_to {name!r} needs an accelerator that logs with it; got one of {sorted(active)}")
-        raise ImportError(f"report_to {name!r} needs its package installed: pip install {name.replace('_', '-')}")
+    missing = set(report_to) - active - {"all"}
+    if missing:
+        raise ImportError(
+            "report_to must name trackers of accelerate whose packages are installed and with which the accelerator "
+            f"logs, {sorted(active)}; got {sorted(missing)}"
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Metrics = dict[str, float]
@@ -27,22 +28,19 @@ def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float | None]]:
-    """The lines of `append_jsonl`; a last line that was cut off (a full disk, a kill) is left out.
+    """The lines of `append_jsonl`; a last line that does not end (a full disk, a kill) is left out.
 
     Raises:
         ValueError: Another line is no JSON object with a step.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = []
-    for number, line in enumerate(lines):
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    rows: list[dict[str, float | None]] = []
+    for number, line in enumerate(lines, start=1):
         try:
-            rows += [json.loads(line)] if line else []
-        except (json.JSONDecodeError, RecursionError) as error:
-            if number == len(lines) - 1:
-                break
-            raise ValueError(f"line {number + 1} of {path} is not JSON: {error}") from error
-        if line and not (isinstance(rows[-1], dict) and isinstance(rows[-1].get("step"), int)):
-            raise ValueError(f"line {number + 1} of {path} must be an object with a step; got {line:.80}")
+            rows.append(json.loads(line))
+            int(rows[-1]["step"] or 0)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"line {number} of {path} must be a JSON object with a step; got {line:.80}") from error
     return rows
 
 
@@ -54,13 +52,6 @@ def cut_jsonl(path: Path, last_step: int) -> None:
     beside = path.with_suffix(".unfinished")
     beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     os.replace(beside, path)
-
-
-def mean_of(updates: Sequence[Metrics]) -> Metrics:
-    """Of the optimizer steps of a rollout; a rollout without any had no gradient."""
-    if not updates:
-        return {"loss": 0.0, "grad_norm": 0.0}
-    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
 
 
 def format_row(metrics: Mapping[str, float]) -> str:
@@ -88,11 +79,9 @@ def print_samples(
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         given = ("-" if math.isnan(values[row]) else f"{values[row]:.3g}" for values in rewards.values())
         # text of a model is no markup: a "[/b]" in it would be an error
-        table.add_row(*(_plain(text) for text in (prompt, completion, *given)))
+        table.add_row(*(escape(_printable(text)) for text in (prompt, completion, *given)))
     Console().print(table)
 
 
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape("".join(character if character.isprintable() or character == "\n" else "�" for character in text))
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-COLORS = ("#1f2933", "#2f6fde", "#e07b39", "#1a936f", "#7a4fbf", "#c2456b")
 
 Lines = list[dict[str, float | None]]
 
@@ -24,9 +23,6 @@ class Panel(NamedTuple):
     title: str
     unit: str
     curves: dict[str, str]  # metric in metrics.jsonl -> label
-    color: int = 0  # the first of COLORS to use
-    top: float | None = None  # upper limit of the axis, for shares
-    bottom: float | None = 0.0
 
 
 def panels_of(lines: Lines) -> list[Panel]:
@@ -34,17 +30,15 @@ def panels_of(lines: Lines) -> list[Panel]:
     names = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
     rewards = {name: name.removeprefix("rewards/") for name in names if name.startswith("rewards/")}
     held_out = {name: name.removeprefix("eval/") for name in names if name.startswith(("eval/", "held_out"))}
-    shares = all(0 <= value <= 1 for line in lines for name in held_out if (value := line.get(name)) is not None)
-    of_rewards = {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {})
     panels = [
-        Panel("Reward", "mean of a rollout", of_rewards, bottom=None),
-        Panel("Held-out prompts", "mean", held_out, 3, 1.0 if shares else None, 0.0 if shares else None),
-        Panel("KL to the reference", "nats per token", {"kl": ""}, 4),
-        Panel("Entropy", "nats per token", {"entropy": ""}, 5),
-        Panel("Clip ratio", "share of tokens", {"clip_ratio/region_mean": ""}, 2),
-        Panel("Completion length", "tokens, EOS included", {"completion_length": ""}, 1),
-        Panel("Groups without spread", "share of groups", {"zero_std_groups": ""}, 0, 1.0),
-        Panel("Gradient norm", "before clipping", {"grad_norm": ""}, 4),
+        Panel("Reward", "mean of a rollout", {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {})),
+        Panel("Held-out prompts", "mean", held_out),
+        Panel("KL to the reference", "nats per token", {"kl": ""}),
+        Panel("Entropy", "nats per token", {"entropy": ""}),
+        Panel("Clip ratio", "share of tokens", {"clip_ratio/region_mean": ""}),
+        Panel("Completion length", "tokens, EOS included", {"completion_length": ""}),
+        Panel("Groups without spread", "share of groups", {"zero_std_groups": ""}),
+        Panel("Gradient norm", "before clipping", {"grad_norm": ""}),
     ]
     return [panel for panel in panels if any(name in names for name in panel.curves)]
 
@@ -61,7 +55,6 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
         FileNotFoundError: There are no metrics.
         ValueError: They hold no step, or are not JSON lines.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     metrics = run / "metrics.jsonl" if run.is_dir() else run
@@ -73,9 +66,9 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
     columns = min(4 if len(panels) > 6 else 3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 3.3 * rows), dpi=130, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display, whatever backend the user has configured
-    title = title or metrics.resolve().parent.name
-    figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left")
+    figure.suptitle(
+        title or metrics.resolve().parent.name, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left"
+    )
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         draw_panel(axes, panel, lines)
@@ -100,45 +93,22 @@ def main(argv: Sequence[str]) -> None:
 
 def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     """One metric (or a few of one unit) over the steps; a noisy curve is pale with its moving average on top."""
-    for offset, (name, label) in enumerate(panel.curves.items()):
-        steps, values = points_of(lines, name)
-        if not steps:
-            continue
-        color = COLORS[(panel.color + offset) % len(COLORS)]
-        if len(values) > 30:
-            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            axes.plot(steps, moving_average(values, 9), color=color, linewidth=2, label=label)
-        else:
-            axes.plot(steps, values, color=color, linewidth=2, marker="o", markersize=4, label=label)
-        if panel.title.startswith("Held-out"):
-            annotate_ends(axes, steps, values, color=color)
+    for number, (name, label) in enumerate(panel.curves.items()):
+        points = [(line["step"] or 0, value) for line in lines if (value := line.get(name)) is not None]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        is_noisy = len(values) > 30
+        smooth = moving_average(values, 9) if is_noisy else values
+        axes.plot(steps, values, color=f"C{number}", alpha=0.25 if is_noisy else 1.0)
+        axes.plot(steps, smooth, color=f"C{number}", linewidth=2, marker="" if is_noisy else "o", label=label)
     axes.set_title(panel.title, loc="left", fontsize=11, color=INK, fontweight="bold")
     axes.set_xlabel("GRPO step", fontsize=9, color=MUTED)
     axes.set_ylabel(panel.unit, fontsize=9, color=MUTED)
-    if panel.bottom is not None:
-        axes.set_ylim(panel.bottom, panel.top and 1.08 * panel.top)
     axes.set_xlim(left=0)
     axes.grid(color=GRID, linewidth=0.8)
     axes.tick_params(colors=MUTED, labelsize=9, length=0)
     axes.spines[:].set_visible(False)
     if len(panel.curves) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
-
-
-def points_of(lines: Lines, name: str) -> tuple[list[float], list[float]]:
-    """The steps that have this metric, and its values."""
-    points = [(line["step"] or 0.0, value) for line in lines if (value := line.get(name)) is not None]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def annotate_ends(axes: Axes, steps: list[float], values: list[float], *, color: str) -> None:
-    """Writes the first and the last value beside their points."""
-    first, last = (steps[0], values[0]), (steps[-1], values[-1])
-    for (step, value), offset, align in ((first, (6, -14), "left"), (last, (0, 8), "right")):
-        axes.annotate(
-            f"{value:.3g}", (step, value), textcoords="offset points", xytext=offset, ha=align, color=color,
-            fontsize=10, fontweight="bold",
-        )  # fmt: skip
 
 
 def moving_average(values: list[float], width: int) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,14 +73,14 @@ class Policy:
                     temperature=self.config.temperature,
                     impl=self.config.impl,
                 )
-            write_rows(logps, batch, scores.logps)
+            add_rows(logps, batch, scores.logps)
         return logps
 
     def micro_batches(self, rollout: Rollout, rows: Tensor) -> list[tuple[Tensor, Rollout]]:
         """`rows` of the rollout in micro-batches (indices, sequences), as many as the process with most of them has.
 
-        Processes that share weights or gradients run in step. What is added has no indices, and one sequence that is
-        masked throughout: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
+        Processes that share weights or gradients run in step. What is added is the first sequence, masked
+        throughout: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
         """
         whole = self.config.loss.top_entropy_quantile < 1
         batches = micro_batches(rollout, rows, sys.maxsize if whole else self.config.micro_batch_tokens)
@@ -89,17 +88,14 @@ class Policy:
         if self.accelerator.num_processes > 1:
             most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())
         pieces = [(batch, rollout.rows(batch)) for batch in batches]
-        if len(pieces) < most:
-            idle = rollout.rows(slice(0, 1))
-            idle = idle._replace(completion_mask=torch.zeros_like(idle.completion_mask))
-            pieces += [(rows[:0], idle)] * (most - len(pieces))
-        return pieces
+        first = rollout.rows(slice(0, 1))
+        idle = first._replace(completion_mask=torch.zeros_like(first.completion_mask))
+        return pieces + [(torch.tensor([0]), idle)] * (most - len(pieces))
 
 
-def write_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """`table[rows] = values` for values [n, t] of a table [B, T], t <= T; nothing for no rows."""
-    if len(rows):
-        table[rows.to(table.device), : values.shape[1]] = values
+def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Adds log-probs [n, t] to rows of a table [B, T], t <= T; those of a masked sequence are 0 and change nothing."""
+    table[rows.to(table.device), : values.shape[1]] += values
 
 
 Reference = Callable[[Rollout, Tensor], Tensor]
@@ -110,16 +106,16 @@ def make_reference(policy: Policy) -> Reference:
     """With an adapter it is the policy itself without the adapter, which costs no memory; else a frozen copy."""
     model = policy.unwrapped
     if hasattr(model, "disable_adapter"):
-        return partial(_score_without_adapter, policy)
+
+        def score_without_adapter(rollout: Rollout, rows: Tensor) -> Tensor:
+            with model.disable_adapter():  # type: ignore[operator]  # of a PeftModel
+                return policy.score(rollout, rows)
+
+        return score_without_adapter
     frozen = copy.deepcopy(model).requires_grad_(False).eval()
     reference = Policy(frozen, policy.accelerator, policy.config)
     reference.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
     return reference.score
-
-
-def _score_without_adapter(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
-    with policy.unwrapped.disable_adapter():  # type: ignore[operator]  # of a PeftModel
-        return policy.score(rollout, rows)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -23,23 +23,19 @@ def check_prompt(prompt: object, where: str) -> None:
         where: Begins the message of the error, such as "row 3 of train_dataset".
 
     Raises:
-        TypeError: It is neither a str nor a list of mappings with texts.
-        ValueError: It is empty, lacks a key, or ends with the assistant's turn.
+        TypeError: It is neither a str nor a list of at least one chat message.
+        ValueError: It is blank, or ends with the assistant's turn.
     """
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError(f"{where}: expected a prompt that is not blank; got {prompt!r}")
-        return
-    if not isinstance(prompt, (list, tuple)):
-        raise TypeError(f"{where}: expected a prompt that is a str or a list of chat messages; got {_short(prompt)}")
-    if not prompt:
-        raise ValueError(f"{where}: expected a prompt of at least one chat message; got an empty list")
-    for position, message in enumerate(prompt):
-        _check_message(message, f"{where}, message {position} of the prompt")
-    if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{where}: expected a prompt whose last message is not the assistant's; got {prompt[-1]!r}")
-    if not prompt[-1]["content"].strip():
-        raise ValueError(f"{where}: expected a prompt whose last message is not blank; got {prompt[-1]!r}")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not (isinstance(messages, (list, tuple)) and messages and all(map(_is_message, messages))):
+        raise TypeError(
+            f'{where}: expected a prompt that is a str or a list of chat messages {{"role": ..., "content": ...}} with '
+            f"texts; got {prompt!r:.200}"
+        )
+    if messages[-1]["role"] == "assistant" or not messages[-1]["content"].strip():
+        raise ValueError(
+            f"{where}: expected a last message that is not blank and not the assistant's; got {prompt!r:.80}"
+        )
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -59,9 +55,19 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         ValueError: There is no chat template, the template refuses the messages, or no token comes out.
     """
     if isinstance(prompt, str):
-        ids: list[int] = list(tokenizer(prompt).input_ids)
+        encoding: Any = tokenizer(prompt)
     else:
-        ids = _encode_chat(tokenizer, prompt)
+        try:
+            # `return_dict` is said because its default is False in transformers 4 and True in 5
+            encoding = tokenizer.apply_chat_template(
+                [dict(message) for message in prompt], add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except TemplateError as error:
+            roles = [message["role"] for message in prompt]
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages with the roles {roles}: {error}"
+            ) from error
+    ids: list[int] = list(encoding["input_ids"])
     if not ids:
         raise ValueError(f"a prompt must have at least one token; got none from {prompt!r}")
     return ids
@@ -79,38 +85,8 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            "chat messages need a tokenizer with a chat template; got one without. Use an instruction-tuned model's "
-            "tokenizer, set `tokenizer.chat_template`, or give the prompts as plain text"
-        )
-    try:
-        encoding: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,  # said, because its default is False in transformers 4 and True in 5
-        )
-    except TemplateError as error:
-        roles = [message["role"] for message in messages]
-        raise ValueError(f"the tokenizer's chat template refuses messages with the roles {roles}: {error}") from error
-    return list(encoding["input_ids"])
-
-
-def _check_message(message: object, where: str) -> None:
+def _is_message(message: object) -> bool:
     if not isinstance(message, Mapping):
-        raise TypeError(f'{where}: expected {{"role": ..., "content": ...}}; got {_short(message)}')
-    for key in ("role", "content"):
-        if key not in message:
-            raise ValueError(f'{where}: expected the keys "role" and "content"; got {sorted(map(str, message))}')
-        if not isinstance(message[key], str):
-            raise TypeError(f"{where}: expected {key!r} to be a str; got {_short(message[key])}")
-    if not message["role"]:
-        raise ValueError(f"{where}: expected a role such as 'user'; got ''")
-
-
-def _short(value: object) -> str:
-    """The value and its type, cut to a length that an error message can carry."""
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+        return False
+    role, content = message.get("role"), message.get("content")
+    return isinstance(role, str) and bool(role) and isinstance(content, str)

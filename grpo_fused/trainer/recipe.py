@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.config import GRPOTrainerConfig, option
-from grpo_fused.trainer.data import Row, is_file, load_rows
+from grpo_fused.trainer.data import Row, check_rows, is_file, load_rows
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction
-from grpo_fused.trainer.tasks import find_task, format_rows
+from grpo_fused.trainer.tasks import TASKS, format_rows
 from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
@@ -43,9 +41,9 @@ class Reward:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("name", "function", "model") if getattr(self, name) is not None]
+        given = [name for name in (self.name, self.function, self.model) if name is not None]
         if len(given) != 1:
-            raise ValueError(f"a reward must have exactly one of name, function and model; got {given or 'none'}")
+            raise ValueError(f"a reward must have exactly one of name, function and model; got {given}")
 
     def load(self) -> RewardFunction:
         """The function, or the model behind one."""
@@ -53,13 +51,10 @@ class Reward:
             return built_in(self.name, **self.options)
         if self.model is not None:
             return RewardModel(self.model, **self.options)
-        assert self.function is not None
-        function = load_function(self.function)
-        if not self.options:
-            return function
-        bound = partial(function, **self.options)
-        bound.__name__ = getattr(function, "__name__", self.function)  # type: ignore[attr-defined]
-        return bound
+        function = load_function(str(self.function))
+        bound: Any = partial(function, **self.options)
+        bound.__name__ = getattr(function, "__name__", self.function)
+        return bound  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +102,7 @@ class Recipe(GRPOTrainerConfig):
     model: str
     rewards: tuple[Reward, ...]
     dataset: str | None = None
-    task: str | None = None
+    task: Literal["gsm8k", "countdown"] | None = None
     subset: str | None = None
     split: str = "train"
     limit: int | None = option(None, least=1)
@@ -127,17 +122,10 @@ class Recipe(GRPOTrainerConfig):
         super().__post_init__()
         if not self.rewards:
             raise ValueError("rewards must name at least one reward function; got none")
-        if self.task is not None:
-            find_task(self.task)
-        elif self.dataset is None:
+        if self.task is None and self.dataset is None:
             raise ValueError("a recipe must name a dataset or a task; got neither")
         if self.rollout == "vllm":
             check_options(self)
-
-    @property
-    def training(self) -> GRPOTrainerConfig:
-        """The trainer's part of it."""
-        return GRPOTrainerConfig(**{f.name: getattr(self, f.name) for f in fields(GRPOTrainerConfig)})
 
     def train_rows(self) -> list[Row]:
         """The training data."""
@@ -147,40 +135,41 @@ class Recipe(GRPOTrainerConfig):
         """The held-out data, if any."""
         if self.eval_dataset is None and self.eval_split is None:
             return None
-        if self.eval_dataset is not None and is_file(self.eval_dataset):
-            return self._rows(self.eval_dataset, None, self.eval_split or "train", self.eval_limit)
-        return self._rows(
-            self.eval_dataset or self.dataset, self.subset, self.eval_split or self.split, self.eval_limit
-        )
+        is_local = self.eval_dataset is not None and is_file(self.eval_dataset)
+        subset, split = (None, "train") if is_local else (self.subset, self.split)
+        return self._rows(self.eval_dataset or self.dataset, subset, self.eval_split or split, self.eval_limit)
 
     def _rows(self, source: str | None, subset: str | None, split: str, limit: int | None) -> list[Row]:
-        if self.task is None:
-            assert source is not None
+        if self.task is not None:
+            task = TASKS[self.task]
+            if source is None:
+                source, subset = task.source, subset or task.subset
             rows = load_rows(source, subset=subset, split=split, limit=limit)
-            return rows if self.system_prompt is None else [with_system_prompt(row, self.system_prompt) for row in rows]
-        task = find_task(self.task)
-        subset = subset if source is not None else subset or task.subset
-        rows = load_rows(source or task.source, subset=subset, split=split, limit=limit)
-        return format_rows(task, rows, system_prompt=self.system_prompt, chat=self.chat)
+            return format_rows(task, rows, system_prompt=self.system_prompt, chat=self.chat)
+        assert source is not None
+        rows = load_rows(source, subset=subset, split=split, limit=limit)
+        if self.system_prompt is None:
+            return rows
+        check_rows(rows, 1, name=source)
+        return [with_system_prompt(row, self.system_prompt) for row in rows]
 
 
 def with_system_prompt(row: Row, system_prompt: str) -> Row:
     """The row with the system prompt as its first message, or before its text."""
-    prompt = row.get("prompt")
+    prompt: Any = row["prompt"]
     if isinstance(prompt, str):
         return {**row, "prompt": f"{system_prompt}\n\n{prompt}"}
-    messages = list(prompt) if isinstance(prompt, Sequence) else []  # an empty prompt is refused later, by its row
-    return {**row, "prompt": [{"role": "system", "content": system_prompt}, *messages] if messages else prompt}
+    return {**row, "prompt": [{"role": "system", "content": system_prompt}, *prompt]}
 
 
 class Parts(NamedTuple):
-    """What a recipe names, loaded."""
+    """What a recipe names, loaded: arguments of `GRPOTrainer`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    rewards: list[RewardFunction]
-    train_rows: list[Row]
-    eval_rows: list[Row] | None
+    reward_functions: list[RewardFunction]
+    train_dataset: list[Row]
+    eval_dataset: list[Row] | None
     engine: RolloutEngine | None = None
 
 
@@ -189,9 +178,8 @@ def load_parts(recipe: Recipe) -> Parts:
     set_seed(recipe.seed)  # of the adapter, and of weights that a model's files lack
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
     rewards = [reward.load() for reward in recipe.rewards]
-    options = {} if recipe.attn_implementation is None else {"attn_implementation": recipe.attn_implementation}
-    dtype = recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=dtype, **options)
+    attention = recipe.attn_implementation
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype, attn_implementation=attention)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     engine = VLLMEngine(recipe.model, **recipe.vllm_options) if recipe.rollout == "vllm" else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine)
@@ -201,10 +189,8 @@ def with_adapter(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
     """The model with a fresh adapter on it."""
     if lora is None:
         return model
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("lora needs peft (pip install peft)") from error
+    from peft import LoraConfig, get_peft_model  # slow to import
+
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     return get_peft_model(model, config)  # type: ignore[return-value]  # it behaves as the model
@@ -216,14 +202,9 @@ def build_trainer(
     """The trainer of a recipe; `parts` in place of what it names, if given."""
     parts = parts or load_parts(recipe)
     return GRPOTrainer(
-        parts.model,
-        parts.tokenizer,
-        parts.rewards,
-        parts.train_rows,
-        recipe.training,
+        **parts._asdict(),
+        config=recipe,
         reward_weights=[reward.weight for reward in recipe.rewards],
-        eval_dataset=parts.eval_rows,
-        engine=parts.engine,
         output_dir=recipe.output_dir,
         resume=resume,
         overwrite=overwrite,
@@ -236,13 +217,14 @@ def load_function(place: str) -> RewardFunction:
     Raises:
         ValueError: The text is not of this form, or there is no such module, file or function.
     """
-    where, colon, name = place.rpartition(":")
-    if not (where and colon and name.isidentifier()):
-        raise ValueError(f'function must be "module:function" or "path/to/file.py:function"; got {place!r}')
+    where, _, name = place.rpartition(":")
     try:
-        function = runpy.run_path(where)[name] if where.endswith(".py") else getattr(import_module(where), name)
-    except (ImportError, OSError, KeyError, AttributeError) as error:
-        raise ValueError(f"there is no function {name} in {where} ({type(error).__name__}: {error})") from error
-    if not callable(function):
-        raise ValueError(f"{place} must be a function; got {type(function).__name__}")
+        function: RewardFunction = (
+            runpy.run_path(where)[name] if where.endswith(".py") else getattr(import_module(where), name)
+        )
+    except (ImportError, OSError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f'function must be "module:function" or "path/to/file.py:function", and be there; got {place!r} '
+            f"({type(error).__name__}: {error})"
+        ) from error
     return function

@@ -35,8 +35,8 @@ class Rollout(NamedTuple):
     def rows(self, index: slice | Tensor) -> Rollout:
         """Some of the sequences, without the columns that are padding in all of them."""
         prompts, completions = self.prompt_mask[index], self.completion_mask[index]
-        first = self.prompt_ids.shape[1] - int(prompts.sum(1).max()) if len(prompts) else 0
-        width = max(int(completions.sum(1).max()), 1) if len(completions) else self.completion_ids.shape[1]
+        first = self.prompt_ids.shape[1] - int(prompts.sum(1).max())
+        width = max(int(completions.sum(1).max()), 1)
         return Rollout(
             self.prompt_ids[index][:, first:],
             prompts[:, first:],
@@ -47,9 +47,7 @@ class Rollout(NamedTuple):
 
     def to(self, device: torch.device) -> Rollout:
         """The same on another device."""
-        ids = [tensor.to(device) for tensor in self[:4]]
-        logps = self.sampling_logps
-        return Rollout(ids[0], ids[1], ids[2], ids[3], None if logps is None else logps.to(device))
+        return Rollout._make(None if tensor is None else tensor.to(device) for tensor in self)
 
     def completions(self) -> list[list[int]]:
         """The ids of each completion, EOS included, padding left out."""
@@ -163,21 +161,20 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
     generation = engine.generate(prompts, sampling)
     rows = len(prompts) * sampling.num_generations
     ids, mask, logps = generation
-    if ids.ndim != 2 or len(ids) != rows or ids.dtype != torch.int64:
-        raise ValueError(
-            f"a rollout engine must return ids of shape ({rows}, T), int64; got {tuple(ids.shape)}, {ids.dtype}"
-        )
-    for name, tensor in (("mask", mask), ("sampling_logps", logps)):
-        if tensor is not None and tensor.shape != ids.shape:
+    for name, tensor, dtype in (("ids", ids, torch.int64), ("mask", mask, torch.bool), ("sampling_logps", logps, None)):
+        if tensor is None:
+            continue
+        if tensor.shape != (rows, ids.shape[-1]) or (dtype and tensor.dtype != dtype):
             raise ValueError(
-                f"a rollout engine must return {name} of the shape of ids, {tuple(ids.shape)}; "
-                f"got {tuple(tensor.shape)}"
+                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, T alike; "
+                f"got {tuple(tensor.shape)}, {tensor.dtype}"
             )
     lengths = mask.sum(1)
-    if mask.dtype != torch.bool or not torch.equal(mask, length_mask(lengths, mask.shape[1])):
-        raise ValueError("a rollout engine must return a bool mask that is True up to each completion's end")
-    if not bool((lengths > 0).all()):
-        raise ValueError(f"a completion must have at least one token; row {int(lengths.argmin())} has none")
+    if not torch.equal(mask, length_mask(lengths, mask.shape[1])) or not (lengths > 0).all():
+        raise ValueError(
+            "a rollout engine must return a mask that is True up to each completion's end, at its first token at "
+            f"least; got a mask of lengths {lengths.tolist()}"
+        )
     repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
     return Rollout(*pad_prompts(repeated, sampling.pad_token_id), ids, mask, logps).to(ids.device)
 
@@ -213,24 +210,20 @@ class HuggingFaceEngine:
         rows: list[list[int]] = []
         with _as_sampler(self.model):
             for start in range(0, len(repeated), size):
-                rows += self._generate(repeated[start : start + size], sampling)
-        ids, mask, _ = Generation.of_lists(rows, None, sampling.pad_token_id)
-        device = self.model.device
-        return Generation(ids.to(device), mask.to(device))
-
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        ids, mask = (tensor.to(self.model.device) for tensor in pad_prompts(prompts, sampling.pad_token_id))
-        ends = _Ends(sampling, self.tokenizer, prompt_length=ids.shape[1], rows=len(prompts), device=ids.device)
-        sequences = self.model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
-            input_ids=ids,
-            attention_mask=mask.long(),
-            generation_config=_generation_config(sampling),
-            stopping_criteria=StoppingCriteriaList([ends]),
-            synced_gpus=self.synced,
-        )
-        completions = sequences[:, ids.shape[1] :].tolist()
-        lengths = ends.lengths.clamp(max=len(completions[0])).tolist()
-        return [row[:length] for row, length in zip(completions, lengths, strict=True)]
+                padded = pad_prompts(repeated[start : start + size], sampling.pad_token_id)
+                ids, mask = (tensor.to(self.model.device) for tensor in padded)
+                ends = _Ends(sampling, self.tokenizer, ids)
+                sequences = self.model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
+                    input_ids=ids,
+                    attention_mask=mask.long(),
+                    generation_config=_generation_config(sampling),
+                    stopping_criteria=StoppingCriteriaList([ends]),
+                    synced_gpus=self.synced,
+                )
+                completions = sequences[:, ids.shape[1] :].tolist()
+                rows += [row[:length] for row, length in zip(completions, ends.lengths.tolist(), strict=True)]
+        generation = Generation.of_lists(rows, None, sampling.pad_token_id)
+        return Generation(generation.ids.to(self.model.device), generation.mask.to(self.model.device))
 
 
 class _Ends(StoppingCriteria):
@@ -239,17 +232,15 @@ class _Ends(StoppingCriteria):
     Lengths cannot be read off the ids afterwards: `generate` may pad with an EOS, and a stop string leaves none.
     """
 
-    def __init__(
-        self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, *, prompt_length: int, rows: int, device: Any
-    ) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt_ids: Tensor) -> None:
         # `generate` pads finished rows only if a criterion has this attribute
-        self.eos_token_id = torch.tensor(sampling.eos_token_ids, device=device)
+        self.eos_token_id = torch.tensor(sampling.eos_token_ids, device=prompt_ids.device)
         self.stop_strings = sampling.stop_strings
         # a character is at most four tokens, one for each byte
         self.tail = 1 + max((len(text.encode()) for text in self.stop_strings), default=0)
         self.tokenizer = tokenizer
-        self.prompt_length = prompt_length
-        self.lengths = torch.full((rows,), torch.iinfo(torch.int64).max, device=device)
+        self.prompt_length = prompt_ids.shape[1]
+        self.lengths = torch.full((len(prompt_ids),), torch.iinfo(torch.int64).max, device=prompt_ids.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         done = torch.isin(input_ids[:, -1], self.eos_token_id)

@@ -46,16 +46,14 @@ def reward_weights_of(reward_functions: Sequence[RewardFunction], weights: Seque
     Raises:
         ValueError: There is no function, another number of weights, or one that is NaN or infinite.
     """
-    functions = len(reward_functions)
-    if functions == 0:
+    if not reward_functions:
         raise ValueError("reward_functions must hold at least one function; got none")
-    if weights is not None and len(weights) != functions:
+    found = [1.0] * len(reward_functions) if weights is None else [float(weight) for weight in weights]
+    if len(found) != len(reward_functions) or not all(map(math.isfinite, found)):
         raise ValueError(
-            f"reward_weights must have one weight for each of {functions} reward functions; got {len(weights)}"
+            f"reward_weights must be one finite weight for each of {len(reward_functions)} functions; got {found}"
         )
-    if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"reward_weights must be finite; got {list(weights)}")
-    return [1.0] * functions if weights is None else [float(weight) for weight in weights]
+    return found
 
 
 def score_completions(

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +35,7 @@ class RunState:
     tokenizer: PreTrainedTokenizerBase
     output_dir: Path | None
     policy: Policy
-    optimizer: Optimizer
+    optimizer: AcceleratedOptimizer
     update: Updater
     batches: Batches
     steps_done: int = 0
@@ -52,17 +52,15 @@ class RunState:
         if self.output_dir is None or self._saved_at == self.steps_done:
             return None
         final = self.output_dir / f"{checkpoint.PREFIX}{self.steps_done:06d}"
-        model, processes = self.policy.model, self.accelerator.num_processes
+        model, adamw = self.policy.model, self.optimizer.optimizer
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
         # collective where the model is sharded; what comes is whole on the main process and empty on the others
         weights = dcp.get_model_state_dict(model, options=options)
         optimizer_state: dict[str, Any] = {"state": {}}
         # of an optimizer that has not stepped, torch would make moments by a step with zero gradients, which counts
-        if self._adamw.state:
-            optimizer_state = dcp.get_optimizer_state_dict(model, self._adamw, options=options)
-        random_states = [checkpoint.random_states()] * processes
-        if processes > 1:
-            torch.distributed.all_gather_object(random_states, checkpoint.random_states())
+        if adamw.state:
+            optimizer_state = dcp.get_optimizer_state_dict(model, adamw, options=options)
+        random_states = gather_object([checkpoint.random_states()])
 
         def write(folder: Path) -> None:
             with checkpoint.quiet():
@@ -72,7 +70,7 @@ class RunState:
             save_file(moments, folder / checkpoint.OPTIMIZER)
             for rank, tensors in enumerate(random_states):
                 save_file(tensors, folder / checkpoint.rng_file(rank))
-            about = {"step": self.steps_done, "processes": processes, "moments": len(moments)}
+            about = {"step": self.steps_done, "processes": len(random_states), "moments": len(moments)}
             checkpoint.write_state(folder, about | self._state())
 
         failure = [""]
@@ -81,17 +79,10 @@ class RunState:
                 checkpoint.publish(final, write, self.config.save_total_limit)
             except Exception as error:  # the others wait for this process
                 failure[0] = str(error)
-        if processes > 1:
-            torch.distributed.broadcast_object_list(failure)
-        if failure[0]:
+        if broadcast_object_list(failure)[0]:
             raise CheckpointError(failure[0])
         self._saved_at = self.steps_done
         return final
-
-    @property
-    def _adamw(self) -> Optimizer:
-        """The optimizer that accelerate has wrapped."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler  # of fp16
@@ -113,22 +104,17 @@ class RunState:
             if resume:
                 raise ValueError("resume needs the output_dir of the run; got none")
             return
-        newest = checkpoint.latest_checkpoint(self.output_dir)
-        if newest is not None and resume:
-            older = checkpoint.checkpoints(self.output_dir)[:-1]
-            hint = f" (an older one is there: {older[-1].name})" if older else ""
-            try:
-                with checkpoint.naming(f"cannot resume from {newest}"):
-                    self._go_on_from(newest)
-            except CheckpointError as error:
-                raise CheckpointError(f"{error}{hint}") from error
+        found = checkpoint.checkpoints(self.output_dir)
+        if found and resume:
+            hint = f" (an older one is there: {found[-2].name})" if len(found) > 1 else ""
+            with checkpoint.naming(f"cannot resume from {found[-1]}{hint}"):
+                self._go_on_from(found[-1])
             return
         metrics = self.output_dir / "metrics.jsonl"
-        if not overwrite and not resume and (newest is not None or (metrics.exists() and metrics.stat().st_size)):
-            what = f", up to {newest.name}" if newest is not None else " that has no checkpoint"
-            raise ValueError(f"output_dir {self.output_dir} holds a run{what}: resume or overwrite it")
+        if not (resume or overwrite) and (found or (metrics.exists() and metrics.stat().st_size)):
+            raise ValueError(f"output_dir must not hold a run: resume or overwrite it; got {self.output_dir}")
         if self.accelerator.is_main_process:
-            for old in checkpoint.checkpoints(self.output_dir):
+            for old in found:
                 checkpoint.remove(old)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics.write_text("", encoding="utf-8")
@@ -147,7 +133,7 @@ class RunState:
             checkpoint.load_adapter(newest, state, unwrapped)
         else:
             checkpoint.load_weights(newest, state, unwrapped, model)
-        checkpoint.load_moments(newest, state, model, self._adamw)
+        checkpoint.load_moments(newest, state, model, self.optimizer.optimizer)
         checkpoint.load_random_states(newest, state, self.accelerator.process_index)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -192,6 +178,18 @@ class RunState:
         else:
             if path is not None:
                 tqdm.write(f"what was trained is in {path}")
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where one process fails, all of them do, so that none waits for it and they can save together."""
+        error = None
+        try:
+            yield
+        except Exception as own:
+            error = own
+        self._all_failed = self._any(error is not None)
+        if self._all_failed:
+            raise error or RuntimeError("the step failed on another process, which says why")
 
     @contextmanager
     def _explained(self, rollout: Rollout, advantages: Tensor) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_fused.trainer.data import Row
 
@@ -25,8 +26,8 @@ class Task:
         source: Name of the data set, for `load_rows`.
         subset: Its configuration, for `load_rows`.
         default_system_prompt: Where the user gives none.
-        read: A raw row's question, in words, and the columns that the reward functions get. Raises TypeError or
-            ValueError for a row of another shape.
+        read: A raw row's question, in words, and the columns that the reward functions get. Raises KeyError,
+            AttributeError, TypeError or ValueError for a row of another shape.
         examples: A few raw rows of the data set's shape, for runs without it.
     """
 
@@ -37,54 +38,35 @@ class Task:
     read: Callable[[Row], tuple[str, dict[str, object]]]
     examples: tuple[Row, ...]
 
-    def format_row(self, raw: Row, system_prompt: str | None = None, *, chat: bool = True) -> Row:
-        """`{"prompt": ..., **columns}` of a raw row.
 
-        Args:
-            raw: A row of the data set.
-            system_prompt: Default None for the task's own; "" for none at all.
-            chat: Chat messages. False for one text, `{system prompt}\\nUser: {question}\\nAssistant:`, for a base model
-                whose tokenizer has no chat template.
-        """
-        system = self.default_system_prompt if system_prompt is None else system_prompt
-        question, columns = self.read(raw)
-        if chat:
-            messages = [{"role": "system", "content": system}] if system else []
-            return {"prompt": [*messages, {"role": "user", "content": question}], **columns}
-        text = f"User: {question}\nAssistant:"
-        return {"prompt": f"{system.rstrip()}\n{text}" if system else text, **columns}
-
-
-def format_rows(
-    task: str | Task, rows: Sequence[Row], system_prompt: str | None = None, *, chat: bool = True
-) -> list[Row]:
-    """`Task.format_row` of every raw row.
+def format_rows(task: Task, rows: Sequence[Row], system_prompt: str | None = None, *, chat: bool = True) -> list[Row]:
+    """`{"prompt": ..., **columns}` of every raw row.
 
     Args:
-        task: A task or its name in `TASKS`.
+        task: The task.
         rows: Raw rows, as `load_rows(task.source, subset=task.subset)` gives them.
         system_prompt: Default None for the task's own; "" for none at all.
-        chat: Chat messages, or one text a prompt.
+        chat: Chat messages. False for one text, `{system prompt}\\nUser: {question}\\nAssistant:`, for a base model
+            whose tokenizer has no chat template.
 
     Raises:
-        ValueError: There is no such task, or a row, named, is not of the task's shape.
+        ValueError: A row, named, is not of the task's shape.
     """
-    if isinstance(task, str):
-        task = find_task(task)
-    formatted = []
+    system = task.default_system_prompt if system_prompt is None else system_prompt
+    formatted: list[Row] = []
     for position, raw in enumerate(rows):
         try:
-            formatted.append(task.format_row(raw, system_prompt, chat=chat))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"row {position} is not a row of the task {task.name!r}: {error}") from error
+            question, columns = task.read(raw)
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"row {position} is not a row of the task {task.name!r}: {reason}; got {raw!r:.80}"
+            ) from error
+        messages = [{"role": "system", "content": system}] if system else []
+        text = f"{system.rstrip()}\n" if system else ""
+        prompt = [*messages, {"role": "user", "content": question}] if chat else f"{text}User: {question}\nAssistant:"
+        formatted.append({"prompt": prompt, **columns})
     return formatted
-
-
-def find_task(name: str) -> Task:
-    """The task of that name; raises ValueError with the choices."""
-    if name not in TASKS:
-        raise ValueError(f"the task must be one of {', '.join(TASKS)}; got {name!r}")
-    return TASKS[name]
 
 
 def final_answer(worked_answer: str) -> str:
@@ -99,38 +81,23 @@ def final_answer(worked_answer: str) -> str:
     return answer
 
 
-def _gsm8k(raw: Row) -> tuple[str, dict[str, object]]:
-    return _text(raw, "question"), {"answer": final_answer(_text(raw, "answer"))}
+def _gsm8k(raw: Any) -> tuple[str, dict[str, object]]:
+    if not raw["question"].strip():
+        raise ValueError("expected a question that is not blank")
+    return raw["question"], {"answer": final_answer(raw["answer"])}
 
 
-def _countdown(raw: Row) -> tuple[str, dict[str, object]]:
+def _countdown(raw: Any) -> tuple[str, dict[str, object]]:
     """In the words of TinyZero (github.com/Jiayi-Pan/TinyZero), but for the tags, which the system prompt explains."""
-    nums, target = _column(raw, "nums"), _column(raw, "target")
-    if not isinstance(nums, (list, tuple)) or not nums or any(type(number) is not int for number in nums):
-        raise TypeError(f"expected 'nums' to be a list of ints; got {nums!r}")
-    if type(target) is not int:
-        raise TypeError(f"expected 'target' to be an int; got {target!r}")
+    nums, target = list(raw["nums"]), raw["target"]
+    if not nums or any(type(number) is not int for number in (*nums, target)):
+        raise TypeError("expected nums, a list of ints, and target, an int")
     question = (
-        f"Using the numbers {list(nums)}, create an equation that equals {target}. You can use basic "
+        f"Using the numbers {nums}, create an equation that equals {target}. You can use basic "
         "arithmetic operations (+, -, *, /) and each number can only be used once. The answer is the left side of the "
         "equation alone, for example <answer> (1 + 2) / 3 </answer>."
     )
-    return question, {"target": target, "nums": list(nums)}
-
-
-def _text(raw: Row, column: str) -> str:
-    value = _column(raw, column)
-    if not isinstance(value, str) or not value.strip():
-        raise TypeError(f"expected {column!r} to be a text that is not blank; got {value!r}")
-    return value
-
-
-def _column(raw: Row, column: str) -> object:
-    if not isinstance(raw, Mapping):
-        raise TypeError(f"expected a mapping of columns; got {type(raw).__name__}")
-    if column not in raw:
-        raise ValueError(f"expected a column {column!r}; got the columns {sorted(map(str, raw))}")
-    return raw[column]
+    return question, {"target": target, "nums": nums}
 
 
 GSM8K = Task(
@@ -150,10 +117,6 @@ GSM8K = Task(
             "answer": "On Tuesday she reads 12 / 2 = <<12/2=6>>6 pages.\nShe reads 12 + 6 = <<12+6=18>>18 pages."
             "\n#### 18",
         },
-        {
-            "question": "A bicycle costs $400. What do 3 bicycles cost, in dollars?",
-            "answer": "3 bicycles cost 3 * 400 = $<<3*400=1200>>1200.\n#### 1,200",
-        },
     ),
 )
 
@@ -165,7 +128,6 @@ COUNTDOWN = Task(
     examples=(
         {"nums": [44, 19, 35], "target": 98},  # 44 + 19 + 35
         {"nums": [2, 3, 7], "target": 35},  # (2 + 3) * 7
-        {"nums": [1, 2, 4, 8], "target": 15},  # 1 + 2 + 4 + 8
     ),
 )
 

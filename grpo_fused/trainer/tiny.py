@@ -71,12 +71,9 @@ def _seeded(kind: Any, tokenizer: PreTrainedTokenizerFast, seed: int, **options:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4096,
         initializer_range=0.2,  # with the default of 0.02 every token would be about as likely as every other
-        tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
         **options,
     )
     with torch.random.fork_rng(devices=[]):

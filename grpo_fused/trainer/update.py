@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.metrics import Metrics
-from grpo_fused.trainer.policy import Policy, Reference, write_rows
+from grpo_fused.trainer.policy import Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout
 
 AVERAGED = (
@@ -102,7 +103,7 @@ class Updater:
             old_logps[index], sampling_logps[index], mask, mode=mode, clip_max=self.config.importance_sampling_clip
         )
         ratio = torch.ones(len(old_logps), correction.ratio.shape[1], device=old_logps.device)
-        write_rows(ratio, rows, correction.ratio)
+        ratio[index] = correction.ratio
         tokens, values = mask.sum().float(), correction.metrics
         mine = torch.stack([tokens, torch.full_like(tokens, len(rows)), *(value.float() for value in values.values())])
         table = self.accelerator.gather(mine[None]).double().cpu()  # [processes, 2 + metrics]
@@ -131,34 +132,27 @@ class Updater:
             The metrics of all processes together, and the log-probs [B, T] of this process's rows.
         """
         config, device = self.config, self.accelerator.device
+        given = {"old_per_token_logps": old_logps, "ref_per_token_logps": ref_logps, "importance_sampling_ratio": ratio}
+        tables: dict[str, Any] = {name: table for name, table in given.items() if table is not None}
         logps = torch.zeros(rollout.completion_ids.shape, device=device)
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
         pieces = self.policy.micro_batches(rollout, rows)
         self.policy.model.train(config.gradient_checkpointing)  # dropout is off; checkpointing asks for training mode
         for position, (batch, micro) in enumerate(pieces):
-            width = micro.completion_ids.shape[1]
-
-            def of(table: Tensor | None, batch: Tensor = batch, width: int = width) -> Tensor | None:
-                if table is None:
-                    return None
-                picked = table[batch.to(table.device)] if len(batch) else table[:1]
-                return picked if picked.shape[1] == 1 else picked[:, :width]
-
+            index, width = batch.to(device), micro.completion_ids.shape[1]
             share, loss_config = window.share_of(micro, config.loss)
             with self._synchronised(last=position == len(pieces) - 1), self.accelerator.autocast():
                 out = fused_linear_grpo_loss(
                     self.policy.hidden_states(micro),
                     completion_ids=micro.completion_ids,
-                    advantages=advantages[batch.to(device)] if len(batch) else advantages.new_zeros(1),
+                    advantages=advantages[index],
                     completion_mask=micro.completion_mask,
                     **self.policy.head(),
-                    old_per_token_logps=of(old_logps),
-                    ref_per_token_logps=of(ref_logps),
+                    **{name: table[index, :width] for name, table in tables.items()},
                     sampling_per_token_logps=(
                         micro.sampling_logps if config.loss.off_policy_mask_threshold is not None else None
                     ),
-                    importance_sampling_ratio=of(ratio),
                     num_items_in_batch=window.tokens if config.loss.loss_type in TOKEN_NORMALIZED else None,
                     temperature=config.temperature,
                     config=loss_config,
@@ -166,7 +160,7 @@ class Updater:
                 )
                 # processes average their gradients: the sum over them wants their number
                 self.accelerator.backward(out.loss * (share * self.accelerator.num_processes))
-            write_rows(logps, batch, out.per_token_logps)
+            add_rows(logps, batch, out.per_token_logps)
             found = [name for name in AVERAGED if name in out.metrics]
             tokens = int(micro.completion_mask.sum())
             if tokens:  # a mean over no token is NaN
@@ -180,7 +174,7 @@ class Updater:
     def step_optimizer(self, loss: float) -> Metrics:
         """Clips, checks and takes one optimizer step; its learning rate and gradient norm."""
         norm = self.accelerator.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
-        grad_norm = float(norm if norm is not None else math.nan)
+        grad_norm = float(norm)
         scaled = self.config.mixed_precision == "fp16"  # there a gradient that overflows is the scaler's business
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
             self.optimizer.zero_grad(set_to_none=True)

@@ -33,12 +33,8 @@ class VLLMEngine:
     def __init__(self, model: str, *, gpu_memory_utilization: float = 0.3, **options: Any) -> None:
         # the engine core in this process: weights are handed over as tensors
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        try:
-            import vllm
-        except ImportError as error:
-            raise ImportError(
-                "rollouts by vLLM need it installed (pip install vllm); or sample with rollout: hf"
-            ) from error
+        import vllm  # optional
+
         self.vllm = vllm
         self.llm = vllm.LLM(
             model=model,
@@ -94,27 +90,20 @@ def check_options(config: GRPOTrainerConfig) -> None:
         ValueError: Its log-probs would be compared with others than the policy's own, or correct a loss that takes no
             such correction.
     """
-    used = {
-        "importance_sampling": config.importance_sampling,
-        "loss.off_policy_mask_threshold": config.loss.off_policy_mask_threshold,
-    }
+    mode, loss = config.importance_sampling, config.loss
+    used = {"importance_sampling": mode, "loss.off_policy_mask_threshold": loss.off_policy_mask_threshold}
     uses = [name for name, value in used.items() if value is not None]
     changed = [f"{name} {getattr(config, name)}" for name, off in OFF.items() if getattr(config, name) != off]
     if uses and changed:
         raise ValueError(
-            "with rollouts by vLLM the sampling must be from the full distribution (top_p 1, top_k 0, min_p 0, "
-            f"repetition_penalty 1); got {', '.join(changed)}: {' and '.join(uses)} would compare vLLM's log-probs, "
-            "those of the truncated or changed distribution, with the policy's, those of the full distribution. "
-            f"Set these back, or set {': null and '.join(uses)}: null"
+            f"{' and '.join(uses)} must be null unless vLLM samples from the full distribution, which the policy's "
+            f"log-probs are of ({', '.join(f'{name} {off}' for name, off in OFF.items())}); got {', '.join(changed)}"
         )
-    if config.importance_sampling is None:
-        return
-    if config.loss.loss_type == "gmpo":
-        raise ValueError("loss_type gmpo takes no correction of vLLM's log-probs: set importance_sampling: null")
-    if config.loss.loss_type == "vespo" and config.importance_sampling.startswith("sequence"):
+    by_sequence = mode is not None and mode.startswith("sequence")
+    if (loss.loss_type == "gmpo" and mode is not None) or (loss.loss_type == "vespo" and by_sequence):
         raise ValueError(
-            f"loss_type vespo needs importance_sampling by token (token_mask, token_truncate) or null; "
-            f"got {config.importance_sampling}"
+            "importance_sampling must be null with loss_type gmpo, and by token (token_mask, token_truncate) or null "
+            f"with vespo; got {mode} with {loss.loss_type}"
         )
 
 

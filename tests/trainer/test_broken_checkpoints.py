@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Break, str]] = {
     "moments-renamed": (tensors(OPTIMIZER, lambda found: rename(found, f"exp_avg/{NORM}")), f"{OPTIMIZER}.*{NORM}"),
     "moments-no-slash": (
         tensors(OPTIMIZER, lambda found: found.update(exp=found.pop(f"exp_avg/{NORM}"))),
-        f"{OPTIMIZER}.*{NORM}",
+        f"{OPTIMIZER}: exp: expected no such tensor",
     ),
     "moments-shape": (
         tensors(OPTIMIZER, lambda found: found.update({f"exp_avg/{NORM}": torch.ones(1, 32)})),
@@ -175,7 +175,7 @@ CASES: dict[str, tuple[Break, str]] = {
     "random-torch": (tensors(RANDOM, lambda found: found["torch"].fill_(255)), RANDOM),
     "random-python": (tensors(RANDOM, lambda found: found["python"].fill_(-1)), RANDOM),
     "random-place": (tensors(RANDOM, lambda found: found["numpy_position"].fill_(9999)), f"{RANDOM}.*9999"),
-    "all-removed": (lambda checkpoint: [path.unlink() for path in checkpoint.iterdir()], SEAL),
+    "all-removed": (lambda checkpoint: [path.unlink() for path in checkpoint.iterdir()], STATE),
 }
 
 
@@ -203,7 +203,8 @@ def test_a_broken_one_is_named(run: Path, case: str) -> None:
     damage, named = CASES[case]
     damage(run / NEWEST)
     with pytest.raises(
-        CheckpointError, match=rf"(?s)cannot resume from .*{NEWEST}: .*({named}).*older one is there: checkpoint-000001"
+        CheckpointError,
+        match=rf"(?s)cannot resume .*{NEWEST} \(an older one is there: checkpoint-000001\): .*({named})",
     ):
         make(run, steps=3, resume=True)
 
@@ -218,7 +219,7 @@ def test_files_of_another_checkpoint_are_refused(run: Path, files: list[str]) ->
 
 def test_a_checkpoint_under_another_name_is_refused(run: Path) -> None:
     (run / NEWEST).rename(run / "checkpoint-000009")
-    with pytest.raises(CheckpointError, match="expected the step of the folder's name; got 2"):
+    with pytest.raises(CheckpointError, match="expected .* the step of checkpoint-000009; got 2 and 2"):
         make(run, resume=True)
 
 
@@ -227,7 +228,7 @@ def test_what_is_no_checkpoint_is_not_passed_over(run: Path, kind: str) -> None:
     """Going on from an older one, or from the beginning, would lose steps without a word."""
     other = run / "checkpoint-000009"
     other.touch() if kind == "file" else other.mkdir()
-    with pytest.raises(CheckpointError, match="checkpoint-000009: .*expected a f"):
+    with pytest.raises(CheckpointError, match="checkpoint-000009.*: state.json: (NotADirectory|FileNotFound)Error"):
         make(run, resume=True)
     make(run, overwrite=True)
     assert not list(run.glob("*checkpoint*"))
@@ -248,10 +249,10 @@ def test_broken_metrics_are_named(run: Path, line: bytes) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda found: found.pop(next(iter(found))), "without .*lora_A", id="missing"),
-        pytest.param(lambda found: rename(found, next(iter(found))), r"with .*\.other", id="renamed"),
-        pytest.param(lambda found: found.update(other=torch.ones(1)), "with .*other", id="extra"),
-        pytest.param(lambda found: found.update({next(iter(found)): torch.ones(1)}), r"lora_A\.weight of shape", id="shape"),
+        pytest.param(lambda found: found.pop(next(iter(found))), "lora_A.*: expected .*; got no such tensor", id="missing"),
+        pytest.param(lambda found: rename(found, next(iter(found))), r"\.other: expected no such tensor|got no such tensor", id="renamed"),
+        pytest.param(lambda found: found.update(other=torch.ones(1)), "other: expected no such tensor; got .*1", id="extra"),
+        pytest.param(lambda found: found.update({next(iter(found)): torch.ones(1)}), r"lora_A\.weight: expected .*; got .1,.", id="shape"),
         pytest.param(lambda found: found.update({k: v.half() for k, v in found.items()}), "float16", id="dtype"),
     ],
 )  # fmt: skip

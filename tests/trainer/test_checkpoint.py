@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, state
-from grpo_fused.trainer.checkpoint import checkpoints, latest_checkpoint
+from grpo_fused.trainer.checkpoint import checkpoints
 from grpo_fused.trainer.metrics import read_jsonl
 
 TIMES = {"seconds", "tokens_per_second"}
@@ -116,8 +116,7 @@ def test_every_kind_of_model_goes_on_to_the_bit(tmp_path: Path, options: dict[st
 def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
     trainer = make(tmp_path, steps=2)
     trainer.train()
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
+    newest = checkpoints(tmp_path)[-1]
     assert {path.suffix for path in newest.iterdir()} <= {".safetensors", ".json", ".jinja", ".sha256"}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(newest), AutoTokenizer.from_pretrained(newest)
     ids = torch.tensor([tokenizer("1+2=").input_ids])
@@ -139,7 +138,8 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
 
     monkeypatch.setattr(state, "save_file", full)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-000002: .*No space left.* complete checkpoint is checkpoint-000001"
+        CheckpointError,
+        match=r"could not write .*checkpoint-000002 \(older checkpoints are as they were\): .*No space left",
     ):
         make(tmp_path, steps=3, save_steps=1).train()
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-000001"]
@@ -157,14 +157,13 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
 )
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes | None) -> None:
     make(tmp_path, steps=2, save_steps=1).train()
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
+    newest = checkpoints(tmp_path)[-1]
     if content is None:
         (newest / file).unlink()
     else:
         (newest / file).write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=r"cannot resume from .*checkpoint-000002: .*older one is there: checkpoint-000001"
+        CheckpointError, match=r"cannot resume from .*checkpoint-000002 \(an older one is there: checkpoint-000001\): "
     ):
         make(tmp_path, steps=3, resume=True)
 
@@ -172,26 +171,26 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, steps=1).train()
     monkeypatch.setattr(runs, "build_small_model", lambda size, **options: build_small_model(size + 8, **options))
-    with pytest.raises(CheckpointError, match="its weights are not those of this model: .*embed_tokens.*29, 32"):
+    with pytest.raises(CheckpointError, match="expected the weights of this model; got others .*embed_tokens.*29, 32"):
         make(tmp_path, resume=True)
 
 
 def test_another_number_of_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, steps=1).train()
     monkeypatch.setattr(runs, "ROWS", runs.ROWS[:-1])
-    with pytest.raises(CheckpointError, match="the state is of a data set of 6 rows; got one of 5"):
+    with pytest.raises(CheckpointError, match="a place in a data set of 5 rows with seed 0; got .*'length': 6"):
         make(tmp_path, steps=2, resume=True)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
-    with pytest.raises(ValueError, match="holds a run, up to checkpoint-000001: resume or overwrite it"):
+    with pytest.raises(ValueError, match="must not hold a run: resume or overwrite it; got"):
         make(tmp_path, steps=1)
     make(tmp_path, steps=2, overwrite=True).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
     (tmp_path / "early").mkdir()
     (tmp_path / "early" / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="holds a run that has no checkpoint: resume or overwrite it"):
+    with pytest.raises(ValueError, match="must not hold a run: resume or overwrite it; got"):
         make(tmp_path / "early", steps=1)
     with pytest.raises(ValueError, match="resume needs the output_dir"):
         make(None, resume=True)
@@ -331,7 +330,7 @@ def test_a_tokenizer_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch
         raise Exception("No space left on device (os error 28)")
 
     monkeypatch.setattr(trainer.tokenizer, "save_pretrained", full)
-    with pytest.raises(CheckpointError, match=r"could not write .*checkpoint-000001: No space left"):
+    with pytest.raises(CheckpointError, match=r"could not write .*checkpoint-000001 .*: No space left"):
         trainer.train()
 
 
@@ -348,8 +347,7 @@ def test_random_states_come_back() -> None:
 
 def test_states_survive_json(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
+    newest = checkpoints(tmp_path)[-1]
     state = json.loads((newest / "state.json").read_text())
     assert state["step"] == 1
     assert state["optimizer_steps"] == 2

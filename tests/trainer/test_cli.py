@@ -73,7 +73,7 @@ def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytes
     assert "completions of step 1" in capsys.readouterr().out
     assert (out / "checkpoint-000001" / "model.safetensors").exists()
     assert list(out.rglob("events.out.tfevents*"))
-    with pytest.raises(SystemExit, match="error: .*holds a run, up to checkpoint-000001"):
+    with pytest.raises(SystemExit, match="error: .*must not hold a run"):
         main(["train", "--config", str(recipe)])
     main(["train", "--config", str(recipe), "--resume"])
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2]
@@ -103,18 +103,21 @@ def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-generations", "1"], "num_generations must be at least 2; got 1"),
+        (["--num-generations", "1"], "num_generations must be at least 2 and finite; got 1"),
         (["--loss.beta", "-1"], "beta"),
         (["--learning-rates", "1"], "learning_rates"),
         (["--rewards", "[]"], "at least one reward function"),
         (["--rewards", '[{"name": "format", "model": "x"}]'], "exactly one of name, function and model"),
         (["--task", "chess"], "chess"),
         (["--dtype", "int8"], "int8"),
-        (["--rollout", "vllm", "--loss.loss_type", "gmpo"], "set importance_sampling: null"),
-        (["--rollout", "vllm", "--loss", "{loss_type: vespo, epsilon: 0.2}"], "importance_sampling by token"),
-        (["--rollout", "vllm", "--top-p", "0.9"], "top_p 0.9: importance_sampling would compare"),
-        (["--rollout", "vllm", "--top-k", "50", "--min-p", "0.1"], "got top_k 50, min_p 0.1: importance_sampling"),
-        (["--rollout", "vllm", "--repetition-penalty", "1.1"], "got repetition_penalty 1.1: importance_sampling"),
+        (["--rollout", "vllm", "--loss.loss_type", "gmpo"], "must be null with loss_type gmpo"),
+        (
+            ["--rollout", "vllm", "--loss", "{loss_type: vespo, epsilon: 0.2}"],
+            "by token (token_mask, token_truncate) or null with vespo",
+        ),
+        (["--rollout", "vllm", "--top-p", "0.9"], "importance_sampling must be null unless"),
+        (["--rollout", "vllm", "--top-k", "50", "--min-p", "0.1"], "got top_k 50, min_p 0.1"),
+        (["--rollout", "vllm", "--repetition-penalty", "1.1"], "got repetition_penalty 1.1"),
     ],
     ids=[
         "group-of-one",
@@ -148,9 +151,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
     [
         (BOMB, "at most 20000 values, aliases written out"),
         (BOMB + "rewards: *a29\n", "at most 20000 values, aliases written out"),
-        ("vllm_options: " + "[" * 10_000, "nested at most 50 deep"),
-        ("vllm_options: " + "{a: " * 10_000, "nested at most 50 deep"),
-        ("vllm_options: &a {b: *a}", r"alias of what it stands in; got \*a"),
+        ("vllm_options: " + "[" * 10_000, "must not be nested deeply"),
+        ("vllm_options: " + "{a: " * 10_000, "must not be nested deeply"),
+        ("vllm_options: &a {b: *a}", "alias of what it stands in"),
         ("model: [" + "x, " * 30_000 + "]", "at most 20000 values"),
         ("model: *nothing", "undefined alias"),
         ("model: [", "Problems parsing config"),
@@ -191,7 +194,7 @@ def test_a_dry_run_finds_what_is_not_there(recipe: Path, arguments: list[str], m
     [
         ({"rewards": (Reward(name="nice"),)}, "nice"),
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"rewards": (Reward(function="nowhere:f"),)}, "no function f in nowhere"),
+        ({"rewards": (Reward(function="nowhere:f"),)}, "got 'nowhere:f' .*ModuleNotFoundError"),
     ],
     ids=["reward", "data", "function"],
 )
@@ -231,8 +234,8 @@ def test_functions_are_found_by_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='must be "module:function"'):
         load_function("format_reward")
     (tmp_path / "x.py").write_text("value = 3\n")
-    with pytest.raises(ValueError, match="must be a function; got int"):
-        load_function(f"{tmp_path / 'x.py'}:value")
+    with pytest.raises(ValueError, match=r"x.py:other' \(KeyError: 'other'"):
+        load_function(f"{tmp_path / 'x.py'}:other")
 
 
 def test_a_module_of_the_folder_that_it_is_called_in(

@@ -13,14 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from grpo_fused.trainer.data import (
-    Batches,
-    check_rows,
-    dropped_message,
-    epoch_order,
-    filter_by_prompt_length,
-    load_rows,
-)
+from grpo_fused.trainer.data import Batches, check_rows, epoch_order, load_rows
 
 FILES = Path(__file__).parent / "files"
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -72,7 +65,7 @@ def test_limit_takes_the_first_rows() -> None:
     assert len(load_rows(FILES / "gsm8k.jsonl")) == 3
     assert load_rows(FILES / "gsm8k.jsonl", limit=2) == load_rows(FILES / "gsm8k.jsonl")[:2]
     assert len(load_rows(FILES / "gsm8k.jsonl", limit=9)) == 3
-    with pytest.raises(ValueError, match="limit must be at least 1, or None for all rows; got 0"):
+    with pytest.raises(ValueError, match="the list of rows must have at least one row; got none"):
         load_rows(ROWS, limit=0)
 
 
@@ -88,22 +81,19 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path: Path) ->
     [
         pytest.param("a.txt", b"1+1=", r"ends in .json, .jsonl, .parquet, .csv; got '.*a.txt'", id="suffix"),
         pytest.param("a.json", b"[]", "a.json' must have at least one row; got none", id="json-empty"),
-        pytest.param("a.json", b'{"prompt": "1"}', "a.json: expected a list of objects; got dict", id="json-object"),
-        pytest.param(
-            "a.json", b'[{"prompt": "1"}, "2"]', "a.json, row 1: expected an object .* got str", id="json-row"
-        ),
-        pytest.param("a.json", b'{"prompt": "1"}\n{}', "a.json: expected JSON, .* line 2 column 1", id="json-lines"),
-        pytest.param("a.json", b'["\xff"]', "a.json: expected text in UTF-8; got", id="json-encoding"),
+        pytest.param("a.json", b'{"prompt": "1"}', "a.json .*expected a list of objects; got dict", id="json-object"),
+        pytest.param("a.json", b'{"prompt": "1"}\n{}', "a.json cannot be read .* line 2 column 1", id="json-lines"),
+        pytest.param("a.json", b'["\xff"]', "a.json cannot be read .*'utf-8' codec", id="json-encoding"),
         pytest.param("a.jsonl", b"\n\n", "a.jsonl' must have at least one row; got none", id="jsonl-empty"),
-        pytest.param("a.jsonl", b'{}\n\n{"a"', "a.jsonl, line 3: expected a JSON object; ", id="jsonl-cut-off"),
-        pytest.param("a.jsonl", b"{}\n[1]\n", "a.jsonl, line 2: expected an object .* got list", id="jsonl-list"),
+        pytest.param("a.jsonl", b'{}\n\n{"a"', "a.jsonl cannot be read .*: line 3: Expecting", id="jsonl-cut-off"),
+        pytest.param("a.jsonl", b'{}\n"\xff"', "a.jsonl cannot be read .*'utf-8' codec", id="jsonl-encoding"),
         pytest.param("a.csv", b"", "a.csv' must have at least one row; got none", id="csv-empty"),
         pytest.param("a.csv", b"prompt,answer\n", "a.csv' must have at least one row; got none", id="csv-header"),
-        pytest.param("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3: expected 2 values, .* got 1", id="csv-short-row"),
-        pytest.param("a.csv", b"a,b\n1,2,3\n", "a.csv, line 2: expected 2 values, .* got 3", id="csv-long-row"),
-        pytest.param("a.csv", b"a,a\n1,2\n", r"a.csv, line 1: .* all different; got \['a', 'a'\]", id="csv-twice"),
-        pytest.param("a.csv", b'a\n"1\n', "a.csv, line 2: expected CSV; got unexpected end", id="csv-open-quote"),
-        pytest.param("a.parquet", b"PAR2", "a.parquet: expected a Parquet file; got", id="parquet"),
+        pytest.param("a.csv", b"a,b\n1,2\n3\n", r"a.csv .*line 3: expected .*\['a', 'b'\]; got", id="csv-short-row"),
+        pytest.param("a.csv", b"a,b\n1,2,3\n", r"a.csv .*line 2: expected .*\['a', 'b'\]; got", id="csv-long-row"),
+        pytest.param("a.csv", b"a,a\n1,2\n", r"a.csv .* all different; got \['a', 'a'\]", id="csv-twice"),
+        pytest.param("a.csv", b'a\n"1\n', "a.csv cannot be read .*unexpected end", id="csv-open-quote"),
+        pytest.param("a.parquet", b"PAR2", "a.parquet cannot be read as .parquet: ", id="parquet"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -131,7 +121,7 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("options", [{"subset": "main"}, {"split": "test"}], ids=["subset", "split"])
 def test_files_and_lists_have_no_subsets_and_splits(options: Any) -> None:
     for source in (FILES / "gsm8k.jsonl", ROWS):
-        with pytest.raises(ValueError, match="has no subsets and splits, only a `datasets` name has; got"):
+        with pytest.raises(ValueError, match="must have no subset and split, only a `datasets` name has; got"):
             load_rows(source, **options)
 
 
@@ -157,30 +147,16 @@ def test_a_folder_goes_to_datasets(in_tmp_path: Path) -> None:
     write_parquet(in_tmp_path / "folder" / "test.parquet", ROWS[:2])
     assert load_rows("folder") == ROWS
     assert load_rows("folder", split="test") == ROWS[:2]
-    with pytest.raises(ValueError, match=r"'folder' is no local file, .* split 'dev'; got ValueError: .*dev"):
+    with pytest.raises(ValueError, match="dev"):
         load_rows("folder", split="dev")
-    with pytest.raises(ValueError, match=r"'folder' is no local file, .* subset 'main', .*; got ValueError: .*main"):
+    with pytest.raises(ValueError, match="main"):
         load_rows("folder", subset="main")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        pytest.param(ConnectionError("no route to the hub"), OSError, id="no-network"),
-        pytest.param(datasets.exceptions.DatasetNotFoundError("no route to the hub"), OSError, id="no-such-name"),
-        pytest.param(RuntimeError("no route to the hub"), OSError, id="the-client's-own"),
-        pytest.param(ValueError("no route to the hub"), ValueError, id="split"),
-    ],
-)
-def test_a_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]) -> None:
-    def load_dataset(*arguments: Any, **options: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = f"'no/such' is no local file, .* subset None, split 'train'; got {type(error).__name__}: no route"
-    with pytest.raises(kind, match=message) as caught:
+def test_a_name_that_cannot_be_loaded_is_named_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="no/such"):
         load_rows("no/such")
-    assert caught.value.__cause__ is error
 
 
 def test_good_rows_pass() -> None:
@@ -207,7 +183,7 @@ def test_good_rows_pass() -> None:
             [*ROWS, ROWS[0] | {"hint": ""}], ValueError, r"row 10 .*; got \['answer', 'hint', 'prompt'\]", id="more"
         ),
         pytest.param([*ROWS, ROWS[0] | {"prompt": " "}], ValueError, "row 10 .* not blank", id="blank-prompt"),
-        pytest.param([*ROWS, ROWS[0] | {"prompt": []}], ValueError, "row 10 .* got an empty list", id="no-messages"),
+        pytest.param([*ROWS, ROWS[0] | {"prompt": []}], TypeError, r"row 10 .* got \[\]", id="no-messages"),
         pytest.param([*ROWS, ROWS[0] | {"prompt": None}], TypeError, "row 10 .* got None", id="null-prompt"),
         pytest.param(
             [*ROWS, ROWS[0] | {"prompt": CHAT}], ValueError, "row 10 .* in the form of row 0's", id="text-and-chat"
@@ -226,27 +202,8 @@ def test_bad_rows_are_named(rows: Any, error: type[Exception], message: str) -> 
 
 
 def test_errors_call_the_data_set_by_its_name() -> None:
-    with pytest.raises(ValueError, match="row 0 of eval.jsonl: expected a prompt that is not blank"):
+    with pytest.raises(ValueError, match="row 0 of eval.jsonl: expected a last message that is not blank"):
         check_rows([{"prompt": ""}], 1, name="eval.jsonl")
-
-
-def test_long_prompts_are_dropped_and_counted() -> None:
-    rows = [{"prompt": "x" * length} for length in (3, 5, 4, 6)]
-    filtered = filter_by_prompt_length(rows, lambda prompt: [0] * len(prompt), 4)
-    kept, dropped = filtered
-    assert kept == [rows[0], rows[2]]
-    assert dropped == 2
-    assert dropped_message(filtered, 4) == "dropped 2 of 4 rows: their prompts have more than 4 tokens"
-    assert filter_by_prompt_length(rows, lambda prompt: [0] * len(prompt), 6) == (rows, 0)
-
-
-def test_a_filter_that_leaves_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="prompt length in tokens of at most 3; got none: the shortest of 10 .* has 4"):
-        filter_by_prompt_length(ROWS, lambda prompt: [0] * len(prompt), 3)
-    with pytest.raises(ValueError, match="got none: there are no rows"):
-        filter_by_prompt_length([], lambda prompt: [0], 3)
-    with pytest.raises(ValueError, match="the maximal prompt length in tokens must be at least 1; got 0"):
-        filter_by_prompt_length(ROWS, lambda prompt: [0], 0)
 
 
 def indices(batches: Iterator[list[Any]], count: int) -> list[list[int]]:
@@ -262,14 +219,14 @@ def test_an_epoch_has_every_row_once_and_the_next_another_order() -> None:
     first, second = flat(indices(batches, 5)), flat(indices(batches, 5))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert first == epoch_order(10, 1, 0)
-    assert second == epoch_order(10, 1, 1)
+    assert tuple(first) == epoch_order(10, 1, 0)
+    assert tuple(second) == epoch_order(10, 1, 1)
     assert first != flat(indices(Batches(ROWS, 2, seed=2), 5))
 
 
 def test_orders_are_the_same_in_every_process() -> None:
     """Were they not, a resumed run would see other batches; the numbers are what this code gave when it was written."""
-    assert epoch_order(6, 0, 0) == [0, 4, 3, 1, 5, 2]
+    assert epoch_order(6, 0, 0) == (0, 4, 3, 1, 5, 2)
 
 
 def test_an_incomplete_batch_is_left_out() -> None:
@@ -303,23 +260,17 @@ def test_a_state_goes_on_with_another_batch_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        pytest.param({"length": 11}, "of a data set of 11 rows; got one of 10", id="length"),
-        pytest.param({"seed": 1}, "of an order with seed 1; got seed 0", id="seed"),
-        pytest.param({"position": 11}, "must be a place in the data set of 10 rows; got", id="position"),
-        pytest.param({"epoch": -1}, "must be a place in the data set of 10 rows; got", id="epoch"),
-        pytest.param({"epoch": 0.5}, "must have an int 'epoch'; got", id="float"),
-        pytest.param({"position": None}, "must have an int 'position'; got", id="none"),
+        pytest.param({"length": 11}, id="length"),
+        pytest.param({"seed": 1}, id="seed"),
+        pytest.param({"position": 11}, id="position"),
+        pytest.param({"epoch": -1}, id="epoch"),
+        pytest.param({"epoch": 0.5}, id="float"),
+        pytest.param({"position": None}, id="none"),
     ],
 )
-def test_another_state_is_refused(change: Any, message: str) -> None:
+def test_another_state_is_refused(change: Any) -> None:
     batches = Batches(ROWS, 2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"must be a place in a data set of 10 rows with seed 0; got {"):
         batches.load_state_dict(batches.state_dict() | change)
-
-
-@pytest.mark.parametrize("size", [0, 11])
-def test_batches_that_cannot_be_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 1 and at most 10 rows, the data set; got {size}"):
-        Batches(ROWS, size)

@@ -52,15 +52,23 @@ def test_processes_evaluate_in_step(process: int) -> None:
     """Five rows for two processes, three at a time: each asks for as many completions as the other."""
     asked: list[int] = []
 
-    def judge(rows: Any, sampling: Sampling) -> Tensor:
+    def sample(rows: Any, sampling: Sampling) -> tuple[None, Tensor]:
         asked.append(len(rows) * sampling.num_generations)
-        return torch.tensor([[float(row["prompt"])] for row in rows for _ in range(sampling.num_generations)])
+        numbers = [[float(row["prompt"])] for row in rows for _ in range(sampling.num_generations)]
+        return None, torch.tensor(numbers)
 
-    alone = SimpleNamespace(
-        process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
+        ),
+        config=SimpleNamespace(eval_samples=2),
+        eval_rows=[{"prompt": str(number)} for number in (0, 1, 0, 1, 0)],
+        prompts_per_process=3,
+        reward_functions={"number": None},
+        reward_weights=torch.ones(1),
+        sample=sample,
+        sampling=Sampling(num_generations=4, max_completion_length=2),
     )
-    rows = [{"prompt": str(number)} for number in (0, 1, 0, 1, 0)]
-    sampling = Sampling(num_generations=4, max_completion_length=2)
-    metrics = evaluate(judge, rows, ["number"], 0, sampling, 2, alone, batch_size=3)  # type: ignore[arg-type]
+    metrics = evaluate(trainer)
     assert asked == [3, 6]
     assert metrics == {"eval/number": process, "eval/pass@1": process, "eval/pass@2": process}

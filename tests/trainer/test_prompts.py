@@ -32,19 +32,19 @@ def test_good_prompts(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [
-        pytest.param("", ValueError, "not blank; got ''", id="empty"),
-        pytest.param(" \n", ValueError, r"not blank; got ' \\n'", id="white-space"),
-        pytest.param(None, TypeError, r"a str or a list of chat messages; got None \(NoneType\)", id="none"),
-        pytest.param(7, TypeError, r"a str or a list of chat messages; got 7 \(int\)", id="number"),
-        pytest.param(USER, TypeError, r"list of chat messages; got {'role'.* \(dict\)", id="one-bare-message"),
-        pytest.param([], ValueError, "at least one chat message; got an empty list", id="no-messages"),
-        pytest.param(["1+1?"], TypeError, r"message 0 of the prompt: expected {.*; got '1\+1\?'", id="text-message"),
-        pytest.param([USER, {"role": "user"}], ValueError, r"message 1 .*; got \['role'\]", id="no-content"),
-        pytest.param([{"content": "1+1?"}], ValueError, r"message 0 .*; got \['content'\]", id="no-role"),
-        pytest.param([{"role": "", "content": "1"}], ValueError, "message 0 .* a role such as", id="blank-role"),
-        pytest.param([USER | {"content": None}], TypeError, "'content' to be a str; got None", id="content-none"),
-        pytest.param([USER | {"content": [{"type": "text"}]}], TypeError, r"got \[{'type'", id="content-in-parts"),
-        pytest.param([USER | {"content": " "}], ValueError, "last message is not blank", id="blank-last-message"),
+        pytest.param("", ValueError, "not blank .*; got ''", id="empty"),
+        pytest.param(" \n", ValueError, r"not blank .*; got ' \\n'", id="white-space"),
+        pytest.param(None, TypeError, "a str or a list of chat messages .*; got None", id="none"),
+        pytest.param(7, TypeError, "a str or a list of chat messages .*; got 7", id="number"),
+        pytest.param(USER, TypeError, "list of chat messages .*; got {'role'", id="one-bare-message"),
+        pytest.param([], TypeError, r"list of chat messages .*; got \[\]", id="no-messages"),
+        pytest.param(["1+1?"], TypeError, r"got \['1\+1\?'\]", id="text-message"),
+        pytest.param([USER, {"role": "user"}], TypeError, r"got .*{'role': 'user'}\]", id="no-content"),
+        pytest.param([{"content": "1+1?"}], TypeError, r"got \[{'content'", id="no-role"),
+        pytest.param([{"role": "", "content": "1"}], TypeError, "got .*'role': ''", id="blank-role"),
+        pytest.param([USER | {"content": None}], TypeError, "got .*'content': None", id="content-none"),
+        pytest.param([USER | {"content": [{"type": "text"}]}], TypeError, r"got .*\[{'type'", id="content-in-parts"),
+        pytest.param([USER | {"content": " "}], ValueError, "last message that is not blank", id="blank-last-message"),
         pytest.param(
             [USER, {"role": "assistant", "content": "2"}], ValueError, "not the assistant's", id="assistant-last"
         ),
@@ -83,7 +83,7 @@ def test_a_template_adds_the_special_tokens_once() -> None:
 
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="need a tokenizer with a chat template; got one without"):
+    with pytest.raises(ValueError, match="chat_template is not set"):
         encode_prompt(tokenizer, CHAT)
 
 

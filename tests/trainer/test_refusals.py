@@ -17,23 +17,25 @@ from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        pytest.param({"num_generations": 1}, ValueError, "num_generations must be at least 2; got 1", id="one"),
-        pytest.param({"steps": 0}, ValueError, "steps must be at least 1; got 0", id="no-steps"),
-        pytest.param({"steps": 1.5}, TypeError, "steps must be an int; got 1.5", id="float-steps"),
-        pytest.param({"num_iterations": True}, TypeError, "num_iterations must be an int; got True", id="bool"),
-        pytest.param({"temperature": 0.0}, ValueError, "temperature must be positive; got 0.0", id="temperature"),
-        pytest.param({"learning_rate": float("nan")}, ValueError, "learning_rate must be finite", id="nan"),
-        pytest.param({"learning_rate": "1e-3"}, TypeError, "learning_rate must be a float", id="text"),
+        pytest.param({"num_generations": 1}, ValueError, "num_generations must be at least 2 .*; got 1", id="one"),
+        pytest.param({"steps": 0}, ValueError, "steps must be at least 1 .*; got 0", id="no-steps"),
+        pytest.param({"steps": 1.5}, TypeError, "steps must be of type int; got 1.5", id="float-steps"),
+        pytest.param({"num_iterations": True}, TypeError, "num_iterations must be of type int; got True", id="bool"),
+        pytest.param({"temperature": 0.0}, ValueError, "temperature must be positive .*; got 0.0", id="temperature"),
+        pytest.param({"learning_rate": float("nan")}, ValueError, "learning_rate must be .* finite; got nan", id="nan"),
+        pytest.param(
+            {"learning_rate": "1e-3"}, TypeError, "learning_rate must be of type float; got '1e-3'", id="text"
+        ),
         pytest.param({"adam_betas": (0.9, 1.0)}, ValueError, "adam_betas", id="betas"),
         pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
         pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
-        pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got dict", id="loss"),
-        pytest.param({"top_p": 1.5}, ValueError, "top_p must not be above 1; got 1.5", id="top-p"),
-        pytest.param({"min_p": -0.1}, ValueError, "min_p must be at least 0; got -0.1", id="min-p"),
+        pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be of type GRPOLossConfig; got {'beta'", id="loss"),
+        pytest.param({"top_p": 1.5}, ValueError, "top_p must be .* at most 1; got 1.5", id="top-p"),
+        pytest.param({"min_p": -0.1}, ValueError, "min_p must be at least 0 .*; got -0.1", id="min-p"),
         pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a tuple .*; got 'stop'", id="stop"),
         pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
         pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
-        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be a bool; got 1", id="checkpointing"),
+        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be of type bool; got 1", id="checkpointing"),
         pytest.param({"importance_sampling": "clip"}, ValueError, "importance_sampling must be", id="correction"),
     ],
 )
@@ -77,9 +79,9 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, rows, [count_ones, "format"])
     with pytest.raises(ValueError, match="at least one function"):
         make_trainer(model, tokenizer, rows, [])
-    with pytest.raises(ValueError, match="one weight for each of 1 reward functions; got 2"):
+    with pytest.raises(ValueError, match="one finite weight for each of 1 functions; got .1.0, 2.0."):
         make_trainer(model, tokenizer, rows, reward_weights=[1.0, 2.0])
-    with pytest.raises(ValueError, match="reward_weights must be finite; got .*nan"):
+    with pytest.raises(ValueError, match="one finite weight .* got .*nan"):
         make_trainer(model, tokenizer, rows, reward_weights=[float("nan")])
     with pytest.raises(ValueError, match="at least 2 rows, as many as a step takes; got 1"):
         make_trainer(model, tokenizer, rows[:1])
@@ -121,8 +123,8 @@ def test_a_tracker_without_its_package_is_named(
 ) -> None:
     """Accelerate goes on without it."""
     monkeypatch.setattr(tracking, "get_available_trackers", list)
-    for name, package in (("wandb", "wandb"), ("comet_ml", "comet-ml")):
-        with pytest.raises(ImportError, match=f"report_to '{name}' needs its package installed: pip install {package}"):
+    for name in ("wandb", "comet_ml"):
+        with pytest.raises(ImportError, match=f"packages are installed .*got .'{name}'"):
             make_trainer(model, tokenizer, rows, report_to=(name,))
     with pytest.raises(ValueError, match="wandbb"):
         make_trainer(model, tokenizer, rows, report_to=("wandbb",))
@@ -133,7 +135,5 @@ def test_an_accelerator_that_does_not_log_is_refused(
 ) -> None:
     pytest.importorskip("tensorboard")
     config = GRPOTrainerConfig(**(SMALL | {"report_to": ("tensorboard",)}))
-    with pytest.raises(
-        ValueError, match=r"report_to 'tensorboard' needs an accelerator that logs with it; got one of \[\]"
-    ):
+    with pytest.raises(ImportError, match=r"with which the accelerator logs, \[\]; got \['tensorboard'\]"):
         GRPOTrainer(model, tokenizer, [count_ones], rows, config, accelerator=Accelerator())

@@ -113,14 +113,16 @@ def test_adapters_are_merged_while_weights_are_read() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match="need it installed"):
+    with pytest.raises(ImportError, match="vllm"):
         VLLMEngine("folder")
 
 
 def test_truncated_sampling_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:
     tokenizer = build_tokenizer()
     config = GRPOTrainerConfig(top_p=0.9, prompts_per_step=2)
-    with pytest.raises(ValueError, match=r"full distribution .* got top_p 0.9: importance_sampling would compare"):
+    with pytest.raises(
+        ValueError, match="importance_sampling must be null unless .* full distribution.*; got top_p 0.9"
+    ):
         GRPOTrainer(
             build_small_model(len(tokenizer)), tokenizer, [count_ones], rows, config, engine=VLLMEngine("folder")
         )
