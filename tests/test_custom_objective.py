@@ -21,7 +21,8 @@ def clipped(logps, entropies, *, advantages, old, weights):
 def sequence_ratio(logps, entropies, *, advantages, old, weights, cu_seqlens):
     counts = cu_seqlens.diff()
     owner = torch.repeat_interleave(counts)
-    mean = torch.zeros(len(counts), dtype=logps.dtype).index_add(0, owner, logps - old) / counts.clamp(min=1)
+    log_ratio = logps - old
+    mean = torch.zeros(len(counts), dtype=log_ratio.dtype).index_add(0, owner, log_ratio) / counts.clamp(min=1)
     return -weights * mean.exp()[owner] * advantages
 
 
@@ -37,7 +38,7 @@ def inputs_of(case):
     return {
         "advantages": case.advantages.view(-1, 1).expand(shape),
         "old": case.options["old_per_token_logps"],
-        "weights": (mask / mask.sum()).double(),
+        "weights": mask.double() / mask.sum(),
     }
 
 

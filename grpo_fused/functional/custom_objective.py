@@ -25,7 +25,7 @@ from grpo_fused.outputs import ObjectiveOutput
 from grpo_fused.parallel import ParallelGroups, whole
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a function cannot enter an operator
 def fused_linear_objective(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -137,6 +137,6 @@ def fused_linear_objective(
             scores.logps.reshape(-1)[rows].clamp(min=-1e4),
             None if entropies is None else entropies.reshape(-1)[rows],
         ).sum()
-        return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
+        return ObjectiveOutput(loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach())
     loss, logps, entropies, _ = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call, objective)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)
