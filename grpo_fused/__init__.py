@@ -13,9 +13,22 @@ if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path
 from grpo_fused.advantages import group_advantages
 from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.custom import check_objective
+from grpo_fused.functional import (
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    fused_linear_objective,
+    grpo_loss,
+    selective_logprobs,
+)
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
-from grpo_fused.outputs import AdvantageOutput, GRPOLossOutput, ImportanceSamplingOutput, LogprobOutput
+from grpo_fused.outputs import (
+    AdvantageOutput,
+    GRPOLossOutput,
+    ImportanceSamplingOutput,
+    LogprobOutput,
+    ObjectiveOutput,
+)
 from grpo_fused.parallel import ParallelGroups
 from grpo_fused.rollout_corrections import importance_sampling_correction
 
@@ -28,11 +41,14 @@ __all__ = [
     "GRPOLossOutput",
     "ImportanceSamplingOutput",
     "LogprobOutput",
+    "ObjectiveOutput",
     "ParallelGroups",
     "capture_head_input",
     "check_head",
+    "check_objective",
     "fused_linear_grpo_loss",
     "fused_linear_logprobs",
+    "fused_linear_objective",
     "group_advantages",
     "grpo_loss",
     "head_hidden_states",

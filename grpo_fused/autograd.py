@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from grpo_fused import operators
 from grpo_fused.calls import (
     CandidateGradientCall,
+    CustomCall,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -23,18 +24,33 @@ from grpo_fused.calls import (
     detach,
     flat,
 )
+from grpo_fused.custom import Objective
 
 
-class LinearGRPOLoss(torch.autograd.Function):
-    """(loss, logps, entropies, metrics); gradients are computed in the forward pass and scaled in the backward."""
+class LinearLoss(torch.autograd.Function):
+    """(loss, logps, entropies, metrics); the gradients are made in the forward pass and scaled in the backward.
+
+    The loss is that of a `LossCall`, or of a `CustomCall` and its objective.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LossCall) -> Any:
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LossCall | CustomCall,
+        objective: Objective | None = None,
+    ) -> Any:
         call = call._replace(head=call.head.on(hidden_states, weight, bias))
-        result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
+        if isinstance(call, CustomCall):
+            assert objective is not None
+            result = operators.linear_objective(call, objective)
+        else:
+            result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
         ctx.later = call.head.candidates is not None and not call.head.any_whole
         kept = CandidateGradientCall(
-            call.head, call.completion_ids, call.inputs.completion_mask, result.dcandidates, call.needs
+            call.head, call.completion_ids, call.completion_mask, result.dcandidates, call.needs
         )
         ctx.call, tensors = detach(kept) if ctx.later else (None, [])
         ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
@@ -48,7 +64,7 @@ class LinearGRPOLoss(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
-            return None, None, None, None
+            return None, None, None, None, None
         (dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         if ctx.later and (weight_dtype is not None or bias_dtype is not None):
             call: CandidateGradientCall = attach(ctx.call, tensors)
@@ -59,11 +75,13 @@ class LinearGRPOLoss(torch.autograd.Function):
                 None if weight_dtype is None else dweight,
                 None if bias_dtype is None else dbias.to(bias_dtype),
                 None,
+                None,
             )
         return (
             None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
             None if weight_dtype is None else scaled(dweight, dloss, weight_dtype),
             None if bias_dtype is None else (dbias * dloss).to(bias_dtype),
+            None,
             None,
         )
 

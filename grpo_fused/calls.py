@@ -94,6 +94,11 @@ class LossCall(NamedTuple):
     with_metrics: bool
     needs: Needs
 
+    @property
+    def completion_mask(self) -> Tensor | None:
+        """That of the inputs."""
+        return self.inputs.completion_mask
+
 
 class LogprobsCall(NamedTuple):
     """Log-probs, and entropies if requested, from hidden states and head."""
@@ -102,6 +107,20 @@ class LogprobsCall(NamedTuple):
     token_ids: Tensor
     mask: Tensor | None
     with_entropy: bool
+
+
+class CustomCall(NamedTuple):
+    """The loss of an objective of the caller's own."""
+
+    head: HeadCall
+    completion_ids: Tensor
+    completion_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    inputs: tuple[Any, ...]
+    """a NamedTuple of the objective's inputs"""
+    scope: str
+    with_entropy: bool
+    needs: Needs
 
 
 class Scores(NamedTuple):

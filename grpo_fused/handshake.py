@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.calls import LogprobsCall, LogprobsGradientCall, LossCall, named
+from grpo_fused.calls import CustomCall, LogprobsCall, LogprobsGradientCall, LossCall, named
 from grpo_fused.layout import Layout
 from grpo_fused.parallel import (
     ParallelGroups,
@@ -65,7 +65,7 @@ def contents_of(call: Any, mask: Tensor | None) -> dict[str, int | str]:
 
 def join(
     groups: ParallelGroups,
-    call: LossCall | LogprobsCall | LogprobsGradientCall,
+    call: LossCall | CustomCall | LogprobsCall | LogprobsGradientCall,
     ids: Tensor,
     mask: Tensor | None,
     check: Callable[[int], None],

@@ -19,6 +19,7 @@ from grpo_fused import engines, logits
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import (
     CandidateGradientCall,
+    CustomCall,
     HeadCall,
     LogitsCall,
     LogitsGradientCall,
@@ -32,17 +33,18 @@ from grpo_fused.calls import (
     fields_of,
 )
 from grpo_fused.config import GRPOLossConfig
+from grpo_fused.custom import Objective
 from grpo_fused.engines.base import Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, values_are_checked
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import ParallelGroups
-from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss
-from grpo_fused.validation import check_candidates, check_loss_values, check_token_values
+from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss, run_objective
+from grpo_fused.validation import check_candidates, check_loss_values, check_offsets, check_token_values
 
 
 def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -140,6 +142,33 @@ def _(*values: Any) -> LossResult:
         logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
         *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True),
         logps.new_empty(head.candidate_ids.shape if head.candidate_ids is not None and call.needs.any() else 0),
+    )
+
+
+def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
+    """The loss of an objective of the caller's own; no operator, since a function cannot enter one."""
+    head, layout = call.head, Layout.of(call.completion_ids, call.cu_seqlens)
+    groups = ParallelGroups.decode(head.groups)
+
+    def check(vocab_size: int) -> None:
+        check_token_values(call.completion_ids, call.completion_mask, vocab_size, head.temperatures, layout)
+        check_candidates(head, call.completion_ids, call.completion_mask, vocab_size)
+        if values_are_checked(call.completion_ids.device):
+            check_offsets(layout)
+
+    with _plain(head.hidden_states.device):
+        vocab, _ = join(groups, call, call.completion_ids, call.completion_mask, check)
+        with failing_together(vocab, None):
+            tokens = Tokens.of(head, call.completion_ids, call.completion_mask, layout, vocab)
+            loss, scores, gradients = run_objective(_engine(head), tokens, layout, call, objective)
+    logps, entropies = _shaped(call.completion_ids, scores)
+    return LossResult(
+        loss.to(logps.dtype),
+        logps,
+        entropies,
+        _nothing(loss),
+        *_head_gradients(head, gradients),
+        _nothing(loss) if gradients.candidates is None else gradients.candidates,
     )
 
 

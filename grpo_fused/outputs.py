@@ -21,6 +21,17 @@ class GRPOLossOutput(NamedTuple):
     """0-d fp32 tensors on the device, with TRL's names; detached."""
 
 
+class ObjectiveOutput(NamedTuple):
+    """Result of `fused_linear_objective`."""
+
+    loss: Tensor
+    """0-d fp32, differentiable."""
+    per_token_logps: Tensor
+    """fp32, nats, shaped like the token ids; detached, 0 where masked."""
+    entropies: Tensor | None
+    """fp32, nats, shaped like the token ids; detached, 0 where masked. None unless asked for."""
+
+
 class LogprobOutput(NamedTuple):
     """Result of `fused_linear_logprobs` and `selective_logprobs`."""
 

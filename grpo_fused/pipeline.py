@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import HeadCall, LossCall, Needs
+from grpo_fused.batch import LOWEST_LOGP, TokenBatch
+from grpo_fused.calls import CustomCall, HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
+from grpo_fused.custom import Evaluation, Objective
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
@@ -81,7 +82,9 @@ def run_loss(
     gradients = Gradients(None, None, None, 0)
     if needs.any() and chunks is not None:
         objective = TokenObjective(own.select(rows.gradient), config)
-        found, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective))
+        found, gradients = engine.fused(
+            replace(work, chunks=chunks, coefficients=objective, whole_chunks=config.needs_sequence)
+        )
         _place(found, rows.gradient, tokens.mask, scores)
     else:
         _score(engine, work, scores)
@@ -98,6 +101,42 @@ def run_loss(
     metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
     metrics |= compute_metrics(result, entropy, batch, config, complete=call.with_metrics)
     return LossParts(result.loss, scores.logp, scores.entropy, metrics, gradients)
+
+
+def run_objective(
+    engine: Engine, tokens: Tokens, layout: Layout, call: CustomCall, objective: Objective
+) -> tuple[Tensor, Statistics, Gradients]:
+    """Loss (0-d fp64), scores of all N positions, and gradients of an objective of the caller's own."""
+    head, how, needs = Head.of(call.head), call.head, call.needs
+    rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens alone
+    inputs = {name: x.reshape(-1) for name, x in zip(call.inputs._fields, call.inputs, strict=True)}  # type: ignore[attr-defined]
+    evaluation = Evaluation(objective, inputs, layout, rows, call.scope, call.with_entropy)  # type: ignore[arg-type]
+    scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
+    skip_zeros = how.compact and tokens.ids.device.type == "cpu"
+    work = Work(head, tokens, rows, call.with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
+    chunks, chunk_rows = None, _chunk_rows(engine, work)
+    if call.scope == "token":
+        chunks = even_chunks(len(rows), chunk_rows)
+    elif call.scope == "sequence" and tokens.candidates is None:
+        counts = torch.bincount(layout.sequence_ids(rows.device)[rows], minlength=layout.num_sequences)
+        chunks = sequence_chunks(counts.tolist(), chunk_rows)
+    if needs.any() and chunks is not None:
+        work = replace(work, chunks=chunks, coefficients=evaluation, whole_chunks=call.scope != "token")
+        found, gradients = engine.fused(work)
+        _place(found, rows, tokens.mask, scores)
+        return evaluation.loss, scores, gradients
+    _score(engine, work, scores)
+    known, gradients = scores.select(rows), Gradients(None, None, None, 0)
+    if not needs.any():
+        value = evaluation.value(slice(0, len(rows)), known.logp.clamp(min=LOWEST_LOGP), known.entropy)
+        return value.to(torch.float64).sum(), scores, gradients
+    dlogp, dentropy = (
+        None if x is None else torch.zeros_like(scores.logp).index_copy_(0, rows, x)
+        for x in evaluation(slice(0, len(rows)), known.logp, known.entropy)
+    )
+    assert dlogp is not None
+    gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, how.compact))[1]
+    return evaluation.loss, scores, gradients
 
 
 def run_logprobs(engine: Engine, tokens: Tokens, call: HeadCall, *, with_entropy: bool) -> Statistics:

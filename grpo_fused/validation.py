@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -32,6 +32,7 @@ class _Kind(NamedTuple):
     allows: Callable[[torch.dtype], bool]
 
 
+_ANY = _Kind("", lambda dtype: True)
 _FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
 _INTEGER = _Kind(
     "have an integer dtype", lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
@@ -158,6 +159,16 @@ def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap:
         check_number(temperature, "temperature", above=0.0)
 
 
+def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None:
+    """Tensors shaped like the ids, detached, under names that are no others'."""
+    for name, x in inputs.items():
+        _check(x, f"inputs[{name!r}]", _ANY, tuple(layout.shape))
+        if x.requires_grad:
+            raise ValueError(f"inputs[{name!r}] must be detached: no gradient reaches it; got one that requires grad")
+        if name == "cu_seqlens" or not name.isidentifier():
+            raise ValueError(f"a name of inputs must be an argument's, and not cu_seqlens; got {name!r}")
+
+
 def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig) -> None:
     """Shapes and presence of everything the objective reads."""
     if not isinstance(config, GRPOLossConfig):
@@ -248,7 +259,7 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     device = inputs.advantages.device
     if not values_are_checked(device):
         return
-    _check_offsets(layout)
+    check_offsets(layout)
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     sequence = layout.sequence_ids(device)
@@ -278,7 +289,7 @@ def check_rollout_logps(
 def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layout: Layout) -> None:
     """Offsets that cover the tokens, masks of 0 and 1, and old log-probs that are numbers where a token is active."""
     if values_are_checked(old_per_token_logps.device):
-        _check_offsets(layout)
+        check_offsets(layout)
         _check_zero_or_one(mask)
         _refuse_no_logps("old_per_token_logps", old_per_token_logps, _active(mask, old_per_token_logps))
 
@@ -348,7 +359,8 @@ def _refuse_no_logps(name: str, logps: Tensor | None, active: Tensor) -> None:
         _refuse(name, "not be NaN or +inf", logps.isnan() | (logps == math.inf), active)
 
 
-def _check_offsets(layout: Layout) -> None:
+def check_offsets(layout: Layout) -> None:
+    """They rise from 0 to the number of tokens."""
     if layout.cu_seqlens is None:
         return
     offsets = layout.cu_seqlens.tolist()

@@ -174,6 +174,8 @@ class Work:
     needs: Needs = NO_GRADIENT
     known: Statistics | None = None
     """the scores of `rows` where they have been made: an engine may build on them, or make them again"""
+    whole_chunks: bool = False
+    """whether a chunk's coefficients need all of it: it must not be cut"""
     skip_zeros: bool = False
     """whether the engine may look at the coefficients of a chunk and leave out rows where they are 0"""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fused import _native
 from grpo_fused.calls import Needs
-from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work
+from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
@@ -237,8 +237,7 @@ def _default_scratch() -> int:
 def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     """The chunks; where no dW can hold exponentials, cut to what scratch can, if the coefficients allow a cut."""
     head = work.head
-    whole = isinstance(work.coefficients, TokenObjective) and work.coefficients.config.needs_sequence
-    if work.needs.need_weight or whole:
+    if work.needs.need_weight or work.whole_chunks:
         return work.chunks
     item = _native.head_plan(head.vocab_size, head.weight.shape[1], _product_dtype(head))[1]
     rows = max(budget // 2 // (_native.LANES * head.vocab_size * item), 1) * _native.LANES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_fused import engines, reference
 from grpo_fused import validation as check
-from grpo_fused.autograd import LinearGRPOLoss, LinearLogprobs
+from grpo_fused.autograd import LinearLogprobs, LinearLoss
 from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs, Needs
 from grpo_fused.candidates import CandidateSets, checked
 from grpo_fused.config import GRPOLossConfig
@@ -146,7 +146,7 @@ def fused_linear_grpo_loss(
             engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
             ParallelGroups.encode(process_group), *checked(candidates, completion_ids, completion_mask, process_group),
         )  # fmt: skip
-        needs = _needs(head)
+        needs = needs_of(head)
         call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs)
         check.check_devices(call)
         if head.impl == "reference":
@@ -160,7 +160,7 @@ def fused_linear_grpo_loss(
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
-    loss, logps, entropies, metrics = LinearGRPOLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)
+    loss, logps, entropies, metrics = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)
     names = loss_metric_names(config, with_kl=ref_per_token_logps is not None, complete=with_metrics)
     has_entropies = with_metrics or config.needs_entropy
     return GRPOLossOutput(
@@ -246,6 +246,7 @@ def fused_linear_logprobs(
     return LogprobOutput(logps, entropies if with_entropy else None)
 
 
-def _needs(head: HeadCall) -> Needs:
+def needs_of(head: HeadCall) -> Needs:
+    """Which gradients autograd will ask for."""
     tensors = (head.hidden_states, head.lm_head_weight, head.lm_head_bias)
     return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))

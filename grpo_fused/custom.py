@@ -1,0 +1,146 @@
+"""An objective of the caller's own, evaluated inside the pass over the head.
+
+The objective is a differentiable torch function of log-probs (and entropies). A chunk's log-probs are known before its
+gradient is made: the function is called then, and autograd gives the coefficients of the chunk, one number a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from grpo_fused.batch import LOWEST_LOGP
+from grpo_fused.layout import Layout, values_are_checked
+
+Scope = Literal["token", "sequence", "batch"]
+Objective = Callable[..., Tensor]
+
+
+@dataclass
+class Evaluation:
+    """What calls of an objective on parts of a batch add up to."""
+
+    objective: Objective
+    inputs: Mapping[str, Tensor]
+    """[N] each"""
+    layout: Layout
+    rows: Tensor
+    """[R] int64, ascending: positions of all active tokens"""
+    scope: Scope
+    with_entropy: bool
+    loss: Tensor = field(init=False)
+    """0-d fp64"""
+
+    def __post_init__(self) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.rows.device)
+
+    def __call__(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(dL/dlogp, dL/dentropy) of some of the rows; their loss is added."""
+        entropy = entropy if self.with_entropy else None
+        # an impossible token counts as the lowest log-prob, so that the loss stays finite; it has no gradient
+        possible = ~(logp < LOWEST_LOGP)
+        with torch.enable_grad():
+            leaves = [logp.clamp(min=LOWEST_LOGP).detach().requires_grad_()]
+            leaves += [] if entropy is None else [entropy.detach().requires_grad_()]
+            value = self.value(part, leaves[0], None if entropy is None else leaves[1])
+            found = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+        dlogp, *dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+        if values_are_checked(logp.device):
+            for name, x in (("value", value), ("gradient", dlogp), *(("gradient by entropies", g) for g in dentropy)):
+                if x.isnan().any() and not logp.isnan().any():
+                    raise ValueError(f"the objective's {name} must be a number for every token; got {count_nan(x)} NaN")
+        self.loss += value.detach().to(torch.float64).sum()
+        return torch.where(possible, dlogp, 0.0), dentropy[0] if dentropy else None
+
+    def value(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> Tensor:
+        """The objective of some of the rows, checked."""
+        rows = self.rows[part]
+        given: dict[str, Any] = {name: x[rows] for name, x in self.inputs.items()}
+        if self.scope != "token":
+            given["cu_seqlens"] = self._offsets(part, rows)
+        value = self.objective(logp, entropy, **given)
+        if not isinstance(value, Tensor) or value.shape != logp.shape:
+            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the objective must return a tensor of shape {tuple(logp.shape)}, as logps; got {came}")
+        if torch.is_grad_enabled() and len(rows) and not value.requires_grad:
+            raise ValueError("the objective's result must depend on logps or entropies; got one without a gradient")
+        return value
+
+    def _offsets(self, part: slice | Tensor, rows: Tensor) -> Tensor:
+        """[S + 1]: where the sequences of a part begin. Empty ones belong to the part of the next sequence."""
+        sequence = self.layout.sequence_ids(rows.device)
+        first, last = 0, self.layout.num_sequences - 1
+        if isinstance(part, slice) and part.start:
+            first = int(sequence[self.rows[part.start - 1]]) + 1
+        if isinstance(part, slice) and part.stop is not None and part.stop < len(self.rows):
+            last = int(sequence[self.rows[part.stop - 1]])
+        return torch.searchsorted(sequence[rows], torch.arange(first, last + 2, device=rows.device))
+
+
+def count_nan(x: Tensor) -> int:
+    """Values that are NaN."""
+    return int(x.isnan().sum())
+
+
+def check_objective(
+    objective: Objective,
+    inputs: Mapping[str, Tensor] | None = None,
+    scope: Scope = "token",
+    *,
+    num_tokens: int = 64,
+    with_entropy: bool = False,
+    seed: int = 0,
+) -> None:
+    """Compare a call of an objective on all tokens with calls on parts: what `fused_linear_objective` relies on.
+
+    Run it once for an objective of your own: one that takes a mean over its tokens, say, would depend on the chunks.
+
+    Args:
+        objective: As in `fused_linear_objective`.
+        inputs: Its inputs, `[N]` (or `[B, T]` of B sequences); default none, for `num_tokens` tokens.
+        scope: "token": parts are any subsets. "sequence": parts are whole sequences. "batch": nothing to compare, only
+            the result's shape and gradient are checked.
+        num_tokens: N where there are no inputs.
+        with_entropy: Pass entropies.
+        seed: Of the log-probs, entropies and parts.
+
+    Raises:
+        ValueError: The results differ, or are not what `fused_linear_objective` takes; the message says by how much.
+    """
+    given = dict(inputs or {})
+    shape = next(iter(given.values())).shape if given else torch.Size([8, -(-num_tokens // 8)])
+    shape = shape if len(shape) == 2 else torch.Size([1, *shape])
+    g = torch.Generator().manual_seed(seed)
+    logps = -3.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64)
+    entropies = 2.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64) if with_entropy else None
+    rows = torch.arange(shape.numel())
+    flat = {name: x.reshape(-1).cpu() for name, x in given.items()}
+    run = Evaluation(objective, flat, Layout(shape, shape[0], None), rows, scope, with_entropy)
+    if scope == "token":
+        order = torch.randperm(len(rows), generator=g)
+        parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
+    else:
+        length = shape[1]
+        parts = (
+            [slice(b * length, (b + 1) * length) for b in range(shape[0])] if scope == "sequence" else [slice(0, None)]
+        )
+    whole = run(slice(0, len(rows)), logps, entropies)
+    total, run.loss = run.loss, torch.zeros_like(run.loss)
+    pieces = [torch.zeros_like(logps), torch.zeros_like(logps)]
+    for part in parts:
+        found = run(part, logps[part], None if entropies is None else entropies[part])
+        for to, x in zip(pieces, found, strict=True):
+            if x is not None:
+                to[part] = x
+    for name, a, b in (("loss", total, run.loss), ("gradient by logps", whole[0], pieces[0]),
+                       ("gradient by entropies", pieces[1] if whole[1] is None else whole[1], pieces[1])):  # fmt: skip
+        worst = float((a - b).abs().max()) if a.numel() else 0.0
+        if worst > 1e-9 * max(1.0, float(a.abs().max()) if a.numel() else 0.0):
+            raise ValueError(
+                f"an objective of scope {scope!r} must give each {scope} the same whatever it is called with; "
+                f"the {name} of all and of parts differ by {worst:.3g}"
+            )

@@ -1,0 +1,142 @@
+"""The loss of an objective of the caller's own, from hidden states and the lm head."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_fused import engines, reference
+from grpo_fused import validation as check
+from grpo_fused.autograd import LinearLoss
+from grpo_fused.calls import CustomCall, HeadCall
+from grpo_fused.candidates import CandidateSets, checked
+from grpo_fused.custom import Evaluation, Objective, Scope
+from grpo_fused.engines import Impl
+from grpo_fused.engines.products import compute_dtype
+from grpo_fused.functional.fused_linear import needs_of
+from grpo_fused.handshake import refusing_together
+from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.outputs import ObjectiveOutput
+from grpo_fused.parallel import ParallelGroups, whole
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a function cannot enter an operator
+def fused_linear_objective(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    objective: Objective,
+    mask: Tensor | None = None,
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    scope: Scope = "token",
+    with_entropy: bool = False,
+    cu_seqlens: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    candidates: CandidateSets | None = None,
+    impl: Impl = "auto",
+    max_scratch_bytes: int | None = None,
+    compact: bool = True,
+    process_group: dist.ProcessGroup | ParallelGroups | None = None,
+) -> ObjectiveOutput:
+    """The loss of an objective of your own, with the head products of `fused_linear_grpo_loss`.
+
+        loss = sum over active tokens of objective(logps, entropies, **inputs)
+
+    The objective is called inside the pass over the head, on the log-probs of a part of the tokens, and differentiated
+    there by autograd: one number a token. The logits are not made again for the gradient.
+
+    | scope | the objective is called with | head products (frozen head: one less) |
+    |---|---|---|
+    | `"token"` | any subset of the active tokens | 3 |
+    | `"sequence"` | whole sequences | 3; 4 in `chunked` and `triton` where a sequence does not fit a chunk |
+    | `"batch"` | all active tokens | 4; in `native` 3 where the exponentials fit |
+
+    Args:
+        hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each token.
+        lm_head_weight: `[V, H]`.
+        token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
+        objective: `objective(logps, entropies, **inputs) -> Tensor`, a differentiable torch function. It gets active
+            tokens only, flat `[n]` in fp32 (fp64 for fp64 inputs), and returns each token's share of the loss, `[n]`,
+            weights and signs included. Within scope `"token"` it must not look across tokens (no mean, no `.shape[0]`):
+            run `check_objective` once. In the other scopes it gets `cu_seqlens` (`[S + 1]` int64, where the sequences
+            of this part begin, empty ones included) as a further keyword.
+        mask: like `token_ids`, bool or 0/1, default all active.
+        inputs: tensors shaped like `token_ids`, without gradient, cut as the tokens are: `{"advantages": ...}`.
+        scope: what a call of the objective must hold together.
+        with_entropy: pass entropies (nats), differentiable too; else None.
+        cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; needed by packed calls unless the scope is
+            `"token"`.
+        lm_head_bias, temperature, logit_scale, softcap, candidates, impl, max_scratch_bytes: as in
+            `fused_linear_grpo_loss`.
+        compact: drop tokens whose gradient turns out to be 0 before the gradient products.
+        process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; all call the objective
+            with the same numbers. Ranks with other tokens: call it for each and add up the losses.
+
+    Returns:
+        `ObjectiveOutput(loss, per_token_logps, entropies)`; the loss is differentiable in hidden states, weight, bias.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where the objective returns another
+            shape, a result without a gradient, or NaN (on the CPU; elsewhere with `GRPO_FUSED_DEBUG=1`).
+
+    Equivalent in plain PyTorch (scope "batch", all active)::
+
+        log_p = (hidden_states.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)
+        logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).reshape(-1)
+        loss = objective(logps, None, **{name: x.reshape(-1) for name, x in inputs.items()}).sum()
+
+    Source: what FlexAttention does for attention scores (arXiv 2412.05496), for policy losses.
+    """
+    given = dict(inputs or {})
+    with nullcontext() if process_group is None else refusing_together(process_group):
+        lm_head_weight = whole(lm_head_weight, process_group)
+        lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
+        check.check_choice(scope, "scope", Scope)
+        if scope == "token" and cu_seqlens is None:
+            check.check_token_ids(token_ids, "token_ids")
+        else:
+            check.check_ids(token_ids, cu_seqlens, "token_ids")
+        layout = Layout.of(token_ids, cu_seqlens)
+        check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
+        check.check_mask(mask, token_ids, "mask")
+        check.check_objective_inputs(given, layout)
+        check.check_head_numbers(temperature, logit_scale, softcap, layout)
+        check.check_scratch(max_scratch_bytes)
+        if ParallelGroups.of(process_group).tokens is not None:
+            raise ValueError("an objective has no group of ranks with other tokens: add up the losses of the ranks")
+        compute = compute_dtype(hidden_states, lm_head_weight)
+        number, temperatures = split_temperature(temperature)
+        head = HeadCall(
+            hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
+            engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
+            ParallelGroups.encode(process_group), *checked(candidates, token_ids, mask, process_group),
+        )  # fmt: skip
+        named_inputs = namedtuple("Inputs", given)(**given)  # type: ignore[misc]
+        call = CustomCall(head, token_ids, mask, cu_seqlens, named_inputs, scope, with_entropy, needs_of(head))
+        check.check_devices(call)
+        if head.impl == "reference":
+            check.check_one_process(process_group)
+
+    if head.impl == "reference":
+        scores = reference.linear_logprobs(head, token_ids, mask, layout)
+        rows = (torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0).reshape(-1).nonzero()[:, 0]
+        flat = {name: x.reshape(-1) for name, x in given.items()}
+        evaluation = Evaluation(objective, flat, layout, rows, scope, with_entropy)
+        entropies = scores.entropies if with_entropy else None
+        loss = evaluation.value(
+            slice(0, len(rows)),
+            scores.logps.reshape(-1)[rows].clamp(min=-1e4),
+            None if entropies is None else entropies.reshape(-1)[rows],
+        ).sum()
+        return ObjectiveOutput(loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach())
+    loss, logps, entropies, _ = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call, objective)
+    return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

@@ -1,0 +1,263 @@
+"""`fused_linear_objective`: a function of one's own gives what it gives over `fused_linear_logprobs` with autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import PRECISION, frobenius_error, make_case, make_config, with_sets
+
+from grpo_fused import GRPOLossConfig, check_objective, fused_linear_grpo_loss, fused_linear_objective
+from grpo_fused.engines.products import Head
+
+ENGINES = ["chunked", "native", "triton"]
+
+
+def clipped(logps, entropies, *, advantages, old, weights):
+    ratio = (logps - old).exp()
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return weights * (loss if entropies is None else loss - 0.1 * entropies)
+
+
+def sequence_ratio(logps, entropies, *, advantages, old, weights, cu_seqlens):
+    counts = cu_seqlens.diff()
+    owner = torch.repeat_interleave(counts)
+    log_ratio = logps - old
+    mean = torch.zeros(len(counts), dtype=log_ratio.dtype).index_add(0, owner, log_ratio) / counts.clamp(min=1)
+    return -weights * mean.exp()[owner] * advantages
+
+
+def batch_mean(logps, entropies, *, advantages, old, weights, cu_seqlens):
+    return -weights * (logps - logps.mean()) * advantages
+
+
+OBJECTIVES = {"token": clipped, "sequence": sequence_ratio, "batch": batch_mean}
+
+
+def inputs_of(case):
+    shape, mask = case.completion_ids.shape, case.completion_mask
+    return {
+        "advantages": case.advantages.view(-1, 1).expand(shape),
+        "old": case.options["old_per_token_logps"],
+        "weights": mask.double() / mask.sum(),
+    }
+
+
+def run(case, scope, impl, *, upstream=1.0, freeze=False, **options):
+    hidden = case.hidden_states.detach().requires_grad_()
+    weight = case.lm_head_weight.detach().requires_grad_(not freeze)
+    given = {n: x for n, x in case.options.items() if n in ("temperature", "lm_head_bias", "candidates")} | options
+    out = fused_linear_objective(
+        hidden, weight, case.completion_ids, OBJECTIVES[scope], case.completion_mask, inputs=inputs_of(case),
+        scope=scope, impl=impl, **given,
+    )  # fmt: skip
+    (out.loss * upstream).backward()
+    return out, hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("scope", list(OBJECTIVES))
+@pytest.mark.parametrize("options", [{}, {"max_scratch_bytes": 9000}, {"compact": False}, {"freeze": True}],
+                         ids=lambda o: "+".join(o) or "plain")  # fmt: skip
+def test_it_is_the_function_over_all_logits(scope, options, impl):
+    dtype, tol = PRECISION[impl]
+    case = make_case(0, temperature=0.7, extras=False)
+    want = run(case, scope, "reference", with_entropy=scope == "token")
+    got = run(case.to(dtype), scope, impl, with_entropy=scope == "token", **options)
+    torch.testing.assert_close(got[0].loss.double(), want[0].loss, rtol=tol, atol=tol)
+    torch.testing.assert_close(got[0].per_token_logps.double(), want[0].per_token_logps, rtol=tol, atol=10 * tol)
+    assert frobenius_error(got[1], want[1]) <= 2 * tol
+    if not options.get("freeze"):
+        assert frobenius_error(got[2], want[2]) <= 2 * tol
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("scope", list(OBJECTIVES))
+def test_candidate_sets(scope, impl):
+    dtype, tol = PRECISION[impl]
+    case = with_sets(make_case(1, extras=False), whole=0.3)
+    want, got = run(case, scope, "reference"), run(case.to(dtype), scope, impl)
+    torch.testing.assert_close(got[0].loss.double(), want[0].loss, rtol=tol, atol=tol)
+    assert frobenius_error(got[1], want[1]) <= 2 * tol
+    assert frobenius_error(got[2], want[2]) <= 2 * tol
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_dapo_written_by_hand_is_dapo(impl):
+    dtype, tol = PRECISION[impl]
+    case = make_case(2, B=6, T=9).to(dtype)
+    config = make_config("dapo")
+    want = case.run(config, impl=impl)
+
+    def dapo(logps, entropies, *, advantages, old, weights):
+        ratio = (logps - old).exp()
+        return -weights * torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+    hidden, weight = case.hidden_states.detach().requires_grad_(), case.lm_head_weight.detach().requires_grad_()
+    out = fused_linear_objective(hidden, weight, case.completion_ids, dapo, case.completion_mask,
+                                 inputs=inputs_of(case), impl=impl)  # fmt: skip
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, want.out.loss, rtol=tol, atol=tol)
+    assert frobenius_error(weight.grad, want.dweight) <= tol
+    assert frobenius_error(hidden.grad, want.dhidden) <= tol
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_packed_is_padded(scope):
+    """With an empty sequence, which `cu_seqlens` keeps."""
+    case = make_case(3, B=5, T=6, extras=False)
+    keep = case.completion_mask
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
+    want = run(case, scope, "chunked")
+    seen = []
+
+    def objective(logps, entropies, **inputs):
+        seen.append(inputs["cu_seqlens"].tolist())
+        return OBJECTIVES[scope](logps, entropies, **inputs)
+
+    hidden = case.hidden_states[keep].detach().requires_grad_()
+    out = fused_linear_objective(
+        hidden, case.lm_head_weight, case.completion_ids[keep], objective, cu_seqlens=offsets, scope=scope,
+        inputs={name: x[keep] for name, x in inputs_of(case).items()}, impl="chunked",
+    )  # fmt: skip
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, want[0].loss)
+    torch.testing.assert_close(hidden.grad, want[1][keep])
+    assert [n for part in seen for n in torch.tensor(part).diff().tolist()] == keep.sum(1).tolist()
+    assert 0 in keep.sum(1).tolist()
+
+
+@pytest.mark.parametrize("scope", list(OBJECTIVES))
+def test_products(scope, monkeypatch):
+    """As many as `fused_linear_grpo_loss` takes: three where a chunk's coefficients can be known."""
+    calls = []
+    for name in ("logits_into", "hidden_gradient", "accumulate_weight_gradient"):
+        real = getattr(Head, name)
+        monkeypatch.setattr(Head, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
+    case = make_case(4, extras=False)
+    run(case, scope, "chunked")
+    assert len(calls) == {"token": 3, "sequence": 3, "batch": 4}[scope]
+    calls.clear()
+    level = {"token": {}, "sequence": {"importance_sampling_level": "sequence"}, "batch": {"top_entropy_quantile": 0.5}}
+    case.run(make_config("dapo", **level[scope]), impl="chunked")
+    assert len(calls) == {"token": 3, "sequence": 3, "batch": 4}[scope]
+
+
+class TestMisbehaviour:
+    """An objective that is none raises, and says what was expected."""
+
+    def call(self, objective, **options):
+        case = make_case(5, dtype=torch.float32, extras=False)
+        return fused_linear_objective(
+            case.hidden_states.requires_grad_(), case.lm_head_weight, case.completion_ids, objective,
+            case.completion_mask, impl="chunked", **options,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("objective", "match"),
+        [
+            (lambda logps, entropies: logps.sum(), r"must return a tensor of shape \(\d+,\), as logps; got shape \(\)"),
+            (lambda logps, entropies: 1.0, "got float"),
+            (lambda logps, entropies: logps.detach(), "must depend on logps or entropies; got one without a gradient"),
+            (lambda logps, entropies: logps * torch.nan, "value must be a number for every token; got"),
+            (lambda logps, entropies: (logps - logps.detach()).abs().sqrt(), "gradient must be a number"),
+        ],
+        ids=["sum", "number", "detached", "nan", "nan gradient"],
+    )
+    def test_results(self, objective, match):
+        with pytest.raises(ValueError, match=match):
+            self.call(objective)
+
+    def test_in_place(self):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            self.call(lambda logps, entropies: logps.mul_(2))
+
+    @pytest.mark.parametrize(
+        ("options", "error", "match"),
+        [
+            ({"inputs": {"x": torch.zeros(3)}}, ValueError, r"inputs\['x'\] must have shape \(4, 7\)"),
+            ({"inputs": {"x": 3.0}}, TypeError, r"inputs\['x'\] must be a torch.Tensor; got float"),
+            ({"inputs": {"x": torch.zeros(4, 7, requires_grad=True)}}, ValueError, "must be detached"),
+            ({"inputs": {"cu_seqlens": torch.zeros(4, 7)}}, ValueError, "not cu_seqlens"),
+            ({"scope": "tokens"}, ValueError, "scope must be one of token, sequence, batch; got 'tokens'"),
+        ],
+    )
+    def test_arguments(self, options, error, match):
+        with pytest.raises(error, match=match):
+            self.call(lambda logps, entropies, x=None: logps, **options)
+
+
+def test_no_gradient_and_no_token():
+    case = make_case(6, dtype=torch.float32, extras=False)
+    given = {"inputs": inputs_of(case), "impl": "chunked"}
+    with torch.no_grad():
+        out = fused_linear_objective(case.hidden_states, case.lm_head_weight, case.completion_ids, clipped,
+                                     case.completion_mask, **given)  # fmt: skip
+    want = run(case, "token", "reference")
+    torch.testing.assert_close(out.loss, want[0].loss.detach())
+    nothing = torch.zeros_like(case.completion_mask)
+    hidden = case.hidden_states.requires_grad_()
+    out = fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, clipped, nothing, **given)
+    out.loss.backward()
+    assert out.loss == 0
+    assert (hidden.grad == 0).all()
+
+
+def test_impossible_tokens_have_no_gradient():
+    case = make_case(7, dtype=torch.float32, extras=False)
+    bias = torch.zeros(29)
+    bias[case.completion_ids[0, 0]] = -torch.inf
+    hidden = case.hidden_states.requires_grad_()
+    out = fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, lambda logps, entropies: -logps,
+                                 case.completion_mask, lm_head_bias=bias, impl="chunked")  # fmt: skip
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert hidden.grad.isfinite().all()
+
+
+def test_under_autocast_checkpointing_and_compile():
+    case = make_case(8, H=16, V=40, dtype=torch.float32, extras=False)
+    given = inputs_of(case)
+
+    def loss(hidden):
+        return fused_linear_objective(hidden * 1.0, case.lm_head_weight, case.completion_ids, clipped,
+                                      case.completion_mask, inputs=given, impl="chunked").loss  # fmt: skip
+
+    hidden = case.hidden_states.requires_grad_()
+    (want,) = torch.autograd.grad(loss(hidden), hidden)
+    (again,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, hidden, use_reentrant=False), hidden)
+    assert torch.equal(again, want)
+    (compiled,) = torch.autograd.grad(torch.compile(loss, backend="eager")(hidden), hidden)
+    torch.testing.assert_close(compiled, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        (rounded,) = torch.autograd.grad(loss(hidden), hidden)
+    assert 1e-4 < frobenius_error(rounded, want) < 2e-2
+
+
+def test_check_objective():
+    shape = (4, 9)
+    inputs = {"advantages": torch.randn(shape), "old": -torch.rand(shape), "weights": torch.full(shape, 0.1)}
+    for scope, objective in OBJECTIVES.items():
+        check_objective(objective, inputs, scope)
+    check_objective(clipped, inputs, "token", with_entropy=True)
+    with pytest.raises(ValueError, match="scope 'token' must give each token the same .* differ by"):
+        check_objective(lambda logps, entropies, **_: logps / len(logps), inputs)
+    with pytest.raises(ValueError, match="scope 'sequence' must give each sequence the same"):
+        check_objective(batch_mean, inputs, "sequence")
+
+
+def test_two_runs_are_bitwise_equal():
+    case = make_case(9, B=8, T=16, H=32, V=500, dtype=torch.bfloat16, extras=False)
+    first, second = (run(case, "token", "native") for _ in range(2))
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[2], second[2])
+
+
+def test_loss_scale_and_grpo_loss_agree_in_fp16():
+    case = make_case(10, B=4, T=8, H=32, V=200, dtype=torch.float16, extras=False)
+    exact = run(case.to(torch.float64), "token", "reference", upstream=4096.0)
+    got = run(case, "token", "chunked", upstream=4096.0)
+    assert frobenius_error(got[2], exact[2]) < 2e-3
+    out = fused_linear_grpo_loss(case.hidden_states, case.lm_head_weight, case.completion_ids, case.advantages,
+                                 case.completion_mask, config=GRPOLossConfig(), impl="chunked",
+                                 old_per_token_logps=case.options["old_per_token_logps"])  # fmt: skip
+    torch.testing.assert_close(out.loss, got[0].loss.detach(), rtol=1e-3, atol=1e-4)
