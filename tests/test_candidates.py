@@ -161,8 +161,24 @@ def test_confident_tokens_keep_their_digits(impl):
     )
     p = (-margins).exp()
     torch.testing.assert_close(out.logps.double(), -p.log1p(), rtol=1e-6, atol=0)
+    given = hidden.float().requires_grad_()
+    fused_linear_logprobs(
+        given, weight.float(), ids, candidates=CandidateSets.from_mask(mask), impl=impl
+    ).logps.sum().backward()
+    torch.testing.assert_close(given.grad.double()[:, 0], margins * p / (1 + p), rtol=1e-5, atol=0)
     want = p.log1p() + margins * p / (1 + p)
     torch.testing.assert_close(out.entropies.double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_equal_logits(impl):
+    """Several maxima: all but one of them are in the sum."""
+    sets = CandidateSets(torch.tensor([3, 1, 4, 0, 2]), torch.tensor([0, 3, 5]))
+    hidden, weight, ids = torch.ones(2, 2), torch.ones(5, 2), torch.tensor([3, 2])
+    out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, with_entropy=True, impl=impl)
+    want = torch.tensor([3.0, 2.0]).log()
+    torch.testing.assert_close(out.logps, -want)
+    torch.testing.assert_close(out.entropies, want)
 
 
 def test_a_frozen_head_and_a_scaled_loss():
@@ -263,6 +279,11 @@ def test_sets_from_logits_are_those_of_transformers():
             scores = scores if value is None else warper(value)(None, scores)
         sets = CandidateSets.from_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         assert torch.equal(sets.to_mask(17), scores > -torch.inf)
+
+
+def test_the_most_probable_token_is_always_kept():
+    sets = CandidateSets.from_logits(torch.tensor([[0.0, 3.0, 1.0]]), top_p=1e-9)
+    assert sets.ids.tolist() == [1]
 
 
 def test_containers():

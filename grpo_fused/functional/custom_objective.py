@@ -137,6 +137,8 @@ def fused_linear_objective(
             scores.logps.reshape(-1)[rows].clamp(min=-1e4),
             None if entropies is None else entropies.reshape(-1)[rows],
         ).sum()
-        return ObjectiveOutput(loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach())
+        return ObjectiveOutput(
+            loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach()
+        )
     loss, logps, entropies, _ = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call, objective)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

@@ -118,7 +118,7 @@ def findings() -> dict[str, str | None]:
 def _auto(device: torch.device) -> str:
     taken: dict[str, list[str]] = {}
     for dtype in DTYPES:
-        taken.setdefault(engines.choose("auto", device, dtype), []).append(_name(dtype))
+        taken.setdefault(engines.fastest(device, dtype), []).append(_name(dtype))
     chosen = "; ".join(f"{name} for {', '.join(dtypes)}" for name, dtypes in taken.items())
     return f"impl='auto' on {'the CPU' if device.type == 'cpu' else 'a GPU'} takes {chosen}"
 

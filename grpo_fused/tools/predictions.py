@@ -71,7 +71,7 @@ MEASURED_IN = "benchmarks/results/amd-epyc-2-cores/2026-11-21-94bf6d3.json"
 
 def predict(shape: Shape, device: torch.device) -> list[Prediction]:
     """What each engine that runs on `device` is expected to take."""
-    auto, head, found = engines.choose("auto", device, shape.dtype), shape.head(device), []
+    auto, head, found = engines.fastest(device, shape.dtype), shape.head(device), []
     for name in ENGINES:
         if engines.unavailable(name, device, shape.dtype) is None:
             ratios = MEASURED.get((name, shape.dtype)) if device.type == "cpu" else None
