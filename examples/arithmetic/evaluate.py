@@ -33,7 +33,7 @@ def evaluate(
         greedy=True,
     )
     prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
-    ids, mask, _ = HuggingFaceEngine(model, tokenizer).generate(prompts, sampling)
+    ids, mask, *_ = HuggingFaceEngine(model, tokenizer).generate(prompts, sampling)
     completions = [
         str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)
     ]

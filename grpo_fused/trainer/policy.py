@@ -69,6 +69,7 @@ class Policy:
                     self.hidden_states(micro),
                     token_ids=micro.completion_ids,
                     mask=micro.completion_mask,
+                    candidates=micro.candidates,
                     **self.head(),
                     temperature=self.config.temperature,
                     impl=self.config.impl,

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
+from grpo_fused import CandidateSets
 from grpo_fused.trainer.config import GRPOTrainerConfig
 
 
@@ -31,6 +38,7 @@ class Rollout(NamedTuple):
     completion_ids: Tensor  # [B, T] int64, padded on the right
     completion_mask: Tensor  # [B, T] bool, True up to and including the EOS
     sampling_logps: Tensor | None = None  # [B, T] fp32, nats, by a rollout engine that is not the policy itself
+    candidates: CandidateSets | None = None  # of B * T positions; None where all tokens could be sampled
 
     def rows(self, index: slice | Tensor) -> Rollout:
         """Some of the sequences, without the columns that are padding in all of them."""
@@ -43,7 +51,22 @@ class Rollout(NamedTuple):
             self.completion_ids[index][:, :width],
             completions[:, :width],
             None if self.sampling_logps is None else self.sampling_logps[index][:, :width],
+            None
+            if self.candidates is None
+            else self.candidates.select(self._positions()[index][:, :width].reshape(-1)),
         )
+
+    def _positions(self) -> Tensor:
+        """[B, T]: the flat position of each completion token."""
+        shape = self.completion_ids.shape
+        return torch.arange(shape.numel(), device=self.completion_ids.device).view(shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name, for a file."""
+        found = self._asdict() | {"candidates": None}
+        if self.candidates is not None:
+            found |= {"candidate_ids": self.candidates.ids, "candidate_offsets": self.candidates.offsets}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> Rollout:
         """The same on another device."""
@@ -114,6 +137,18 @@ class Sampling:
     greedy: bool = False
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.truncates and self.repetition_penalty != 1:
+            raise ValueError(
+                "top_p, top_k and min_p must be off with a repetition_penalty: the loss knows the tokens that were "
+                f"kept, but not their changed logits; got repetition_penalty {self.repetition_penalty}"
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled: rollouts then need candidate sets."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
     @staticmethod
     def of(config: GRPOTrainerConfig, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
         """The sampling of a run."""
@@ -128,16 +163,28 @@ class Generation(NamedTuple):
     ids: Tensor  # [B, T] int64, padded on the right
     mask: Tensor  # [B, T] bool, True up to and including the token that ended the completion
     sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None where the policy itself sampled
+    candidates: CandidateSets | None = None  # of B * T positions: the tokens that could be sampled; None: all
 
     @staticmethod
     def of_lists(
-        ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]] | None, pad_token_id: int
+        ids: Sequence[Sequence[int]],
+        logps: Sequence[Sequence[float]] | None,
+        pad_token_id: int,
+        candidates: Sequence[CandidateSets] | None = None,
     ) -> Generation:
-        """From rows of different lengths, as engines give them."""
+        """From rows of different lengths, as engines give them; `candidates` of each row."""
         width = max(1, *map(len, ids))
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
         scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
-        return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores)
+        sets = None
+        if candidates is not None:
+            nothing = torch.zeros(0, dtype=torch.int64)  # the set of padding, which is not read
+            sets = CandidateSets.cat([
+                part
+                for row, own in zip(ids, candidates, strict=True)
+                for part in (own, CandidateSets(nothing, torch.zeros(width - len(row) + 1, dtype=torch.int64)))
+            ])  # fmt: skip
+        return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets)
 
 
 class RolloutEngine(Protocol):
@@ -160,7 +207,11 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
     """
     generation = engine.generate(prompts, sampling)
     rows = len(prompts) * sampling.num_generations
-    ids, mask, logps = generation
+    ids, mask, logps, candidates = generation
+    if candidates is not None and len(candidates) != ids.numel():
+        raise ValueError(
+            f"a rollout engine must return a candidate set for each of {ids.numel()} positions; got {len(candidates)}"
+        )
     for name, tensor, dtype in (("ids", ids, torch.int64), ("mask", mask, torch.bool), ("sampling_logps", logps, None)):
         if tensor is None:
             continue
@@ -176,7 +227,7 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             f"least; got a mask of lengths {lengths.tolist()}"
         )
     repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
-    return Rollout(*pad_prompts(repeated, sampling.pad_token_id), ids, mask, logps).to(ids.device)
+    return Rollout(*pad_prompts(repeated, sampling.pad_token_id), ids, mask, logps, candidates).to(ids.device)
 
 
 class HuggingFaceEngine:
@@ -208,22 +259,50 @@ class HuggingFaceEngine:
         repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
         size = self.batch_size or len(repeated)
         rows: list[list[int]] = []
+        sets: list[CandidateSets] = []
         with _as_sampler(self.model):
             for start in range(0, len(repeated), size):
                 padded = pad_prompts(repeated[start : start + size], sampling.pad_token_id)
                 ids, mask = (tensor.to(self.model.device) for tensor in padded)
-                ends = _Ends(sampling, self.tokenizer, ids)
+                ends, kept = _Ends(sampling, self.tokenizer, ids), _Kept(sampling)
                 sequences = self.model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
                     input_ids=ids,
                     attention_mask=mask.long(),
                     generation_config=_generation_config(sampling),
                     stopping_criteria=StoppingCriteriaList([ends]),
+                    logits_processor=LogitsProcessorList([kept] if sampling.truncates else []),
                     synced_gpus=self.synced,
                 )
                 completions = sequences[:, ids.shape[1] :].tolist()
-                rows += [row[:length] for row, length in zip(completions, ends.lengths.tolist(), strict=True)]
-        generation = Generation.of_lists(rows, None, sampling.pad_token_id)
-        return Generation(generation.ids.to(self.model.device), generation.mask.to(self.model.device))
+                cut = [row[:length] for row, length in zip(completions, ends.lengths.tolist(), strict=True)]
+                rows += cut
+                sets += kept.of_rows([len(row) for row in cut]) if sampling.truncates else []
+        generation = Generation.of_lists(rows, None, sampling.pad_token_id, sets if sampling.truncates else None)
+        device = self.model.device
+        candidates = None if generation.candidates is None else generation.candidates.to(device)
+        return Generation(generation.ids.to(device), generation.mask.to(device), None, candidates)
+
+
+class _Kept(LogitsProcessor):
+    """Temperature, top-k, top-p and min-p as `generate` has them, and a record of the tokens that they keep."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
+        self.warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        self.warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        self.warpers += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+        self.steps: list[CandidateSets] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        self.steps.append(CandidateSets.from_mask(scores > -torch.inf).to("cpu"))
+        return scores
+
+    def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:
+        """The sets of each row, as many as it has tokens."""
+        every, rows = CandidateSets.cat(self.steps), len(lengths)  # step by step, all rows of a step side by side
+        return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
 
 
 class _Ends(StoppingCriteria):
@@ -257,14 +336,15 @@ class _Ends(StoppingCriteria):
 
 def _generation_config(sampling: Sampling) -> GenerationConfig:
     options: dict[str, Any] = {"do_sample": False}
-    if not sampling.greedy:
+    if sampling.truncates:
+        options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # `_Kept` does the rest
+    elif not sampling.greedy:
         # all of them, always: `generate` replaces what is None by its own defaults, a top_k of 50 among them
         options = {
             "do_sample": True,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p or None,
+            "top_p": 1.0,
+            "top_k": 0,
         }
     return GenerationConfig(
         max_new_tokens=sampling.max_completion_length,

@@ -202,7 +202,7 @@ class RunState:
                 raise
             step = self.steps_done + 1
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
-            tensors = rollout._asdict() | {"advantages": advantages}
+            tensors = rollout.tensors() | {"advantages": advantages}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
             raise NonFiniteError(f"{error} in step {step}; its batch is in {path}") from error
 

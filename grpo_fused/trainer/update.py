@@ -148,6 +148,7 @@ class Updater:
                     completion_ids=micro.completion_ids,
                     advantages=advantages[index],
                     completion_mask=micro.completion_mask,
+                    candidates=micro.candidates,
                     **self.policy.head(),
                     **{name: table[index, :width] for name, table in tables.items()},
                     sampling_per_token_logps=(

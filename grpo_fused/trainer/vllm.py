@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo_fused import CandidateSets
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Generation, Sampling
 
-OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+MOST_CANDIDATES = 1024
+"""Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens."""
 
 
 class VLLMEngine:
@@ -39,8 +43,8 @@ class VLLMEngine:
         self.llm = vllm.LLM(
             model=model,
             gpu_memory_utilization=gpu_memory_utilization,
-            logprobs_mode="processed_logprobs",  # after the temperature, as they sampled
-            **options,
+            logprobs_mode="processed_logprobs",  # after temperature and truncation, as they sampled
+            **({"max_logprobs": MOST_CANDIDATES} | options),
         )
 
     def sync_weights(self, model: PreTrainedModel) -> None:
@@ -61,6 +65,7 @@ class VLLMEngine:
             [list(completion.token_ids) for completion in completions],
             [sampled_logprobs(completion) for completion in completions],
             sampling.pad_token_id,
+            [candidates_of(completion) for completion in completions] if sampling.truncates else None,
         )
 
     def _parameters(self, sampling: Sampling, prompt: int) -> Any:
@@ -78,7 +83,8 @@ class VLLMEngine:
             include_stop_str_in_output=True,
             stop_token_ids=list(sampling.eos_token_ids),
             seed=seed,
-            logprobs=0,  # of the sampled token only
+            # 0: of the sampled token only
+            logprobs=(sampling.top_k or MOST_CANDIDATES) if sampling.truncates else 0,
             detokenize=bool(sampling.stop_strings),
         )
 
@@ -93,11 +99,10 @@ def check_options(config: GRPOTrainerConfig) -> None:
     mode, loss = config.importance_sampling, config.loss
     used = {"importance_sampling": mode, "loss.off_policy_mask_threshold": loss.off_policy_mask_threshold}
     uses = [name for name, value in used.items() if value is not None]
-    changed = [f"{name} {getattr(config, name)}" for name, off in OFF.items() if getattr(config, name) != off]
-    if uses and changed:
+    if uses and config.repetition_penalty != 1:
         raise ValueError(
-            f"{' and '.join(uses)} must be null unless vLLM samples from the full distribution, which the policy's "
-            f"log-probs are of ({', '.join(f'{name} {off}' for name, off in OFF.items())}); got {', '.join(changed)}"
+            f"{' and '.join(uses)} must be null with a repetition_penalty, which changes the log-probs that vLLM "
+            f"samples with, but not the policy's; got repetition_penalty {config.repetition_penalty}"
         )
     by_sequence = mode is not None and mode.startswith("sequence")
     if (loss.loss_type == "gmpo" and mode is not None) or (loss.loss_type == "vespo" and by_sequence):
@@ -110,6 +115,27 @@ def check_options(config: GRPOTrainerConfig) -> None:
 def sampled_logprobs(completion: Any) -> list[float]:
     """The log-prob of each sampled token; vLLM gives a dictionary by token for each position."""
     return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+def candidates_of(completion: Any) -> CandidateSets:
+    """The tokens that could be sampled at each position: those of finite log-prob.
+
+    Raises:
+        RuntimeError: Their probabilities do not sum to 1 within 1e-3: vLLM returned only a part of them.
+    """
+    kept = [
+        {token: x.logprob for token, x in position.items() if x.logprob > -math.inf} for position in completion.logprobs
+    ]
+    for index, position in enumerate(kept):
+        total = math.fsum(math.exp(logprob) for logprob in position.values())
+        if abs(total - 1.0) > 1e-3:
+            raise RuntimeError(
+                f"vLLM must return all tokens that could be sampled; the probabilities of {len(position)} at token "
+                f"{index} of a completion sum to {total:.4f}. Set top_k (at most {MOST_CANDIDATES}), or a lower top_p"
+            )
+    ids = [token for position in kept for token in position]
+    sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)
+    return CandidateSets(torch.tensor(ids, dtype=torch.int64), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -61,7 +61,6 @@ def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> Non
         num_generations=2,
         max_completion_length=8,
         temperature=0.7,
-        top_p=0.9,
         eos_token_ids=(1,),
         stop_strings=("x",),
         seed=3,
@@ -74,8 +73,9 @@ def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> Non
         "n": 2,
         "max_tokens": 8,
         "temperature": 0.7,
-        "top_p": 0.9,
+        "top_p": 1.0,
         "top_k": -1,
+        "logprobs": 0,
         "stop_token_ids": [1],
         "seed": 3,
     }
@@ -117,12 +117,19 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         VLLMEngine("folder")
 
 
-def test_truncated_sampling_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:
+def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:
     tokenizer = build_tokenizer()
-    config = GRPOTrainerConfig(top_p=0.9, prompts_per_step=2)
-    with pytest.raises(
-        ValueError, match="importance_sampling must be null unless .* full distribution.*; got top_p 0.9"
-    ):
+    config = GRPOTrainerConfig(repetition_penalty=1.1, prompts_per_step=2)
+    with pytest.raises(ValueError, match="importance_sampling must be null with a repetition_penalty.*; got .* 1.1"):
         GRPOTrainer(
             build_small_model(len(tokenizer)), tokenizer, [count_ones], rows, config, engine=VLLMEngine("folder")
         )
+
+
+def test_truncated_sampling_asks_for_the_tokens_that_were_kept(vllm: Any) -> None:
+    """The stand-in returns two tokens of 100: no candidate set."""
+    sampling = Sampling(num_generations=1, max_completion_length=8, top_p=0.9, eos_token_ids=(1,))
+    with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
+        VLLMEngine("folder").generate([[3]], sampling)
+    assert vllm.calls["parameters"][0].logprobs == 1024
+    assert vllm.calls["options"]["max_logprobs"] == 1024

@@ -1,0 +1,135 @@
+"""Rollouts by top-p, top-k or min-p know the tokens that could be sampled, and are scored by the same distribution."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor
+from trainer.small_trainer import make_trainer
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from grpo_fused import CandidateSets, importance_sampling_correction
+from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
+from grpo_fused.trainer.vllm import candidates_of
+
+TRUNCATED: list[dict[str, Any]] = [
+    {"top_p": 0.8},
+    {"top_k": 3},
+    {"min_p": 0.2},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+def rollout_of(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int | None = None, **options: Any
+) -> Rollout:
+    torch.manual_seed(0)
+    sampling = Sampling(num_generations=8, max_completion_length=6, temperature=0.9, eos_token_ids=(1,),
+                        pad_token_id=tokenizer.pad_token_id, **options)  # fmt: skip
+    prompts = [tokenizer(text).input_ids for text in ("1+2=", "123+34=")]
+    return roll_out(HuggingFaceEngine(model, tokenizer, batch_size=batch_size), prompts, sampling)
+
+
+@torch.no_grad()
+def logits_of(model: Qwen2ForCausalLM, rollout: Rollout) -> Tensor:
+    """[B, T, V], in fp32: those that each completion token was sampled from."""
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+    mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    return logits[:, rollout.prompt_ids.shape[1] - 1 : -1]
+
+
+@pytest.mark.parametrize("options", TRUNCATED, ids=lambda o: "+".join(o))
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_the_sets_are_what_could_be_sampled(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int | None, options: dict[str, Any]
+) -> None:
+    rollout = rollout_of(model, tokenizer, batch_size, **options)
+    assert rollout.candidates is not None
+    active = rollout.completion_mask.reshape(-1)
+    want = CandidateSets.from_logits(logits_of(model, rollout), temperature=0.9, **options)
+    V = model.config.vocab_size
+    assert torch.equal(rollout.candidates.to_mask(V)[active], want.to_mask(V)[active])
+    some = torch.tensor([3, 9, 1])
+    part = rollout.rows(some)
+    width = part.completion_ids.shape[1]
+    masks = rollout.candidates.to_mask(V).view(*rollout.completion_ids.shape, V)
+    assert part.candidates is not None
+    assert torch.equal(part.candidates.to_mask(V).view(3, width, V), masks[some][:, :width])
+
+
+def test_no_truncation_needs_no_sets(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert rollout_of(model, tokenizer).candidates is None
+    assert rollout_of(model, tokenizer, top_p=0.5, greedy=True).candidates is None
+
+
+def test_scores_are_those_that_sampled(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Importance ratios between sampler and policy are 1 with the sets, and not without."""
+    rollout = rollout_of(model, tokenizer, top_p=0.7)
+    z = logits_of(model, rollout).double() / 0.9
+    assert rollout.candidates is not None
+    kept = rollout.candidates.to_mask(z.shape[-1]).view(z.shape)
+    sampled = z.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, rollout.completion_ids.unsqueeze(-1))[..., 0]
+    policy = Policy(model, Accelerator(cpu=True), GRPOTrainerConfig(temperature=0.9))
+    rows = torch.arange(len(rollout.completion_ids))
+    mask = rollout.completion_mask
+    for given, is_exact in ((rollout, True), (rollout._replace(candidates=None), False)):
+        scores = policy.score(given, rows)
+        ratio = importance_sampling_correction(
+            scores, sampled.float(), mask, mode="token_truncate", clip_max=10.0
+        ).ratio
+        assert bool(((ratio - 1).abs()[mask] < 1e-5).all()) == is_exact
+
+
+@pytest.mark.parametrize("loss", [{}, {"beta": 0.1}, {"importance_sampling_level": "sequence"}], ids=str)
+def test_a_run_learns_on_its_sets(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss: dict[str, Any]
+) -> None:
+    from grpo_fused import GRPOLossConfig
+
+    trainer = make_trainer(model, tokenizer, rows, top_p=0.8, num_iterations=2, micro_batch_tokens=40,
+                           loss=GRPOLossConfig(**loss))  # fmt: skip
+    before = model.lm_head.weight.detach().clone()
+    history = trainer.train()
+    assert len(history) == 2
+    assert all(torch.isfinite(torch.tensor(step["grad_norm"])) for step in history)
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_a_repetition_penalty_with_sets_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="top_p, top_k and min_p must be off with a repetition_penalty.*; got repetition"
+    ):
+        Sampling(num_generations=1, max_completion_length=4, top_p=0.9, repetition_penalty=1.1)
+
+
+def test_a_rollout_with_sets_is_written_down(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Any
+) -> None:
+    from safetensors.torch import save_file
+
+    rollout = rollout_of(model, tokenizer, top_k=2)
+    save_file(rollout.tensors(), tmp_path / "rollout.safetensors")
+    found = load_file(tmp_path / "rollout.safetensors")
+    assert rollout.candidates is not None
+    assert torch.equal(found["candidate_ids"], rollout.candidates.ids)
+    assert "sampling_logps" not in found
+
+
+def completion(*positions: dict[int, float]) -> Any:
+    return SimpleNamespace(logprobs=[{token: SimpleNamespace(logprob=x) for token, x in p.items()} for p in positions])
+
+
+def test_sets_of_vllm() -> None:
+    half = torch.tensor(0.5).log().item()
+    sets = candidates_of(completion({4: half, 7: half, 9: -torch.inf}, {3: 0.0}))
+    assert sets.ids.tolist() == [4, 7, 3]
+    assert sets.offsets.tolist() == [0, 2, 3]
+    with pytest.raises(RuntimeError, match=r"probabilities of 1 at token 1 of a completion sum to 0\.5000\. Set top_k"):
+        candidates_of(completion({3: 0.0}, {4: half}))
