@@ -1,5 +1,6 @@
 """A minimal GRPO trainer on the fused loss: rollout, rewards, advantages, update."""
 
+from grpo_fused.integrations.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.loop import GRPOTrainer
@@ -7,7 +8,6 @@ from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Generation, HuggingFaceEngine, Rollout, RolloutEngine, Sampling, roll_out
 from grpo_fused.trainer.scoring import RewardFunction, score_completions
 from grpo_fused.trainer.update import NonFiniteError, Updater
-from grpo_fused.trainer.vllm import VLLMEngine
 
 __all__ = [
     "CheckpointError",

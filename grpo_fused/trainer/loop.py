@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import engines, group_advantages
+from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Row, check_rows
@@ -28,7 +29,6 @@ from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.state import RunState
 from grpo_fused.trainer.update import Updater
-from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
 class GRPOTrainer(RunState):

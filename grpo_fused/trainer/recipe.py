@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.config import GRPOTrainerConfig, option
 from grpo_fused.trainer.data import Row, check_rows, is_file, load_rows
@@ -18,7 +19,6 @@ from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import TASKS, format_rows
-from grpo_fused.trainer.vllm import VLLMEngine, check_options
 
 
 @dataclass(frozen=True, kw_only=True)

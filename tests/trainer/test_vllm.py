@@ -12,8 +12,8 @@ from trainer.small_model import build_small_model
 from trainer.small_trainer import count_ones
 
 from examples.arithmetic.model import build_tokenizer
+from grpo_fused.integrations.vllm import named_weights
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
-from grpo_fused.trainer.vllm import named_weights
 
 
 @pytest.fixture
