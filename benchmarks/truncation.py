@@ -1,0 +1,109 @@
+"""Training on rollouts by top-p, with the candidate sets and without: rewards, clip ratios, importance ratios.
+
+    python -m benchmarks.truncation --out results.json    # about five minutes on two cores
+
+A small policy learns which operator gives a target from two numbers (`examples.small`, recipe `countdown`). It samples
+with top-p and takes two optimizer steps on each rollout. The sampler's own log-probs correct the loss, as those of a
+rollout engine do. With the sets the policy is scored by the distribution that was sampled, so the ratios between the
+two are 1. Without, they are those of another distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.results import machine, record
+from examples.small.prepare import make_puzzles, prepare
+from grpo_fused.rewards import built_in
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, Sampling, roll_out
+
+RATIO = "sampling/importance_sampling_ratio"
+RECORDED = ("reward", "clip_ratio/region_mean", "entropy", f"{RATIO}/min", f"{RATIO}/mean", f"{RATIO}/max")
+
+
+class WithLogprobs(HuggingFaceEngine):
+    """`generate`, with the log-probs that it sampled with, as other rollout engines return them."""
+
+    trainer: GRPOTrainer
+    keep_sets = True
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """See `HuggingFaceEngine`."""
+        generation = super().generate(prompts, sampling)
+        if sampling.greedy:
+            return generation
+        rollout = roll_out(_Given(generation), prompts, sampling)
+        logps = self.trainer.policy.score(rollout, torch.arange(len(rollout.completion_ids)))
+        return generation._replace(sampling_logps=logps, candidates=generation.candidates if self.keep_sets else None)
+
+
+class _Given:
+    """An engine that has sampled already."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """What it was given."""
+        return self.generation
+
+    def sync_weights(self, model: Any) -> None:
+        """Nothing."""
+
+
+def run(folder: Path, *, seed: int, steps: int, top_p: float, keep_sets: bool) -> list[dict[str, float]]:
+    """The metrics of a run."""
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    engine = WithLogprobs(model, tokenizer)
+    engine.keep_sets = keep_sets
+    config = GRPOTrainerConfig(
+        steps=steps, prompts_per_step=16, num_generations=8, max_completion_length=24, learning_rate=3e-4,
+        warmup_steps=3, num_iterations=2, top_p=top_p, seed=seed, importance_sampling="token_truncate",
+        logging_steps=10**6,
+    )  # fmt: skip
+    rewards = [built_in("format"), built_in("countdown", use_all=True)]
+    trainer = GRPOTrainer(model, tokenizer, rewards, make_puzzles(), config, reward_weights=[0.2, 1.0], engine=engine)
+    engine.trainer = trainer
+    return [{name: row[name] for name in ("step", *RECORDED) if name in row} for row in trainer.train() if row["step"]]
+
+
+def main() -> None:
+    """Train, print, and put the section `truncation` into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--top-p", type=float, default=0.9)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    machine("cpu")
+    runs = []
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name))
+        go = partial(run, Path(name), steps=given.steps, top_p=given.top_p)
+        for seed in range(given.seeds):
+            for keep_sets in (True, False):
+                rows = go(seed=seed, keep_sets=keep_sets)
+                runs.append({"seed": seed, "sets": keep_sets, "metrics": rows})
+                last = statistics.fmean(row["reward"] for row in rows[-5:])
+                first = {name: round(rows[0][name], 4) for name in RECORDED if name in rows[0]}
+                print(
+                    f"seed {seed}, {'with' if keep_sets else 'without'} sets: first step {first}; last five {last:.3f}"
+                )
+    if given.out is not None:
+        record("truncation", {"top_p": given.top_p, "steps": given.steps, "runs": runs}, out=given.out)
+
+
+if __name__ == "__main__":
+    main()
