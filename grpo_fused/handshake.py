@@ -86,14 +86,12 @@ def join(
         rows, failure = agree(groups.vocab, what, [vocab_size], None, lambda rows: check(sum(row[0] for row in rows)))
         vocab = VocabParallel(groups.vocab, [row[0] for row in rows], ids.reshape(-1))
         vocab_size = vocab.total
-    if groups.tokens is not None and layout is not None and isinstance(call, LossCall):
-        what = {
-            **form_of(call),
-            "split_sequences": int(groups.split_sequences),
-            "num_items": checksum(call.inputs.num_items_in_batch, None),
-            "vocabulary": vocab_size,
-        }
-        sizes = [layout.num_tokens, layout.num_sequences, layout.reading(call.inputs.advantages)]
+    if groups.tokens is not None and layout is not None:
+        what = {**form_of(call), "split_sequences": int(groups.split_sequences), "vocabulary": vocab_size}
+        sizes = [layout.num_tokens, layout.num_sequences, 2]
+        if isinstance(call, LossCall):
+            what["num_items"] = checksum(call.inputs.num_items_in_batch, None)
+            sizes[2] = layout.reading(call.inputs.advantages)
         rows, failure = agree(groups.tokens, what, sizes, failure)
         if failure is None:
             tokens = TokenParallel(groups.tokens, rows, groups.split_sequences)

@@ -157,10 +157,11 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
             check_offsets(layout)
 
     with _plain(head.hidden_states.device):
-        vocab, _ = join(groups, call, call.completion_ids, call.completion_mask, check)
-        with failing_together(vocab, None):
+        vocab, ranks = join(groups, call, call.completion_ids, call.completion_mask, check, layout)
+        with failing_together(vocab, ranks):
             tokens = Tokens.of(head, call.completion_ids, call.completion_mask, layout, vocab)
             loss, scores, gradients = run_objective(_engine(head), tokens, layout, call, objective)
+            loss = loss if ranks is None else ranks.add(loss)
     logps, entropies = _shaped(call.completion_ids, scores)
     return LossResult(
         loss.to(logps.dtype),

@@ -285,6 +285,11 @@ class TokenParallel(_Ranks):
         """Whether the condition is true on all ranks, which must take the same branch."""
         return self.sum(int(condition), device) == len(self.token_counts)
 
+    def add(self, x: Tensor) -> Tensor:
+        """`x` summed over the ranks, in their order."""
+        self.meet()
+        return all_gather("objective", x, self.group).sum(0)
+
     def sum(self, count: int, device: torch.device) -> int:
         """`count` summed over the ranks."""
         self.meet()

@@ -79,7 +79,7 @@ def fused_linear_objective(
             `fused_linear_grpo_loss`.
         compact: drop tokens whose gradient turns out to be 0 before the gradient products.
         process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; all call the objective
-            with the same numbers. Ranks with other tokens: call it for each and add up the losses.
+            with the same numbers. Of ranks with other tokens (scope `"token"` only) the loss is the sum.
 
     Returns:
         `ObjectiveOutput(loss, per_token_logps, entropies)`; the loss is differentiable in hidden states, weight, bias.
@@ -97,7 +97,7 @@ def fused_linear_objective(
     Source: what FlexAttention does for attention scores (arXiv 2412.05496), for policy losses.
     """
     given = dict(inputs or {})
-    with nullcontext() if process_group is None else refusing_together(process_group):
+    with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
         lm_head_weight = whole(lm_head_weight, process_group)
         lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
         check.check_choice(scope, "scope", Scope)
@@ -111,8 +111,8 @@ def fused_linear_objective(
         check.check_objective_inputs(given, layout)
         check.check_head_numbers(temperature, logit_scale, softcap, layout)
         check.check_scratch(max_scratch_bytes)
-        if ParallelGroups.of(process_group).tokens is not None:
-            raise ValueError("an objective has no group of ranks with other tokens: add up the losses of the ranks")
+        if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
+            raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
         compute = compute_dtype(hidden_states, lm_head_weight)
         number, temperatures = split_temperature(temperature)
         head = HeadCall(

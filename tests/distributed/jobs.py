@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from helpers import Case, Result, pack
 
-from grpo_fused import GRPOLossConfig, ParallelGroups, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import (
+    GRPOLossConfig,
+    ParallelGroups,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    fused_linear_objective,
+)
 from grpo_fused.engines.chunked import _Slab
 from grpo_fused.engines.rows import TorchRows
 from grpo_fused.parallel import counting
@@ -287,3 +293,28 @@ def dtensor_among_slices(rank: int, group: Any, case: Case) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def clipped_objective(logps: torch.Tensor, entropies: torch.Tensor | None, **inputs: torch.Tensor) -> torch.Tensor:
+    """PPO's clip, times weights."""
+    ratio, advantages = (logps - inputs["old"]).exp(), inputs["advantages"]
+    return -inputs["weights"] * torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+def custom_loss(rank: int, group: Any, case: Case, impl: str, how: str, parts: list[slice]) -> dict:
+    """An objective of one's own, with slices of the head or some of the sequences on every rank."""
+    shape, mask = case.completion_ids.shape, case.completion_mask
+    case.options = {
+        "old": case.options["old_per_token_logps"], "advantages": case.advantages.view(-1, 1).expand(shape),
+        "weights": mask / mask.sum(),
+    }  # fmt: skip
+    mine = rows_of(case, parts[rank]) if how == "tokens" else of_vocabulary(case, parts[rank])
+    inputs = {name: x for name, x in mine.options.items() if x is not None}
+    hidden, weight = mine.hidden_states.detach().requires_grad_(), mine.lm_head_weight.detach().requires_grad_()
+    out = fused_linear_objective(
+        hidden, weight, mine.completion_ids, clipped_objective, mine.completion_mask, inputs=inputs, impl=impl,
+        process_group=ParallelGroups(**{how: group}) if group is not None else None,
+    )  # fmt: skip
+    out.loss.backward()
+    arrays = {"loss": out.loss, "dhidden": hidden.grad, "dweight": weight.grad}
+    return {name: x.detach().double().numpy() for name, x in arrays.items()}

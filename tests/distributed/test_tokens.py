@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from distributed.jobs import columns_of, rows_of, token_loss
+from distributed.jobs import columns_of, custom_loss, rows_of, token_loss
 from distributed.test_vocab import close
 from helpers import PRECISION, config_id, make_case, make_config
 
@@ -93,3 +93,20 @@ def test_communication_is_counted(workers):
     assert got["numbers"]["objective"] == 5 * 7 * fields + 5 * 7 * 2
     assert got["calls"]["objective"] == 2
     assert np.isfinite(got["loss"])
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("how", ["vocab", "tokens"])
+def test_an_objective_of_ones_own(how, impl, workers):
+    dtype, tol = PRECISION[impl]
+    case = make_case(4, B=6, extras=False).to(dtype)
+    want = custom_loss(0, None, make_case(4, B=6, extras=False), "reference", "vocab", [slice(None)])
+    parts = [slice(0, 2), slice(2, 6)] if how == "tokens" else [slice(0, 15), slice(15, 29)]
+    results = workers.run(custom_loss, 2, case, impl, how, parts)
+    for part, got in zip(parts, results, strict=True):
+        close(got["loss"], want["loss"], tol, "loss")
+        close(got["dhidden"], want["dhidden"][part] if how == "tokens" else want["dhidden"], 2 * tol, "dhidden")
+        if how == "vocab":
+            close(got["dweight"], want["dweight"][part], tol, "dweight")
+    if how == "tokens":
+        close(sum(got["dweight"] for got in results), want["dweight"], tol, "dweight")
