@@ -283,11 +283,35 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
+def candidates_plot(section: dict[str, Any]) -> Figure:
+    """Time by the size of the sets, beside the dense loss."""
+    shape, points = section["published"], section["growth"]
+    figure = new_figure(
+        7.4, 4.6, "Candidate sets: time of the loss by set size (lower is better)",
+        f"bf16, H = {shape['H']}, V = {shape['V']}, frozen head, all sets of one size. Dots: measured.",
+    )  # fmt: skip
+    axes = figure.subplots()
+    sizes = [point["size"] for point in points]
+    for name, color, label in (("sets", COLORS["native"], "candidate sets"), ("dense", MUTED, "whole vocabulary")):
+        times = [point[name]["ms"]["median"] for point in points]
+        axes.plot(sizes, times, "o-", color=color, markersize=5, linewidth=1.4, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [f"{size}" for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(frameon=False, fontsize=9, loc="center left")
+    decorate(axes, "", "tokens in a set", "ms, forward + backward")
+    return figure
+
+
 def _short(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
 
 
-PLOTS = {"accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_end_plot}
+PLOTS = {"accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_end_plot, "candidates": candidates_plot}
 
 
 def main(argv: list[str] | None = None) -> None:

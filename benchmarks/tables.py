@@ -196,6 +196,58 @@ def growth(folder: Path) -> str:
     )
 
 
+def candidates(folder: Path) -> str:
+    """Time of the loss on candidate sets beside dense ones; training with and without them; and the picture."""
+    run = newest("cuda", "candidates", folder) or newest("cpu", "candidates", folder)
+    if run is None:
+        return f"Candidate sets: {NOT_YET} (`python -m benchmarks.candidates`)."
+    found = run.sections["candidates"]["published"]
+    sizes = found["set_sizes"]
+    lines = [
+        f"bf16, N = {found['N']}, H = {found['H']}, V = {found['V']}; set sizes: {sizes['alone']:.0%} one token, "
+        f"median {sizes['median']:.0f}, mean {sizes['mean']:.1f}, p99 {sizes['p99']:.0f}. {where(run)}.",
+        "",
+        "| | time | × bare (forward + backward) |",
+        "|---|---|---|",
+    ]
+    for name, row in found["calls"].items():
+        names = {"bare-1": "one bare product", "bare-3": "bare products", "fill dW": "fill a fresh dW"}
+        lines.append(f"| {names.get(name, name)} | {_ms(row['ms']['median'])} | {row['times_bare']['median']:.4f} |")
+    memory = ", ".join(f"{name} {x / 2**20:.0f} MiB" for name, x in found["scratch_bytes"].items() if x is not None)
+    lines += ["", f"Memory beyond inputs and gradients: {memory}.", "", "![sets by size](plots/candidates.svg)"]
+    if (trained := newest("cpu", "truncation", folder)) is not None:
+        lines += ["", *_truncation(trained)]
+    return "\n".join(lines)
+
+
+def _truncation(run: Run) -> Iterator[str]:
+    """Means over the seeds: what the first step finds, and the reward at the end."""
+    section, ratio = run.sections["truncation"], "sampling/importance_sampling_ratio"
+    steps, seeds = section["steps"], len(section["runs"]) // 2
+    yield (
+        f"A small policy trained on rollouts with top_p = {section['top_p']} (`python -m benchmarks.truncation`), "
+        f"means of {seeds} seeds. The ratio is that between sampler and policy, on the first step. {where(run)}."
+    )
+    yield ""
+    yield f"| | ratio: min, mean, max | clip ratio | reward, first step | reward, last five of {steps} |"
+    yield "|---|---|---|---|---|"
+    for sets in (True, False):
+        runs = [r["metrics"] for r in section["runs"] if r["sets"] == sets]
+
+        def mean(name: str, rows: slice, runs: list[Any] = runs) -> float:
+            values = [row[name] for metrics in runs for row in metrics[rows]]
+            return sum(values) / len(values)
+
+        first, last = slice(0, 1), slice(-5, None)
+        cells = [
+            ", ".join(f"{mean(f'{ratio}/{kind}', first):.3f}" for kind in ("min", "mean", "max")),
+            f"{mean('clip_ratio/region_mean', first):.4f}",
+            f"{mean('reward', first):.3f}",
+            f"{mean('reward', last):.3f}",
+        ]
+        yield f"| {'with' if sets else 'without'} candidate sets | {' | '.join(cells)} |"
+
+
 def where(run: Run) -> str:
     """Machine, commit and date of a run."""
     commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
@@ -213,6 +265,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy,
     "growth": growth,
     "end-to-end": end_to_end,
+    "candidates": candidates,
 }
 """Name of a pair of markers to the text between them."""
 
