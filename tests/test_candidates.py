@@ -326,3 +326,15 @@ def test_torch_compile_runs_the_call():
     (want,) = torch.autograd.grad(loss(given), given)
     (got,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(given), given)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+@pytest.mark.parametrize(("B", "T", "masked"), [(0, 3, False), (2, 0, False), (2, 3, True)])
+def test_nothing_to_do(B, T, masked, impl):
+    hidden, weight = torch.randn(B, T, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    ids, mask = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T, dtype=torch.bool) if masked else None
+    sets = CandidateSets(torch.zeros(B * T, dtype=torch.int64), torch.arange(B * T + 1))
+    out = fused_linear_grpo_loss(hidden, weight, ids, torch.ones(B), mask, candidates=sets, impl=impl)
+    out.loss.backward()
+    assert out.loss == 0
+    assert (weight.grad == 0).all()
