@@ -226,7 +226,8 @@ def icepop(low: float = 0.2, high: float = 5.0) -> Objective:
 
     def loss(tokens: Tokens) -> Tensor:
         ratio = tokens.log_ratio(tokens.sampling).exp()
-        return -((ratio >= low) & (ratio <= high)) * tokens.advantages * ratio
+        kept = (ratio >= low) & (ratio <= high)
+        return -(kept * tokens.advantages) * ratio
 
     return Objective(described("icepop", low=low, high=high), loss, needs=SAMPLER)
 
