@@ -493,6 +493,11 @@ X = torch.zeros(3)
          lambda: objectives.gpg()(X, torch.zeros(2), advantages=X)),
         (TypeError, r"gspo\(.*\) has scope 'sequence' and needs cu_seqlens \[S \+ 1\] int64; got NoneType",
          lambda: objectives.gspo()(X, advantages=X)),
+        (ValueError, r"gspo\(.*\): cu_seqlens must rise from 0 to 3; got \[0, 2\]",
+         lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0, 2]))),
+        (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
+         lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
+             X, advantages=X, a_weights=X + 1, b_weights=X)),
         (TypeError, r"ipo\(.*\) needs sampling_per_token_logps \(log-probs of the engine",
          lambda: objectives.ipo()(X, advantages=X)),
         (TypeError, "needs .*rl_weights",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.batch import LOWEST_LOGP
+from grpo_fused.layout import values_are_checked
 from grpo_fused.objective import MAX_LOG_RATIO
 from grpo_fused.validation import check_choice, check_number
 
@@ -104,8 +105,13 @@ class Tokens:
 
     @property
     def groups(self) -> Sequences:
-        """The sequences, where the scope is not "token"."""
-        assert self.sequences is not None
+        """The sequences, where the scope is not "token".
+
+        Raises:
+            TypeError: the call has none.
+        """
+        if self.sequences is None:
+            raise TypeError("an objective that sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens")
         return self.sequences
 
     def log_ratio(self, behaviour: Tensor) -> Tensor:
@@ -164,7 +170,8 @@ class Objective:
             `[n]` in the dtype of `logps`, differentiable in it.
 
         Raises:
-            ValueError: a shape that is not [n].
+            ValueError: a shape that is not [n]; offsets that do not rise from 0 to n (looked at on the CPU, elsewhere
+                with `GRPO_FUSED_DEBUG=1`).
             TypeError: an input that is missing or not read, or no tensor.
         """
         self._check(logps, entropies, cu_seqlens, inputs)
@@ -175,7 +182,7 @@ class Objective:
                 given[name] = given[name].clamp(min=LOWEST_LOGP)  # keeps NaN
         sequences = None
         if self.scope != "token" and cu_seqlens is not None:
-            sequences = Sequences(cu_seqlens.to(torch.int64), logps.shape[0])
+            sequences = Sequences(cu_seqlens.to(logps.device, torch.int64), logps.shape[0])
         weights = given.pop("weights", None)
         loss = self.function(Tokens(floor, entropies, given, sequences))
         return loss if weights is None else loss * weights
@@ -199,6 +206,10 @@ class Objective:
         if self.scope == "sequence" and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
             got = type(cu_seqlens).__name__ if not isinstance(cu_seqlens, Tensor) else str(tuple(cu_seqlens.shape))
             raise TypeError(f"{self.__name__} has scope 'sequence' and needs cu_seqlens [S + 1] int64; got {got}")
+        if self.scope != "token" and cu_seqlens is not None and values_are_checked(cu_seqlens.device):
+            offsets = cu_seqlens.tolist()
+            if offsets[:1] != [0] or offsets[-1] != len(logps) or offsets != sorted(offsets):
+                raise ValueError(f"{self.__name__}: cu_seqlens must rise from 0 to {len(logps)}; got {offsets[:8]}")
 
 
 LossFunction = Objective | Callable[..., Tensor]

@@ -88,7 +88,7 @@ def maxrl(rewards: Rewards, num_generations: int, *, weights: Weights = None) ->
         ValueError: wrong shapes or group size, infinite or negative rewards.
         TypeError: rewards or weights that are not numbers.
 
-    Source: arXiv 2602.02710, as prime-rl's `max_rl` has it. Checked against the formula.
+    Source: arXiv 2602.02710, as prime-rl's `max_rl` has it. Tested against the formula.
     """
     groups = _groups(rewards, num_generations, weights)
     if (groups < 0).any():
@@ -171,7 +171,7 @@ def pass_at_k(rewards: Rewards, num_generations: int, k: int, *, weights: Weight
         ValueError: wrong shapes, group size or k, rewards that are not 0 or 1.
         TypeError: rewards or weights that are not numbers.
 
-    Source: arXiv 2508.10751, its analytical form. Checked against the mean over all subsets.
+    Source: arXiv 2508.10751, its analytical form. Tested against the mean over all subsets.
     """
     check_integer(k, "k", least=1)
     groups = _groups(rewards, num_generations, weights)

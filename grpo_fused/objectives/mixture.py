@@ -14,8 +14,9 @@ def mixture(**parts: LossFunction) -> Objective:
         l = sum_k w_k l_k,   for example mixture(rl=ipo(), ce=cross_entropy(), ref_kl=ref_kl())
 
     A part sees only the tokens with a weight other than 0: what its inputs hold at the others does not matter (NaN may
-    stand there), and they do not count in its sequences. Looking for them waits for the device. Scope: the widest of
-    the parts. Inputs: those of the parts, and `<name>_weights` for each part.
+    stand there), and they do not count in its sequences. Looking for them waits for the device. The call's mask must
+    include the tokens of every part. Scope: the widest of the parts. Inputs: those of the parts, and `<name>_weights`
+    for each part.
 
     Args:
         **parts: Objectives by name. A weight should include the part's normaliser, as `weights` do (prime-rl: 1 over
@@ -24,7 +25,8 @@ def mixture(**parts: LossFunction) -> Objective:
     Raises:
         TypeError: no parts, or one that is no objective.
 
-    Source: prime-rl's sum of `rl`, `ce` and `ref_kl` components. Checked against the formula.
+    Source: prime-rl's sum of `rl`, `ce` and `ref_kl` components. Tested against the formula, compared once with
+    prime-rl's code of August 2026.
     """
     if not parts:
         raise TypeError("mixture needs at least one objective by name, as in mixture(rl=ipo()); got none")
@@ -40,8 +42,7 @@ def mixture(**parts: LossFunction) -> Objective:
         return total
 
     name = ", ".join(f"{name}={name_of(part)}" for name, part in parts.items())
-    made = made_of(f"mixture({name})", loss, parts.values(), needs=tuple(factors))
-    return made
+    return made_of(f"mixture({name})", loss, parts.values(), needs=tuple(factors))
 
 
 def _at(tokens: Tokens, rows: Tensor, factors: dict[str, LossFunction]) -> Tokens:

@@ -168,7 +168,8 @@ def ipo(threshold: float = 0.3, kl_coef: float = 1e-3) -> Objective:
         threshold: Largest change in probability, > 0.
         kl_coef: Weight of the squared log-ratio, in 1/nats^2, >= 0.
 
-    Source: prime-rl's `ipo` loss; its squared log-ratio is Kimi-K2.5's (arXiv 2602.02276). Checked against the formula.
+    Source: prime-rl's `ipo` loss; its squared log-ratio is Kimi-K2.5's (arXiv 2602.02276). Tested
+    against the formula, compared once with prime-rl's code of August 2026.
     """
     bound, coef = check_number(threshold, "threshold", above=0.0), _coefficient(kl_coef, "kl_coef")
 
@@ -191,7 +192,8 @@ def ref_kl(threshold: float = 0.2, kl_coef: float = 1e-3) -> Objective:
         threshold: Largest fall in probability, > 0.
         kl_coef: Weight of the squared log-ratio, in 1/nats^2, >= 0.
 
-    Source: prime-rl's `ref_kl` loss component. Checked against the formula.
+    Source: prime-rl's `ref_kl` loss component. Tested against the formula, compared once with prime-rl's code of August
+    2026.
     """
     bound, coef = check_number(threshold, "threshold", above=0.0), _coefficient(kl_coef, "kl_coef")
 
@@ -220,7 +222,7 @@ def icepop(low: float = 0.2, high: float = 5.0) -> Objective:
         low: Smallest ratio that counts, > 0.
         high: Largest ratio that counts, >= `low`.
 
-    Source: IcePop, as prime-rl's `icepop` loss has it. Checked against the formula.
+    Source: IcePop, as prime-rl's `icepop` loss has it. Tested against the formula.
     """
     check_band(low, high)
 
@@ -251,7 +253,8 @@ def cross_entropy() -> Objective:
 
     Scope "token". Inputs: optional `weights`.
 
-    Source: prime-rl's `ce` loss component. Checked against the formula.
+    Source: prime-rl's `ce` loss component. Tested against the formula, compared once with prime-rl's code of August
+    2026.
     """
     return Objective("cross_entropy()", lambda tokens: -tokens.logps, needs=())
 
