@@ -115,6 +115,8 @@ def expected(name, logps, inputs, cu_seqlens):
         elif name == "reinforce_band":
             factor = rho if 0.8 <= rho <= 1.2 else 0.0
             one = -factor * A[t] * x, -factor * A[t]
+        elif name == "cispo":
+            one = -clip(r, 0.8, 1.3) * A[t] * x, -clip(r, 0.8, 1.3) * A[t]
         elif name == "topr_token":
             factor = 1.0 if A[t] > 0 else min(r, 1.0)
             one = -factor * A[t] * x, -factor * A[t]
@@ -133,7 +135,7 @@ def expected(name, logps, inputs, cu_seqlens):
 
 
 TOKEN_BY_TOKEN = [
-    "ipo", "ref_kl", "icepop", "dppo_tv", "dppo_kl", "reinforce", "reinforce_band", "topr_token", "dro", "kimi_token",
+    "ipo", "ref_kl", "icepop", "cispo", "dppo_tv", "dppo_kl", "reinforce", "reinforce_band", "topr_token", "dro", "kimi_token",
     "gpg", "cross_entropy",
 ]  # fmt: skip
 
@@ -324,10 +326,28 @@ def test_clip_cov_leaves_out_few_candidates():
     A = inputs["advantages"]
     cov = (A - A.mean()) * (logps - logps.mean())
     assert ((cov[out] > 0.05) & (cov[out] < 5)).all()
+    ratio = (logps - inputs["old_per_token_logps"]).exp()
+    bound = torch.where(A > 0, ratio > 1.2, ratio < 0.8)
+    assert (bound & (cov > 0.05) & (cov < 5)).sum() > 20, "the clip must bind some that could be drawn"
+    for draw in range(20):
+        drawn = objectives.clip_cov(0.1, 0.05, 5.0, generator=torch.Generator().manual_seed(draw))
+        assert not (bound & (evaluate(drawn, logps, inputs, None)[0] == 0)).any()
     assert (grad[out] == 0).all()
     assert torch.equal(got[got != 0], whole[got != 0])
     again = objectives.clip_cov(0.01, 0.05, 5.0, generator=torch.Generator().manual_seed(1))
     assert torch.equal(evaluate(again, logps, inputs, None)[0], got)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.2, 1), (0.01, 1), (0.5, 4), (1.0, 9)])
+def test_kl_cov(share, count):
+    for seed in SEEDS:
+        logps, inputs, _ = case(seed)
+        A, w, d = inputs["advantages"], inputs["weights"], logps - inputs["old_per_token_logps"]
+        cov = (A - A.mean()) * (logps - logps.mean())
+        largest = cov >= cov.sort(descending=True).values[count - 1]
+        want = w * (0.5 * largest * d.abs() - A * d.exp()), w * (0.5 * largest * d.sign() - A * d.exp())
+        got = evaluate(objectives.kl_cov(share, 0.5), logps, inputs, None)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
 class TestRejection:
@@ -339,8 +359,8 @@ class TestRejection:
             with pytest.raises(ValueError, match="sequence_max' needs estimator 'k2' or 'k3'.*got 'k1'"):
                 objectives.rollout_rejection(objectives.gpg(), level, estimator, high=1.2)
             return
-        high = 1.2 if estimator == "k1" else 0.04
-        objective = objectives.rollout_rejection(objectives.gpg(), level, estimator, high=high, policy=policy)
+        high, low = (1.2, 0.95) if estimator == "k1" else (0.04, None)
+        objective = objectives.rollout_rejection(objectives.gpg(), level, estimator, high=high, low=low, policy=policy)
         assert objective.scope == ("token" if level == "token" else "sequence")
         kept = total = 0
         for seed in SEEDS:
@@ -354,7 +374,7 @@ class TestRejection:
                 for t in range(start, stop):
                     own = k[start:stop] if level != "token" else k[t : t + 1]
                     value = getattr(own, level.removeprefix("sequence_"))() if level != "token" else own[0]
-                    inside = abs(value) <= math.log(high) if estimator == "k1" else value <= high
+                    inside = math.log(low) <= value <= math.log(high) if estimator == "k1" else value <= high
                     want[t] *= float(inside)
                     kept, total = kept + bool(inside), total + 1
             torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], want, rtol=1e-12, atol=0)
