@@ -224,6 +224,7 @@ setup(
         "grpo_fused.integrations.liger",
         "grpo_fused.integrations.trl",
         "grpo_fused.kernels",
+        "grpo_fused.objectives",
         "grpo_fused.rewards",
         "grpo_fused.tools",
         "grpo_fused.trainer",

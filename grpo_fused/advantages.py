@@ -60,24 +60,24 @@ def group_advantages(
     scale = ("group" if scale_rewards else "none") if isinstance(scale_rewards, bool) else scale_rewards
     check_choice(scale, "scale_rewards", ScaleRewards)
     check_choice(aggregation, "aggregation", Aggregation)
-    table = _as_table(rewards)
+    table = as_table(rewards)
     if len(table) % num_generations:
         raise ValueError(f"{len(table)} rewards cannot be divided into groups of num_generations={num_generations}")
-    weight = _as_weights(weights, table)
+    weight = as_weights(weights, table)
 
-    summed = _weighted_sum(table, weight)
+    summed = weighted_sum(table, weight)
     groups = summed.view(-1, num_generations)
-    std = _nanstd(groups, dim=1)
+    std = nan_std(groups, dim=1)
     several = (~groups.isnan()).sum(dim=1) >= 2
     if aggregation == "normalize_then_sum":
         scores = _z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
-        advantages = _z_score(_weighted_sum(scores, weight), dim=0)
+        advantages = _z_score(weighted_sum(scores, weight), dim=0)
     else:
         centred = groups - groups.nanmean(dim=1, keepdim=True)
         if scale == "group":
             centred = centred / (std + _EPS)
         elif scale == "batch":
-            centred = centred / (_nanstd(summed, dim=0) + _EPS)
+            centred = centred / (nan_std(summed, dim=0) + _EPS)
         advantages = torch.where(several.unsqueeze(1), centred, 0.0).flatten()
 
     lowest, highest = groups.nan_to_num(nan=torch.inf), groups.nan_to_num(nan=-torch.inf)
@@ -90,12 +90,12 @@ def group_advantages(
     )
 
 
-def _weighted_sum(table: Tensor, weight: Tensor) -> Tensor:
+def weighted_sum(table: Tensor, weight: Tensor) -> Tensor:
     """[N] of [N, F]; NaN where no function judged."""
     return torch.where(table.isnan().all(dim=1), torch.nan, (table * weight).nansum(dim=1))
 
 
-def _nanstd(x: Tensor, dim: int) -> Tensor:
+def nan_std(x: Tensor, dim: int) -> Tensor:
     """Bessel-corrected standard deviation over judged samples, NaN below two of them; keeps `dim`."""
     count = (~x.isnan()).sum(dim=dim, keepdim=True)
     squares = (x - x.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
@@ -103,10 +103,10 @@ def _nanstd(x: Tensor, dim: int) -> Tensor:
 
 
 def _z_score(x: Tensor, dim: int) -> Tensor:
-    return (x - x.nanmean(dim=dim, keepdim=True)) / (_nanstd(x, dim) + _EPS)
+    return (x - x.nanmean(dim=dim, keepdim=True)) / (nan_std(x, dim) + _EPS)
 
 
-def _as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
+def as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
     """[N, F] fp64: sums and spreads of rewards as large as 1e6 keep their digits."""
     if hasattr(rewards, "__array__"):  # a tensor too
         table = torch.as_tensor(rewards).detach()
@@ -135,7 +135,8 @@ def _number(reward: Any) -> float:
     return torch.nan if reward is None else float(reward)
 
 
-def _as_weights(weights: Tensor | Sequence[float] | None, table: Tensor) -> Tensor:
+def as_weights(weights: Tensor | Sequence[float] | None, table: Tensor) -> Tensor:
+    """[F] fp64, 1 by default."""
     if weights is None:
         return table.new_ones(table.shape[1])
     weight = torch.as_tensor(weights, dtype=torch.float64, device=table.device)

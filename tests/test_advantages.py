@@ -1,11 +1,15 @@
-"""`group_advantages` against hand-computed cases and TRL's arithmetic."""
+"""`group_advantages` against hand-computed cases and TRL's arithmetic; the other estimators against their formulas."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import pytest
 import torch
 
 from grpo_fused import group_advantages
+from grpo_fused.objectives import estimators
 
 
 def test_worked_example():
@@ -117,5 +121,142 @@ def test_matches_trl_arithmetic(aggregation, missing):
     ],
 )  # fmt: skip
 def test_refuses(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+R = [1.0, 0.0, 4.0, 3.0, 2.0, 2.0]
+NAN = [1.0, None, 4.0, 3.0, None, None]
+"""Two groups of three: one of three has no reward, then two of three."""
+LENGTHS = torch.tensor([2, 1, 3, 0, 5, 1])
+
+
+@pytest.mark.parametrize(("estimate", "plain", "missing"), [
+    (lambda r: estimators.rloo(r, 3), [-1, -2.5, 3.5, 1, -0.5, -0.5], [-3, 0, 3, 0, 0, 0]),
+    (lambda r: estimators.opo(r, 3, LENGTHS), [-4 / 3, -7 / 3, 5 / 3, 1, 0, 0], [-1.8, 0, 1.2, 3, 0, 0]),
+    (lambda r: estimators.maxrl(r, 3), [-0.4, -1, 1.4, 2 / 7, -1 / 7, -1 / 7], [-0.6, 0, 0.6, 0, 0, 0]),
+    (lambda r: estimators.remax(r, torch.tensor([1.0, 1, 1, 2, 2, 2])), [0, -1, 3, 1, 0, 0], [0, 0, 3, 1, 0, 0]),
+    (lambda r: estimators.best_of_group(r, 3, scale=False), [0, 0, 3, 1, 0, 0], [0, 0, 3, 0, 0, 0]),
+    (lambda r: estimators.best_of_group(r, 3), [0, 0, 3 / math.sqrt(13 / 3), 3**0.5, 0, 0], [0, 0, 2**0.5, 0, 0, 0]),
+], ids=["rloo", "opo", "maxrl", "remax", "best_of_group", "best_of_group_scaled"])  # fmt: skip
+def test_estimators_by_hand(estimate, plain, missing):
+    for rewards, want in ((R, plain), (NAN, missing)):
+        got = estimate(rewards)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float32), rtol=2e-6, atol=1e-6)
+
+
+def test_estimators_sum_reward_functions():
+    table = [[r, 1.0] for r in R]
+    got = estimators.rloo(table, 3, weights=[2.0, 7.0])
+    torch.testing.assert_close(got, 2 * estimators.rloo(R, 3))
+
+
+def test_maxrl_of_a_group_that_fails_learns_nothing():
+    assert estimators.maxrl([0.0, 0.0, 1.0, 0.0], 2).tolist() == [0.0, 0.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("right", range(6))
+def test_pass_at_k_is_the_mean_over_all_subsets(k, right):
+    rewards = [1.0] * right + [0.0] * (5 - right)
+    subsets = list(itertools.combinations(range(5), k))
+    best = [max(rewards[i] for i in subset) for subset in subsets]
+    mean = sum(best) / len(best)
+    std = math.sqrt(mean * (1 - mean))
+    for i, advantage in enumerate(estimators.pass_at_k(rewards, 5, k).tolist()):
+        own = [b for b, subset in zip(best, subsets, strict=True) if i in subset]
+        want = 0.0 if std == 0 else (sum(own) / len(own) - mean) / std
+        assert advantage == pytest.approx(want, abs=1e-6)
+
+
+def test_pass_at_k_leaves_out_unjudged_samples():
+    got = estimators.pass_at_k([1.0, None, 0.0, 0.0, None, 1.0, None, None], 4, 2)
+    assert got[:4].tolist() == pytest.approx([*estimators.pass_at_k([1.0, 0.0, 0.0], 3, 2).tolist()[:1], 0.0,
+                                              *estimators.pass_at_k([1.0, 0.0, 0.0], 3, 2).tolist()[1:]])  # fmt: skip
+    assert got[0] > 0
+    assert got[4:].tolist() == [0.0] * 4
+
+
+def _spread(advantages, lengths):
+    """Each sample's advantage at each of its tokens."""
+    return advantages.double().repeat_interleave(lengths)
+
+
+@pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus_baseline"])
+def test_whitened_over_tokens(name):
+    """Mean 0 and standard deviation 1 over the tokens of judged samples, in the order of the centred rewards."""
+    estimator = getattr(estimators, name)
+    for rewards in (R, NAN):
+        got = estimator(rewards, 3, LENGTHS)
+        judged = torch.tensor([r is not None for r in rewards])
+        assert (got[~judged] == 0).all()
+        if name == "gdpo" and rewards is NAN:
+            judged[3:] = False  # one judged sample of a group has no z-score
+        tokens = _spread(got, LENGTHS * judged)
+        torch.testing.assert_close(tokens.mean(), torch.zeros((), dtype=torch.float64), atol=1e-6, rtol=0)
+        torch.testing.assert_close(tokens.std(), torch.ones((), dtype=torch.float64), atol=1e-5, rtol=0)
+        assert got[0] < got[2]
+
+
+def test_reinforce_plus_plus():
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 9.0]])
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
+    # backwards, an active token counts half of the active token after it; a masked one passes that on
+    returns = torch.tensor([0.5 * (0.5 * 2), 0.5 * 2, 2, 3, 0])
+    want = (returns - returns.mean()) / returns.std()
+    got = estimators.reinforce_plus_plus(rewards, mask, gamma=0.5)
+    torch.testing.assert_close(got[mask.bool()], want)
+    assert (got[~mask.bool()] == 0).all()
+    alone = estimators.reinforce_plus_plus(torch.ones(1, 2), torch.tensor([[1, 0]]))
+    assert alone.tolist() == [[0.0, 0.0]]
+
+
+def test_optimal_token_baseline():
+    """Two samples, the longer one alone in its last step."""
+    rewards = estimators.at_last_token([1.0, 3.0], torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    p = torch.tensor([[0.5, 0.2, math.nan], [0.9, 0.4, 0.1]], dtype=torch.float64)
+    squares = torch.tensor([[0.4, 0.3, math.nan], [0.82, 0.3, 0.2]], dtype=torch.float64)
+    w = (1 - 2 * p + squares).nan_to_num()
+    W = w.cumsum(1) * mask
+    baseline = (W * torch.tensor([[1.0], [3.0]])).sum(0) / W.sum(0)
+    for zero_tail in (True, False):
+        got = estimators.optimal_token_baseline(rewards, mask, 2, p.log(), squares, zero_tail=zero_tail)
+        want = (torch.tensor([[1.0], [3.0]]) - baseline) * mask
+        if zero_tail:
+            want[1, 2] = 3.0
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_at_last_token():
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0]])
+    got = estimators.at_last_token([5.0, None, 2.0], mask)
+    assert got.tolist() == [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), [
+    (ValueError, "num_generations must be at least 2", lambda: estimators.rloo(R, 1)),
+    (ValueError, "6 samples cannot be divided into groups of num_generations=4", lambda: estimators.rloo(R, 4)),
+    (ValueError, "rewards must be finite", lambda: estimators.rloo([math.inf, 0.0], 2)),
+    (TypeError, "rewards must be a tensor or .*'good'", lambda: estimators.rloo(["good", 0.0], 2)),
+    (ValueError, r"lengths must be \[6\], tokens >= 0; got shape \(3,\)", lambda: estimators.opo(R, 3, torch.ones(3))),
+    (ValueError, "rewards must be >= 0 for maxrl.*got -1", lambda: estimators.maxrl([-1.0, 2.0], 2)),
+    (ValueError, r"baselines must be \(6,\), finite", lambda: estimators.remax(R, torch.ones(2))),
+    (ValueError, "rewards must be 0 or 1 for pass_at_k", lambda: estimators.pass_at_k(R, 3, 2)),
+    (ValueError, "k must be at most num_generations=2; got 3", lambda: estimators.pass_at_k([1.0, 0.0], 2, 3)),
+    (ValueError, r"gamma must be in \(0, 1\]; got 2",
+     lambda: estimators.reinforce_plus_plus(torch.ones(1, 2), torch.ones(1, 2), gamma=2.0)),
+    (TypeError, r"token_rewards must be a tensor \[B, T\]; got \(2,\)",
+     lambda: estimators.reinforce_plus_plus(torch.ones(2), torch.ones(2))),
+    (ValueError, "token_rewards must be finite",
+     lambda: estimators.reinforce_plus_plus(torch.full((1, 2), math.nan), torch.ones(1, 2))),
+    (ValueError, r"sum_squared_probs must be \(2, 2\); got \(2,\)",
+     lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.ones(2, 2), torch.ones(2))),
+    (ValueError, "old_per_token_logps must be finite on active tokens",
+     lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.full((2, 2), math.nan), torch.ones(2, 2))),
+    (ValueError, r"mask must be \[2, T\]; got \(3, 2\)", lambda: estimators.at_last_token([1.0, 2.0], torch.ones(3, 2))),
+])  # fmt: skip
+def test_estimators_refuse(error, message, call):
     with pytest.raises(error, match=message):
         call()

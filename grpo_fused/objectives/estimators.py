@@ -1,0 +1,419 @@
+"""Advantage estimators beside `group_advantages`.
+
+Rewards are those of `group_advantages`: `[N]`, or `[N, F]` for F reward functions that are summed with `weights`;
+groups of `num_generations` are contiguous; None or NaN marks a sample that was not judged. It has advantage 0 and
+enters no baseline. Results are fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_fused.advantages import as_table, as_weights, nan_std, weighted_sum
+from grpo_fused.validation import check_integer, check_mask, check_number
+
+Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
+Weights = Tensor | Sequence[float] | None
+
+
+def rloo(rewards: Rewards, num_generations: int, *, weights: Weights = None) -> Tensor:
+    """RLOO: how much better a sample is than the mean of the others in its group.
+
+        A_i = r_i - mean_{j != i} r_j
+
+    Args:
+        rewards: `[N]` or `[N, F]`.
+        num_generations: Samples per group, >= 2; divides N.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`; 0 where fewer than two samples of a group are judged.
+
+    Raises:
+        ValueError: wrong shapes or group size, infinite rewards.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2402.14740; checked against verl 0.9.1 `rloo`.
+    """
+    groups = _groups(rewards, num_generations, weights)
+    count = (~groups.isnan()).sum(dim=1, keepdim=True)
+    others = (groups.nansum(dim=1, keepdim=True) - groups) / (count - 1)
+    return _judged(torch.where(count > 1, groups - others, 0.0))
+
+
+def opo(rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: Weights = None) -> Tensor:
+    """OPO: the group's mean, weighted by length, as the baseline.
+
+        A_i = r_i - sum_j n_j r_j / sum_j n_j
+
+    Args:
+        rewards: `[N]` or `[N, F]`.
+        num_generations: Samples per group, >= 2; divides N.
+        lengths: `[N]` active tokens of each sample, >= 0.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`; where no token is judged A = r.
+
+    Raises:
+        ValueError: wrong shapes or group size, infinite rewards.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2505.23585; checked against verl 0.9.1 `opo`.
+    """
+    groups = _groups(rewards, num_generations, weights)
+    tokens = torch.where(groups.isnan(), 0.0, _lengths(lengths, groups).view_as(groups))
+    baseline = (groups * tokens).nansum(dim=1, keepdim=True) / tokens.sum(dim=1, keepdim=True)
+    return _judged(groups - baseline.nan_to_num(nan=0.0))
+
+
+def maxrl(rewards: Rewards, num_generations: int, *, weights: Weights = None) -> Tensor:
+    """MaxRL: the centred reward over the group's mean, so that hard prompts weigh more.
+
+        A_i = (r_i - mean(r)) / mean(r),   0 where the mean is 0
+
+    Args:
+        rewards: `[N]` or `[N, F]`, >= 0 (the paper's are 0 or 1).
+        num_generations: Samples per group, >= 2; divides N.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`
+
+    Raises:
+        ValueError: wrong shapes or group size, infinite or negative rewards.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2602.02710, as prime-rl's `max_rl` has it. Tested against the formula.
+    """
+    groups = _groups(rewards, num_generations, weights)
+    if (groups < 0).any():
+        raise ValueError(f"rewards must be >= 0 for maxrl, which divides by their mean; got {groups[groups < 0][0]:g}")
+    mean = groups.nanmean(dim=1, keepdim=True)
+    return _judged(torch.where(mean > 0, (groups - mean) / mean, 0.0))
+
+
+def remax(rewards: Rewards, baselines: Tensor, *, weights: Weights = None) -> Tensor:
+    """ReMax: how much better a sample is than the greedy completion of its prompt.
+
+        A_i = r_i - b_i
+
+    Args:
+        rewards: `[N]` or `[N, F]`.
+        baselines: `[N]` the reward of the greedy completion of each sample's prompt, finite.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`
+
+    Raises:
+        ValueError: wrong shapes, infinite rewards or baselines.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2310.10505; checked against verl 0.9.1 `remax`.
+    """
+    summed = _summed(rewards, weights)
+    if baselines.shape != summed.shape or not baselines.isfinite().all():
+        raise ValueError(f"baselines must be {tuple(summed.shape)}, finite; got {tuple(baselines.shape)}")
+    return _judged(summed - baselines.to(summed))
+
+
+def best_of_group(rewards: Rewards, num_generations: int, *, scale: bool = True, weights: Weights = None) -> Tensor:
+    """Pass@k of a group: only its best sample has an advantage, by how much it beats the second.
+
+        A_best = (r_best - r_second) / (std(r) + 1e-6),   0 for the others
+
+    Args:
+        rewards: `[N]` or `[N, F]`.
+        num_generations: Samples per group, k, >= 2; divides N.
+        scale: Whether to divide by the standard deviation.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`; 0 where fewer than two samples of a group are judged.
+
+    Raises:
+        ValueError: wrong shapes or group size, infinite rewards.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2503.19595; checked against verl 0.9.1 `grpo_passk`.
+    """
+    groups = _groups(rewards, num_generations, weights)
+    best, at = groups.nan_to_num(nan=-math.inf).topk(2, dim=1)
+    lead = (best[:, :1] - best[:, 1:]).nan_to_num(nan=0.0, posinf=0.0)
+    if scale:
+        lead = lead / (nan_std(groups, dim=1).nan_to_num(nan=1.0) + 1e-6)
+    return _judged(torch.zeros_like(groups).scatter(1, at[:, :1], lead))
+
+
+def pass_at_k(rewards: Rewards, num_generations: int, k: int, *, weights: Weights = None) -> Tensor:
+    """Pass@k training: the mean advantage of the groups of k that a sample is in, where a group is right if one is.
+
+        R = 1 - C(wrong, k) / C(n, k),   sigma = sqrt(R (1 - R))
+        A_right = (1 - R) / sigma,   A_wrong = (1 - R - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / sigma
+
+    n counts the judged samples of the group, `wrong` those with a reward of 0.
+
+    Args:
+        rewards: `[N]` or `[N, F]`, 0 or 1.
+        num_generations: Samples per group, >= 2; divides N.
+        k: Samples that one of which has to be right, in [1, num_generations].
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`; 0 where R is 0 or 1, or fewer than k samples are judged.
+
+    Raises:
+        ValueError: wrong shapes, group size or k, rewards that are not 0 or 1.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2508.10751, its analytical form. Tested against the mean over all subsets.
+    """
+    check_integer(k, "k", least=1)
+    groups = _groups(rewards, num_generations, weights)
+    if k > num_generations:
+        raise ValueError(f"k must be at most num_generations={num_generations}; got {k}")
+    if not (groups.isnan() | (groups == 0) | (groups == 1)).all():
+        raise ValueError("rewards must be 0 or 1 for pass_at_k; got others")
+    rows = []
+    for group in groups:
+        n, wrong = int((~group.isnan()).sum()), int((group == 0).sum())
+        mean = 1.0 - math.comb(wrong, k) / math.comb(n, k) if n >= k else 0.0
+        sigma = math.sqrt(mean * (1.0 - mean))
+        if sigma == 0.0:
+            rows.append(torch.zeros_like(group))
+            continue
+        bad = 1.0 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+        rows.append(torch.where(group == 1, (1.0 - mean) / sigma, bad / sigma).masked_fill(group.isnan(), 0.0))
+    return _judged(torch.cat(rows) if rows else groups)
+
+
+def gdpo(rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: Weights = None) -> Tensor:
+    """GDPO over tokens: z-scores of each reward function within the group, summed, and whitened over all tokens.
+
+        A = whiten(sum_f weight_f (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-6))
+
+    `group_advantages(aggregation="normalize_then_sum")` is TRL's form: it whitens over samples.
+
+    Args:
+        rewards: `[N, F]`.
+        num_generations: Samples per group, >= 2; divides N.
+        lengths: `[N]` active tokens of each sample, >= 0.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`
+
+    Raises:
+        ValueError: wrong shapes or group size, infinite rewards.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2601.05242; checked against verl 0.9.1 `gdpo`.
+    """
+    table = as_table(rewards)
+    _check_groups(len(table), num_generations)
+    groups = table.view(-1, num_generations, table.shape[1])
+    scores = (groups - groups.nanmean(dim=1, keepdim=True)) / (nan_std(groups, dim=1) + 1e-6)
+    summed = weighted_sum(scores.view_as(table), as_weights(weights, table))
+    return _judged(_whitened(summed, torch.where(summed.isnan(), 0.0, _lengths(lengths, summed))))
+
+
+def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """REINFORCE++: discounted returns, whitened over all active tokens.
+
+        G_t = r_t + gamma G_{t + 1},   A = (G - mean(G)) / std(G)
+
+    Args:
+        token_rewards: `[B, T]`: rewards of tokens, KL penalties included; `at_last_token` makes them of `[B]`.
+        mask: `[B, T]` bool or 0/1: active tokens. A reward on a masked token counts for the active ones before it.
+        gamma: Discount of a step from an active token to the one before, in (0, 1].
+
+    Returns:
+        `[B, T]`, 0 where masked.
+
+    Raises:
+        ValueError: wrong shapes, rewards that are not finite, gamma out of range.
+        TypeError: a wrong type or dtype.
+
+    Source: arXiv 2501.03262; checked against verl 0.9.1 `reinforce_plus_plus`.
+    """
+    rewards, active = _tokens(token_rewards, mask)
+    if check_number(gamma, "gamma", above=0.0) > 1.0:
+        raise ValueError(f"gamma must be in (0, 1]; got {gamma}")
+    following, returns = rewards.new_zeros(len(rewards)), torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        returns[:, t] = rewards[:, t] + gamma * following
+        following = torch.where(active[:, t], returns[:, t], following)
+    return _judged(_whitened(returns, active.to(returns.dtype)), active)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: Weights = None
+) -> Tensor:
+    """REINFORCE++ with the group's mean as the baseline, whitened over all tokens.
+
+        A = whiten(r - mean_group(r))
+
+    Args:
+        rewards: `[N]` or `[N, F]`.
+        num_generations: Samples per group, >= 2; divides N.
+        lengths: `[N]` active tokens of each sample, >= 0.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[N]`
+
+    Raises:
+        ValueError: wrong shapes or group size, infinite rewards.
+        TypeError: rewards or weights that are not numbers.
+
+    Source: arXiv 2501.03262; checked against verl 0.9.1 `reinforce_plus_plus_baseline`.
+    """
+    groups = _groups(rewards, num_generations, weights)
+    centred = (groups - groups.nanmean(dim=1, keepdim=True)).flatten()
+    return _judged(_whitened(centred, torch.where(centred.isnan(), 0.0, _lengths(lengths, centred))))
+
+
+def optimal_token_baseline(
+    token_rewards: Tensor,
+    mask: Tensor,
+    num_generations: int,
+    old_per_token_logps: Tensor,
+    sum_squared_probs: Tensor,
+    *,
+    importance_sampling_ratio: Tensor | None = None,
+    zero_tail: bool = True,
+) -> Tensor:
+    """The baseline of each time step that gives a group's policy gradient the least variance.
+
+        A_t = G_t - sum_i G_it W_it / sum_i W_it,   G_t = sum_{k >= t} r_k,   W_t = sum_{k <= t} rho_k^2 w_k
+        w = 1 - 2 p + sum_v p_v^2,   the squared length of the gradient of logp in the logits
+
+    Args:
+        token_rewards: `[B, T]`; `at_last_token` makes them of `[B]`.
+        mask: `[B, T]` bool or 0/1: active tokens; only these count.
+        num_generations: Samples per group, >= 2; divides B.
+        old_per_token_logps: `[B, T]` nats: log-probs of the tokens, p = exp of it.
+        sum_squared_probs: `[B, T]`: the sum over the vocabulary of squared probabilities.
+        importance_sampling_ratio: `[B, T]` truncated ratios rho to the sampler; default 1.
+        zero_tail: Whether the longest sample of a group has no baseline beyond the second longest.
+
+    Returns:
+        `[B, T]`, 0 where masked.
+
+    Raises:
+        ValueError: wrong shapes or group size, values that are not finite on active tokens.
+        TypeError: a wrong type or dtype.
+
+    Source: checked against verl 0.9.1 `optimal_token_baseline`.
+    """
+    rewards, active = _tokens(token_rewards, mask)
+    _check_groups(len(rewards), num_generations)
+    logps = _like(old_per_token_logps, "old_per_token_logps", rewards, active)
+    energy = 1.0 - 2.0 * logps.exp() + _like(sum_squared_probs, "sum_squared_probs", rewards, active)
+    if importance_sampling_ratio is not None:
+        energy = energy * _like(importance_sampling_ratio, "importance_sampling_ratio", rewards, active).square()
+    groups = (-1, num_generations, rewards.shape[1])
+    kept = active.view(groups)
+    returns = torch.where(active, rewards, 0.0).flip(1).cumsum(1).flip(1).view(groups)
+    weight = torch.where(active, energy, 0.0).cumsum(1).view(groups) * kept
+    baseline = (returns * weight).sum(1, keepdim=True) / (weight.sum(1, keepdim=True) + 1e-8)
+    baseline = baseline.expand_as(returns)
+    if zero_tail:
+        lengths = kept.sum(dim=2)
+        longest = lengths.topk(2, dim=1).values
+        alone = (lengths == longest[:, :1]) & (longest[:, :1] > longest[:, 1:])
+        steps = torch.arange(rewards.shape[1], device=rewards.device)
+        baseline = baseline.masked_fill(alone.unsqueeze(2) & (steps >= longest[:, 1:].unsqueeze(2)), 0.0)
+    return _judged((returns - baseline).view_as(rewards), active)
+
+
+def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) -> Tensor:
+    """Each sample's reward on its last active token, 0 elsewhere; of a sample that was not judged, 0.
+
+    Args:
+        rewards: `[B]` or `[B, F]`.
+        mask: `[B, T]` bool or 0/1: active tokens.
+        weights: `[F]`, default all 1.
+
+    Returns:
+        `[B, T]` fp64.
+
+    Raises:
+        ValueError: wrong shapes, infinite rewards.
+        TypeError: rewards, weights or a mask that are not numbers.
+    """
+    summed = _summed(rewards, weights)
+    check_mask(mask, mask, "mask")
+    if mask.dim() != 2 or len(mask) != len(summed):
+        raise ValueError(f"mask must be [{len(summed)}, T]; got {tuple(mask.shape)}")
+    active = mask != 0
+    following = active.flip(1).cumsum(1).flip(1)
+    return torch.where(active & (following == 1), summed.nan_to_num(nan=0.0).to(mask.device).unsqueeze(1), 0.0)
+
+
+def _summed(rewards: Rewards, weights: Weights) -> Tensor:
+    """[N] fp64, NaN where not judged."""
+    table = as_table(rewards)
+    return weighted_sum(table, as_weights(weights, table))
+
+
+def _groups(rewards: Rewards, num_generations: int, weights: Weights) -> Tensor:
+    """[groups, num_generations] fp64, NaN where not judged."""
+    summed = _summed(rewards, weights)
+    _check_groups(len(summed), num_generations)
+    return summed.view(-1, num_generations)
+
+
+def _check_groups(count: int, num_generations: int) -> None:
+    check_integer(num_generations, "num_generations", least=2)
+    if count % num_generations:
+        raise ValueError(f"{count} samples cannot be divided into groups of num_generations={num_generations}")
+
+
+def _judged(advantages: Tensor, active: Tensor | None = None) -> Tensor:
+    """fp32, 0 where NaN (not judged) or not active; groups are flattened."""
+    if active is not None:
+        return torch.where(active, advantages, 0.0).float()
+    return advantages.nan_to_num(nan=0.0).flatten().float()
+
+
+def _lengths(lengths: Tensor, like: Tensor) -> Tensor:
+    if lengths.shape != (like.numel(),) or (lengths < 0).any():
+        raise ValueError(f"lengths must be [{like.numel()}], tokens >= 0; got shape {tuple(lengths.shape)}")
+    return lengths.to(like)
+
+
+def _whitened(x: Tensor, count: Tensor) -> Tensor:
+    """(x - mean) / std over elements that count `count` times each; 0 where fewer than two count."""
+    total = count.sum()
+    known = torch.where(count > 0, x, 0.0)
+    mean = (known * count).sum() / total.clamp(min=1)
+    variance = ((known - mean).square() * count).sum() / (total - 1).clamp(min=1)
+    return torch.where(total > 1, (x - mean) * (variance + 1e-8).rsqrt(), 0.0)
+
+
+def _tokens(token_rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T] fp64 rewards and bool mask."""
+    if not isinstance(token_rewards, Tensor) or token_rewards.dim() != 2:
+        got = tuple(token_rewards.shape) if isinstance(token_rewards, Tensor) else type(token_rewards).__name__
+        raise TypeError(f"token_rewards must be a tensor [B, T]; got {got}")
+    check_mask(mask, token_rewards, "mask")
+    rewards = token_rewards.detach().double()
+    if not rewards.isfinite().all():
+        raise ValueError("token_rewards must be finite; got NaN or an infinite one")
+    return rewards, mask != 0
+
+
+def _like(x: Tensor, name: str, rewards: Tensor, active: Tensor) -> Tensor:
+    """[B, T] fp64, 0 where not active."""
+    if x.shape != rewards.shape:
+        raise ValueError(f"{name} must be {tuple(rewards.shape)}; got {tuple(x.shape)}")
+    x = torch.where(active, x.detach().double(), 0.0)
+    if not x.isfinite().all():
+        raise ValueError(f"{name} must be finite on active tokens; got NaN or an infinite one")
+    return x

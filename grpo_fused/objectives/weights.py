@@ -1,0 +1,73 @@
+"""The `weights` of objectives: how each loss type averages over tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grpo_fused import validation as check
+from grpo_fused.batch import TokenBatch
+from grpo_fused.calls import LossInputs
+from grpo_fused.config import GRPOLossConfig
+from grpo_fused.layout import Layout
+
+Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+
+
+@torch.no_grad()
+def token_weights(
+    mask: Tensor,
+    aggregation: Aggregation,
+    *,
+    num_items_in_batch: float | Tensor | None = None,
+    max_completion_length: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """What each token's loss is multiplied by, so that the sum over tokens is the average that a loss type takes.
+
+        grpo      1 / (n_b B)                  the mean over sequences of the mean over their n_b tokens
+        bnpo      1 / n                        the mean over the n active tokens of the call
+        dr_grpo   1 / (B max_completion_length)
+        dapo      1 / num_items_in_batch
+        luspo     1 / B                        the mean over sequences of the sum over their tokens
+
+    B counts sequences without active tokens, too.
+
+    Args:
+        mask: `[B, T]`, or packed `[N]`, bool or 0/1: active tokens.
+        aggregation: see above.
+        num_items_in_batch: Tokens that `dapo` divides by, > 0; default n. With it, gradients of several calls or
+            processes sum to that of all their tokens.
+        max_completion_length: Tokens that `dr_grpo` divides by, which requires it, > 0.
+        cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; B is then S.
+        dtype: Of the result.
+
+    Returns:
+        Like `mask`, 0 where masked.
+
+    Raises:
+        ValueError: shapes, masks or offsets that are wrong, an unknown aggregation, an option that it does not read.
+        TypeError: a wrong type or dtype.
+
+    Source: the averages of `GRPOLossConfig(loss_type=aggregation)`, which follow TRL 1.16.
+    """
+    check.check_choice(aggregation, "aggregation", Aggregation)
+    config = GRPOLossConfig(loss_type=aggregation, max_completion_length=max_completion_length)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a tensor [B, T] or [N]; got {type(mask).__name__}")
+    check.check_mask(mask, mask, "mask")
+    check.check_ids(mask.to(torch.int64), cu_seqlens, "mask")
+    check.check_one_device(mask=mask, cu_seqlens=cu_seqlens)
+    layout = Layout.of(mask, cu_seqlens)
+    check.check_token_values(torch.zeros_like(mask, dtype=torch.int64), mask, 1, None, layout)
+    inputs = LossInputs(
+        advantages=torch.zeros(layout.num_sequences, 1, device=mask.device),
+        completion_mask=mask,
+        num_items_in_batch=check.as_num_items(num_items_in_batch, mask.device),
+    )
+    check.check_loss_inputs(inputs, layout, config)
+    check.check_loss_values(inputs, layout)
+    return TokenBatch.build(inputs, layout, config, dtype).weight.view(mask.shape)

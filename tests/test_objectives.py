@@ -1,0 +1,570 @@
+"""`grpo_fused.objectives` on flat log-probs: against formulas written out token by token, in float64.
+
+tests/integrations/test_verl_objectives.py holds most of them against verl's own code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_fused import GRPOLossConfig, grpo_loss, objectives
+from grpo_fused.objectives import base
+
+SEEDS = range(25)
+ALL = {
+    "vanilla": objectives.vanilla(0.2, 0.28),
+    "no_dual_clip": objectives.vanilla(0.2, dual_clip=None),
+    "dppo_tv": objectives.dppo_tv(0.1, 0.15, 1.5),
+    "dppo_kl": objectives.dppo_kl(0.02, 0.03, 1.5),
+    "sapo": objectives.sapo(1.0, 1.4),
+    "cispo": objectives.cispo(0.2, 0.3),
+    "ipo": objectives.ipo(0.1, 0.05),
+    "ref_kl": objectives.ref_kl(0.1, 0.05),
+    "icepop": objectives.icepop(0.7, 1.4),
+    "gpg": objectives.gpg(),
+    "cross_entropy": objectives.cross_entropy(),
+    "dro": objectives.dro(0.3),
+    "reinforce": objectives.reinforce(high=1.2),
+    "reinforce_band": objectives.reinforce(low=0.8, high=1.2),
+    "reinforce_product": objectives.reinforce("sequence_sum", high=1.2),
+    "reinforce_mean": objectives.reinforce("sequence_mean", high=1.05),
+    "gspo": objectives.gspo(0.05, 0.1),
+    "gmpo": objectives.gmpo(0.2, 0.3),
+    "topr": objectives.topr(),
+    "topr_token": objectives.topr("token"),
+    "kimi": objectives.kimi(0.2),
+    "kimi_token": objectives.kimi(0.2, "token"),
+    "fipo": objectives.fipo(half_life=3.0, safety_threshold=1.1, delta=1.5),
+    "fipo_free": objectives.fipo(0.2, 0.2, None, half_life=2.0, clip_range=None, safety_threshold=None),
+    "clip_cov": objectives.clip_cov(0.2, 0.01, 5.0),
+    "kl_cov": objectives.kl_cov(0.2, 0.5),
+    "rejected": objectives.rollout_rejection(objectives.gspo(0.05), "sequence_mean", "k3", high=0.05),
+    "mixture": objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy(), kl=objectives.ref_kl()),
+}
+
+
+def case(seed: int, lengths=(3, 0, 5, 1)):
+    """Flat tokens of four sequences, one of them empty: log-probs, every input, offsets."""
+    g = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+
+    def randn(scale: float = 1.0):
+        return scale * torch.randn(n, generator=g, dtype=torch.float64)
+
+    logps = -2.5 * torch.rand(n, generator=g, dtype=torch.float64) - 0.02
+    inputs = {
+        "advantages": torch.randn(4, generator=g, dtype=torch.float64).repeat_interleave(torch.tensor(lengths)),
+        "old_per_token_logps": (logps + randn(0.3)).clamp(max=-1e-3),
+        "ref_per_token_logps": (logps + randn(0.3)).clamp(max=-1e-3),
+        "sampling_per_token_logps": (logps + randn(0.3)).clamp(max=-1e-3),
+        "weights": torch.rand(n, generator=g, dtype=torch.float64),
+        "rl_weights": torch.randint(0, 2, (n,), generator=g).double(),
+        "ce_weights": torch.randint(0, 2, (n,), generator=g).double() * 0.3,
+        "kl_weights": torch.rand(n, generator=g, dtype=torch.float64),
+    }
+    return logps, inputs, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def read_by(objective, inputs):
+    return {name: x for name, x in inputs.items() if name in objective.reads}
+
+
+def evaluate(objective, logps, inputs, cu_seqlens):
+    """Losses [n] and the gradient [n] of their sum."""
+    leaf = logps.clone().requires_grad_()
+    losses = objective(leaf, None, cu_seqlens=cu_seqlens, **read_by(objective, inputs))
+    return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def expected(name, logps, inputs, cu_seqlens):
+    """Losses and gradients of the formulas, one token at a time: Python numbers, derivatives by hand."""
+    A, old, ref, mu, w = (
+        inputs[key].tolist()
+        for key in ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "weights")
+    )
+    lp = logps.tolist()
+    loss, grad = [], []
+    for t, x in enumerate(lp):
+        r, rho = math.exp(x - old[t]), math.exp(x - mu[t])
+        p, q, p_mu = math.exp(x), math.exp(old[t]), math.exp(mu[t])
+        if name == "ipo":
+            kept = abs(p - p_mu) <= 0.1
+            one = -kept * rho * A[t] + 0.05 * (x - mu[t]) ** 2, -kept * rho * A[t] + 0.1 * (x - mu[t])
+        elif name == "ref_kl":
+            kept, a = p - p_mu >= -0.1, ref[t] - x
+            one = -kept * rho * a + 0.05 * (x - mu[t]) ** 2, -kept * rho * a + 0.1 * (x - mu[t])
+        elif name == "icepop":
+            kept = 0.7 <= rho <= 1.4
+            one = -kept * rho * A[t], -kept * rho * A[t]
+        elif name in ("dppo_tv", "dppo_kl"):
+            kl = q * (old[t] - x) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            kept = {
+                "dppo_tv": p - q <= 0.15 if A[t] > 0 else p - q >= -0.1,
+                "dppo_kl": kl <= 0.03 or p <= q if A[t] > 0 else kl <= 0.02 or p >= q,
+            }[name]
+            one = -kept * min(r, 1.5) * A[t] * x, -kept * min(r, 1.5) * A[t]
+        elif name == "reinforce":
+            one = -min(rho, 1.2) * A[t] * x, -min(rho, 1.2) * A[t]
+        elif name == "reinforce_band":
+            factor = rho if 0.8 <= rho <= 1.2 else 0.0
+            one = -factor * A[t] * x, -factor * A[t]
+        elif name == "cispo":
+            one = -clip(r, 0.8, 1.3) * A[t] * x, -clip(r, 0.8, 1.3) * A[t]
+        elif name == "topr_token":
+            factor = 1.0 if A[t] > 0 else min(r, 1.0)
+            one = -factor * A[t] * x, -factor * A[t]
+        elif name in ("dro", "kimi_token"):
+            coef = {"dro": 0.3, "kimi_token": 0.2}[name]
+            first = x if name == "dro" else x - old[t]
+            one = -A[t] * first + coef / 2 * (x - old[t]) ** 2, -A[t] + coef * (x - old[t])
+        elif name == "gpg":
+            one = -A[t] * x, -A[t]
+        else:
+            assert name == "cross_entropy"
+            one = -x, -1.0
+        loss.append(w[t] * one[0])
+        grad.append(w[t] * one[1])
+    return torch.tensor(loss, dtype=torch.float64), torch.tensor(grad, dtype=torch.float64)
+
+
+TOKEN_BY_TOKEN = [
+    "ipo", "ref_kl", "icepop", "cispo", "dppo_tv", "dppo_kl", "reinforce", "reinforce_band", "topr_token", "dro", "kimi_token",
+    "gpg", "cross_entropy",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
+def test_token_formulas(name):
+    left_out = 0
+    for seed in SEEDS:
+        logps, inputs, cu_seqlens = case(seed)
+        got = evaluate(ALL[name], logps, inputs, cu_seqlens)
+        torch.testing.assert_close(got, expected(name, logps, inputs, cu_seqlens), rtol=1e-10, atol=1e-12)
+        left_out += int((got[0] == 0).sum())
+    assert (left_out > 0) == (name in ("icepop", "dppo_tv", "dppo_kl", "reinforce_band"))
+
+
+@pytest.mark.parametrize("name", ["topr", "kimi", "reinforce_product", "reinforce_mean"])
+def test_sequence_formulas(name):
+    for seed in SEEDS:
+        logps, inputs, cu_seqlens = case(seed)
+        loss, grad = [], []
+        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            own = slice(start, stop)
+            x, A, w = logps[own], inputs["advantages"][own], inputs["weights"][own]
+            s = (x - inputs["old_per_token_logps"][own]).sum()
+            d = x - inputs["sampling_per_token_logps"][own]
+            if name == "kimi":
+                loss.append(w * ((A - 0.2 * s) ** 2 - A**2) / 0.4)
+                grad.append(((0.2 * s - A) * w).sum().expand_as(x))  # each token moves the whole sequence's s
+                continue
+            factor = {
+                "topr": lambda A=A, s=s: torch.where(A > 0, 1.0, s.exp().clamp(max=1.0)),
+                "reinforce_product": lambda d=d: d.sum().exp().clamp(max=1.2),
+                "reinforce_mean": lambda d=d: (d.sum() / max(len(d), 1)).exp().clamp(max=1.05),
+            }[name]()
+            loss.append(-w * factor * A * x)
+            grad.append(-w * factor * A)
+        got = evaluate(ALL[name], logps, inputs, cu_seqlens)
+        torch.testing.assert_close(got, (torch.cat(loss), torch.cat(grad)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fipo", "fipo_free"])
+def test_fipo(name):
+    unsafe = 0
+    for seed in SEEDS:
+        logps, inputs, cu_seqlens = case(seed)
+        free = name == "fipo_free"
+        discount, delta = 2 ** (-1 / (2.0 if free else 3.0)), math.inf if free else 1.5
+        high = 1.2 if free else 1.28
+        A, old, w = (inputs[key].tolist() for key in ("advantages", "old_per_token_logps", "weights"))
+        d = [x - o for x, o in zip(logps.tolist(), old, strict=True)]
+        loss, grad = [], []
+        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            for t in range(start, stop):
+                r = math.exp(d[t])
+                future = sum(discount ** (k - t) * d[k] for k in range(t, stop) if math.exp(d[k]) <= delta)
+                f = math.exp(future) if free else clip(math.exp(future), 1.0, 1.2)
+                if not free and A[t] < 0 and r > 1.1:
+                    f, unsafe = clip(f, 0.8, 1.0), unsafe + 1
+                plain = -min(min(r, delta) * A[t], clip(r, 0.8, high) * A[t])
+                live = r <= min(high, delta) if A[t] > 0 else 0.8 <= r <= delta
+                loss.append(w[t] * f * plain)
+                grad.append(-w[t] * f * r * A[t] * live)
+        want = torch.tensor([loss, grad], dtype=torch.float64)
+        got = torch.stack(evaluate(ALL[name], logps, inputs, cu_seqlens))
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    assert free or unsafe > 0
+
+
+SAME_AS_LOSS_TYPES = {
+    "vanilla": ("bnpo", {"loss_type": "bnpo", "epsilon": 0.2, "epsilon_high": 0.28, "dual_clip": 3.0}),
+    "no_dual_clip": ("grpo", {"loss_type": "grpo", "epsilon": 0.2}),
+    "sapo": ("grpo", {"loss_type": "sapo", "sapo_temperature_neg": 1.4}),
+    "gspo": ("luspo", {"loss_type": "luspo", "epsilon": 0.05, "epsilon_high": 0.1,
+                       "importance_sampling_level": "sequence_token"}),
+    "gmpo": ("grpo", {"loss_type": "gmpo", "epsilon": 0.2, "epsilon_high": 0.3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_AS_LOSS_TYPES)
+def test_same_as_the_loss_types_of_the_package(name):
+    """Padded, with masked positions that hold garbage."""
+    aggregation, options = SAME_AS_LOSS_TYPES[name]
+    for seed in SEEDS:
+        g = torch.Generator().manual_seed(seed)
+        mask = torch.rand(4, 5, generator=g) < 0.6
+        logps = -2.0 * torch.rand(4, 5, generator=g, dtype=torch.float64)
+        old = logps + 0.3 * torch.randn(4, 5, generator=g, dtype=torch.float64)
+        old[~mask] = math.nan
+        advantages = torch.randn(4, generator=g, dtype=torch.float64)
+        leaf = logps.clone().requires_grad_()
+        out = grpo_loss(leaf, advantages, mask, old_per_token_logps=old, config=GRPOLossConfig(**options))
+        want = out.loss.detach().double(), torch.autograd.grad(out.loss, leaf)[0]
+
+        weights = objectives.token_weights(mask, aggregation, dtype=torch.float64)
+        inputs = {"advantages": advantages[:, None].expand(4, 5), "old_per_token_logps": old, "weights": weights}
+        offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+        losses, grad = evaluate(ALL[name], logps[mask], {k: x[mask] for k, x in inputs.items()}, offsets)
+        torch.testing.assert_close(losses.sum(), want[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(torch.zeros_like(logps).masked_scatter(mask, grad), want[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].scope == "token"])
+def test_token_scope_does_not_look_across_tokens(name):
+    for seed in range(5):
+        logps, inputs, _ = case(seed)
+        whole = evaluate(ALL[name], logps, inputs, None)
+        some = torch.tensor([7, 0, 4])
+        part = evaluate(ALL[name], logps[some], {key: x[some] for key, x in inputs.items()}, None)
+        torch.testing.assert_close(part, (whole[0][some], whole[1][some]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].scope == "sequence"])
+def test_sequence_scope_does_not_look_across_sequences(name):
+    for seed in range(5):
+        logps, inputs, cu_seqlens = case(seed)
+        whole = evaluate(ALL[name], logps, inputs, cu_seqlens)
+        for start, stop in ((0, 3), (3, 8), (8, 9)):
+            own = {key: x[start:stop] for key, x in inputs.items()}
+            part = evaluate(ALL[name], logps[start:stop], own, torch.tensor([0, 0, stop - start]))
+            torch.testing.assert_close(part, (whole[0][start:stop], whole[1][start:stop]), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_hostile_values_stay_finite(name):
+    """-inf, huge and tiny log-probs everywhere, NaN where the engine has none: finite, and -inf has no gradient."""
+    objective = ALL[name]
+    logps = torch.tensor([-math.inf, -1e3, -1e-30, 0.0, -5.0, -math.inf, -2.0, -0.5], dtype=torch.float64)
+    n, cu_seqlens = len(logps), torch.tensor([0, 0, 2, 7, 7, 8])
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        odd = torch.tensor([-math.inf, -1e3, 0.0, -1.0, -700.0, -1e-3], dtype=torch.float64)
+        inputs = {
+            key: odd[torch.randint(0, 6, (n,), generator=g)]
+            for key in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+        }
+        inputs["sampling_per_token_logps"][torch.rand(n, generator=g) < 0.3] = math.nan
+        inputs["advantages"] = torch.randint(-1, 2, (n,), generator=g).double() * 5
+        for key in ("weights", "rl_weights", "ce_weights", "kl_weights"):
+            inputs[key] = torch.rand(n, generator=g, dtype=torch.float64)
+        for dtype in (torch.float64, torch.float32):
+            losses, grad = evaluate(objective, logps.to(dtype), inputs, cu_seqlens)
+            assert losses.dtype == dtype
+            assert losses.isfinite().all(), losses
+            assert grad.isfinite().all(), grad
+            assert (grad[logps == -math.inf] == 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_tokens(name):
+    logps, inputs, _ = case(0, lengths=(0, 0, 0, 0))
+    for offsets in ([0], [0, 0, 0]):
+        losses, grad = evaluate(ALL[name], logps, inputs, torch.tensor(offsets))
+        assert losses.shape == grad.shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["ipo", "icepop", "reinforce", "reinforce_product"])
+def test_no_sampling_log_prob_is_a_ratio_of_one(name):
+    logps, inputs, cu_seqlens = case(1)
+    missing = torch.arange(len(logps)) % 2 == 0
+    with_nan = inputs["sampling_per_token_logps"].masked_fill(missing, math.nan)
+    same = torch.where(missing, logps, inputs["sampling_per_token_logps"])
+    got = evaluate(ALL[name], logps, {**inputs, "sampling_per_token_logps": with_nan}, cu_seqlens)
+    want = evaluate(ALL[name], logps, {**inputs, "sampling_per_token_logps": same}, cu_seqlens)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_on_policy_without_old_log_probs():
+    logps, inputs, cu_seqlens = case(2)
+    inputs["old_per_token_logps"] = logps.clone()
+    for name, objective in ALL.items():
+        if "old_per_token_logps" in objective.reads - objective.needs:
+            want = evaluate(objective, logps, inputs, cu_seqlens)
+            without = {key: x for key, x in inputs.items() if key != "old_per_token_logps"}
+            torch.manual_seed(0)
+            got = evaluate(objective, logps, without, cu_seqlens)
+            if name != "clip_cov":  # draws
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_clip_cov_leaves_out_few_candidates():
+    logps, inputs, _ = case(3, lengths=(100, 0, 300, 100))
+    objective = objectives.clip_cov(0.01, 0.05, 5.0, generator=torch.Generator().manual_seed(1))
+    plain = objectives.vanilla(0.2, dual_clip=None)
+    whole = evaluate(plain, logps, inputs, None)[0]
+    got, grad = evaluate(objective, logps, inputs, None)
+    out = (got == 0).nonzero().squeeze(1)
+    assert len(out) == 5
+    A = inputs["advantages"]
+    cov = (A - A.mean()) * (logps - logps.mean())
+    assert ((cov[out] > 0.05) & (cov[out] < 5)).all()
+    ratio = (logps - inputs["old_per_token_logps"]).exp()
+    bound = torch.where(A > 0, ratio > 1.2, ratio < 0.8)
+    assert (bound & (cov > 0.05) & (cov < 5)).sum() > 20, "the clip must bind some that could be drawn"
+    for draw in range(20):
+        drawn = objectives.clip_cov(0.1, 0.05, 5.0, generator=torch.Generator().manual_seed(draw))
+        assert not (bound & (evaluate(drawn, logps, inputs, None)[0] == 0)).any()
+    assert (grad[out] == 0).all()
+    assert torch.equal(got[got != 0], whole[got != 0])
+    again = objectives.clip_cov(0.01, 0.05, 5.0, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(evaluate(again, logps, inputs, None)[0], got)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.2, 1), (0.01, 1), (0.5, 4), (1.0, 9)])
+def test_kl_cov(share, count):
+    for seed in SEEDS:
+        logps, inputs, _ = case(seed)
+        A, w, d = inputs["advantages"], inputs["weights"], logps - inputs["old_per_token_logps"]
+        cov = (A - A.mean()) * (logps - logps.mean())
+        largest = cov >= cov.sort(descending=True).values[count - 1]
+        want = w * (0.5 * largest * d.abs() - A * d.exp()), w * (0.5 * largest * d.sign() - A * d.exp())
+        got = evaluate(objectives.kl_cov(share, 0.5), logps, inputs, None)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+class TestRejection:
+    @pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
+    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+    @pytest.mark.parametrize("policy", ["current", "old"])
+    def test_leaves_out_what_diverges(self, level, estimator, policy):
+        if (level, estimator) == ("sequence_max", "k1"):
+            with pytest.raises(ValueError, match="sequence_max' needs estimator 'k2' or 'k3'.*got 'k1'"):
+                objectives.rollout_rejection(objectives.gpg(), level, estimator, high=1.2)
+            return
+        high, low = (1.2, 0.95) if estimator == "k1" else (0.04, None)
+        objective = objectives.rollout_rejection(objectives.gpg(), level, estimator, high=high, low=low, policy=policy)
+        assert objective.scope == ("token" if level == "token" else "sequence")
+        kept = total = 0
+        for seed in SEEDS:
+            logps, inputs, cu_seqlens = case(seed)
+            first = logps if policy == "current" else inputs["old_per_token_logps"]
+            d = first - inputs["sampling_per_token_logps"]
+            k = {"k1": -d, "k2": d * d / 2, "k3": torch.expm1(d) - d}[estimator]
+            plain = evaluate(objectives.gpg(), logps, inputs, None)[0]
+            want = plain.clone()
+            for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+                for t in range(start, stop):
+                    own = k[start:stop] if level != "token" else k[t : t + 1]
+                    value = getattr(own, level.removeprefix("sequence_"))() if level != "token" else own[0]
+                    inside = math.log(low) <= value <= math.log(high) if estimator == "k1" else value <= high
+                    want[t] *= float(inside)
+                    kept, total = kept + bool(inside), total + 1
+            torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], want, rtol=1e-12, atol=0)
+        assert 0 < kept < total
+
+    def test_around_an_objective_of_ones_own(self):
+        """A plain function with a scope gets every input, and offsets where it wants them."""
+        seen = {}
+
+        def mine(logps, entropies, *, cu_seqlens, mine, **inputs):
+            seen.update(inputs, entropies=entropies, offsets=cu_seqlens)
+            return logps * mine
+
+        mine.scope = "batch"
+        objective = objectives.rollout_rejection(mine, high=1.2)
+        assert objective.scope == "batch"
+        logps, inputs, cu_seqlens = case(0)
+        entropies, sampling = torch.rand_like(logps), inputs["sampling_per_token_logps"]
+        out = objective(
+            logps, entropies, cu_seqlens=cu_seqlens, mine=torch.ones_like(logps), sampling_per_token_logps=sampling,
+            weights=inputs["weights"],
+        )  # fmt: skip
+        inside = (logps - sampling).abs() <= math.log(1.2)
+        torch.testing.assert_close(out, logps * inside * inputs["weights"])
+        assert set(seen) == {"sampling_per_token_logps", "entropies", "offsets"}
+        assert seen["entropies"] is entropies
+
+    def test_stacks(self):
+        inner = objectives.rollout_truncation(objectives.vanilla(), high=1.2)
+        objective = objectives.rollout_rejection(inner, "sequence_max", "k2", high=0.1)
+        logps, inputs, cu_seqlens = case(5)
+        kept = evaluate(objectives.rollout_rejection(objectives.cross_entropy(), "sequence_max", "k2", high=0.1),
+                        logps, inputs, cu_seqlens)[0] != 0  # fmt: skip
+        ratio = (logps - inputs["sampling_per_token_logps"]).exp().clamp(max=1.2)
+        plain = evaluate(objectives.vanilla(), logps, inputs, None)[0]
+        torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], plain * ratio * kept)
+        assert kept.any()
+        assert not kept.all()
+
+
+class TestMixture:
+    def test_is_the_weighted_sum_of_its_parts(self):
+        mixed = objectives.mixture(rl=objectives.ipo(), ce=objectives.cross_entropy(), kl=objectives.ref_kl())
+        assert mixed.scope == "token"
+        for seed in SEEDS:
+            logps, inputs, _ = case(seed)
+            want = sum(
+                torch.stack(evaluate(part, logps, {**inputs, "weights": inputs["weights"] * inputs[key]}, None))
+                for part, key in (
+                    (objectives.ipo(), "rl_weights"),
+                    (objectives.cross_entropy(), "ce_weights"),
+                    (objectives.ref_kl(), "kl_weights"),
+                )
+            )
+            torch.testing.assert_close(torch.stack(evaluate(mixed, logps, inputs, None)), want, rtol=1e-12, atol=1e-14)
+
+    def test_a_part_does_not_see_tokens_of_weight_zero(self):
+        """Their inputs may be NaN, and they do not count in the part's sequences."""
+        mixed = objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy())
+        logps, inputs, cu_seqlens = case(0)
+        inputs["rl_weights"] = torch.tensor([1.0, 0, 1, 0, 0, 2, 0.5, 0, 0], dtype=torch.float64)
+        inputs["ce_weights"] = (inputs["rl_weights"] == 0).double()
+        seen = inputs["rl_weights"] != 0
+        for key in ("advantages", "old_per_token_logps"):
+            inputs[key] = inputs[key].masked_fill(~seen, math.nan)
+        losses, grad = evaluate(mixed, logps, inputs, cu_seqlens)
+        own = {key: x[seen] for key, x in inputs.items()}
+        own["weights"] = own["weights"] * own["rl_weights"]
+        want = evaluate(objectives.gspo(0.05), logps[seen], own, torch.tensor([0, 2, 2, 4, 4]))
+        torch.testing.assert_close((losses[seen], grad[seen]), want, rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad[~seen], -inputs["weights"][~seen])
+
+    def test_scope_is_the_widest(self):
+        parts = {"a": objectives.gpg(), "b": objectives.kl_cov(), "c": objectives.gspo()}
+        assert objectives.mixture(**parts).scope == "batch"
+
+
+class TestTokenWeights:
+    MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
+
+    @pytest.mark.parametrize(("aggregation", "options", "rows"), [
+        ("grpo", {}, [1 / 8, 1 / 4, 0, 1 / 12]),
+        ("bnpo", {}, [1 / 6] * 4),
+        ("dapo", {}, [1 / 6] * 4),
+        ("dapo", {"num_items_in_batch": 48}, [1 / 48] * 4),
+        ("dr_grpo", {"max_completion_length": 10}, [1 / 40] * 4),
+        ("luspo", {}, [1 / 4] * 4),
+    ])  # fmt: skip
+    def test_averages(self, aggregation, options, rows):
+        want = torch.tensor(rows)[:, None] * self.MASK
+        got = objectives.token_weights(self.MASK, aggregation, **options)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+        packed = objectives.token_weights(
+            self.MASK.flatten(), aggregation, cu_seqlens=torch.tensor([0, 3, 6, 9, 12]), **options
+        )
+        assert torch.equal(packed, got.flatten())
+
+    def test_no_active_tokens(self):
+        for aggregation in ("grpo", "bnpo", "dapo", "luspo"):
+            assert not objectives.token_weights(torch.zeros(2, 3), aggregation).any()
+
+    @pytest.mark.parametrize(("error", "message", "call"), [
+        (ValueError, "aggregation must be one of grpo, bnpo, dr_grpo, dapo, luspo; got 'mean'", {"aggregation": "mean"}),
+        (ValueError, "dr_grpo' requires max_completion_length", {"aggregation": "dr_grpo"}),
+        (ValueError, "num_items_in_batch is not used by loss_type='grpo'",
+         {"aggregation": "grpo", "num_items_in_batch": 3}),
+        (ValueError, "num_items_in_batch must be > 0; got 0", {"aggregation": "dapo", "num_items_in_batch": 0}),
+        (ValueError, "a mask must hold only 0 and 1", {"aggregation": "dapo", "mask": torch.full((2, 2), 2)}),
+        (ValueError, r"mask must be \[B, T\], or packed \[N\].*got \(3,\)", {"aggregation": "dapo", "mask": torch.ones(3)}),
+        (ValueError, "cu_seqlens must rise from 0",
+         {"aggregation": "dapo", "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 2])}),
+        (TypeError, "mask must be a tensor .*got list", {"aggregation": "dapo", "mask": [1, 1]}),
+    ])  # fmt: skip
+    def test_refuses(self, error, message, call):
+        with pytest.raises(error, match=message):
+            objectives.token_weights(**{"mask": self.MASK, **call})
+
+
+X = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, r"vanilla\(.*\) needs advantages \(advantages, in units of reward\); got weights",
+         lambda: objectives.vanilla()(X, weights=X)),
+        (TypeError, r"gpg\(\) reads advantages, weights; got old_per_token_logps, too",
+         lambda: objectives.gpg()(X, advantages=X, old_per_token_logps=X)),
+        (ValueError, r"gpg\(\): advantages must be \(3,\); got \(2,\)",
+         lambda: objectives.gpg()(X, advantages=torch.zeros(2))),
+        (TypeError, r"gpg\(\): advantages must be a tensor; got list", lambda: objectives.gpg()(X, advantages=[0.0] * 3)),
+        (TypeError, r"logps must be a floating-point tensor \[n\]; got torch.float32 \(1, 3\)",
+         lambda: objectives.gpg()(X[None], advantages=X[None])),
+        (ValueError, r"entropies must be \(3,\); got \(2,\)",
+         lambda: objectives.gpg()(X, torch.zeros(2), advantages=X)),
+        (TypeError, r"gspo\(.*\) has scope 'sequence' and needs cu_seqlens \[S \+ 1\] int64; got NoneType",
+         lambda: objectives.gspo()(X, advantages=X)),
+        (ValueError, r"gspo\(.*\): cu_seqlens must rise from 0 to 3; got \[0, 2\]",
+         lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0, 2]))),
+        (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
+         lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
+             X, advantages=X, a_weights=X + 1, b_weights=X)),
+        (TypeError, r"ipo\(.*\) needs sampling_per_token_logps \(log-probs of the engine",
+         lambda: objectives.ipo()(X, advantages=X)),
+        (TypeError, "needs .*rl_weights",
+         lambda: objectives.mixture(rl=objectives.gpg())(X, advantages=X)),
+        (TypeError, "mixture needs at least one objective", lambda: objectives.mixture()),
+        (TypeError, "expected an objective with scope token, sequence, batch; got 3", lambda: objectives.mixture(rl=3)),
+        (ValueError, "scope must be one of token, sequence, batch; got 'row'",
+         lambda: objectives.Objective("mine", lambda tokens: tokens.logps, scope="row")),
+        (ValueError, "epsilon must be > 0; got 0", lambda: objectives.vanilla(0.0)),
+        (ValueError, "dual_clip must be > 1; got 1", lambda: objectives.vanilla(dual_clip=1.0)),
+        (TypeError, "threshold must be a number; got '0.1'", lambda: objectives.dppo_tv("0.1")),
+        (ValueError, "kl_coef must be >= 0; got -1", lambda: objectives.ipo(kl_coef=-1.0)),
+        (ValueError, "low must be at most high; got low=2.0 and high=1.0", lambda: objectives.icepop(2.0, 1.0)),
+        (ValueError, r"share must be in \(0, 1\]; got 2", lambda: objectives.kl_cov(2.0)),
+        (ValueError, "level must be one of token, sequence; got 'batch'", lambda: objectives.topr("batch")),
+        (ValueError, "half_life must be > 0; got 0", lambda: objectives.fipo(half_life=0.0)),
+        (ValueError, "low is only used with estimator='k1'; got low=0.5 with 'k3'",
+         lambda: objectives.rollout_rejection(objectives.gpg(), "token", "k3", low=0.5, high=1.0)),
+        (ValueError, "level must be one of token, sequence_sum, sequence_mean; got 'sequence_max'",
+         lambda: objectives.rollout_truncation(objectives.gpg(), "sequence_max")),
+        (ValueError, "policy must be one of current, old; got 'ref'",
+         lambda: objectives.rollout_rejection(objectives.gpg(), high=2.0, policy="ref")),
+    ],
+)  # fmt: skip
+def test_refuses(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_says_what_it_is():
+    objective = objectives.dppo_tv(threshold=0.1)
+    assert objective.__name__ == "dppo_tv(threshold=0.1, max_ratio=20.0)"
+    assert repr(objective) == "<objective dppo_tv(threshold=0.1, max_ratio=20.0), scope 'token'>"
+    mixed = objectives.mixture(rl=objectives.gspo(), ce=objectives.cross_entropy())
+    assert mixed.__name__ == "mixture(rl=gspo(epsilon=0.0003, epsilon_high=0.0004), ce=cross_entropy())"
+    assert objectives.reinforce(high=3.0).__name__ == "reinforce(level='token', high=3.0)"
+
+
+def test_discounted_future_of_long_sequences():
+    """A thousand tokens in ten doublings: the sum over later tokens of the same sequence only."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=g, dtype=torch.float64)
+    sequences = base.Sequences(torch.tensor([0, 1, 1, 700, 1000]), 1000)
+    want = torch.empty_like(x)
+    for start, stop in ((0, 1), (1, 700), (700, 1000)):
+        later = 0.0
+        for t in reversed(range(start, stop)):
+            later = x[t].item() + 0.97 * later
+            want[t] = later
+    torch.testing.assert_close(sequences.discounted_future(x, 0.97), want, rtol=1e-10, atol=1e-12)
