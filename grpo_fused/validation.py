@@ -159,6 +159,15 @@ def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap:
         check_number(temperature, "temperature", above=0.0)
 
 
+def check_objective_scope(objective: object, scope: str) -> None:
+    """A function; one that says its scope (`grpo_fused.objectives`) is called with no less."""
+    if not callable(objective):
+        raise TypeError(f"objective must be a function; got {type(objective).__name__}")
+    scopes, own = ("token", "sequence", "batch"), getattr(objective, "scope", None)
+    if own in scopes and scopes.index(own) > scopes.index(scope):
+        raise ValueError(f"{objective!r} must be called with scope={own!r}; got {scope!r}")
+
+
 def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None:
     """Tensors shaped like the ids, detached, under names that are no others'."""
     for name, x in inputs.items():

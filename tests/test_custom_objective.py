@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import PRECISION, frobenius_error, make_case, make_config, with_sets
 
-from grpo_fused import GRPOLossConfig, check_objective, fused_linear_grpo_loss, fused_linear_objective
+from grpo_fused import GRPOLossConfig, check_objective, fused_linear_grpo_loss, fused_linear_objective, objectives
 from grpo_fused.engines.products import Head
 
 ENGINES = ["chunked", "native", "triton"]
@@ -261,3 +261,41 @@ def test_loss_scale_and_grpo_loss_agree_in_fp16():
                                  case.completion_mask, config=GRPOLossConfig(), impl="chunked",
                                  old_per_token_logps=case.options["old_per_token_logps"])  # fmt: skip
     torch.testing.assert_close(out.loss, got[0].loss.detach(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+@pytest.mark.parametrize(
+    ("objective", "config"),
+    [
+        (objectives.vanilla(dual_clip=None), make_config("dapo")),
+        (objectives.sapo(), make_config("sapo")),
+        (objectives.gspo(), make_config("dapo", importance_sampling_level="sequence")),
+    ],
+    ids=["vanilla", "sapo", "gspo"],
+)
+def test_objectives_of_the_package_are_its_loss_types(objective, config, impl):
+    dtype, tol = PRECISION[impl]
+    case = make_case(11, B=6, T=9).to(dtype)
+    shape, mask = case.completion_ids.shape, case.completion_mask
+    aggregation = "grpo" if config.loss_type == "sapo" else "dapo"
+    inputs = {
+        "advantages": case.advantages.view(-1, 1).expand(shape),
+        "old_per_token_logps": case.options["old_per_token_logps"],
+        "weights": objectives.token_weights(mask, aggregation),
+    }
+    if objective.__name__.startswith("gspo"):
+        config = make_config("dapo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
+    want = case.to(torch.float64).run(config, impl="reference")
+    hidden, weight = case.hidden_states.detach().requires_grad_(), case.lm_head_weight.detach().requires_grad_()
+    out = fused_linear_objective(hidden, weight, case.completion_ids, objective, mask, inputs=inputs,
+                                 scope=objective.scope, impl=impl)  # fmt: skip
+    out.loss.backward()
+    tol = max(10 * tol, 1e-7)  # token_weights are fp32
+    torch.testing.assert_close(out.loss.double(), want.out.loss.detach(), rtol=tol, atol=tol)
+    assert frobenius_error(weight.grad, want.dweight) <= tol
+
+
+def test_a_scope_that_is_too_narrow_is_refused():
+    case = make_case(12, dtype=torch.float32, extras=False)
+    with pytest.raises(ValueError, match="must be called with scope='sequence'; got 'token'"):
+        fused_linear_objective(case.hidden_states, case.lm_head_weight, case.completion_ids, objectives.gspo())

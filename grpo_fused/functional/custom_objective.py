@@ -64,11 +64,12 @@ def fused_linear_objective(
         hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each token.
         lm_head_weight: `[V, H]`.
         token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
-        objective: `objective(logps, entropies, **inputs) -> Tensor`, a differentiable torch function. It gets active
-            tokens only, flat `[n]` in fp32 (fp64 for fp64 inputs), and returns each token's share of the loss, `[n]`,
-            weights and signs included. Within scope `"token"` it must not look across tokens (no mean, no `.shape[0]`):
-            run `check_objective` once. In the other scopes it gets `cu_seqlens` (`[S + 1]` int64, where the sequences
-            of this part begin, empty ones included) as a further keyword.
+        objective: `objective(logps, entropies, **inputs) -> Tensor`, a differentiable torch function, such as those of
+            `grpo_fused.objectives`. It gets active tokens only, flat `[n]` in fp32 (fp64 for fp64 inputs), and returns
+            each token's share of the loss, `[n]`, weights and signs included. Within scope `"token"` it must not look
+            across tokens (no mean, no `.shape[0]`): run `check_objective` once. In the other scopes it gets
+            `cu_seqlens` (`[S + 1]` int64, where the sequences of this part begin, empty ones included) as a further
+            keyword.
         mask: like `token_ids`, bool or 0/1, default all active.
         inputs: tensors shaped like `token_ids`, without gradient, cut as the tokens are: `{"advantages": ...}`.
         scope: what a call of the objective must hold together.
@@ -101,6 +102,7 @@ def fused_linear_objective(
         lm_head_weight = whole(lm_head_weight, process_group)
         lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
         check.check_choice(scope, "scope", Scope)
+        check.check_objective_scope(objective, scope)
         if scope == "token" and cu_seqlens is None:
             check.check_token_ids(token_ids, "token_ids")
         else:
