@@ -88,10 +88,13 @@ class Parser(ArgumentParser):
 
     def explained(self, message: str) -> str:
         """A message of jsonargparse in plain words, or that of a dataclass, after the place of its option."""
-        if message.startswith("Problems parsing config"):
-            return f"{', '.join(map(str, self.files()))}: {message.partition(': ')[2]}"
+        if message.startswith(("Problems parsing config", "Unexpected config")):
+            must = (
+                message.partition(": ")[2] if message[0] == "P" else "a recipe must be a mapping of options to values"
+            )
+            return f"{', '.join(map(str, self.files()))}: {must}"
         keys = re.findall(r'Parser key "([\w.]+)"', message)
-        unknown = re.search(r"(?:unrecognized arguments: --|Option '|(?:Group '(\w+)' .*)option ')([\w.]+)", message)
+        unknown = re.search(r"(?:unrecognized arguments: --|Option '|(?:Group '(\w+)' .*)option ')([\w.-]+)", message)
         wrong = re.findall(r"Expected an? (?:<class '(\w+)'>|typing.Literal(\[.*?\]))", message)
         got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", message)
         if unknown:
@@ -153,11 +156,13 @@ def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
         parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_class_arguments(Recipe)
     parser.words = [_underscored(word) for word in argv]
-    words = parser.parse_args(parser.words)
     try:
+        words = parser.parse_args(parser.words)
         options = {name: value for name, value in vars(parser.instantiate(words)).items() if name != "config"}
         switches = {name: options.pop(name) for name in SWITCHES}
         return Recipe(**options), switches
+    except UnicodeDecodeError as error:
+        parser.error(f"Problems parsing config: {error}")
     except (ValueError, TypeError) as error:
         parser.error(str(error))
 

@@ -178,17 +178,22 @@ def test_an_error_names_the_line_and_the_option(
     assert line.startswith(f"grpo-fused train: error: {recipe}:{message}")
 
 
-def test_errors_of_the_command_itself(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    no_text, a_list = tmp_path / "no_text.yaml", tmp_path / "a_list.yaml"
+    no_text.write_bytes(b"\xff\xfe")
+    a_list.write_text("[1, 2]")
     for arguments, message in (
         (["train"], "the following arguments are required: model, rewards"),
         (["train", "--config", "nowhere.yaml"], "File does not exist: .*nowhere.yaml"),
         (["train", "--config", str(recipe), "--steps"], "argument --steps: expected one argument"),
+        (["train", "--config", str(no_text)], "'utf-8' codec can't decode"),
+        (["train", "--config", str(a_list)], "a_list.yaml: a recipe must be a mapping of options to values"),
         (["trian"], "command must be one of train, plot, doctor, check; got 'trian'; did you mean train.$"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
         (line,) = capsys.readouterr().err.splitlines()
-        assert re.search(f"error: {message}", line)
+        assert re.search(f"error: .*{message}", line)
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("grpo-fused ")
@@ -301,8 +306,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("model: [" + "x, " * 30_000 + "]", "at most 20000 values"),
         ("model: *nothing", "undefined alias"),
         ("model: [", "line 13 must be valid YAML"),
+        ("learning-rate: 1", "13: unknown option 'learning-rate'; did you mean 'learning_rate'"),
     ],
-    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml"],
+    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml", "dash"],
 )
 def test_hostile_recipes_are_refused_at_once(
     recipe: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
