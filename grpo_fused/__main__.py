@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import argparse
+from difflib import get_close_matches
 from importlib import import_module
 
+from grpo_fused import __version__
+
 COMMANDS = {
-    "train": ("trainer.cli", "train a language model by GRPO from a recipe"),
-    "plot": ("trainer.plot", "draw the curves of a run"),
-    "doctor": (
-        "tools.doctor",
-        "what runs here, what is missing and would bring what; expected time and memory of a shape",
-    ),
-    "check": (
-        "tools.check",
-        "hold this installation against float64: every engine, dtype and objective (about a minute)",
-    ),
+    "train": ("trainer.cli", "train a language model by GRPO from a recipe (a YAML file)"),
+    "plot": ("trainer.plot", "draw the curves of a run into a PNG"),
+    "doctor": ("tools.doctor", "show what runs on this machine and what is missing; predict time and memory of a call"),
+    "check": ("tools.check", "compare every engine, dtype and objective with float64 on this machine (about a minute)"),
 }
-"""Command to the module of the package whose `main(argv)` it is, imported when it is called; and its help."""
+"""Command: the module of the package that has its `main(argv)`, imported when it is called; its help."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """The command line. Ctrl-C ends it with exit status 130."""
     commands = "\n".join(f"  {name:8} {about}" for name, (_, about) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="grpo-fused",
-        description=f"commands:\n{commands}\n\n`grpo-fused <command> --help` says more.",
+        usage="grpo-fused [--version] COMMAND ...",
+        description=f"commands:\n{commands}\n\n`grpo-fused COMMAND --help` explains its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("--version", action="version", version=f"grpo-fused {__version__}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if given.command is None:
+        parser.print_help()
+        return
+    if given.command not in COMMANDS:
+        near = get_close_matches(given.command, COMMANDS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.exit(
+            2, f"grpo-fused: error: command must be one of {', '.join(COMMANDS)}; got {given.command!r}{hint}\n"
+        )
     try:
-        command = import_module(f"grpo_fused.{COMMANDS[given.command][0]}")
+        import_module(f"grpo_fused.{COMMANDS[given.command][0]}").main(given.arguments)
     except ModuleNotFoundError as error:
         # the loss alone needs no more than torch
         raise SystemExit(f"grpo-fused {given.command} needs {error.name}: pip install 'grpo-fused[train]'") from error
-    command.main(given.arguments)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ LRSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["no", "bf16", "fp16"]
 
 
+NAMES = {int: "an integer", float: "a number", bool: "true or false", GRPOLossConfig: "a GRPOLossConfig"}
+
+
 def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
     """A finite number with its range, checked by `GRPOTrainerConfig`: from `least`, or above 0 if it is `positive`."""
     return field(default=default, metadata={"least": least, "positive": positive, "most": most})
@@ -28,10 +31,10 @@ class GRPOTrainerConfig:
     One step is one rollout of `prompts_per_step * num_generations` completions, over all processes together, and
     `num_iterations` optimizer steps on it.
 
-    `temperature` divides the logits in sampling and in scoring alike. `top_p`, `top_k`, `min_p` and
-    `repetition_penalty` change the sampling only: the loss scores the whole distribution, so that with them the samples
-    are not quite the policy's own (as in TRL). Leave them off unless the policy rambles. With rollouts by vLLM they are
-    refused where its log-probs correct the loss: those are of the distribution that is left.
+    `temperature` divides the logits in sampling and in scoring alike. With `top_p`, `top_k` or `min_p` the rollout
+    records the tokens that could be sampled, and the loss, its entropy and its KL are of the distribution renormalised
+    over them (`CandidateSets`). A `repetition_penalty` changes the sampling only; it cannot be combined with them, nor
+    with log-probs of vLLM that correct the loss.
 
     Args:
         steps: Rollouts to train on.
@@ -69,8 +72,10 @@ class GRPOTrainerConfig:
         seed: Of the order of the prompts and of the sampling; in a recipe also of a new adapter.
         logging_steps: Steps between two printed rows; every step is written to `metrics.jsonl`.
         sample_steps: Steps between two printed tables of completions; 0 prints none.
-        report_to: Trackers of accelerate that also get the metrics: "tensorboard", "wandb", "trackio", ...
-            Their packages must be installed.
+        report_to: Trackers of accelerate that also get the metrics, one or several: "tensorboard", "wandb", "trackio",
+            ... Their packages must be installed.
+        project: Project of the trackers; for tensorboard a folder in `output_dir`.
+        run_name: Name of the run in wandb, trackio, swanlab, mlflow and clearml; None leaves it to them.
         eval_steps: Steps between two evaluations; 0 evaluates at the ends only.
         eval_samples: Completions sampled for each held-out prompt, for pass@k (k = 1 and this); 0: greedy only.
         save_steps: Steps between two checkpoints; 0 saves at the end only. Without `output_dir` none is saved.
@@ -113,7 +118,9 @@ class GRPOTrainerConfig:
     seed: int = option(0)
     logging_steps: int = option(10, least=1)
     sample_steps: int = option(0)
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] | str = ()
+    project: str = "grpo_fused"
+    run_name: str | None = None
     eval_steps: int = option(0)
     eval_samples: int = option(0)
     save_steps: int = option(0)
@@ -122,6 +129,8 @@ class GRPOTrainerConfig:
     loss: GRPOLossConfig = field(default_factory=GRPOLossConfig)
 
     def __post_init__(self) -> None:
+        if isinstance(self.report_to, str):
+            object.__setattr__(self, "report_to", () if self.report_to == "none" else (self.report_to,))
         hints = get_type_hints(type(self))
         for f in fields(self):
             _check(f.name, getattr(self, f.name), hints[f.name], **f.metadata)
@@ -147,11 +156,11 @@ def _check(
     if choices and value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
-        raise TypeError(f"{name} must be a tuple of non-empty strings; got {value!r}")
+        raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
     is_number = kind in (int, float)
     accepted: Any = (int, float) if kind is float else kind if kind in (int, bool, GRPOLossConfig) else object
     if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
-        raise TypeError(f"{name} must be of type {kind.__name__}; got {value!r}")
+        raise TypeError(f"{name} must be {NAMES.get(kind, kind.__name__)}; got {value!r}")
     if is_number and not (least <= value <= most and math.isfinite(value) and (value or not positive)):
         lower = "positive" if positive else f"at least {least}"
         upper = "finite" if most == math.inf else f"at most {most}"

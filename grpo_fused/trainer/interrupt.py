@@ -10,13 +10,14 @@ from typing import Any
 
 
 class StopRequest:
-    """While it is entered, the first SIGINT or SIGTERM only sets `requested`; a second SIGINT interrupts as usual.
+    """While it is entered, the first SIGINT or SIGTERM only sets `requested` to its number; a second SIGINT
+    interrupts as usual.
 
     Signals reach the main thread of Python alone; in another one this does nothing.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -31,5 +32,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
-        os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again to stop now\n")  # as handlers may
+        self.requested = number
+        os.write(
+            2, b"\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now\n"
+        )  # as handlers may

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, tracking
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Row, check_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.metrics import Metrics, print_samples
+from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, print_samples
 from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
 from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
@@ -58,6 +59,7 @@ class GRPOTrainer(RunState):
             share the model by something else than DDP or FSDP2, the weights do not match the functions, vLLM would
             sample from another distribution than the loss scores, or `output_dir` holds the checkpoints of a run that
             `resume` does not continue.
+        ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
         ImportError: The package of a tracker of `config.report_to` is not installed.
@@ -84,13 +86,18 @@ class GRPOTrainer(RunState):
         overwrite: bool = False,
         accelerator: Accelerator | None = None,
     ) -> None:
+        check_trackers(config.report_to)
         self.accelerator = accelerator or Accelerator(
             mixed_precision=config.mixed_precision,
             log_with=list(config.report_to) or None,
             project_dir=None if output_dir is None else str(output_dir),
         )
         _check_distribution(self.accelerator)
-        _check_trackers(config.report_to, self.accelerator)
+        active = {
+            getattr(tracker, "value", tracker.name) for tracker in self.accelerator.log_with
+        }  # an enum or a tracker
+        if not set(config.report_to) <= active | {"all"}:
+            raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(active)}")
         if isinstance(engine, VLLMEngine):
             check_options(config)
         self.config, self.tokenizer = config, tokenizer
@@ -117,7 +124,7 @@ class GRPOTrainer(RunState):
             # transformers 5.2x renames it, with the same default: non-reentrant
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         # an engine that cannot run says so before the first rollout
-        engines.choose(config.impl, self.accelerator.device, model.dtype)
+        self.loss_engine = engines.choose(config.impl, self.accelerator.device, model.dtype)
         self.model = model.to(self.accelerator.device).eval()
         for function in reward_functions:
             if isinstance(function, RewardModel):
@@ -137,13 +144,14 @@ class GRPOTrainer(RunState):
         self.engine = engine or HuggingFaceEngine(
             model, tokenizer, batch_size=config.generation_batch_size, synced=sharded
         )
+        self.stopped_by: int | None = None
         self._synced_at = 0  # the optimizer step whose weights the engine has
         self._open(resume, overwrite)
 
     def train(self) -> list[Metrics]:
         """Runs up to `config.steps` steps; returns their metrics, with step 0 for the evaluation before training.
 
-        The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint.
+        The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; `stopped_by` is then its number.
 
         Raises:
             RewardError: A reward function raised, timed out or returned what it must not.
@@ -153,13 +161,15 @@ class GRPOTrainer(RunState):
         """
         history: list[Metrics] = []
         with self._run(), StopRequest() as stop:
+            if self.accelerator.is_main_process:
+                tqdm.write(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and (before := self.evaluate()):
                 self._record(history, {"step": 0} | before)
             progress = tqdm(
                 total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
-                disable=not self.accelerator.is_main_process,
+                disable=None if self.accelerator.is_main_process else True,  # None: where the output is no terminal
             )  # fmt: skip
-            while self.steps_done < self.config.steps and not self._any(stop.requested):
+            while self.steps_done < self.config.steps and not self._any(stop.requested > 0):
                 metrics = {"step": self.steps_done + 1} | self.step()
                 self.steps_done += 1
                 self._remember()
@@ -170,13 +180,33 @@ class GRPOTrainer(RunState):
                     self._record(history, metrics)
                 if self._due(self.config.save_steps):
                     self.save()
-                progress.set_postfix_str(f"{metrics['tokens_per_second']:.0f} tokens/s, reward {metrics['reward']:.3g}")
+                progress.set_postfix_str(f"reward {metrics['reward']:.3f}")
                 progress.update()
             progress.close()
             self.save()
             if self.steps_done < self.config.steps:
-                tqdm.write(f"stopped after step {self.steps_done}; resume to go on")
+                self.stopped_by = stop.requested or signal.SIGINT  # of another process
+                tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}; continue with --resume")
         return history
+
+    def facts(self) -> dict[str, str]:
+        """What is trained and how, for the first lines of a run."""
+        config, parameters = self.config, list(self.model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        name = getattr(self.model, "name_or_path", "") or type(self.model).__name__
+        tokens = config.rollout_size * config.max_completion_length
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        changed = {name: getattr(config, name) for name in off if getattr(config, name) != off[name]}
+        sampling = {"temperature": config.temperature} | changed
+        return {
+            "model": f"{name}, {sum(p.numel() for p in parameters):,} parameters ({trained:,} trained)",
+            "loss": f"{config.loss.loss_type}, engine {self.loss_engine}, on {self.accelerator.device}",
+            "step": f"{config.prompts_per_step} prompts x {config.num_generations} completions of at most "
+            f"{config.max_completion_length} tokens = at most {tokens:,} tokens",
+            "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items()),
+            "trackers": ", ".join(config.report_to) or "none",
+            "output_dir": "none: nothing is saved" if self.output_dir is None else str(self.output_dir),
+        }
 
     def step(self) -> Metrics:
         """One rollout and the optimizer steps on it."""
@@ -270,17 +300,3 @@ def _check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"processes must share a model by DDP or FSDP2; got {kind.value}")
-
-
-def _check_trackers(report_to: Sequence[str], accelerator: Accelerator) -> None:
-    """Accelerate leaves out a tracker whose package is missing, and the run would go unlogged."""
-    active = {
-        tracker.name if isinstance(tracker, tracking.GeneralTracker) else str(tracker)
-        for tracker in accelerator.log_with
-    }
-    missing = set(report_to) - active - {"all"}
-    if missing:
-        raise ImportError(
-            "report_to must name trackers of accelerate whose packages are installed and with which the accelerator "
-            f"logs, {sorted(active)}; got {sorted(missing)}"
-        )

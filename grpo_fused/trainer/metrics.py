@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from accelerate import tracking
+from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,6 +21,18 @@ Metrics = dict[str, float]
 NOT_SHOWN = {
     "reward_std", "unjudged", "clip_ratio/low_mean", "clip_ratio/high_mean", "learning_rate", "seconds", "epoch",
 }  # fmt: skip
+COLUMNS = {
+    "step": ("step", 5, "d"), "reward": ("reward", 8, ".3f"), "zero_std_groups": ("zero std", 8, ".0%"),
+    "completion_length": ("length", 7, ".1f"), "kl": ("kl", 7, ".4f"), "entropy": ("entropy", 7, ".3f"),
+    "clip_ratio/region_mean": ("clipped", 7, ".1%"), "cispo_clip_ratio": ("clipped", 7, ".1%"),
+    "loss": ("loss", 8, ".4f"), "grad_norm": ("grad norm", 9, ".3f"), "tokens_per_second": ("tokens/s", 8, ",.0f"),
+}  # fmt: skip
+"""Metric: its title in the printed table, its width and its format."""
+WIDTH = 100
+RUN_NAMES = {
+    "wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name", "clearml": "task_name",
+}  # fmt: skip
+"""Tracker: its option for the name of a run."""
 
 
 def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:
@@ -54,19 +69,62 @@ def cut_jsonl(path: Path, last_step: int) -> None:
     os.replace(beside, path)
 
 
-def format_row(metrics: Mapping[str, float]) -> str:
-    """`step  10  reward 0.412  format 0.95 …`: in their order, without those that only the file needs."""
-    return "  ".join(f"{_short_name(name)} {_short(value)}" for name, value in metrics.items() if name not in NOT_SHOWN)
+def format_facts(facts: Mapping[str, object]) -> str:
+    """One aligned line for each name and value."""
+    return "\n".join(f"{name:{max(map(len, facts))}}  {value}" for name, value in facts.items())
+
+
+def format_row(metrics: Mapping[str, float], *, titles: bool = False) -> str:
+    """A row of the table of a run, below it what has no column; `titles` puts the titles of the columns above.
+
+    ::
+
+         step    reward  zero std   length  entropy  clipped      loss  grad norm  tokens/s
+           10     0.412        6%    118.3    0.184     0.0%   -0.0829      0.316     2,918
+               format 0.656, relative_length 1.000, eval/format 0.500
+    """
+    columns = [(*COLUMNS[name], value) for name, value in metrics.items() if name in COLUMNS]
+    lines = ["  ".join(f"{title:>{width}}" for title, width, _, _ in columns)] if titles and "reward" in metrics else []
+    if "reward" in metrics:
+        lines += ["  ".join(f"{_cell(value, width, form):>{width}}" for _, width, form, value in columns)]
+    own = {name for name in metrics if name.startswith("rewards/")}
+    hidden = NOT_SHOWN | set(COLUMNS) | (own if len(own) == 1 else set())  # one reward is the sum
+    rest = (f"{_short_name(name)} {_cell(value, 9, '.3f')}" for name, value in metrics.items() if name not in hidden)
+    text = ", ".join(item.replace(" ", "\0") for item in rest)  # not wrapped there
+    first = " " * 9 if lines else f"{metrics['step']:5d}    "
+    lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * 9, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
+
+
+def _cell(value: float, width: int, form: str) -> str:
+    """A number, with k, M, ... in place of digits for which there is no room."""
+    text = "-" if math.isnan(value) else format(value, form)
+    if len(text) <= width or form == "d":
+        return text
+    thousands = min(int(math.log10(abs(value)) // 3), 5)
+    return f"{value / 1000**thousands:.1f}{' kMGTP'[thousands].strip()}"
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raises unless accelerate knows the trackers and has their packages: it would leave out one without.
+
+    Raises:
+        ValueError: A name is no tracker.
+        ImportError: The package of a tracker is not installed.
+    """
+    known = [*tracking.LOGGER_TYPE_TO_CLASS, "all"]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"report_to must name trackers of accelerate, {', '.join(known)}; got {name!r}")
+        installed = name in map(str, tracking.get_available_trackers())
+        if name in LoggerType.list() and name != "all" and not installed:
+            raise ImportError(
+                f"report_to must name trackers whose packages are installed; got {name!r}: pip install {name}"
+            )
 
 
 def _short_name(name: str) -> str:
-    if name == "clip_ratio/region_mean":
-        return "clip_ratio"
     return name.removeprefix("rewards/").removesuffix("_reward")
-
-
-def _short(value: float) -> str:
-    return f"{value:4d}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def print_samples(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_fused.trainer.metrics import read_jsonl
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+CLIP_RATIO = "clip_ratio/region_mean"
 
 Lines = list[dict[str, float | None]]
 
@@ -35,11 +36,13 @@ def panels_of(lines: Lines) -> list[Panel]:
         Panel("Held-out prompts", "mean", held_out),
         Panel("KL to the reference", "nats per token", {"kl": ""}),
         Panel("Entropy", "nats per token", {"entropy": ""}),
-        Panel("Clip ratio", "share of tokens", {"clip_ratio/region_mean": ""}),
+        Panel("Clip ratio", "% of tokens", {CLIP_RATIO: ""}),
         Panel("Completion length", "tokens, EOS included", {"completion_length": ""}),
-        Panel("Groups without spread", "share of groups", {"zero_std_groups": ""}),
+        Panel("Groups with equal rewards", "% of groups", {"zero_std_groups": ""}),
         Panel("Gradient norm", "before clipping", {"grad_norm": ""}),
     ]
+    if not any(line.get(CLIP_RATIO) for line in lines):  # on-policy nothing is clipped
+        names = [name for name in names if name != CLIP_RATIO]
     return [panel for panel in panels if any(name in names for name in panel.curves)]
 
 
@@ -87,28 +90,41 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     try:
         print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"grpo-fused plot: error: run must be the output_dir of a run; no file {error.filename}"
+        ) from None
     except (OSError, ValueError) as error:
         raise SystemExit(f"grpo-fused plot: error: {error}") from error
 
 
 def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     """One metric (or a few of one unit) over the steps; a noisy curve is pale with its moving average on top."""
-    for number, (name, label) in enumerate(panel.curves.items()):
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    colors = {name: f"C{i}" for i, name in enumerate(name for name in panel.curves if name != "reward")}
+    for name, label in panel.curves.items():
         points = [(line["step"] or 0, value) for line in lines if (value := line.get(name)) is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
         is_noisy = len(values) > 30
         smooth = moving_average(values, 9) if is_noisy else values
-        axes.plot(steps, values, color=f"C{number}", alpha=0.25 if is_noisy else 1.0)
-        axes.plot(steps, smooth, color=f"C{number}", linewidth=2, marker="" if is_noisy else "o", label=label)
+        style: dict[str, Any] = {"color": colors.get(name, INK), "clip_on": False}  # a line on the edge keeps its width
+        axes.plot(steps, values, alpha=0.25 if is_noisy else 1.0, **style)
+        axes.plot(steps, smooth, linewidth=2, marker="" if is_noisy else "o", label=label, **style)
     axes.set_title(panel.title, loc="left", fontsize=11, color=INK, fontweight="bold")
     axes.set_xlabel("GRPO step", fontsize=9, color=MUTED)
     axes.set_ylabel(panel.unit, fontsize=9, color=MUTED)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    if panel.unit.startswith("%"):
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(color=GRID, linewidth=0.8)
     axes.tick_params(colors=MUTED, labelsize=9, length=0)
     axes.spines[:].set_visible(False)
     if len(panel.curves) > 1:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+        below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 2}
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0, **below)
 
 
 def moving_average(values: list[float], width: int) -> list[float]:

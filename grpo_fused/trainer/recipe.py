@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import runpy
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
@@ -13,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardModel, built_in
+from grpo_fused.trainer.checkpoint import quiet
 from grpo_fused.trainer.config import GRPOTrainerConfig, option
 from grpo_fused.trainer.data import Row, check_rows, is_file, load_rows
 from grpo_fused.trainer.loop import GRPOTrainer
+from grpo_fused.trainer.metrics import check_trackers
 from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import TASKS, format_rows
@@ -43,7 +48,7 @@ class Reward:
     def __post_init__(self) -> None:
         given = [name for name in (self.name, self.function, self.model) if name is not None]
         if len(given) != 1:
-            raise ValueError(f"a reward must have exactly one of name, function and model; got {given}")
+            raise ValueError(f"rewards must each have exactly one of name, function and model; got {given}")
 
     def load(self) -> RewardFunction:
         """The function, or the model behind one."""
@@ -74,7 +79,7 @@ class LoRA:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(GRPOTrainerConfig):
-    """What to train, on what, for which rewards; the options of `GRPOTrainerConfig` beside them.
+    """A training run: the model, the data, the rewards, and the options of `GRPOTrainerConfig`.
 
     Args:
         model: Path or name of a causal LM that `AutoModelForCausalLM` loads.
@@ -175,12 +180,22 @@ class Parts(NamedTuple):
 
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names; data and reward functions first, since they are quick to be wrong."""
+    check_trackers(recipe.report_to)
+    for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.rollout == "vllm")):
+        if is_used and find_spec(package) is None:
+            raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
     set_seed(recipe.seed)  # of the adapter, and of weights that a model's files lack
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
-    rewards = [reward.load() for reward in recipe.rewards]
     attention = recipe.attn_implementation
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype, attn_implementation=attention)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    with nullcontext() if sys.stderr.isatty() else quiet():
+        rewards = [reward.load() for reward in recipe.rewards]
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                recipe.model, dtype=recipe.dtype, attn_implementation=attention
+            )
+            tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+        except OSError as error:
+            raise OSError(f"model must be a path or name that can be loaded; got {recipe.model!r}: {error}") from error
     engine = VLLMEngine(recipe.model, **recipe.vllm_options) if recipe.rollout == "vllm" else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine)
 

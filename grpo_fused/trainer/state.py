@@ -21,7 +21,7 @@ from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches
-from grpo_fused.trainer.metrics import Metrics, append_jsonl, cut_jsonl, format_row
+from grpo_fused.trainer.metrics import RUN_NAMES, Metrics, append_jsonl, cut_jsonl, format_row
 from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.update import NonFiniteError, Updater
@@ -40,6 +40,7 @@ class RunState:
     batches: Batches
     steps_done: int = 0
     _saved_at: int = 0
+    _rows_printed: int = 0
     _remembered: dict[str, Any] | None = None
     _all_failed: bool = False  # all processes are on their way out
 
@@ -99,7 +100,7 @@ class RunState:
     def _open(self, resume: bool, overwrite: bool) -> None:
         """Begins in `output_dir`, or goes on from its newest checkpoint."""
         if resume and overwrite:
-            raise ValueError("resume goes on with a run and overwrite removes it: give one of them; got both")
+            raise ValueError("resume continues a run and overwrite removes it: give one of them; got both")
         if self.output_dir is None:
             if resume:
                 raise ValueError("resume needs the output_dir of the run; got none")
@@ -150,7 +151,9 @@ class RunState:
             set_seed(self.config.seed, device_specific=True)
         if self.config.report_to:
             options = {k: v for k, v in vars(self.config).items() if isinstance(v, (bool, int, float, str))}
-            self.accelerator.init_trackers("grpo_fused", config=options | vars(self.config.loss))
+            name = self.config.run_name
+            names = {tracker: {option: name} for tracker, option in RUN_NAMES.items() if name is not None}
+            self.accelerator.init_trackers(self.config.project, options | vars(self.config.loss), names)
         try:
             yield
         except CheckpointError:
@@ -177,7 +180,7 @@ class RunState:
             tqdm.write(str(error))
         else:
             if path is not None:
-                tqdm.write(f"what was trained is in {path}")
+                tqdm.write(f"saved the training so far in {path}")
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -215,7 +218,8 @@ class RunState:
         if self.config.report_to:
             self.accelerator.log(metrics, step=int(metrics["step"]))
         if metrics["step"] % self.config.logging_steps == 0:
-            tqdm.write(format_row(metrics))
+            tqdm.write(format_row(metrics, titles=self._rows_printed % 20 == 0))
+            self._rows_printed += "reward" in metrics
 
     def _due(self, interval: int) -> bool:
         """Whether something that is done every so many steps, and after the last one, is to be done now."""

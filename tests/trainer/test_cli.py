@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 from guards import processor_seconds
 
 from grpo_fused.__main__ import main
+from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.cli import read_recipe
 from grpo_fused.trainer.dry_run import dry_run
+from grpo_fused.trainer.metrics import format_row
+from grpo_fused.trainer.plot import draw_panel, panels_of
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -68,11 +72,11 @@ def test_the_file_the_command_line_and_both_spellings(recipe: Path) -> None:
 
 
 def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "--config", str(recipe), "--steps", "1", "--sample-steps", "1", "--report-to", '["tensorboard"]'])
+    main(["train", "--config", str(recipe), "--steps", "1", "--sample-steps", "1", "--report-to", "tensorboard"])
     out = tmp_path / "out"
     assert "completions of step 1" in capsys.readouterr().out
     assert (out / "checkpoint-000001" / "model.safetensors").exists()
-    assert list(out.rglob("events.out.tfevents*"))
+    assert list((out / "grpo_fused").glob("events.out.tfevents*"))
     with pytest.raises(SystemExit, match="error: .*must not hold a run"):
         main(["train", "--config", str(recipe)])
     main(["train", "--config", str(recipe), "--resume"])
@@ -103,9 +107,9 @@ def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-generations", "1"], "num_generations must be at least 2 and finite; got 1"),
+        (["--num-generations", "1"], "command line: num_generations must be at least 2 and finite; got 1"),
         (["--loss.beta", "-1"], "beta"),
-        (["--learning-rates", "1"], "learning_rates"),
+        (["--learning-rates", "1"], "command line: unknown option 'learning_rates'; did you mean 'learning_rate'?"),
         (["--rewards", "[]"], "at least one reward function"),
         (["--rewards", '[{"name": "format", "model": "x"}]'], "exactly one of name, function and model"),
         (["--task", "chess"], "chess"),
@@ -139,8 +143,153 @@ def test_wrong_recipes_end_with_the_reason(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(recipe), *arguments])
-    assert message in capsys.readouterr().err + str(ended.value)
-    assert ended.value.code != 0
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("grpo-fused train: error: ")
+    assert error.count("\n") == 1
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps: 2", "stepss: 2", "7: unknown option 'stepss'; did you mean 'steps'?"),
+        ("steps: 2", "steps: ten", "7: steps must be an integer; got 'ten'"),
+        ("steps: 2", "steps: 0", "7: steps must be at least 1 and finite; got 0"),
+        ("steps: 2", "gradient_checkpointing: 3", "7: gradient_checkpointing must be true or false; got '3'"),
+        ("steps: 2", "dtype: int8", "7: dtype must be one of float32, bfloat16, auto; got 'int8'"),
+        ("steps: 2", "lora: {r: x}", "7: lora.r must be an integer or null; got 'x'"),
+        ("steps: 2", "lora: yes", "7: lora must have another type"),
+        ("beta: 0.04", "bta: 0.04", "12: unknown option 'loss.bta'; did you mean 'loss.beta'?"),
+        ("beta: 0.04", "beta: low", "12: loss.beta must be a number; got 'low'"),
+        ("beta: 0.04", "beta: -1", "12: beta must be >= 0; got -1.0"),
+        ("{name: length", "{nam: length", "6: unknown option 'rewards.nam'; did you mean 'name'?"),
+        ("{name: length", "{weight: x, name: length", "6: rewards.weight must be a number; got 'x'"),
+        ("{name: length", "{model: m, name: length", "5: rewards must each have exactly one of name, function and"),
+    ],
+)
+def test_an_error_names_the_line_and_the_option(
+    recipe: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(recipe.read_text().replace(old, new, 1))
+    with pytest.raises(SystemExit, match="2"):
+        read_recipe(["--config", str(recipe)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"grpo-fused train: error: {recipe}:{message}")
+
+
+def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    no_text, a_list = tmp_path / "no_text.yaml", tmp_path / "a_list.yaml"
+    no_text.write_bytes(b"\xff\xfe")
+    a_list.write_text("[1, 2]")
+    for arguments, message in (
+        (["train"], "the following arguments are required: model, rewards"),
+        (["train", "--config", "nowhere.yaml"], "File does not exist: .*nowhere.yaml"),
+        (["train", "--config", str(recipe), "--steps"], "argument --steps: expected one argument"),
+        (["train", "--config", str(no_text)], "'utf-8' codec can't decode"),
+        (["train", "--config", str(a_list)], "a_list.yaml: a recipe must be a mapping of options to values"),
+        (["trian"], "command must be one of train, plot, doctor, check; got 'trian'; did you mean train.$"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(f"error: .*{message}", line)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("grpo-fused ")
+    main([])
+    assert "train a language model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rewards", '[{"function": "mine.py:raises"}]'], r"'raises' raised ZeroDivisionError: .* \(mine.py:2\)"),
+        (
+            ["--rewards", '[{"function": "mine.py:one"}]'],
+            "'one' must return one reward for each of 4 completions; got 1",
+        ),
+        (["--impl", "cuda"], "impl='cuda' cannot run on cpu: .*"),
+        (["--rollout", "vllm"], "this recipe needs the package vllm: pip install vllm"),
+        (["--report-to", "wandbb"], "report_to must name trackers of accelerate, .*; got 'wandbb'"),
+        (["--model", "./nowhere"], "model must be a path or name that can be loaded; got './nowhere': .*"),
+    ],
+    ids=["raises", "count", "engine", "vllm", "tracker", "model"],
+)
+def test_expected_failures_are_one_line(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def raises(**_):\n    return 1 / 0\n\ndef one(**_):\n    return [1.0]\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(recipe), *arguments])
+    assert re.fullmatch(f"grpo-fused train: error: .*{message}", str(ended.value.code))  # printed by Python, status 1
+
+
+def test_a_defect_keeps_its_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: GRPOTrainer) -> dict[str, float]:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr(GRPOTrainer, "step", step)
+    with pytest.raises(IndexError, match="a defect"):
+        main(["train", "--config", str(recipe)])
+
+
+@pytest.mark.parametrize(
+    ("signals", "status", "steps"), [(["SIGINT"], 130, 1), (["SIGTERM"], 143, 1), (["SIGINT"] * 2, 130, 0)]
+)
+def test_ctrl_c(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[str], status: int, steps: int
+) -> None:
+    whole = GRPOTrainer.step
+
+    def step(self: GRPOTrainer) -> dict[str, float]:
+        for name in signals:
+            signal.raise_signal(getattr(signal, name))
+        return whole(self)
+
+    monkeypatch.setattr(GRPOTrainer, "step", step)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(recipe)])
+    assert ended.value.code == status
+    assert (tmp_path / "out" / "checkpoint-000001").exists() == bool(steps)
+
+
+def test_what_a_run_prints(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rewards = '[{"name": "length", "options": {"target_length": 3}}, {"name": "format"}]'
+    main(["train", "--config", str(recipe), "--rewards", rewards, "--logging-steps", "1", "--eval-limit", "2",
+          "--eval-dataset", str(tmp_path / "data.jsonl"), "--top-p", "0.9"])  # fmt: skip
+    printed, errors = capfd.readouterr()
+    lines = printed.splitlines()
+    facts = dict(line.split(None, 1) for line in lines[:6])
+    assert facts["model"].startswith(str(tmp_path / "model"))
+    assert facts["loss"].startswith("dapo, engine ")
+    assert facts["step"] == "2 prompts x 2 completions of at most 4 tokens = at most 16 tokens"
+    assert facts["sampling"] == "temperature 1.0, top_p 0.9"
+    assert facts["trackers"] == "none"
+    assert facts["output_dir"] == str(tmp_path / "out")
+    titles, first, rewards, second, *_ = lines[8:]
+    assert lines[7].split()[:2] == ["0", "eval/length"]
+    assert titles.split()[:2] == ["step", "reward"]
+    assert (first.split()[0], second.split()[0]) == ("1", "2")
+    assert len(first) == len(second) == len(titles)
+    assert rewards.split()[0] == "length"
+    assert max(map(len, lines[6:-1])) <= 100
+    assert "GRPO" not in errors  # no bar where the output is no terminal
+
+
+def test_rows_stay_aligned_and_short() -> None:
+    row = {
+        "step": 10, "reward": -1234567.0, "zero_std_groups": 0.0625, "completion_length": 118.25, "loss": float("nan"),
+        "kl": 0.000587, "entropy": 0.184, "clip_ratio/region_mean": 0.0123, "grad_norm": 3.2e9,
+        "tokens_per_second": 2980.4, "seconds": 3.0,
+    }  # fmt: skip
+    titles, values = format_row(row, titles=True).splitlines()
+    assert len(titles) == len(values) <= 100
+    assert values.split() == ["10", "-1.2M", "6%", "118.2", "-", "0.0006", "0.184", "1.2%", "3.2G", "2,980"]
+    many = {"step": 1, "reward": 0.5} | {f"rewards/a_long_name_{i}": 1 / 3 for i in range(12)}
+    assert max(map(len, format_row(many).splitlines())) <= 100
+    assert format_row(many).count("a_long_name") == format_row(many).count("0.333") == 12
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
@@ -153,12 +302,13 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         (BOMB + "rewards: *a29\n", "at most 20000 values, aliases written out"),
         ("vllm_options: " + "[" * 10_000, "must not be nested deeply"),
         ("vllm_options: " + "{a: " * 10_000, "must not be nested deeply"),
-        ("vllm_options: &a {b: *a}", "alias of what it stands in"),
+        ("vllm_options: &a {b: *a}", "alias of itself"),
         ("model: [" + "x, " * 30_000 + "]", "at most 20000 values"),
         ("model: *nothing", "undefined alias"),
-        ("model: [", "Problems parsing config"),
+        ("model: [", "line 13 must be valid YAML"),
+        ("learning-rate: 1", "13: unknown option 'learning-rate'; did you mean 'learning_rate'"),
     ],
-    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml"],
+    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml", "dash"],
 )
 def test_hostile_recipes_are_refused_at_once(
     recipe: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
@@ -247,7 +397,7 @@ def test_a_module_of_the_folder_that_it_is_called_in(
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as a console script's
     monkeypatch.chdir(tmp_path)
     main(["train", "--config", str(recipe), "--dry-run"])
-    assert "the dry run went through" in capsys.readouterr().out
+    assert "dry run: ok" in capsys.readouterr().out
 
 
 def test_held_out_rows_of_a_file_take_no_subset_and_split(tmp_path: Path) -> None:
@@ -268,6 +418,23 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "divides the logits" not in text
     assert "Of sampling and of scoring" in text
     assert "coefficient" in text.lower() or "KL" in text
+
+
+def test_the_plot_has_integer_steps_and_no_empty_panel() -> None:
+    from matplotlib.figure import Figure
+
+    flat = {"clip_ratio/region_mean": 0.0, "zero_std_groups": 0.5, "kl": None}
+    lines: list[dict[str, float | None]] = [{"step": step, "reward": 1.0, **flat} for step in (1, 2)]
+    reward, groups = panels_of(lines)
+    assert (reward.title, groups.unit) == ("Reward", "% of groups")
+    axes = Figure().subplots()
+    draw_panel(axes, groups, lines)
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert axes.yaxis.get_major_formatter()(0.5) == "50%"
+    assert not any(line.get_clip_on() for line in axes.lines)
+    assert [panel.title for panel in panels_of([line | {"clip_ratio/region_mean": 0.1} for line in lines])][
+        1
+    ] == "Clip ratio"
 
 
 def test_plot_says_what_is_missing(tmp_path: Path) -> None:

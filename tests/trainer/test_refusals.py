@@ -19,23 +19,21 @@ from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
     [
         pytest.param({"num_generations": 1}, ValueError, "num_generations must be at least 2 .*; got 1", id="one"),
         pytest.param({"steps": 0}, ValueError, "steps must be at least 1 .*; got 0", id="no-steps"),
-        pytest.param({"steps": 1.5}, TypeError, "steps must be of type int; got 1.5", id="float-steps"),
-        pytest.param({"num_iterations": True}, TypeError, "num_iterations must be of type int; got True", id="bool"),
+        pytest.param({"steps": 1.5}, TypeError, "steps must be an integer; got 1.5", id="float-steps"),
+        pytest.param({"num_iterations": True}, TypeError, "num_iterations must be an integer; got True", id="bool"),
         pytest.param({"temperature": 0.0}, ValueError, "temperature must be positive .*; got 0.0", id="temperature"),
         pytest.param({"learning_rate": float("nan")}, ValueError, "learning_rate must be .* finite; got nan", id="nan"),
-        pytest.param(
-            {"learning_rate": "1e-3"}, TypeError, "learning_rate must be of type float; got '1e-3'", id="text"
-        ),
+        pytest.param({"learning_rate": "1e-3"}, TypeError, "learning_rate must be a number; got '1e-3'", id="text"),
         pytest.param({"adam_betas": (0.9, 1.0)}, ValueError, "adam_betas", id="betas"),
         pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
         pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
-        pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be of type GRPOLossConfig; got {'beta'", id="loss"),
+        pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got {'beta'", id="loss"),
         pytest.param({"top_p": 1.5}, ValueError, "top_p must be .* at most 1; got 1.5", id="top-p"),
         pytest.param({"min_p": -0.1}, ValueError, "min_p must be at least 0 .*; got -0.1", id="min-p"),
-        pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a tuple .*; got 'stop'", id="stop"),
+        pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a list .*; got 'stop'", id="stop"),
         pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
         pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
-        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be of type bool; got 1", id="checkpointing"),
+        pytest.param({"gradient_checkpointing": 1}, TypeError, "must be true or false; got 1", id="checkpointing"),
         pytest.param({"importance_sampling": "clip"}, ValueError, "importance_sampling must be", id="correction"),
     ],
 )
@@ -124,7 +122,7 @@ def test_a_tracker_without_its_package_is_named(
     """Accelerate goes on without it."""
     monkeypatch.setattr(tracking, "get_available_trackers", list)
     for name in ("wandb", "comet_ml"):
-        with pytest.raises(ImportError, match=f"packages are installed .*got .'{name}'"):
+        with pytest.raises(ImportError, match=f"packages are installed; got '{name}': pip install {name}"):
             make_trainer(model, tokenizer, rows, report_to=(name,))
     with pytest.raises(ValueError, match="wandbb"):
         make_trainer(model, tokenizer, rows, report_to=("wandbb",))
@@ -135,5 +133,5 @@ def test_an_accelerator_that_does_not_log_is_refused(
 ) -> None:
     pytest.importorskip("tensorboard")
     config = GRPOTrainerConfig(**(SMALL | {"report_to": ("tensorboard",)}))
-    with pytest.raises(ImportError, match=r"with which the accelerator logs, \[\]; got \['tensorboard'\]"):
+    with pytest.raises(ValueError, match=r"accelerator must log with report_to, \['tensorboard'\]; got \[\]"):
         GRPOTrainer(model, tokenizer, [count_ones], rows, config, accelerator=Accelerator())
