@@ -149,9 +149,9 @@ class DivergenceCall(NamedTuple):
         """The other hidden states and head, at the same temperature."""
         if self.other_hidden_states is None or self.other_lm_head_weight is None:
             return None
-        other = self.head.on(self.other_hidden_states, self.other_lm_head_weight, self.other_lm_head_bias)
-        scale, softcap, compute = self.other_logit_scale, self.other_softcap, self.other_compute_dtype
-        return other._replace(logit_scale=scale, softcap=softcap, compute_dtype=compute)
+        head, scale, compute = self.head, self.other_logit_scale, self.other_compute_dtype
+        head = head._replace(logit_scale=scale, softcap=self.other_softcap, compute_dtype=compute)
+        return head.on(self.other_hidden_states, self.other_lm_head_weight, self.other_lm_head_bias)
 
 
 class Scores(NamedTuple):

@@ -249,11 +249,10 @@ def _(*values: Any) -> HeadGradients:
 def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: DivergenceCall = build(DivergenceCall, iter(values))
-    hidden, weight = call.head.hidden_states, call.head.lm_head_weight
-    ids = hidden.new_zeros(hidden.shape[:-1], dtype=torch.int64)  # there are no targets
+    ids = call.mask.new_zeros(call.mask.shape, dtype=torch.int64)  # there are no targets
     layout = Layout.of_tokens(ids)
-    with _plain(hidden.device):
-        check_token_values(ids, call.mask, weight.shape[0], call.head.temperatures, layout)
+    with _plain(ids.device):
+        check_token_values(ids, call.mask, 1, call.head.temperatures, layout)
         dtype = _fake_gradients(call.head, ids, call.needs).dweight.dtype
         loss, *each, gradients = run_divergence(call, ids, layout, dtype)
     divergence, entropies = (x.view(layout.shape) for x in each)
@@ -264,9 +263,8 @@ def linear_divergence(*values: Any) -> LossResult:
 @linear_divergence.fake  # type: ignore[untyped-decorator]
 def _(*values: Any) -> LossResult:
     call: DivergenceCall = build(DivergenceCall, iter(values))
-    tokens = call.head.hidden_states[..., 0]
-    row = tokens.new_empty(tokens.shape, dtype=Head.of(call.head).statistics_dtype)
-    made = _fake_gradients(call.head, tokens, call.needs)
+    row = call.mask.new_empty(call.mask.shape, dtype=Head.of(call.head).statistics_dtype)
+    made = _fake_gradients(call.head, row, call.needs)
     return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
 
 

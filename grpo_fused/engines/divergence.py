@@ -38,7 +38,8 @@ def run_divergence(
         weight_dtype: of dW.
     """
     head, needs, row_work = Head.of(call.head), call.needs, TorchRows()
-    tokens = Tokens.of(call.head, targets, call.mask, layout, None)
+    heads = [call.head] if call.other_head is None else [call.head, call.other_head]
+    tokens, *others = [Tokens.of(x, targets, call.mask, layout, None) for x in heads]
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     if values_are_checked(targets.device) and not weights.isfinite().all():
         raise ValueError("weights must be finite on active tokens; got inf or NaN")
@@ -46,15 +47,12 @@ def run_divergence(
     plan = _Plan.of(head, call.head.max_scratch_bytes)
     # eight temporaries at most, where `_Plan` counts on three for each head
     block_rows, longest = max(plan.block_rows // 2, 1), min(plan.chunk_rows, len(rows))
-    slab = _Slab(head, longest, block_rows, row_work)
-    slabs = [(tokens, slab)]
-    if call.other_head is not None:
-        others = Tokens.of(call.other_head, targets, call.mask, layout, None)
-        slabs.append((others, _Slab(Head.of(call.other_head), longest, block_rows, row_work)))
+    slabs = [_Slab(Head.of(x), longest, block_rows, row_work) for x in heads]
     sums = GradientSums(head, tokens, needs, weight_dtype)
     divergence, entropies = torch.zeros_like(weights), torch.zeros_like(weights)
     for taken in rows.split(plan.chunk_rows):
-        chunk, out = [each.logits(of, taken) for of, each in slabs], slab.dlogits(len(taken))
+        chunk = [x.logits(of, taken) for x, of in zip(slabs, (tokens, *others), strict=True)]
+        out = slabs[0].dlogits(len(taken))
         factor, scale = weights[taken], None
         if head.gradient_dtype == torch.float16:
             scale = fp16_scale(head, chunk[0].transform.temperature, factor, factor)
@@ -73,7 +71,7 @@ def run_divergence(
             dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True))
             if needs.any():
                 out[block].copy_(_chain_(dz.mul_(factor[block].unsqueeze(1)), z, parts[0].transform))
-        slab.clear_padding(len(taken))
+        slabs[0].clear_padding(len(taken))
         if needs.any():
             sums.add(taken, out, scale)
     divergence, entropies = (torch.where(tokens.mask, x, 0.0) for x in (divergence, entropies))
@@ -106,18 +104,19 @@ def _divergence(
     r.nan_to_num_(nan=0.0, posinf=-LOWEST_LOG_P if jsd else math.inf, neginf=LOWEST_LOG_P)
     p = _log_probs(z, ours).exp_()
     top = torch.maximum(p, _log_probs(w, theirs).exp_(), out=w)
-    first_is_top, a = r >= 0, r.abs()
-    u = torch.expm1(-a)
-    rest = a * (u + 1.0)
     if jsd:
-        b = first_is_top.to(z.dtype).mul_(2.0 * call.beta - 1.0).add_(1.0 - call.beta)
+        a = r.abs()
+        u = torch.expm1(-a)
+        b = (r >= 0).to(z.dtype).mul_(2.0 * call.beta - 1.0).add_(1.0 - call.beta)
+        rest = a.mul_(u + 1.0).mul_(b)
         bu = u.mul_(b)
         log_mean = torch.log1p(bu)
-        value = rest.mul_(b).addcmul_(log_mean, bu.add_(1.0)).mul_(top).sum(1).neg_()
-        x = a.masked_fill_(first_is_top, 0.0).add_(log_mean).mul_(p).mul_(call.beta - 1.0)
+        value = rest.addcmul_(log_mean, bu.add_(1.0)).mul_(top).sum(1).neg_()
+        x = r.clamp_(max=0.0).sub_(log_mean).mul_(p).mul_(1.0 - call.beta)
     else:
-        value = torch.where(first_is_top, a.add_(u), rest.add_(u).neg_()).mul_(top).sum(1)
-        x = torch.where(first_is_top, u, -u).mul_(top) if forward else r.mul_(p)
+        v = r.abs().neg_().expm1_().copysign_(r)  # (first - second) / top
+        value = (r - v).addcmul_(r.clamp(max=0.0), v).mul_(top).sum(1)
+        x = v.mul_(top).neg_() if forward else r.mul_(p)
     # dz sums to 0: this takes out an error that all r have in common
     return value, x.addcmul_(p, x.sum(1, keepdim=True), value=-1.0)
 

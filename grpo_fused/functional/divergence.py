@@ -81,7 +81,8 @@ def fused_linear_divergence(
         other_lm_head_bias, other_logit_scale, other_softcap: the same of the other head.
         impl: `"chunked"` on any device, which `"auto"` takes, or `"reference"`, which holds all logits.
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
-            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`).
+            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`). Each head gets half; an error that it is too small names
+            that half.
         compact: gather the active rows first, at the price of a device synchronisation.
 
     Returns:
@@ -90,8 +91,8 @@ def fused_linear_divergence(
 
     Raises:
         ValueError: a shape, range, option or combination that is not supported; an infinite divergence or NaN on active
-            tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`): the reverse KL is infinite where q_j is 0 and p_j is not.
-            In the forward KL and the JSD such a j counts with q_j = 0.
+            tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`). The reverse KL is infinite where q_j is 0 and p_j is not,
+            the forward KL where p_j is 0 and q_j is not. A probability of 0 in the first distribution counts 0.
         TypeError: a wrong type or dtype, a quantised weight, a module in place of its weight.
 
     Equivalent in plain PyTorch (reverse KL, all active)::
@@ -107,10 +108,7 @@ def fused_linear_divergence(
     check.check_choice(impl, "impl", DivergenceImpl)
     check.check_number(beta, "beta")
     if not 0.0 < beta < 1.0 if kind == "jsd" else beta != 0.5:
-        raise ValueError(
-            "beta must be in (0, 1) for kind='jsd', whose limits are 'forward_kl' and 'reverse_kl', and is not used by "
-            f"other kinds; got {beta} for {kind!r}"
-        )
+        raise ValueError(f"beta must be in (0, 1) for kind='jsd', left out for other kinds; got {beta} for {kind!r}")
     if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):
         got = getattr(hidden_states, "shape", type(hidden_states).__name__)
         raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
@@ -122,6 +120,7 @@ def fused_linear_divergence(
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     check.check_scratch(max_scratch_bytes)
     compute = other_compute = compute_dtype(hidden_states, lm_head_weight)
+    others = ("other_hidden_states", "other_lm_head_weight", "other_ids", "other_logprobs")
     given = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
     if other_hidden_states is not None and other_lm_head_weight is not None and not any(given[2:]):
         try:
@@ -130,8 +129,8 @@ def fused_linear_divergence(
         except (TypeError, ValueError) as error:  # whose names are without other_
             raise type(error)(f"of the other head: {error}") from None
         if other_lm_head_weight.shape[0] != lm_head_weight.shape[0]:
-            sizes = f"{lm_head_weight.shape[0]} and {other_lm_head_weight.shape[0]}"
-            raise ValueError(f"both heads must have the same vocabulary; got {sizes} rows")
+            got = f"{lm_head_weight.shape[0]} and {other_lm_head_weight.shape[0]}"
+            raise ValueError(f"both heads must have the same vocabulary; got {got} rows")
         other_compute = compute_dtype(other_hidden_states, other_lm_head_weight)
         if torch.float64 in (compute, other_compute):  # differences of logits are taken in one dtype
             compute = other_compute = torch.float64
@@ -140,14 +139,13 @@ def fused_linear_divergence(
         shape = (*layout.shape, other_ids.shape[-1])
         floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
         if kind != "forward_kl" or not floats or not shape == other_ids.shape == other_logprobs.shape:
-            got = [f"{x.dtype} {tuple(x.shape)}" for x in (other_ids, other_logprobs)]
+            got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (other_ids, other_logprobs))
             raise ValueError(
-                "other_ids must be integers and other_logprobs floating-point, [B, T, K] or [N, K], with "
-                f"kind='forward_kl'; got {got[0]}, {got[1]} and {kind!r} for hidden states {tuple(hidden_states.shape)}"
+                f"other_ids must be integers and other_logprobs floating-point, {(*layout.shape, 'K')} each, with "
+                f"kind='forward_kl'; got {got} and {kind!r}"
             )
     else:
-        names = ("other_hidden_states", "other_lm_head_weight", "other_ids", "other_logprobs")
-        raise ValueError(f"the first two or the last two of {', '.join(names)} must be given; got {given}")
+        raise ValueError(f"the first two or the last two of {', '.join(others)} must be given; got {given}")
     number, temperatures = split_temperature(temperature)
     head = HeadCall(
         hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, "chunked",
