@@ -15,6 +15,7 @@ from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import check_objective
 from grpo_fused.functional import (
+    fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     fused_linear_objective,
@@ -24,6 +25,7 @@ from grpo_fused.functional import (
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.outputs import (
     AdvantageOutput,
+    DivergenceOutput,
     GRPOLossOutput,
     ImportanceSamplingOutput,
     LogprobOutput,
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdvantageOutput",
     "CandidateSets",
+    "DivergenceOutput",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "ImportanceSamplingOutput",
@@ -46,6 +49,7 @@ __all__ = [
     "capture_head_input",
     "check_head",
     "check_objective",
+    "fused_linear_divergence",
     "fused_linear_grpo_loss",
     "fused_linear_logprobs",
     "fused_linear_objective",

@@ -12,6 +12,7 @@ from grpo_fused import operators
 from grpo_fused.calls import (
     CandidateGradientCall,
     CustomCall,
+    DivergenceCall,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -30,7 +31,8 @@ from grpo_fused.custom import Objective
 class LinearLoss(torch.autograd.Function):
     """(loss, logps, entropies, metrics); the gradients are made in the forward pass and scaled in the backward.
 
-    The loss is that of a `LossCall`, or of a `CustomCall` and its objective.
+    The loss is that of a `LossCall`, of a `CustomCall` and its objective, or of a `DivergenceCall`; log-probs are then
+    divergences.
     """
 
     @staticmethod
@@ -39,20 +41,22 @@ class LinearLoss(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: LossCall | CustomCall,
+        call: LossCall | CustomCall | DivergenceCall,
         objective: Objective | None = None,
     ) -> Any:
         call = call._replace(head=call.head.on(hidden_states, weight, bias))
         if isinstance(call, CustomCall):
             assert objective is not None
             result = operators.linear_objective(call, objective)
+        elif isinstance(call, DivergenceCall):
+            result = operators.LossResult(*operators.linear_divergence(*flat(call)))
         else:
             result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
         ctx.later = call.head.candidates is not None and not call.head.any_whole
-        kept = CandidateGradientCall(
-            call.head, call.completion_ids, call.completion_mask, result.dcandidates, call.needs
-        )
-        ctx.call, tensors = detach(kept) if ctx.later else (None, [])
+        tensors: list[Tensor | None] = []
+        if ctx.later and not isinstance(call, DivergenceCall):
+            ids, mask = call.completion_ids, call.completion_mask
+            ctx.call, tensors = detach(CandidateGradientCall(call.head, ids, mask, result.dcandidates, call.needs))
         ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
         given = zip((hidden_states, weight, bias), call.needs, strict=True)
         ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]

@@ -123,6 +123,37 @@ class CustomCall(NamedTuple):
     needs: Needs
 
 
+class DivergenceCall(NamedTuple):
+    """The divergence of a policy from another head, or from the K most likely tokens of a teacher."""
+
+    head: HeadCall
+    """with the scratch budget of each head"""
+    mask: Tensor
+    weights: Tensor
+    kind: str
+    beta: float
+    other_hidden_states: Tensor | None
+    other_lm_head_weight: Tensor | None
+    other_lm_head_bias: Tensor | None
+    other_logit_scale: float
+    other_softcap: float | None
+    other_compute_dtype: torch.dtype
+    other_ids: Tensor | None
+    """[..., K]"""
+    other_logprobs: Tensor | None
+    """[..., K]"""
+    needs: Needs
+
+    @property
+    def other_head(self) -> HeadCall | None:
+        """The other hidden states and head, at the same temperature."""
+        if self.other_hidden_states is None or self.other_lm_head_weight is None:
+            return None
+        head, scale, compute = self.head, self.other_logit_scale, self.other_compute_dtype
+        head = head._replace(logit_scale=scale, softcap=self.other_softcap, compute_dtype=compute)
+        return head.on(self.other_hidden_states, self.other_lm_head_weight, self.other_lm_head_bias)
+
+
 class Scores(NamedTuple):
     """The result of a `LogprobsCall`: log-probs and entropies in the shape of the ids, other statistics as [N]."""
 

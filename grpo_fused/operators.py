@@ -20,6 +20,7 @@ from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import (
     CandidateGradientCall,
     CustomCall,
+    DivergenceCall,
     HeadCall,
     LogitsCall,
     LogitsGradientCall,
@@ -36,6 +37,7 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Objective
 from grpo_fused.engines.base import Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
+from grpo_fused.engines.divergence import run_divergence
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
@@ -242,6 +244,29 @@ def candidate_weight_gradient(*values: Any) -> HeadGradients:
 def _(*values: Any) -> HeadGradients:
     call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
     return _fake_gradients(call.head, call.token_ids, call.needs)
+
+
+@_operator(DivergenceCall, LossResult)
+def linear_divergence(*values: Any) -> LossResult:
+    """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
+    call: DivergenceCall = build(DivergenceCall, iter(values))
+    ids = call.mask.new_zeros(call.mask.shape, dtype=torch.int64)  # there are no targets
+    layout = Layout.of_tokens(ids)
+    with _plain(ids.device):
+        check_token_values(ids, call.mask, 1, call.head.temperatures, layout)
+        dtype = _fake_gradients(call.head, ids, call.needs).dweight.dtype
+        loss, *each, gradients = run_divergence(call, ids, layout, dtype)
+    divergence, entropies = (x.view(layout.shape) for x in each)
+    made = _head_gradients(call.head, gradients)
+    return LossResult(loss, divergence, entropies, _nothing(loss), *made, _nothing(loss))
+
+
+@linear_divergence.fake  # type: ignore[untyped-decorator]
+def _(*values: Any) -> LossResult:
+    call: DivergenceCall = build(DivergenceCall, iter(values))
+    row = call.mask.new_empty(call.mask.shape, dtype=Head.of(call.head).statistics_dtype)
+    made = _fake_gradients(call.head, row, call.needs)
+    return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
 
 
 class ObjectiveResult(NamedTuple):

@@ -32,6 +32,17 @@ class ObjectiveOutput(NamedTuple):
     """fp32, nats, shaped like the token ids; detached, 0 where masked. None unless asked for."""
 
 
+class DivergenceOutput(NamedTuple):
+    """Result of `fused_linear_divergence`."""
+
+    loss: Tensor
+    """0-d fp32, differentiable."""
+    divergence: Tensor
+    """fp32, nats, `[B, T]` or `[N]`: each token's; detached, 0 where masked."""
+    entropies: Tensor
+    """fp32, nats, `[B, T]` or `[N]`: of the policy; detached, 0 where masked."""
+
+
 class LogprobOutput(NamedTuple):
     """Result of `fused_linear_logprobs` and `selective_logprobs`."""
 

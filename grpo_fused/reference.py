@@ -14,33 +14,81 @@ import torch
 from torch import Tensor
 
 from grpo_fused import validation as check
-from grpo_fused.calls import HeadCall, LossInputs
+from grpo_fused.calls import DivergenceCall, HeadCall, LossInputs
 from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
+from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products
 from grpo_fused.layout import Layout
-from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
+from grpo_fused.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
 
 
 def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout) -> LogprobOutput:
     """Log-probs and entropies of `token_ids` from all logits at once, in fp32 of what the dtypes (and autocast) say."""
+    check.check_token_values(token_ids, mask, head.lm_head_weight.shape[0], head.temperatures, layout)
+    check.check_candidates(head, token_ids, mask, head.lm_head_weight.shape[0])
+    active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
+    logits = _logits(head, active)
+    if head.candidates is not None:
+        kept = CandidateSets(*head.candidates).to_mask(logits.shape[-1]).view(logits.shape)
+        logits = torch.where(kept, logits, -math.inf)
+    return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
+
+
+def _logits(head: HeadCall, active: Tensor) -> Tensor:
+    """[..., V] at temperature 1; hidden states count 0 where not `active`."""
     hidden, weight, bias, compute = head.hidden_states, head.lm_head_weight, head.lm_head_bias, head.compute_dtype
-    check.check_token_values(token_ids, mask, weight.shape[0], head.temperatures, layout)
-    check.check_candidates(head, token_ids, mask, weight.shape[0])
     dtype = torch.promote_types(compute, torch.float32)
     by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
-        active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
         logits = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0) @ weight.to(compute).to(dtype).T
         if bias is not None:
             logits = logits + bias.to(compute if by_autocast else dtype).to(dtype)
         logits = logits * head.logit_scale
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
-        if head.candidates is not None:
-            kept = CandidateSets(*head.candidates).to_mask(logits.shape[-1]).view(logits.shape)
-            logits = torch.where(kept, logits, -math.inf)
-        return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
+        return logits
+
+
+def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
+    """The divergence of a policy from another head, from all logits of both at once."""
+    head, active, given, ids = call.head, call.mask != 0, call.other_logprobs, call.other_ids
+    how = active, head.temperature, head.temperatures, layout
+    log_p = _at_temperature(_logits(head, active), *how).log_softmax(-1)
+    low = log_p.clamp(min=-1e4)
+    entropies = -(low.exp() * low).sum(-1)
+    if call.other_head is not None:
+        log_q = _at_temperature(_logits(call.other_head, active).detach(), *how).log_softmax(-1)
+    elif given is not None and ids is not None:
+        log_q = torch.where(active.unsqueeze(-1), given.detach().to(log_p.dtype), -math.inf)
+        log_p = log_p.gather(-1, torch.where(log_q.exp() > 0, ids.to(torch.int64), 0))
+    if call.kind == "jsd":
+        low_q, beta = log_q.clamp(min=-1e4), call.beta
+        log_mean = torch.logaddexp(low + math.log(1.0 - beta), low_q + math.log(beta))
+        each = beta * _kl_divergence(log_q, log_mean) + (1.0 - beta) * _kl_divergence(log_p, log_mean)
+    else:
+        each = _kl_divergence(log_q, log_p) if call.kind == "forward_kl" else _kl_divergence(log_p, log_q)
+    each, entropies = torch.where(active, each, 0.0), torch.where(active, entropies, 0.0)
+    check_finite(each.detach(), call.kind)
+    loss = (torch.where(active, call.weights.detach(), 0.0).to(each.dtype) * each).sum()
+    return DivergenceOutput(loss, each.detach(), entropies.detach())
+
+
+def _kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """[...]: KL(a, b) over the last dimension; what a excludes counts 0."""
+    low = log_a.clamp(min=-1e4)
+    return (low.exp() * (low - torch.where(log_a == -math.inf, low, log_b))).sum(-1)
+
+
+def _at_temperature(
+    logits: Tensor, active: Tensor, number: float, temperatures: Tensor | None, layout: Layout
+) -> Tensor:
+    """Logits divided by the temperature, 0 where not `active`."""
+    temperature: Tensor | float = number
+    if temperatures is not None:
+        each = layout.per_token(temperatures).view(layout.shape)
+        temperature = torch.where(active, each.to(logits.dtype), 1.0).unsqueeze(-1)
+    return torch.where(active.unsqueeze(-1), logits, 0.0) / temperature
 
 
 def logprobs(
@@ -48,11 +96,7 @@ def logprobs(
 ) -> LogprobOutput:
     """Log-probs and entropies of `token_ids` ([...]) under `logits` ([..., V]) in the dtype of the logits."""
     active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
-    temperature: Tensor | float = number
-    if temperatures is not None:
-        each = layout.per_token(temperatures).view(layout.shape)
-        temperature = torch.where(active, each.to(logits.dtype), 1.0).unsqueeze(-1)
-    logits = torch.where(active.unsqueeze(-1), logits, 0.0) / temperature
+    logits = _at_temperature(logits, active, number, temperatures, layout)
     at = logits.argmax(-1, keepdim=True)
     maximum = logits.gather(-1, at)
     possible = logits != -math.inf  # 0 * (-inf) counts 0 in value and gradient

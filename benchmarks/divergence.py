@@ -1,0 +1,144 @@
+"""Divergence between two heads: time and memory beside TRL's and Liger's kernels, on the same tensors.
+
+    python -m benchmarks.divergence --out results.json       # bf16, N = 1024, H = 896, V = 151936
+    python -m benchmarks.divergence --quick                  # a small shape
+
+Forward + backward of the mean divergence. TRL and Liger call their limits of the JSD by beta = 0 (forward KL) and 1
+(reverse KL). Values and gradients are compared with float64 on some tokens before anything is timed.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.memory import blocks_given_back, peak_bytes
+from benchmarks.results import machine, record
+from benchmarks.timing import bare_gemms, times_by_round, with_ratios
+from grpo_fused import fused_linear_divergence
+
+SHAPE, QUICK = (1024, 896, 151936), (64, 128, 8192)
+BETAS = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
+ERROR_BOUNDS = {"grpo_fused": 0.01, "trl": 0.5, "liger": 0.5}
+"""Relative errors of loss and gradient above which nothing is timed; logits that are rounded to bf16 cost up to 0.3."""
+
+
+class Problem:
+    """A bf16 policy and a teacher that has moved by a few percent."""
+
+    def __init__(self, N: int, H: int, V: int, device: str) -> None:
+        g = torch.Generator().manual_seed(0)
+        hidden, weight = torch.randn(N, H, generator=g), torch.randn(V, H, generator=g) * (2.0 / H**0.5)
+        self.other = (hidden + 0.2 * torch.randn(N, H, generator=g)).to(device, torch.bfloat16)
+        self.hidden = hidden.to(device, torch.bfloat16).requires_grad_()
+        self.weight = weight.to(device, torch.bfloat16).requires_grad_()
+        self.other_weight = self.weight.detach().clone()
+        self.labels = torch.ones(N, dtype=torch.int64, device=device)
+
+    def tensors(self, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Policy and teacher, of some tokens."""
+        return self.hidden[:rows], self.weight, self.other[:rows], self.other_weight
+
+
+def ours(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
+    """grpo_fused."""
+    return fused_linear_divergence(*problem.tensors(rows), kind=kind).loss  # type: ignore[arg-type]
+
+
+def trl(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
+    """TRL."""
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    hidden, weight, other, other_weight = problem.tensors(rows)
+    each, _ = ChunkedDivergenceFunction.apply(hidden, weight, None, other, other_weight, None, BETAS[kind])
+    return each.mean()
+
+
+def liger(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
+    """Liger, by its defaults without compilation."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    hidden, weight, other, other_weight = problem.tensors(rows)
+    module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[kind], compiled=False)
+    return module(hidden, weight, other, other_weight, problem.labels[:rows])
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"grpo_fused": ours, "trl": trl, "liger": liger}
+
+
+def errors(problem: Problem, loss: Callable[..., Tensor], kind: str, rows: int = 8) -> dict[str, float]:
+    """Relative errors of the loss and of dH on some tokens, against float64."""
+    got = loss(problem, kind, rows)
+    (dhidden,) = torch.autograd.grad(got, problem.hidden)
+    hidden, weight, other, other_weight = (x.detach().double() for x in problem.tensors(rows))
+    hidden.requires_grad_()
+    want = fused_linear_divergence(hidden, weight, other, other_weight, kind=kind, impl="reference").loss  # type: ignore[arg-type]
+    (exact,) = torch.autograd.grad(want, hidden)
+    error = (dhidden[:rows].double() - exact).norm() / exact.norm()
+    return {"loss": abs(float(got.detach().double() / want.detach()) - 1.0), "dhidden": float(error)}
+
+
+def step(problem: Problem, loss: Callable[..., Tensor], kind: str) -> None:
+    """Forward and backward."""
+    problem.hidden.grad = problem.weight.grad = None
+    loss(problem, kind).backward()
+
+
+def memory(problem: Problem, loss: Callable[..., Tensor], kind: str, device: str) -> int:
+    """Peak bytes beyond inputs and gradients."""
+
+    def call() -> None:
+        step(problem, loss, kind)
+        problem.hidden.grad = problem.weight.grad = None
+
+    with blocks_given_back():
+        return peak_bytes(call, device) - problem.hidden.nbytes - problem.weight.nbytes
+
+
+def main() -> None:
+    """Measure, print, and put the section `divergence` into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--kinds", nargs="+", default=list(BETAS), choices=list(BETAS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    machine(given.device)
+    N, H, V = QUICK if given.quick else SHAPE
+    problem = Problem(N, H, V, given.device)
+    found: dict[str, Any] = {"N": N, "H": H, "V": V, "errors": {}, "scratch_bytes": {}}
+    calls: dict[str, Callable[[], object]] = dict(bare_gemms(N, H, V, torch.bfloat16, given.device))
+    for kind in given.kinds:
+        for name, loss in IMPLEMENTATIONS.items():
+            key = f"{name} {kind}"
+            found["errors"][key] = errors(problem, loss, kind)
+            if max(found["errors"][key].values()) > ERROR_BOUNDS[name]:
+                raise SystemExit(f"{key} is wrong: relative errors {found['errors'][key]}; nothing is timed")
+            found["scratch_bytes"][key] = memory(problem, loss, kind, given.device)
+            calls[key] = partial(step, problem, loss, kind)
+    found["calls"] = with_ratios(times_by_round(calls, given.device, rounds=given.rounds), "bare-3")
+    for name, call in found["calls"].items():
+        line = f"{name:24s} {call['ms']['median']:9.1f} ms  {call['times_bare']['median']:6.2f} x bare"
+        if name in found["errors"]:
+            off = found["errors"][name]
+            line += (
+                f"  {found['scratch_bytes'][name] / 2**20:8.0f} MiB  loss {off['loss']:.1e}, dH {off['dhidden']:.1e}"
+            )
+        print(line)
+    if given.out is not None:
+        record("divergence", found, out=given.out, device=given.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The divergence of a policy from another head, over the whole vocabulary."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grpo_fused import reference
+from grpo_fused import validation as check
+from grpo_fused.autograd import LinearLoss
+from grpo_fused.calls import DivergenceCall, HeadCall
+from grpo_fused.engines.products import compute_dtype
+from grpo_fused.engines.scratch import scratch_budget
+from grpo_fused.functional.fused_linear import needs_of
+from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.outputs import DivergenceOutput
+from grpo_fused.parallel import ParallelGroups
+
+DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
+DivergenceImpl = Literal["auto", "chunked", "reference"]
+
+
+def fused_linear_divergence(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    other_hidden_states: Tensor | None = None,
+    other_lm_head_weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    other_ids: Tensor | None = None,
+    other_logprobs: Tensor | None = None,
+    weights: Tensor | None = None,
+    kind: DivergenceKind = "reverse_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    lm_head_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    other_lm_head_bias: Tensor | None = None,
+    other_logit_scale: float = 1.0,
+    other_softcap: float | None = None,
+    impl: DivergenceImpl = "auto",
+    max_scratch_bytes: int | None = None,
+    compact: bool = True,
+) -> DivergenceOutput:
+    """Divergence of the policy from a frozen reference or teacher, over the whole vocabulary.
+
+        p = softmax(softcap_c(logit_scale * (h W^T + b)) / temperature),   q: the same of the other head
+        loss = sum_t weights_t * D_t
+
+    | kind | D_t |
+    |---|---|
+    | `"reverse_kl"` | KL(p, q) = sum_j p_j (log p_j - log q_j) |
+    | `"forward_kl"` | KL(q, p) = sum_j q_j (log q_j - log p_j) |
+    | `"jsd"` | beta KL(q, M) + (1 - beta) KL(p, M), M = (1 - beta) p + beta q |
+
+    The gradient is made in the forward pass: one head product for the other head and three for the policy's (two with a
+    frozen head or body). Logits of both heads are held for a chunk of tokens only.
+
+    A teacher behind an API gives its K most likely tokens instead: `other_ids` and `other_logprobs` take the place of
+    `other_hidden_states` and `other_lm_head_weight`. Then D_t = sum_k q_k (log q_k - log p_k) with p of the whole
+    vocabulary; the rest of the teacher's distribution is left out. `kind` must be `"forward_kl"`.
+
+    Args:
+        hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each token. fp32, bf16, fp16 or fp64.
+        lm_head_weight: `[V, H]`.
+        other_hidden_states: `[B, T, H']` or `[N, H']`: those of the reference or teacher; no gradient reaches it.
+        other_lm_head_weight: `[V, H']`: of the same vocabulary; no gradient reaches it.
+        mask: `[B, T]` or `[N]`, bool or 0/1, default all active. A masked position counts 0, whatever it holds.
+        other_ids: `[B, T, K]` or `[N, K]` integers in `[0, V)`, distinct at each position.
+        other_logprobs: like `other_ids`, nats, at the temperature of the call; -inf where a position has fewer than K.
+        weights: like `mask`; default 1 / number of active tokens. No gradient reaches them.
+        kind: the divergence; see the table.
+        beta: of `"jsd"` only, 0 < beta < 1. For the limits name a KL.
+        temperature: > 0, of both heads: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token.
+        lm_head_bias: `[V]`.
+        logit_scale: factor on the logits, before the cap.
+        softcap: c in `c * tanh(logits / c)`, > 0.
+        other_lm_head_bias, other_logit_scale, other_softcap: the same of the other head.
+        impl: `"chunked"` on any device, which `"auto"` takes, or `"reference"`, which holds all logits.
+        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
+            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`). Each head gets half; an error that it is too small names
+            that half.
+        compact: gather the active rows first, at the price of a device synchronisation.
+
+    Returns:
+        `DivergenceOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `divergence` and
+        `entropies` of the policy, detached fp32. fp64 inputs give fp64 results.
+
+    Raises:
+        ValueError: a shape, range, option or combination that is not supported; an infinite divergence or NaN on active
+            tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`). The reverse KL is infinite where q_j is 0 and p_j is not,
+            the forward KL where p_j is 0 and q_j is not. A probability of 0 in the first distribution counts 0.
+        TypeError: a wrong type or dtype, a quantised weight, a module in place of its weight.
+
+    Equivalent in plain PyTorch (reverse KL, all active)::
+
+        log_p = (hidden_states.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)
+        log_q = (other_hidden_states.float() @ other_lm_head_weight.float().T / temperature).log_softmax(-1)
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        loss = divergence.mean()
+
+    Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
+    """
+    check.check_choice(kind, "kind", DivergenceKind)
+    check.check_choice(impl, "impl", DivergenceImpl)
+    check.check_number(beta, "beta")
+    if not 0.0 < beta < 1.0 if kind == "jsd" else beta != 0.5:
+        raise ValueError(f"beta must be in (0, 1) for kind='jsd', left out for other kinds; got {beta} for {kind!r}")
+    if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):
+        got = getattr(hidden_states, "shape", type(hidden_states).__name__)
+        raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
+    tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # there are no ids
+    layout = Layout.of_tokens(tokens)
+    check.check_head(hidden_states, lm_head_weight, lm_head_bias, tokens, "mask")
+    check.check_mask(mask, tokens, "mask")
+    check.check_mask(weights, tokens, "weights")  # the shape of one
+    check.check_head_numbers(temperature, logit_scale, softcap, layout)
+    check.check_scratch(max_scratch_bytes)
+    compute = other_compute = compute_dtype(hidden_states, lm_head_weight)
+    others = ("other_hidden_states", "other_lm_head_weight", "other_ids", "other_logprobs")
+    given = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
+    if other_hidden_states is not None and other_lm_head_weight is not None and not any(given[2:]):
+        try:
+            check.check_head(other_hidden_states, other_lm_head_weight, other_lm_head_bias, tokens, "hidden_states")
+            check.check_head_numbers(1.0, other_logit_scale, other_softcap, layout)
+        except (TypeError, ValueError) as error:  # whose names are without other_
+            raise type(error)(f"of the other head: {error}") from None
+        if other_lm_head_weight.shape[0] != lm_head_weight.shape[0]:
+            got = f"{lm_head_weight.shape[0]} and {other_lm_head_weight.shape[0]}"
+            raise ValueError(f"both heads must have the same vocabulary; got {got} rows")
+        other_compute = compute_dtype(other_hidden_states, other_lm_head_weight)
+        if torch.float64 in (compute, other_compute):  # differences of logits are taken in one dtype
+            compute = other_compute = torch.float64
+        max_scratch_bytes = scratch_budget(hidden_states.device, max_scratch_bytes) // 2
+    elif other_ids is not None and other_logprobs is not None and not any(given[:2]):
+        shape = (*layout.shape, other_ids.shape[-1])
+        floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
+        if kind != "forward_kl" or not floats or not shape == other_ids.shape == other_logprobs.shape:
+            got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (other_ids, other_logprobs))
+            raise ValueError(
+                f"other_ids must be integers and other_logprobs floating-point, {(*layout.shape, 'K')} each, with "
+                f"kind='forward_kl'; got {got} and {kind!r}"
+            )
+    else:
+        raise ValueError(f"the first two or the last two of {', '.join(others)} must be given; got {given}")
+    number, temperatures = split_temperature(temperature)
+    head = HeadCall(
+        hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, "chunked",
+        compute, max_scratch_bytes, compact, ParallelGroups.encode(None),
+    )  # fmt: skip
+    mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
+    call = DivergenceCall(
+        head, mask, weights, kind, beta, other_hidden_states, other_lm_head_weight, other_lm_head_bias,
+        other_logit_scale, other_softcap, other_compute, other_ids, other_logprobs, needs_of(head),
+    )  # fmt: skip
+    check.check_devices(call)
+    if impl == "reference":
+        return reference.linear_divergence(call, layout)
+    return DivergenceOutput(*LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)[:3])
