@@ -230,6 +230,7 @@ def test_quantile_matches_torch():
         assert torch.equal(logps.grad != 0, mask & (entropies >= threshold))
 
 
+@pytest.mark.full
 def test_quantile_beyond_the_limit_of_torch_quantile():
     n = 2**24 + 1000
     entropies = torch.arange(n, dtype=torch.float32).flip(0).view(1, n) / n

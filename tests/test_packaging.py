@@ -117,7 +117,7 @@ def test_import_from_a_wheel(wheel, python, tmp_path):
     assert Path(kernels) == Path(package).parent / "kernels"
 
 
-@pytest.mark.gate(keep=lambda mode: mode == "strict")
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["lenient", "strict"])
 def test_import_from_an_editable_install(source, quick, python, tmp_path, mode, request):
     """In the gate without the extension, which the wheel holds."""
@@ -127,6 +127,7 @@ def test_import_from_an_editable_install(source, quick, python, tmp_path, mode, 
     assert Path(kernels).resolve().name == "kernels"
 
 
+@pytest.mark.full
 def test_import_from_a_checkout(source):
     package, kernels = run(sys.executable, "-c", IMPORTS, cwd=source).split()
     assert Path(package).resolve() == source / "grpo_fused" / "__init__.py"
@@ -286,6 +287,7 @@ def test_sdist_holds_all_sources(source, tmp_path):
     assert {"setup.py", "kernels/rows.py", "grpo_fused/_native.py"} <= held
 
 
+@pytest.mark.full
 def test_an_import_asks_for_no_cuda_device():
     """Which would initialise CUDA, and a process that is forked after that could not use it."""
     code = "import torch; torch.cuda.is_available = lambda: print('asked'); import grpo_fused"

@@ -47,6 +47,7 @@ def test_model_keeps_its_proportions():
     assert sliced.weight_gb == pytest.approx(whole.weight_gb / 8)
 
 
+@pytest.mark.full
 def test_example_under_torchrun():
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.vocab_parallel", "--small"],

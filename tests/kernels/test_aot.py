@@ -120,6 +120,7 @@ for kernel in (rows.row_statistics_fwd_kernel, rows.row_gradient_bwd_kernel, row
 """
 
 
+@pytest.mark.full
 def test_one_compilation_for_all_lengths_temperatures_and_options():
     """Calls with other N, temperature, epsilon, beta and alignment of slices: each kernel is compiled once."""
     assert compiled(COUNT).split() == ["1", "1", "1"]

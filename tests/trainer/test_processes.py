@@ -56,7 +56,7 @@ def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        pytest.param("plain", "grpo", id="ddp-grpo"),
+        pytest.param("plain", "grpo", id="ddp-grpo", marks=pytest.mark.full),
         pytest.param("fsdp", "dapo", id="fsdp2-dapo"),
         pytest.param("plain", "dapo", id="ddp-dapo", marks=pytest.mark.full),
         pytest.param("lora", "bnpo", id="ddp-lora-bnpo", marks=pytest.mark.full),

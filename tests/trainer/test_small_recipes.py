@@ -30,7 +30,7 @@ def test_puzzles_can_be_solved() -> None:
         assert {a, b} <= set(NUMBERS)
 
 
-@pytest.mark.gate(keep=lambda recipe, gain: recipe == "mixed")  # the tasks of all
+@pytest.mark.full
 @pytest.mark.parametrize(("recipe", "gain"), [("countdown", 0.1), ("format", 0.2), ("length", 5.0), ("mixed", 0.4)])
 def test_the_reward_rises(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, gain: float
