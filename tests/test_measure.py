@@ -57,6 +57,7 @@ def test_providers_compute_the_same_loss(name, pattern):
     assert ("logp" in errors) == (provider.logps is not None)
 
 
+@pytest.mark.full
 def test_wrong_and_failed_results_are_not_timed():
     def no_mask(p):
         return loss_from_logps(
@@ -126,6 +127,7 @@ def test_rounds_are_interleaved():
     assert cache_flush("cpu") is None
 
 
+@pytest.mark.full
 def test_peak_memory_of_a_fresh_process():
     """All logits are 8 MiB here, and eager holds several such at once."""
     case = Case(2, 128, 32, 8192, "fp32")
@@ -134,6 +136,7 @@ def test_peak_memory_of_a_fresh_process():
     assert found["resident"] is None or 0.8 * found["allocator"] <= found["resident"] <= found["allocator"] + 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "timeout_s", "reason"),
     [(SMALL, 0.01, "no result within 0 s"), (Case(1, 4, 8, 2**45), 120, "memory")],

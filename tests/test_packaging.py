@@ -167,6 +167,7 @@ def test_import_is_quick_and_quiet(source):
     assert not imported & heavy
 
 
+@pytest.mark.full
 def test_core_needs_no_optional_package(source):
     """Without triton, transformers, trl and the rest the loss works, and names what is missing only when asked."""
     code = """
@@ -266,6 +267,7 @@ def test_none_gives_a_pure_wheel(source, tmp_path):
     assert not any(name.endswith(".so") for name in zipfile.ZipFile(built).namelist())
 
 
+@pytest.mark.full
 def test_wheel_holds_the_extension_for_every_python(wheel, python, tmp_path):
     if shutil.which("g++") is None or platform.machine() != "x86_64":
         pytest.skip("no C++ compiler for x86-64")

@@ -30,6 +30,7 @@ def rows_of(section, dtype):
     return {row["provider"]: row for row in section["rows"] if row["dtype"] == dtype}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_our_logps_keep_the_promise_where_a_bf16_head_does_not(tiny_accuracy, engine):
     rows = rows_of(tiny_accuracy, "bfloat16")
@@ -42,6 +43,7 @@ def test_our_logps_keep_the_promise_where_a_bf16_head_does_not(tiny_accuracy, en
     assert max(rows_of(tiny_accuracy, "float32")[engine]["gradient_error"].values()) <= 2e-5
 
 
+@pytest.mark.full
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
 def test_the_native_ratio_is_exactly_one_in_any_company(tiny_accuracy):
     for dtype in ("bfloat16", "float32"):
@@ -53,6 +55,7 @@ def test_the_native_ratio_is_exactly_one_in_any_company(tiny_accuracy):
     assert eager["rounded"]["exactly_one"] == 1.0
 
 
+@pytest.mark.full
 def test_histograms_count_every_token_by_its_ratio(tiny_accuracy):
     histograms = tiny_accuracy["histograms"]
     edges, counts = histograms["edges"], histograms["counts"]["bfloat16"]
@@ -155,6 +158,7 @@ def test_the_native_plan_recomputes_only_what_finds_no_place():
     assert 3.5 < many < 4.0
 
 
+@pytest.mark.full
 def test_growth_in_a_tiny_form(tmp_path):
     grid = growth.Grid(cost.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
     section = growth.study(grid, ("bfloat16",), "cpu", rounds=1)
@@ -198,6 +202,7 @@ def test_a_step_of_a_wrong_loss_is_not_timed(monkeypatch):
     assert "step_seconds" not in found
 
 
+@pytest.mark.full
 def test_accuracy_makes_a_picture(tiny_accuracy, tmp_path):
     rendered(study_plots.accuracy_plot(tiny_accuracy), tmp_path, panels=3)
 

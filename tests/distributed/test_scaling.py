@@ -18,6 +18,7 @@ from benchmarks.scaling import Layout, Machine, communication, step
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 def test_vocabulary_ranks(workers):
     case = make_case(1, B=4).to(torch.float32)
     for got in workers.run(vocab_loss, 2, case, make_config("dapo", beta=0.1), "chunked", [15, 14], {}):

@@ -29,6 +29,7 @@ def assert_right(model: Any, ids: Tensor | None = None) -> None:
     torch.testing.assert_close(got, log_probs(logits, ids), rtol=0, atol=tol)
 
 
+@pytest.mark.gate(keep=lambda name: name in (*list(ARCHITECTURES)[::4], "gemma2", "cohere", "granite"))
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_log_probs_are_the_models_own(name: str) -> None:
     model, want = build(name), ARCHITECTURES[name]
@@ -175,6 +176,7 @@ def test_hidden_states_of_some_positions() -> None:
         _ = captured.hidden_states
 
 
+@pytest.mark.full
 def test_transformers_is_not_imported() -> None:
     code = "import sys, grpo_fused.heads; sys.exit(bool({'transformers', 'peft'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -218,6 +218,7 @@ for kernel in (head.head_fwd_kernel, head.finish_scores_fwd_kernel, head.exponen
 )
 
 
+@pytest.mark.full
 def test_head_kernel_compiles_once_for_all_lengths_and_temperatures():
     """Once for each of the three modes."""
     assert compiled("CONTROL = False\n" + COUNT_HEAD).split() == ["3", "1", "1"]

@@ -10,6 +10,7 @@ from benchmarks.results import load
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 
 
+@pytest.mark.full
 def test_small_mode_writes_a_result(tmp_path, monkeypatch):
     plan = cpu.SMALL[0]._replace(peers=("eager", "trl"))
     monkeypatch.setattr(cpu, "SMALL", [plan])

@@ -204,6 +204,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.full
 def test_hostile_formulas_end_and_take_little_memory() -> None:
     """In a process of its own with little more address space than torch maps; each formula is given half a second.
 

@@ -173,6 +173,7 @@ def test_wrong_texts_say_what_was_expected() -> None:
         reward(["a"], ["b", "c"])
 
 
+@pytest.mark.full
 def test_the_package_imports_without_transformers() -> None:
     program = "import sys; sys.modules['transformers'] = None; from grpo_fused.rewards import RewardModel, built_in"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -75,6 +75,7 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, unbroken: tuple[Any, A
     same(outcome(resumed, tmp_path), unbroken)
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
     tmp_path: Path, unbroken: tuple[Any, Any], repo_root: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_
             assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
+@pytest.mark.full
 def test_what_fails_on_one_process_loses_nothing(repo_root: Path, tmp_path: Path) -> None:
     """The other one neither waits for it nor leaves without what was trained."""
     done = launch(repo_root, 2, "fails_on_one", str(tmp_path))
