@@ -58,7 +58,7 @@ def fused_linear_objective(
     |---|---|---|
     | `"token"` | any subset of the active tokens | 3 |
     | `"sequence"` | whole sequences | 3; 4 in `chunked` and `triton` where a sequence does not fit a chunk |
-    | `"batch"` | all active tokens | 4; in `native` 3 where the exponentials fit |
+    | `"batch"` | all active tokens | 4 |
 
     Args:
         hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each token.
