@@ -72,19 +72,16 @@ class LinearLoss(torch.autograd.Function):
         (dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         if ctx.later and (weight_dtype is not None or bias_dtype is not None):
             call: CandidateGradientCall = attach(ctx.call, tensors)
+            # scaled before it is rounded: fp16 may need it
             call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
             _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
-            return (
-                None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
-                None if weight_dtype is None else dweight,
-                None if bias_dtype is None else dbias.to(bias_dtype),
-                None,
-                None,
-            )
+        else:
+            dweight = None if weight_dtype is None else scaled(dweight, dloss, weight_dtype)
+            dbias = None if bias_dtype is None else dbias * dloss
         return (
             None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
-            None if weight_dtype is None else scaled(dweight, dloss, weight_dtype),
-            None if bias_dtype is None else (dbias * dloss).to(bias_dtype),
+            None if weight_dtype is None else dweight,
+            None if bias_dtype is None else dbias.to(bias_dtype),
             None,
             None,
         )
