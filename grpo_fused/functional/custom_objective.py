@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,23 @@ from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.outputs import ObjectiveOutput
 from grpo_fused.parallel import ParallelGroups, whole
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a function cannot enter an operator
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.compiler.disable`, which imports the compiler, where a compiled caller calls."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@eager  # a function cannot enter an operator
 def fused_linear_objective(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
