@@ -100,7 +100,7 @@ def cpu_extension() -> Extension:
 
 def cuda_extension(mode: str) -> Extension:
     """`grpo_fused._C_cuda`, which nvcc compiles and links."""
-    sources = sorted(glob("csrc/cuda/*.cu"))
+    sources = sorted([*glob("csrc/cuda/*.cu"), *glob("csrc/cuda/*.cpp")])
     if not sources:
         raise Unbuildable("this version has no CUDA sources")
     torch = find_torch()

@@ -186,10 +186,11 @@ def compile_library(
     gencode = [
         f"-gencode=arch=compute_{number},code=sm_{number}" for number in map(CUDA_ARCHITECTURES.get, architectures)
     ]
+    sources = [str(path) for kind in ("*.cu", "*.cpp") for path in (CSRC / "cuda").glob(kind)]
     command = [
         "nvcc", "-std=c++20", "-O3", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{CSRC}",
         "-isystem", str(package / "include"), *gencode, "-Xcompiler", "-fPIC", "-shared",
-        *sorted(map(str, (CSRC / "cuda").glob("*.cu"))), f"-L{package / 'lib'}", "-ltorch_cpu", *(extra or []),
+        *sources, f"-L{package / 'lib'}", "-ltorch_cpu", *(extra or []),
         "-o", str(target),
     ]  # fmt: skip
     _run(*command)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import zlib
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:  # one of a worker for each core
@@ -26,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gate(keep=...): of its ids those for which keep(**parameters) is true; all with --full"
     )
+    config.addinivalue_line(
+        "markers", "pairs: of its ids so many that any two values of two parameters meet in one; all with --full"
+    )
     config.addinivalue_line("markers", "gpu: needs a GPU (make gpu)")
 
 
@@ -43,9 +48,9 @@ def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
-        left_out = [item for item in items if _only_in_full(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _only_in_full(item)]
+        chosen = _with_all_pairs([item for item in items if not _only_in_full(item)])
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for impl in ("native", "triton"):
         reason = engines.unavailable(impl, torch.device("cpu") if impl == "native" else device, torch.float32)
@@ -64,6 +69,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _only_in_full(item: pytest.Item) -> bool:
     gate = item.get_closest_marker("gate")
     return "full" in item.keywords or (gate is not None and not gate.kwargs["keep"](**item.callspec.params))
+
+
+def _with_all_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items; of a test that is marked `pairs` those that show a pair of parameters' values for the first time."""
+    marked = [item for item in items if item.get_closest_marker("pairs")]
+    chosen, shown = set(items) - set(marked), set()
+    for item in sorted(marked, key=lambda item: zlib.crc32(item.nodeid.encode())):  # neighbours are much alike
+        values = [(name, id(value)) for name, value in item.callspec.params.items()]
+        new = {(item.parent, item.originalname, *pair) for pair in itertools.combinations(values, 2)}
+        if not new <= shown:
+            chosen.add(item)
+            shown |= new
+    return chosen
 
 
 LONGEST = (

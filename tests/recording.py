@@ -20,7 +20,8 @@ class AllocationRecorder(TorchDispatchMode):
         super().__init__()
         self.largest = 0
         self.peak = 0
-        self._alive: dict[int, tuple[object, int]] = {}
+        self._alive: dict[int, tuple[Any, int]] = {}
+        self._sum = 0  # of these, which may hold some that have died since
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -28,12 +29,16 @@ class AllocationRecorder(TorchDispatchMode):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
                 self.largest = max(self.largest, storage.nbytes())
+                self._sum -= self._alive[storage._cdata][1] if storage._cdata in self._alive else 0
+                self._sum += storage.nbytes()
                 self._alive[storage._cdata] = (
                     torch.multiprocessing.reductions.StorageWeakRef(storage),
                     storage.nbytes(),
                 )
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        if self._sum > self.peak:  # only then it matters which are alive
+            self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+            self._sum = sum(size for _, size in self._alive.values())
+            self.peak = max(self.peak, self._sum)
         return out
 
 

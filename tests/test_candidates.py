@@ -20,6 +20,7 @@ HEADS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("whole", [0.0, 0.3], ids=["sets", "mixed"])
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: "+".join(head) or "plain")
@@ -127,7 +128,8 @@ def test_a_token_alone_in_its_set(impl):
 
 @pytest.mark.parametrize("impl", BITWISE)
 def test_a_token_is_the_same_in_any_batch_and_with_any_threads(impl):
-    case = with_sets(make_case(6, B=6, T=2, H=200, V=120, dtype=torch.bfloat16), sizes=(2, 30, 90), whole=0.2)
+    H = 40 if impl == "triton" else 200
+    case = with_sets(make_case(6, B=6, T=2, H=H, V=120, dtype=torch.bfloat16), sizes=(2, 30, 90), whole=0.2)
     every = set_scores(case, impl)
     sets = case.options["candidates"]
     for n in (0, 5, 11):

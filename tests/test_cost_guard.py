@@ -218,6 +218,7 @@ def test_without_compaction_nothing_waits_for_the_device(impl, config):
     assert [name for name in waits if recorded.calls[name]] == []
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scratch", [None, 3 * 2**19], ids=["default", "1.5-MiB"])
 @pytest.mark.parametrize("impl", LIBRARY)

@@ -30,6 +30,7 @@ def assert_finite_and_right(impl: str, case: Case, config: GRPOLossConfig) -> Re
     return want
 
 
+@pytest.mark.pairs
 @pytest.mark.gate(keep=lambda impl, level, **_: impl != "triton" or level == "token")
 @pytest.mark.parametrize(("impl", "loss_type"), cases_of(ENGINES))
 @pytest.mark.parametrize("sign", [-1.0, 0.0, 1.0], ids=["bad", "neutral", "good"])
@@ -66,6 +67,7 @@ def test_reference_far_above_the_policy(estimator, impl):
     assert logps.grad.item() == pytest.approx(0.1 * slope)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("impl", "loss_type"), cases_of(IMPLS))
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -261,6 +263,7 @@ def test_impossible_tokens(impl):
     assert result.dweight[3].eq(0).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.gate(keep=lambda impl, level, estimator: impl != "triton" or level == "token")
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])

@@ -41,6 +41,7 @@ def assert_is_one_process(results, want, part_of, tol) -> None:
                 close(got[name], value.double().numpy(), max(tol, 1e-6), name)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 @pytest.mark.parametrize("parts", ROWS, ids=["2-ranks", "4-ranks-one-empty"])
@@ -54,6 +55,7 @@ def test_sequences_on_several_ranks(parts, config, impl, workers):
     assert_is_one_process(results, want, lambda rank, x: x[parts[rank]], tol)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 @pytest.mark.parametrize("parts", COLUMNS, ids=["2-ranks", "4-ranks"])

@@ -48,6 +48,7 @@ def assert_is_one_process(results, want, sizes, tol) -> None:
         assert np.array_equal(got["loss"], results[0]["loss"])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 @pytest.mark.parametrize("sizes", [[15, 14], [1, 3, 20, 5]], ids=str)

@@ -23,7 +23,9 @@ class Workers:
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("forkserver")  # which imports the package once, for all ranks
+        context.set_forkserver_preload(["distributed.jobs"])
         self.inboxes = [context.Queue() for _ in range(size)]
         self.outbox = context.Queue()
         self.processes = [
@@ -61,7 +63,6 @@ class Workers:
 
 
 def _serve(rank: int, size: int, store: str, inbox: Any, outbox: Any) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 

@@ -32,6 +32,7 @@ def in_gate(loss_type, level, name, reduce):
 
 
 @pytest.mark.gate(keep=in_gate)
+@pytest.mark.pairs
 @pytest.mark.parametrize(("loss_type", "level", "name", "reduce"), list(triton_cases()))
 def test_from_logits(liger_triton, loss_type, level, name, reduce):
     options = {

@@ -78,6 +78,7 @@ def exact(hidden, weight, targets, transform):
     return Statistics(m, z.logsumexp(1) - m, log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy)
 
 
+@pytest.mark.pairs
 @pytest.mark.gate(
     keep=lambda config, shape, **_: config in (SMALL, CONFIGS["descriptors-persistent"]) or shape[0] in (1, 37)
 )
@@ -126,6 +127,7 @@ def dlogits_in_gate(option, with_entropy, way):
     return option in ("plain", "all", "softcap") or (with_entropy and way != "known-descriptors")
 
 
+@pytest.mark.pairs
 @pytest.mark.gate(keep=dlogits_in_gate)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
@@ -283,6 +285,7 @@ def rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype):
     return want, frobenius_error((want * scale).to(dtype).double() / scale, want), scale
 
 
+@pytest.mark.pairs
 @pytest.mark.gate(keep=lambda with_entropy, **_: with_entropy)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])

@@ -65,30 +65,30 @@ def case_id(value):
 
 
 def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
-    """24 tokens in 4 sequences over 19 tokens of vocabulary: extreme ratios, masked tokens full of NaN, A = 0."""
+    """12 tokens in 3 sequences over 19 tokens of vocabulary: extreme ratios, masked tokens full of NaN, A = 0."""
     g = torch.Generator().manual_seed(seed)
-    rows, vocab_size = 24, 19
+    rows, vocab_size = 12, 19
     logits = torch.randn(rows, vocab_size, generator=g) * 2
     targets = torch.randint(0, vocab_size, (rows,), generator=g)
     logp = logits.double().log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
     mask = torch.rand(rows, generator=g) > 0.2
-    mask[[3, 4, 9, 10]] = True
+    mask[[2, 3, 9, 10]] = True
     spread = torch.randn(rows, generator=g) * 0.4
-    spread[3], spread[4] = 30.0, -30.0
+    spread[2], spread[3] = 30.0, -30.0
     old, ref = (logp + spread).float(), (logp + torch.randn(rows, generator=g)).float()
     ref[9] += 40.0
     ref[10] = -math.inf
     for x in (old, ref):
         x[~mask] = torch.nan
-    advantages = torch.randn(4, generator=g)
+    advantages = torch.randn(3, generator=g)
     advantages[1] = 0.0
-    layout = Layout(torch.Size((4, 6)), 4, None)
+    layout = Layout(torch.Size((3, 4)), 3, None)
     inputs = LossInputs(
         advantages=advantages,
-        completion_mask=mask.view(4, 6),
-        old_per_token_logps=None if on_policy else old.view(4, 6),
-        ref_per_token_logps=ref.view(4, 6) if config.beta else None,
-        importance_sampling_ratio=torch.rand(4, 6, generator=g) * 2 if with_ratio else None,
+        completion_mask=mask.view(3, 4),
+        old_per_token_logps=None if on_policy else old.view(3, 4),
+        ref_per_token_logps=ref.view(3, 4) if config.beta else None,
+        importance_sampling_ratio=torch.rand(3, 4, generator=g) * 2 if with_ratio else None,
     )
     return TokenBatch.build(inputs, layout, config, torch.float32), logits, targets
 

@@ -71,6 +71,7 @@ def case(shape, std=4.0):
     return torch.randn(shape, generator=g) * std, torch.randint(0, shape[1], shape[:1], generator=g)
 
 
+@pytest.mark.pairs
 @pytest.mark.gate(keep=lambda name, dtype, **_: dtype == torch.float32 or name in ("plain", "all"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -88,6 +89,7 @@ def test_statistics(shape, name, dtype):
     assert bare.entropy is None
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -41,6 +41,7 @@ def rows(row_functions) -> Harness:
     return row_functions
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -55,6 +56,7 @@ def test_statistics(rows, shape, name, dtype, layout):
     assert torch.equal(rows.statistics(logits, targets, transform, layout, with_entropy=False).logp, stats.logp)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
@@ -73,6 +75,7 @@ def test_gradient_in_place(rows, shape, name, with_entropy, out_dtype, layout):
     assert_gradient(out, exact_gradient(values, targets, transform, dlogp, coefficient))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [37, 5003])
@@ -102,6 +105,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)

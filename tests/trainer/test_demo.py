@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,22 +53,15 @@ def test_tokenizer_keeps_the_tags_and_drops_the_eos(tokenizer: PreTrainedTokeniz
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_quick_run_writes_both_files_without_warnings(repo_root: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-m", "examples.arithmetic", "--quick", "--out", str(tmp_path)],
-        cwd=repo_root,
-        env=os.environ | {"MPLCONFIGDIR": str(tmp_path / "matplotlib")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_quick_run_writes_both_files_without_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--quick", "--out", str(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert result.stdout.splitlines()[-1].startswith("held-out accuracy: ")
-    assert "warning" not in (result.stdout + result.stderr).lower()
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].startswith("held-out accuracy: ")
+    assert "warning" not in (printed.out + printed.err).lower()
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
