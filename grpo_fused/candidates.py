@@ -178,7 +178,9 @@ def check_values(
         )
     active = torch.ones(token_ids.numel(), dtype=torch.bool, device=device) if mask is None else mask.reshape(-1) != 0
     positions = active.nonzero().squeeze(1)
-    sets, targets = candidates.select(positions), token_ids.reshape(-1)[positions].to(torch.int64)
+    every = len(positions) == len(candidates)
+    sets = candidates if every else candidates.select(positions)
+    targets = token_ids.reshape(-1)[positions].to(torch.int64)
     ids, owner = sets.ids.to(torch.int64), sets.positions
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         raise ValueError(f"candidate ids must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}")

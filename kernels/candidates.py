@@ -51,27 +51,24 @@ def segment_sums_kernel(
     tl.store(out + s * columns + c, tl.sum(total, axis=0), mask=c < columns)
 
 
-class TritonPairs:
-    """It is the Triton implementation of `grpo_fused.engines.candidates.Pairs`."""
+def pair_products(a: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """[K] fp32: a[i[k]] . b[j[k]] for a [M, H], b [L, H], whose rows are contiguous; i, j [K] int64."""
+    out = torch.empty(len(i), dtype=torch.float32, device=a.device)
+    if len(i):
+        with device_of(a):
+            pair_products_kernel[(triton.cdiv(len(i), BLOCK_ROWS),)](
+                a, b, i, j, out, len(i), a.shape[1], a.stride(0), b.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS
+            )
+    return out
 
-    def products(self, a: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """See `Pairs.products`."""
-        out = torch.empty(len(i), dtype=torch.float32, device=a.device)
-        if len(i):
-            with device_of(a):
-                pair_products_kernel[(triton.cdiv(len(i), BLOCK_ROWS),)](
-                    a, b, i, j, out, len(i), a.shape[1], a.stride(0), b.stride(0),
-                    ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS,
-                )  # fmt: skip
-        return out
 
-    def sums(self, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> Tensor:
-        """See `Pairs.sums`."""
-        segments, columns = len(offsets) - 1, x.shape[1]
-        out = torch.empty((segments, columns), dtype=torch.float32, device=x.device)
-        if segments:
-            with device_of(x):
-                segment_sums_kernel[(segments, triton.cdiv(columns, BLOCK_COLUMNS))](
-                    x, index, factor, offsets, out, columns, x.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS
-                )
-        return out
+def segment_sums(x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> Tensor:
+    """[S, H] fp32: the sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1]; factor [K] fp32."""
+    count, columns = len(offsets) - 1, x.shape[1]
+    out = torch.empty((count, columns), dtype=torch.float32, device=x.device)
+    if count:
+        with device_of(x):
+            segment_sums_kernel[(count, triton.cdiv(columns, BLOCK_COLUMNS))](
+                x, index, factor, offsets, out, columns, x.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS
+            )
+    return out

@@ -6,6 +6,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -176,7 +177,7 @@ Matrix matrix(const Tensor& x, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2, name, " must be a matrix on the CPU");
   STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous");
   const Dtype dtype = dtype_of(x, name);
-  return {static_cast<const char*>(x.const_data_ptr()), dtype, x.stride(0) * static_cast<int64_t>(x.element_size()),
+  return {static_cast<char*>(x.mutable_data_ptr()), dtype, x.stride(0) * static_cast<int64_t>(x.element_size()),
           x.size(1)};
 }
 
@@ -189,32 +190,74 @@ const int64_t* rows_within(const Tensor& x, const char* name, int64_t count, int
   return values;
 }
 
-Tensor pair_products_of(Tensor a, Tensor b, Tensor i, Tensor j) {
-  const Matrix first = matrix(a, "a"), second = matrix(b, "b");
-  STD_TORCH_CHECK(first.columns == second.columns && first.dtype == second.dtype,
-                  "a and b must have as many columns and the same dtype");
-  const int64_t count = i.numel();
-  Tensor out = torch::stable::empty({count}, ScalarType::Float);
-  pair_products(first, second, rows_within(i, "i", count, a.size(0)), rows_within(j, "j", count, b.size(0)), count,
-                static_cast<float*>(out.mutable_data_ptr()));
-  return out;
-}
-
-Tensor segment_sums_of(Tensor x, Tensor index, Tensor factor, Tensor offsets) {
-  const Matrix rows = matrix(x, "x");
-  const int64_t count = index.numel(), segments = offsets.numel() - 1;
-  check(factor, "factor", ScalarType::Float, {count});
-  check(offsets, "offsets", ScalarType::Long, {segments + 1});
+// Where each of the segments begins, and the last one ends.
+const int64_t* segments_of(const Tensor& offsets, int64_t count) {
+  const int64_t segments = offsets.numel() - 1;
   STD_TORCH_CHECK(segments >= 0, "offsets must hold at least one number");
+  check(offsets, "offsets", ScalarType::Long, {segments + 1});
   const int64_t* from = data<int64_t>(offsets);
   for (int64_t s = 0; s <= segments; s++) {
     STD_TORCH_CHECK(from[s] >= (s == 0 ? 0 : from[s - 1]) && from[s] <= count, "offsets must rise within [0, ", count,
                     "]; got ", from[s], " at ", s);
   }
-  Tensor out = torch::stable::empty({segments, rows.columns}, ScalarType::Float);
-  segment_sums(rows, rows_within(index, "index", count, x.size(0)), data<float>(factor), from, segments,
-               static_cast<float*>(out.mutable_data_ptr()));
+  STD_TORCH_CHECK(from[0] == 0 && from[segments] == count, "offsets must run from 0 to ", count, "; got ", from[0], " to ",
+                  from[segments]);
+  return from;
+}
+
+CandidateSets candidate_sets(const Tensor& ids, const Tensor& offsets, const Tensor& targets,
+                             const std::optional<Tensor>& bias, const Tensor& temperature, double scale,
+                             double softcap) {
+  check_machine();
+  const int64_t tokens = offsets.numel() - 1;
+  const int64_t* from = segments_of(offsets, ids.numel());
+  check(targets, "targets", ScalarType::Long, {tokens});
+  check(temperature, "temperature", ScalarType::Float, {tokens});
+  if (bias) check(*bias, "bias", ScalarType::Float, {bias->numel()});
+  const int64_t limit = bias ? bias->numel() : std::numeric_limits<int64_t>::max();
+  return {tokens, from, rows_within(ids, "ids", ids.numel(), limit), data<int64_t>(targets),
+          bias ? data<float>(*bias) : nullptr, data<float>(temperature), static_cast<float>(scale),
+          static_cast<float>(softcap)};
+}
+
+std::tuple<Tensor, Tensor> set_scores(Tensor hidden, Tensor weight, Tensor index, Tensor ids, Tensor offsets,
+                                      Tensor targets, std::optional<Tensor> bias, Tensor temperature, double scale,
+                                      double softcap, bool with_entropy) {
+  const CandidateSets sets = candidate_sets(ids, offsets, targets, bias, temperature, scale, softcap);
+  const Matrix tokens = matrix(hidden, "hidden"), rows = matrix(weight, "weight");
+  STD_TORCH_CHECK(tokens.columns == rows.columns && tokens.dtype == rows.dtype,
+                  "hidden and weight must have as many columns and the same dtype");
+  STD_TORCH_CHECK(hidden.size(0) == sets.tokens, "hidden must have ", sets.tokens, " rows; got ", hidden.size(0));
+  Tensor z = torch::stable::empty({ids.numel()}, ScalarType::Float);
+  Tensor statistics = torch::stable::empty({4, sets.tokens}, ScalarType::Float);
+  score_sets(sets, tokens, rows, rows_within(index, "index", ids.numel(), weight.size(0)),
+             static_cast<float*>(z.mutable_data_ptr()), rows_of(statistics, sets.tokens, with_entropy));
+  return {z, statistics};
+}
+
+Tensor set_derivatives(Tensor z, Tensor statistics, Tensor ids, Tensor offsets, Tensor targets, Tensor temperature,
+                       double scale, double softcap, Tensor dlogp, std::optional<Tensor> dentropy) {
+  const CandidateSets sets = candidate_sets(ids, offsets, targets, std::nullopt, temperature, scale, softcap);
+  check(z, "z", ScalarType::Float, {ids.numel()});
+  check(statistics, "statistics", ScalarType::Float, {4, sets.tokens});
+  check(dlogp, "dlogp", ScalarType::Float, {sets.tokens});
+  if (dentropy) check(*dentropy, "dentropy", ScalarType::Float, {sets.tokens});
+  Tensor out = torch::stable::empty({ids.numel()}, ScalarType::Float);
+  differentiate_sets(sets, data<float>(z), rows_of(statistics, sets.tokens, true), data<float>(dlogp),
+                     dentropy ? data<float>(*dentropy) : nullptr, static_cast<float*>(out.mutable_data_ptr()));
   return out;
+}
+
+void add_segment_sums_of(Tensor out, Tensor rows, Tensor x, Tensor index, Tensor factor, Tensor offsets) {
+  const Matrix to = matrix(out, "out"), from = matrix(x, "x");
+  STD_TORCH_CHECK(to.columns == from.columns, "out and x must have as many columns");
+  const int64_t count = index.numel(), segments = rows.numel();
+  check(factor, "factor", ScalarType::Float, {count});
+  STD_TORCH_CHECK(offsets.numel() == segments + 1, "offsets must be [", segments + 1, "]; got [", offsets.numel(), "]");
+  const int64_t* into = rows_within(rows, "rows", segments, out.size(0));
+  for (int64_t s = 1; s < segments; s++) STD_TORCH_CHECK(into[s - 1] < into[s], "rows must ascend");
+  add_segment_sums(to, into, from, rows_within(index, "index", count, x.size(0)), data<float>(factor),
+                   segments_of(offsets, count), segments);
 }
 
 // (vocabulary rows of a block, bytes of a kept exponential), for a compute dtype of 4 or 2 bytes that is bf16 or not.
@@ -234,8 +277,13 @@ std::tuple<std::string, std::string> probe() {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
   m.def("probe() -> (str, str)");
-  m.def("pair_products(Tensor a, Tensor b, Tensor i, Tensor j) -> Tensor");
-  m.def("segment_sums(Tensor x, Tensor index, Tensor factor, Tensor offsets) -> Tensor");
+  m.def(
+      "set_scores(Tensor hidden, Tensor weight, Tensor index, Tensor ids, Tensor offsets, Tensor targets, Tensor? bias, "
+      "Tensor temperature, float scale, float softcap, bool with_entropy) -> (Tensor, Tensor)");
+  m.def(
+      "set_derivatives(Tensor z, Tensor statistics, Tensor ids, Tensor offsets, Tensor targets, Tensor temperature, "
+      "float scale, float softcap, Tensor dlogp, Tensor? dentropy) -> Tensor");
+  m.def("add_segment_sums(Tensor(a!) out, Tensor rows, Tensor x, Tensor index, Tensor factor, Tensor offsets) -> ()");
   m.def("head_plan(int vocab, int hidden, bool bf16) -> int[]");
   m.def(
       "head_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
@@ -254,6 +302,7 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CPU, m) {
   m.impl("head_scores", TORCH_BOX(&head_scores));
   m.impl("head_gradient", TORCH_BOX(&head_gradient));
-  m.impl("pair_products", TORCH_BOX(&pair_products_of));
-  m.impl("segment_sums", TORCH_BOX(&segment_sums_of));
+  m.impl("set_scores", TORCH_BOX(&set_scores));
+  m.impl("set_derivatives", TORCH_BOX(&set_derivatives));
+  m.impl("add_segment_sums", TORCH_BOX(&add_segment_sums_of));
 }

@@ -1,41 +1,138 @@
-// Pairs and segments dealt out to the threads. A result depends on its own rows alone.
+// Tokens and segments dealt out to the threads. A result depends on its own rows alone.
 #include "pairs.h"
 
-#include <algorithm>
+#include <immintrin.h>
 
-#include "head.h"
+#include <cmath>
+#include <cstring>
+#include <limits>
 
 namespace grpo {
 
 namespace {
 
-constexpr int64_t kPairs = 256;    // of a task: a few rows for each of many tokens
-constexpr int64_t kSegments = 16;  // of a task
+constexpr int64_t kTokens = 16;   // of a task
+constexpr int64_t kSegments = 16;
+constexpr int64_t kAhead = 4;  // rows on their way: those of the weight lie anywhere in memory
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+template <class F>
+void parallel_ranges(int64_t count, int64_t size, F&& f) {
+  const int64_t tasks = ceil_div(count, size);
+  parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t worker) {
+    f(task * size, std::min(count, (task + 1) * size), worker);
+  });
+}
+
+void score_set(const CandidateSets& sets, int64_t token, float* z, const Statistics& out) {
+  const int64_t begin = sets.offsets[token], end = sets.offsets[token + 1];
+  float max = kLowest;
+  for (int64_t k = begin; k < end; k++) {
+    float x = (z[k] + (sets.bias ? sets.bias[sets.ids[k]] : 0.0f)) * sets.scale;
+    if (sets.softcap != 0) x = sets.softcap * std::tanh(x / sets.softcap);
+    z[k] = x / sets.temperature[token];
+    if (z[k] > max) max = z[k];
+  }
+  // without the maximum's own 1, so that a confident token keeps its digits
+  double rest = 0, weighted = 0, target = 0;
+  int64_t at_max = 0;
+  for (int64_t k = begin; k < end; k++) {
+    const float shifted = z[k] == kLowest ? kLowest : z[k] - max;
+    if (sets.ids[k] == sets.targets[token]) target = shifted;
+    if (shifted == 0) {
+      at_max++;
+      continue;
+    }
+    const float e = std::exp(shifted);
+    rest += e;
+    if (e != 0) weighted += static_cast<double>(e) * shifted;
+  }
+  rest += at_max > 1 ? at_max - 1 : 0;
+  const double log_sum = std::log1p(rest), logp = target - log_sum, entropy = log_sum - weighted / (1 + rest);
+  out.max[token] = max;
+  out.log_sum[token] = static_cast<float>(log_sum);
+  out.logp[token] = static_cast<float>(logp > 0 ? 0 : logp);
+  out.entropy[token] = out.with_entropy ? static_cast<float>(entropy < 0 ? 0 : entropy) : 0;
+}
+
+// row += sum, rounded to the row's dtype; fp16 needs F16C, which every processor with AVX2 has.
+__attribute__((target("f16c"))) void add_to_row(Dtype dtype, void* row, const float* sum, int64_t columns) {
+  auto* words = static_cast<uint16_t*>(row);
+  if (dtype == Dtype::fp32) {
+    auto* out = static_cast<float*>(row);
+    for (int64_t c = 0; c < columns; c++) out[c] += sum[c];
+  } else if (dtype == Dtype::bf16) {
+    for (int64_t c = 0; c < columns; c++) {
+      uint32_t bits = static_cast<uint32_t>(words[c]) << 16;
+      float x;
+      std::memcpy(&x, &bits, 4);
+      x += sum[c];
+      std::memcpy(&bits, &x, 4);
+      words[c] = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    }
+  } else {
+    for (int64_t c = 0; c < columns; c++) words[c] = _cvtss_sh(_cvtsh_ss(words[c]) + sum[c], _MM_FROUND_TO_NEAREST_INT);
+  }
+}
 
 }  // namespace
 
-void pair_products(const Matrix& a, const Matrix& b, const int64_t* i, const int64_t* j, int64_t count, float* out) {
-  const int64_t tasks = ceil_div(count, kPairs);
-  parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t) {
-    const int64_t end = std::min(count, (task + 1) * kPairs);
-    for (int64_t k = task * kPairs; k < end; k++) {
-      if (k + 1 < end) prefetch_row(b.row(j[k + 1]), b.row_bytes());  // rows of the weight lie anywhere in memory
-      out[k] = row_product(a.dtype, a.row(i[k]), b.row(j[k]), a.columns);
+void score_sets(const CandidateSets& sets, const Matrix& hidden, const Matrix& weight, const int64_t* index, float* z,
+                const Statistics& out) {
+  const int64_t count = sets.offsets[sets.tokens];
+  parallel_ranges(sets.tokens, kTokens, [&](int64_t first, int64_t last, int64_t) {
+    for (int64_t token = first; token < last; token++) {
+      for (int64_t k = sets.offsets[token]; k < sets.offsets[token + 1]; k++) {
+        if (k + kAhead < count) prefetch_row(weight.row(index[k + kAhead]), weight.row_bytes());
+        z[k] = row_product(hidden.dtype, hidden.row(token), weight.row(index[k]), hidden.columns);
+      }
+      score_set(sets, token, z, out);
     }
   });
 }
 
-void segment_sums(const Matrix& x, const int64_t* index, const float* factor, const int64_t* offsets, int64_t segments,
-                  float* out) {
-  const int64_t tasks = ceil_div(segments, kSegments);
-  parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t) {
-    for (int64_t s = task * kSegments; s < std::min(segments, (task + 1) * kSegments); s++) {
-      float* row = out + s * x.columns;
-      std::fill(row, row + x.columns, 0.0f);
-      for (int64_t k = offsets[s]; k < offsets[s + 1]; k++) {
-        if (k + 1 < offsets[segments]) prefetch_row(x.row(index[k + 1]), x.row_bytes());
-        add_row(x.dtype, row, x.row(index[k]), factor[k], x.columns);
+void differentiate_sets(const CandidateSets& sets, const float* z, const Statistics& statistics, const float* dlogp,
+                        const float* dentropy, float* out) {
+  parallel_ranges(sets.tokens, 8 * kTokens, [&](int64_t first, int64_t last, int64_t) {
+    for (int64_t token = first; token < last; token++) {
+      const float slope = dlogp[token], entropy_slope = dentropy ? dentropy[token] : 0.0f;
+      const float factor = sets.scale / sets.temperature[token];
+      for (int64_t k = sets.offsets[token]; k < sets.offsets[token + 1]; k++) {
+        if (slope == 0 && entropy_slope == 0) {
+          out[k] = 0;
+          continue;
+        }
+        float log_p = z[k] - statistics.max[token] - statistics.log_sum[token];
+        if (log_p < kLowestLog) log_p = kLowestLog;
+        const float p = std::exp(log_p);
+        // 1 - p of the target from expm1: a confident token's gradient keeps its digits
+        float dz = slope * (sets.ids[k] == sets.targets[token] ? -std::expm1(statistics.logp[token]) : -p);
+        if (dentropy) dz -= entropy_slope * p * (log_p + statistics.entropy[token]);
+        if (sets.softcap != 0) {
+          const float share = z[k] * sets.temperature[token] / sets.softcap;
+          dz *= 1 - share * share;
+        }
+        out[k] = dz * factor;
       }
+    }
+  });
+}
+
+void add_segment_sums(const Matrix& out, const int64_t* rows, const Matrix& x, const int64_t* index,
+                      const float* factor, const int64_t* offsets, int64_t segments) {
+  const int64_t width = round_up(x.columns, 16);
+  const int64_t count = offsets[segments], workers = worker_count(ceil_div(segments, kSegments));
+  const Buffer<float> sums(workers * width);
+  parallel_ranges(segments, kSegments, [&](int64_t first, int64_t last, int64_t worker) {
+    float* sum = sums.get() + worker * width;
+    for (int64_t s = first; s < last; s++) {
+      std::fill(sum, sum + x.columns, 0.0f);
+      for (int64_t k = offsets[s]; k < offsets[s + 1]; k++) {
+        if (k + kAhead < count) prefetch_row(x.row(index[k + kAhead]), x.row_bytes());
+        if (factor[k] != 0) add_row(x.dtype, sum, x.row(index[k]), factor[k], x.columns);
+      }
+      add_to_row(out.dtype, out.row(rows[s]), sum, x.columns);
     }
   });
 }

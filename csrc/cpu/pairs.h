@@ -1,17 +1,17 @@
-// Rows of two matrices taken in pairs: the work of tokens that have a candidate set.
+// Tokens that have a candidate set: products with the rows of their set alone, and sums of chosen rows.
 #pragma once
 
-#include "rows.h"
+#include "head.h"
 
 namespace grpo {
 
 // Rows of fp32, bf16 or fp16, `stride` bytes apart.
 struct Matrix {
-  const char* data;
+  char* data;
   Dtype dtype;
   int64_t stride, columns;
 
-  const void* row(int64_t index) const { return data + index * stride; }
+  void* row(int64_t index) const { return data + index * stride; }
   int64_t row_bytes() const { return columns * (dtype == Dtype::fp32 ? 4 : 2); }
 };
 
@@ -20,11 +20,28 @@ float row_product(Dtype dtype, const void* a, const void* b, int64_t columns);
 void add_row(Dtype dtype, float* out, const void* x, float factor, int64_t columns);
 void prefetch_row(const void* row, int64_t bytes);
 
-// out[k] = a[i[k]] . b[j[k]]
-void pair_products(const Matrix& a, const Matrix& b, const int64_t* i, const int64_t* j, int64_t count, float* out);
+// The sets of some tokens, one after the other, and what turns products into z.
+struct CandidateSets {
+  int64_t tokens;
+  const int64_t* offsets;  // [tokens + 1]
+  const int64_t* ids;      // [offsets[tokens]]
+  const int64_t* targets;  // [tokens]; one that is not in the set belongs to another rank
+  const float* bias;       // by id, or nullptr
+  const float* temperature;  // [tokens]
+  float scale;
+  float softcap;  // 0: none
+};
 
-// out[s] [columns] = sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1], in this order
-void segment_sums(const Matrix& x, const int64_t* index, const float* factor, const int64_t* offsets, int64_t segments,
-                  float* out);
+// z of each candidate, whose row of the weight is `index[k]`, and the statistics of each token.
+void score_sets(const CandidateSets& sets, const Matrix& hidden, const Matrix& weight, const int64_t* index, float* z,
+                const Statistics& out);
+
+// out[k] = dL/d(product) of each candidate; dentropy may be nullptr.
+void differentiate_sets(const CandidateSets& sets, const float* z, const Statistics& statistics, const float* dlogp,
+                        const float* dentropy, float* out);
+
+// out[rows[s]] += sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1], in this order; rows differ.
+void add_segment_sums(const Matrix& out, const int64_t* rows, const Matrix& x, const int64_t* index,
+                      const float* factor, const int64_t* offsets, int64_t segments);
 
 }  // namespace grpo

@@ -11,8 +11,8 @@ import torch
 from grpo_fused import _native
 from grpo_fused.engines import cuda_rows, native, triton
 from grpo_fused.engines.base import Engine
-from grpo_fused.engines.candidates import NativePairs, Pairs, TorchPairs
 from grpo_fused.engines.chunked import ChunkedEngine
+from grpo_fused.engines.pairs import NativePairs, Pairs, TritonPairs
 
 Impl = Literal["auto", "reference", "chunked", "cuda", "triton", "native"]
 
@@ -72,11 +72,7 @@ def choose_from_logits(impl: Impl) -> str:
 
 def pairs(name: str) -> Pairs:
     """What works on candidate sets beside an engine."""
-    if name == "triton":
-        from grpo_fused.kernels.candidates import TritonPairs
-
-        return TritonPairs()
-    return NativePairs() if name == "native" else TorchPairs()
+    return {"native": NativePairs, "triton": TritonPairs}.get(name, Pairs)()
 
 
 def engine(name: str) -> Engine:

@@ -1,137 +1,22 @@
 """Tokens that have a candidate set: products with the rows of their set alone, beside any engine of the whole head.
 
-What is known of a candidate is one number: its logit, then the derivative of that. They lie one after the other, as the
-sets do. Two operations on rows do the work, which grows with the number of candidates times H:
-
-- `Pairs.products`: h . w for each candidate.
-- `Pairs.sums`: dH sums rows of the weight over a token's set, dW sums hidden states over a candidate's tokens, sorted
-  by (id, position). Nothing is added by atomics.
+dH sums rows of the weight over a token's set; dW sums hidden states over a candidate's tokens, by position.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.pairs import Pairs, Scores, Sets, segments
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 
-_BLOCK_BYTES = 4 * 2**20
-"""Rows that the torch operations copy at a time."""
-
 _BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
-
-
-class Pairs(Protocol):
-    """Operations on chosen rows of two matrices, with fp32 sums (fp64 for fp64) in a fixed order."""
-
-    def products(self, a: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """[K]: a[i[k]] . b[j[k]] for a [M, H], b [L, H] of one dtype, whose rows are contiguous; i, j [K] int64."""
-        ...
-
-    def sums(self, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> Tensor:
-        """[S, H]: the sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1]; factor [K] fp32."""
-        ...
-
-
-class TorchPairs:
-    """In torch operations, on any device."""
-
-    def products(self, a: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """See `Pairs.products`."""
-        wide = torch.promote_types(a.dtype, torch.float32)
-        out = a.new_empty(len(i), dtype=wide)
-        size = max(_BLOCK_BYTES // (wide.itemsize * a.shape[1]), 1)
-        for start in range(0, len(i), size):
-            block = slice(start, start + size)
-            torch.sum(a[i[block]].to(wide) * b[j[block]].to(wide), dim=1, out=out[block])
-        return out
-
-    def sums(self, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> Tensor:
-        """See `Pairs.sums`."""
-        out = factor.new_empty((len(offsets) - 1, x.shape[1]))
-        size = max(_BLOCK_BYTES // (factor.itemsize * max(len(index), 1)), 1)
-        for start in range(0, x.shape[1], size):
-            columns = slice(start, start + size)
-            rows = x[:, columns][index].to(factor.dtype) * factor.unsqueeze(1)
-            out[:, columns] = _segments(rows, "sum", offsets)
-        return out
-
-
-class NativePairs:
-    """In C++: fp32, bf16 and fp16 on the CPU; results do not depend on the threads."""
-
-    def products(self, a: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """See `Pairs.products`."""
-        out: Tensor = torch.ops.grpo_fused_C.pair_products(a, b, i, j)
-        return out
-
-    def sums(self, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> Tensor:
-        """See `Pairs.sums`."""
-        out: Tensor = torch.ops.grpo_fused_C.segment_sums(x, index, factor, offsets)
-        return out
-
-
-def _segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tensor:
-    # unsafe: skips a check that would synchronise
-    return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
-
-
-class _Sets(NamedTuple):
-    """The sets of R tokens on this head: a slice of the vocabulary knows only its own candidates."""
-
-    rows: Tensor
-    """[R] int64: the tokens' positions in the call"""
-    ids: Tensor
-    """[K] int64: rows of this head's weight"""
-    places: Tensor
-    """[K] int64: the candidates in the sets of the call"""
-    token: Tensor
-    """[K] int64, ascending: which of the R tokens"""
-    offsets: Tensor
-    """[R + 1]"""
-    is_target: Tensor
-    """[K] bool"""
-
-    @classmethod
-    def of(cls, head: Head, tokens: Tokens, rows: Tensor) -> _Sets:
-        assert tokens.candidates is not None
-        places = tokens.candidates.places(rows)
-        ids = tokens.candidates.ids[places].to(torch.int64)
-        sizes = tokens.candidates.sizes[rows]
-        token = torch.repeat_interleave(sizes, output_size=len(places))
-        if tokens.vocab is not None:
-            ids = ids - tokens.vocab.first
-            own = (ids >= 0) & (ids < head.vocab_size)
-            places, ids, token = places[own], ids[own], token[own]
-        starts = torch.searchsorted(token, torch.arange(len(rows) + 1, device=rows.device))
-        return cls(rows, ids, places, token, starts, ids == tokens.ids[rows][token])
-
-    def sum(self, x: Tensor) -> Tensor:
-        """[R] fp64: sums over each set."""
-        return _segments(x.to(torch.float64), "sum", self.offsets)
-
-    def transform(self, head: Head, tokens: Tokens) -> tuple[Tensor | float, Tensor | float]:
-        """(temperature, bias) of each candidate."""
-        transform = tokens.transform(head, self.rows)
-        each, bias = transform.temperature, transform.bias
-        if isinstance(each, Tensor):
-            each = each.to(head.statistics_dtype)[self.token]
-        return each, 0.0 if bias is None else bias[self.ids]
-
-
-class _Scores(NamedTuple):
-    """What scoring found of some tokens."""
-
-    statistics: Statistics
-    """[R]"""
-    z: Tensor
-    """[K]"""
 
 
 @dataclass
@@ -160,7 +45,7 @@ class CandidateEngine:
         own, others = _split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, work.head.statistics_dtype).zero_()
         for block in _blocks(work, own):
-            out.place_(block, self._score(work, _Sets.of(work.head, work.tokens, work.rows[block])).statistics)
+            out.place_(block, self._score(work, _sets_of(work.head, work.tokens, work.rows[block])).statistics)
         if len(others):
             out.place_(others, self.whole.score(replace(work, rows=work.rows[others])))
         return out
@@ -182,63 +67,48 @@ class CandidateEngine:
             hidden = torch.zeros(shape, dtype=head.product_dtype, device=out.logp.device)
         dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
         for block in _blocks(work, own):
-            sets = _Sets.of(head, tokens, work.rows[block])
+            sets = _sets_of(head, tokens, work.rows[block])
             stats, z = self._score(work, sets)
             stats = tokens.merged(sets.rows, stats) if work.known is None else work.known.select(block)
             out.place_(block, stats)
             dlogp, dentropy = work.coefficients(block, stats.logp, stats.entropy)
-            found = _derivatives(head, tokens, sets, z, stats, dlogp, dentropy)
+            found = self.pairs.derivatives(sets, z, stats, dlogp, dentropy)
             dproducts.index_copy_(0, sets.places, found)
             worked += int((dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).sum())
             if hidden is not None:
-                dhidden = self.pairs.sums(*_chosen_rows(head, sets.ids), found, sets.offsets)
-                if tokens.vocab is not None:
-                    dhidden = tokens.vocab.start_sum(dhidden)()
-                hidden.index_copy_(0, sets.rows, dhidden.to(hidden.dtype))
+                chosen = _chosen_rows(head, sets.ids)
+                if tokens.vocab is None:
+                    self.pairs.add_sums(hidden, sets.rows, *chosen, found, sets.offsets)
+                else:
+                    own = found.new_zeros((len(sets.rows), hidden.shape[1]))
+                    self.pairs.add_sums(own, torch.arange(len(own), device=own.device), *chosen, found, sets.offsets)
+                    hidden.index_copy_(0, sets.rows, tokens.vocab.start_sum(own)().to(hidden.dtype))
         if self.any_whole and (needs.need_weight or needs.need_bias):
             add_weight_gradient(self.pairs, head, tokens, dproducts, gradients.weight, gradients.bias)
         return out, gradients._replace(hidden=hidden, tokens=worked, candidates=dproducts)
 
-    def _score(self, work: Work, sets: _Sets) -> _Scores:
-        head, tokens = work.head, work.tokens
-        hidden = head.operand(tokens.hidden_rows(sets.rows)).contiguous()
-        weight, ids = _chosen_rows(head, sets.ids)
-        z = self.pairs.products(hidden, weight, sets.token, ids)
-        temperature, bias = sets.transform(head, tokens)
-        z = (z + bias) * head.logit_scale
-        if head.softcap is not None:
-            z = head.softcap * torch.tanh(z / head.softcap)
-        z = z / temperature
-        maximum = _segments(z, "max", sets.offsets, initial=-torch.inf)
-        shifted = torch.where(z != -torch.inf, z - maximum[sets.token], -torch.inf)
-        e, at_maximum = shifted.exp(), shifted == 0
-        # without the maximum's own 1, so that a confident token keeps its digits
-        rest = sets.sum(torch.where(at_maximum, 0.0, e)) + (sets.sum(at_maximum) - 1.0).clamp(min=0.0)
-        log_sum = rest.log1p()
-        logp = sets.sum(torch.where(sets.is_target, shifted, 0.0)) - log_sum
-        entropy = None
-        if work.with_entropy:
-            moment = sets.sum(torch.where(e > 0, e * shifted, 0.0))
-            entropy = (log_sum - moment / (1.0 + rest)).clamp(min=0.0).to(z.dtype)
-        return _Scores(Statistics(maximum, log_sum.to(z.dtype), logp.clamp(max=0.0).to(z.dtype), entropy), z)
+    def _score(self, work: Work, sets: Sets) -> Scores:
+        hidden = work.head.operand(work.tokens.hidden_rows(sets.rows)).contiguous()
+        return self.pairs.scores(hidden, *_chosen_rows(work.head, sets.ids), sets, work.with_entropy)
 
 
-def _derivatives(
-    head: Head, tokens: Tokens, sets: _Sets, z: Tensor, stats: Statistics, dlogp: Tensor, dentropy: Tensor | None
-) -> Tensor:
-    """[K]: dL/d(product) of each candidate."""
-    token = sets.token
-    log_p = (z - stats.max[token] - stats.log_sum[token]).clamp(min=-1e4)
-    p = log_p.exp()
-    # 1 - p of the target from expm1: a confident token's gradient keeps its digits
-    dz = dlogp[token] * torch.where(sets.is_target, -torch.expm1(stats.logp[token]), -p)
-    if dentropy is not None:
-        assert stats.entropy is not None
-        dz = dz - dentropy[token] * p * (log_p + stats.entropy[token])
-    temperature, _ = sets.transform(head, tokens)
-    if head.softcap is not None:
-        dz = dz * (1.0 - (z * temperature / head.softcap).square())
-    return dz * head.logit_scale / temperature
+def _sets_of(head: Head, tokens: Tokens, rows: Tensor) -> Sets:
+    """The sets of the tokens at `rows` [R], which ascend."""
+    assert tokens.candidates is not None
+    if len(rows) == len(tokens.candidates):
+        sets, places = tokens.candidates, torch.arange(len(tokens.candidates.ids), device=rows.device)
+    else:
+        sets, places = tokens.candidates.select(rows), tokens.candidates.places(rows)
+    ids, offsets = sets.ids.to(torch.int64), sets.offsets
+    if tokens.vocab is not None:
+        token, ids = sets.positions, ids - tokens.vocab.first
+        own = (ids >= 0) & (ids < head.vocab_size)
+        places, ids = places[own], ids[own]
+        offsets = torch.searchsorted(token[own], torch.arange(len(rows) + 1, device=rows.device))
+    transform = tokens.transform(head, rows)
+    if isinstance(transform.temperature, Tensor):
+        transform = transform._replace(temperature=transform.temperature.to(head.statistics_dtype))
+    return Sets(rows, ids, places, offsets, tokens.ids[rows], transform)
 
 
 def add_weight_gradient(
@@ -259,10 +129,9 @@ def add_weight_gradient(
     if weight is not None:
         everywhere = torch.arange(tokens.ids.shape[0], device=ids.device)
         hidden = head.operand(tokens.hidden_rows(everywhere)).contiguous()
-        rows = pairs.sums(hidden, token, factor, offsets)
-        weight.index_copy_(0, unique, (weight[unique] + rows).to(weight.dtype))
+        pairs.add_sums(weight, unique, hidden, token, factor, offsets)
     if bias is not None:
-        bias.index_add_(0, unique, _segments(factor, "sum", offsets).to(bias.dtype))
+        bias.index_add_(0, unique, segments(factor, "sum", offsets).to(bias.dtype))
 
 
 def _split(work: Work) -> tuple[Tensor, Tensor]:

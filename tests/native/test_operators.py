@@ -117,3 +117,76 @@ def test_a_plan_of_nothing_is_refused(vocab, hidden):
     """An integer division by zero would kill the process."""
     with pytest.raises(RuntimeError, match=r"at least one row and one column; got \["):
         torch.ops.grpo_fused_C.head_plan(vocab, hidden, True)
+
+
+SIZES = [2, 0, 3]
+"""Candidates of three tokens."""
+
+
+def offsets(*sizes):
+    return torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()])
+
+
+def set_scores(**changes):
+    arguments = {
+        "hidden": torch.randn(3, H), "weight": torch.randn(V, H), "index": torch.tensor([7, 9, 0, 299, 5]),
+        "ids": torch.tensor([7, 9, 0, 299, 5]), "offsets": offsets(*SIZES), "targets": torch.tensor([9, -1, 0]),
+        "bias": None, "temperature": torch.ones(3), "scale": 1.0, "softcap": 0.0, "with_entropy": True, **changes,
+    }  # fmt: skip
+    return tuple(arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index": torch.tensor([7, 9, 0, V, 5])}, rf"index must be in \[0, {V}\); got {V} at 3"),
+        ({"index": torch.tensor([7])}, r"index must be \[5\]; got \[1\]"),
+        ({"ids": torch.tensor([7, 9, 0, 10, 5]), "bias": torch.zeros(10)}, r"ids must be in \[0, 10\); got 10 at 3"),
+        ({"ids": torch.tensor([-1, 9, 0, 10, 5])}, "got -1 at 0"),
+        ({"offsets": offsets(2, 0, 4)}, r"offsets must rise within \[0, 5\]; got 6 at 3"),
+        ({"offsets": offsets(2, -1, 4)}, "got 1 at 2"),
+        ({"offsets": offsets(2, 0, 2)}, "offsets must run from 0 to 5; got 0 to 4"),
+        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "offsets must hold at least one number"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets must be \[3\]; got \[2\]"),
+        ({"hidden": torch.randn(2, H)}, "hidden must have 3 rows; got 2"),
+        ({"hidden": torch.randn(3, H - 1)}, "as many columns and the same dtype"),
+        ({"hidden": torch.randn(3, H).bfloat16()}, "as many columns and the same dtype"),
+        ({"weight": torch.randn(H, V).T}, "rows of weight must be contiguous"),
+        ({"temperature": torch.ones(3).double()}, "temperature has the wrong dtype"),
+    ],
+)
+def test_wrong_candidate_sets_are_refused(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.grpo_fused_C.set_scores(*set_scores(**changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_added_to_rows(dtype):
+    x, factor, index = torch.randn(9, H).to(dtype), torch.randn(5), torch.tensor([8, 0, 8, 3, 3])
+    out = torch.randn(20, H).to(dtype)
+    want = out.double()
+    for row, part in zip((4, 5, 19), (slice(0, 2), slice(2, 2), slice(2, 5)), strict=True):
+        want[row] += (factor[part].double().unsqueeze(1) * x[index[part]].double()).sum(0)
+    torch.ops.grpo_fused_C.add_segment_sums(out, torch.tensor([4, 5, 19]), x, index, factor, offsets(*SIZES))
+    assert torch.equal(out[torch.arange(20) % 4 == 1], want.to(dtype)[torch.arange(20) % 4 == 1])  # others untouched
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": torch.tensor([4, 4, 19])}, "rows must ascend"),
+        ({"rows": torch.tensor([4, 5, 20])}, r"rows must be in \[0, 20\); got 20 at 2"),
+        ({"rows": torch.tensor([4, 5])}, r"offsets must be \[3\]; got \[4\]"),
+        ({"index": torch.tensor([8, 0, 9, 3, 3])}, r"index must be in \[0, 9\); got 9 at 2"),
+        ({"factor": torch.zeros(4)}, r"factor must be \[5\]; got \[4\]"),
+        ({"x": torch.randn(9, H + 1)}, "out and x must have as many columns"),
+    ],
+)
+def test_wrong_sums_are_refused(changes, message):
+    arguments = {
+        "out": torch.zeros(20, H), "rows": torch.tensor([4, 5, 19]), "x": torch.randn(9, H),
+        "index": torch.tensor([8, 0, 8, 3, 3]), "factor": torch.randn(5), "offsets": offsets(*SIZES), **changes,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.grpo_fused_C.add_segment_sums(*arguments.values())
