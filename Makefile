@@ -46,13 +46,15 @@ wheel: $(VENV)/.wheel  ## the wheels and the source archive, in dist/
 	@ls -l dist
 
 # One file a run: each program puts its section into it (benchmarks/results.py).
-bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (under 20 minutes)
+bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (half an hour)
 	$(eval OUT := $(shell $(BIN)/python -m benchmarks.results))
 	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr --record $(OUT)
 	$(BIN)/python -m benchmarks.cpu --quick --seconds 450 --out $(OUT)
 	$(BIN)/python -m benchmarks.accuracy --out $(OUT)
 	$(BIN)/python -m benchmarks.growth --rounds 2 --out $(OUT)
 	$(BIN)/python -m benchmarks.end_to_end --rounds 3 --out $(OUT)
+	$(BIN)/python -m benchmarks.trl_steps --out $(OUT)
+	$(BIN)/python -m benchmarks.candidates --out $(OUT)
 	$(BIN)/python -m benchmarks.report
 
 bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side, every case (about an hour)

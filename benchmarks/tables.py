@@ -60,25 +60,25 @@ def _summary_case(run: Run) -> dict[str, Any] | None:
 
 
 def training_step(folder: Path) -> str:
-    """What a training step takes with our loss and with TRL's, in one sentence for each dtype."""
-    run = newest("cuda", "end_to_end", folder) or newest("cpu", "end_to_end", folder)
-    if run is None:
+    """What steps of TRL's trainer take with our loss and without, and the head's share in larger models."""
+    run, shares = newest("cpu", "trl_steps", folder), newest("cpu", "end_to_end", folder)
+    if run is None or shares is None:
         return f"Time of a training step: {NOT_YET} (`{COMMANDS['cpu']}`)."
-    section = run.sections["end_to_end"]
-    times = []
-    for dtype, results in section["results"].items():
-        mine, theirs = (results.get(name, {}).get("step_seconds") for name in ("ours", "TRL"))
-        if mine and theirs:
-            times.append(f"{_ms(1e3 * mine['median'])} instead of {_ms(1e3 * theirs['median'])} in {dtype}")
-    model, shares = section["model"], section["head_flop_share"]
-    others = [f"{share:.0%} in {name}" for name, share in shares.items() if name != "this model"]
-    return (
-        f"A training step (forward, loss, backward, AdamW; no generation) of a small Qwen2 (H = {model['hidden']}, "
-        f"{model['layers']} layers, V = {model['vocab']}) with our loss in place of TRL's:\n"
-        f"{' and '.join(times)} ({where(run)}).\n"
-        f"The head is {shares['this model']:.0%} of this model's FLOP; it is {', '.join(others)}.\n"
-        "Expect a smaller gain in larger models."
-    )
+    section, of_head = run.sections["trl_steps"], shares.sections["end_to_end"]["head_flop_share"]
+    names = {"stock": "TRL alone", "patched": "with `patch_trl()`", "fused": "`FusedGRPOTrainer`"}
+    lines = [
+        f"{section['steps']} steps of TRL's trainer on a small Qwen2 (H = {section['hidden']}, {section['layers']} "
+        f"layers, V = {section['vocab']}), generation included, {section['threads']} thread ({where(run)}):",
+        "",
+        "| | time | processor time | peak memory of the process |",
+        "|---|---|---|---|",
+    ]
+    for name, row in section["trainers"].items():
+        seconds, processor = row["seconds"]["median"], row["processor_seconds"]["median"]
+        peak = row["peak_bytes"]["median"] / 2**20
+        lines.append(f"| {names[name]} | {seconds:.1f} s | {processor:.1f} s | {peak:.0f} MiB |")
+    others = ", ".join(f"{share:.0%} of {name}" for name, share in of_head.items() if name != "this model")
+    return "\n".join([*lines, "", f"Most of this model is head. The head is {others}: expect a smaller gain there."])
 
 
 def speed(device: str, folder: Path) -> str:
