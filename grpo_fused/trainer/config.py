@@ -45,6 +45,8 @@ class GRPOTrainerConfig:
         micro_batch_tokens: Tokens, prompts and padding included, in one forward and backward pass. A memory knob: it
             does not change the update, and groups may be split. `loss.top_entropy_quantile` < 1 ranks the tokens of a
             whole rollout, and takes it in one pass whatever this says.
+        share_prompts: Compute a prompt once for all of its completions, in one sequence with an attention mask. Faster
+            where prompts are long; only for models whose layers all have full attention, which is checked.
         max_prompt_length: Longer prompts are left out of the data set and counted; None keeps all.
         max_completion_length: Tokens, EOS included, after which a completion is cut.
         temperature: Of sampling and of scoring.
@@ -93,6 +95,7 @@ class GRPOTrainerConfig:
     num_generations: int = option(8, least=2)
     num_iterations: int = option(1, least=1)
     micro_batch_tokens: int = option(16384, least=1)
+    share_prompts: bool = False
     max_prompt_length: int | None = option(None, least=1)
     max_completion_length: int = option(256, least=1)
     temperature: float = option(1.0, positive=True)

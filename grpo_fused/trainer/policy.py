@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Rollout, micro_batches
+from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states, uses_additive_mask
 
 
 class Policy:
@@ -28,6 +29,7 @@ class Policy:
 
     Raises:
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
+        ValueError: `config.share_prompts` would change the model's states.
     """
 
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator, config: GRPOTrainerConfig) -> None:
@@ -36,6 +38,8 @@ class Policy:
         self.model: nn.Module = model
         self._form = lm_head_inputs(model)
         self._is_whole = self._form["lm_head_weight"] is model.get_output_embeddings().weight
+        if config.share_prompts:
+            check_shared_prompts(model, self._separate_states)
 
     def head(self) -> dict[str, Any]:
         """Keywords of the fused functions. Ask for each pass: a folded adapter's graph lives for one backward."""
@@ -51,8 +55,14 @@ class Policy:
 
         Runs the model up to its head, so that no logits are made. The state of the last prompt token predicts the first
         completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding moves
-        nothing.
+        nothing. With `config.share_prompts` each prompt is computed once.
         """
+        if self.config.share_prompts:
+            additive = uses_additive_mask(self.unwrapped)
+            return shared_prompt_states(self.model, rollout, additive_mask=additive)
+        return self._separate_states(rollout)
+
+    def _separate_states(self, rollout: Rollout) -> Tensor:
         input_ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]
         attention_mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -84,7 +94,8 @@ class Policy:
         throughout: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
         """
         whole = self.config.loss.top_entropy_quantile < 1
-        batches = micro_batches(rollout, rows, sys.maxsize if whole else self.config.micro_batch_tokens)
+        limit = sys.maxsize if whole else self.config.micro_batch_tokens
+        batches = micro_batches(rollout, rows, limit, share_prompts=self.config.share_prompts)
         most = len(batches)
         if self.accelerator.num_processes > 1:
             most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())

@@ -90,30 +90,41 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
 
 
-def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tensor]:
+def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prompts: bool = False) -> list[Tensor]:
     """Cuts sequences into batches of at most `max_tokens` tokens, padding included, those of like length together.
 
     Args:
         rollout: B sequences.
-        rows: [n] int64 on the CPU: the sequences to cut.
+        rows: [n] int64 on the CPU, ascending: the sequences to cut.
         max_tokens: The budget; a sequence that is longer than it is a batch of its own.
+        share_prompts: The sequences of one prompt are one, in which the prompt counts once.
 
     Returns:
         Indices into the rollout: each of `rows` in exactly one of the tensors.
     """
     prompts = rollout.prompt_mask.sum(1).tolist()
     completions = rollout.completion_mask.sum(1).tolist()
-    batches: list[list[int]] = []
+    units: list[list[int]] = []
+    for row in rows.tolist():
+        if share_prompts and units and torch.equal(rollout.prompt_ids[units[-1][0]], rollout.prompt_ids[row]):
+            together = prompts[row] + sum(completions[other] for other in (*units[-1], row))
+            if together <= max_tokens:
+                units[-1].append(row)
+                continue
+        units.append([row])
+    sizes = {unit[0]: (prompts[unit[0]], sum(completions[row] for row in unit)) for unit in units}
+    batches: list[list[list[int]]] = []
     longest_prompt = longest_completion = 0
-    for row in sorted(rows.tolist(), key=lambda row: -(prompts[row] + completions[row])):
-        wide_prompt, wide = max(longest_prompt, prompts[row]), max(longest_completion, completions[row])
+    for unit in sorted(units, key=lambda unit: -sum(sizes[unit[0]])):
+        prompt, completion = sizes[unit[0]]
+        wide_prompt, wide = max(longest_prompt, prompt), max(longest_completion, completion)
         if batches and (len(batches[-1]) + 1) * (wide_prompt + wide) <= max_tokens:
-            batches[-1].append(row)
+            batches[-1].append(unit)
             longest_prompt, longest_completion = wide_prompt, wide
         else:
-            batches.append([row])
-            longest_prompt, longest_completion = prompts[row], completions[row]
-    return [torch.tensor(batch) for batch in batches]
+            batches.append([unit])
+            longest_prompt, longest_completion = prompt, completion
+    return [torch.tensor([row for unit in batch for row in unit]) for batch in batches]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,128 @@
+"""A prompt once: the completions of a prompt follow it in one sequence, and each of them sees the prompt and itself.
+
+    prompt  completion 1  completion 2  ...      one row; positions of every completion continue those of the prompt
+
+The states are those of separate sequences, and so are the gradients. The prompt is computed and differentiated once
+instead of once for each completion. Only models whose layers all have full attention can run so.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_fused import head_hidden_states
+from grpo_fused.trainer.rollout import Rollout, length_mask
+
+
+def prompt_groups(rollout: Rollout) -> list[range]:
+    """Rows of the rollout that stand side by side and have the same prompt."""
+    ids = torch.where(rollout.prompt_mask, rollout.prompt_ids, -1)
+    new = (ids[1:] != ids[:-1]).any(1).nonzero().flatten() + 1
+    return [range(*pair) for pair in pairwise([0, *new.tolist(), len(ids)])]
+
+
+def shared_prompt_states(model: nn.Module, rollout: Rollout, *, additive_mask: bool) -> Tensor:
+    """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`; masked positions may hold anything.
+
+    Args:
+        model: Causal LM that `check_shared_prompts` accepts, wrapped or not.
+        rollout: B sequences, those of one prompt side by side.
+        additive_mask: The attention mask as numbers to add (0 or the lowest), not as bools.
+    """
+    device, groups = rollout.prompt_ids.device, prompt_groups(rollout)
+    lengths = rollout.completion_mask.sum(1).tolist()
+    rows, index = [], torch.zeros(rollout.completion_ids.shape, dtype=torch.int64)  # places in the row of the group
+    for group in groups:
+        prompt = rollout.prompt_ids[group.start][rollout.prompt_mask[group.start]]
+        parts, segments = [prompt], [torch.zeros_like(prompt)]
+        positions = [torch.arange(len(prompt), device=device)]
+        end = len(prompt)
+        for row in group:
+            count = lengths[row]
+            parts.append(rollout.completion_ids[row, :count])
+            segments.append(torch.full_like(parts[-1], row - group.start + 1))
+            positions.append(len(prompt) + torch.arange(count, device=device))
+            index[row, 1:count] = torch.arange(end, end + max(count - 1, 0))
+            index[row, 0] = len(prompt) - 1
+            end += count
+        rows.append(torch.stack([torch.cat(x) for x in (parts, segments, positions)]))
+    width = max(row.shape[1] for row in rows)
+    padded = torch.stack([nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
+    input_ids, segment, position_ids = padded.unbind(1)  # [U, L] each
+    there = length_mask(torch.tensor([row.shape[1] for row in rows], device=device), width)
+    seen = (segment.unsqueeze(1) == 0) | (segment.unsqueeze(1) == segment.unsqueeze(2))  # [U, query, key]
+    seen &= there.unsqueeze(1) & torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    seen |= torch.eye(width, dtype=torch.bool, device=device)  # a softmax over nothing would be NaN
+    mask = seen.unsqueeze(1)
+    if additive_mask:
+        lowest = torch.finfo(torch.float32).min
+        mask = torch.where(mask, 0.0, lowest)
+    states = head_hidden_states(model, input_ids, mask, position_ids=position_ids)
+    group_of = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+    return states.flatten(0, 1)[(index + width * group_of.unsqueeze(1)).to(device)]
+
+
+def uses_additive_mask(model: PreTrainedModel) -> bool:
+    """Whether the model adds its attention mask to the scores; SDPA takes bools."""
+    return getattr(model.config, "_attn_implementation", None) != "sdpa"
+
+
+def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
+    """Compare states and a gradient with those of separate sequences, on a few random tokens.
+
+    Args:
+        model: Not yet wrapped or sharded.
+        separate: `separate(rollout) -> [B, T, H]`, the states of sequences of their own.
+
+    Raises:
+        ValueError: The model has layers that are not full attention, or its states or gradients differ.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        kinds = {"sliding_attention"}
+    if others := kinds - {"full_attention"}:
+        raise ValueError(
+            f"share_prompts needs full attention in every layer; got {', '.join(sorted(others))} in "
+            f"{type(model).__name__}"
+        )
+    rollout = _example(config.vocab_size, model.device)
+    trained = [p for p in model.parameters() if p.requires_grad][:1]  # the first: its gradient comes through all layers
+    results: list[list[Tensor]] = []
+    wanted = separate(rollout)
+    try:
+        shared = shared_prompt_states(model, rollout, additive_mask=uses_additive_mask(model))
+    except Exception as error:
+        raise ValueError(
+            f"share_prompts needs a model that takes a mask of four dimensions; {type(model).__name__} raises {error!r}"
+        ) from error
+    for states in (wanted, shared):
+        states = states[rollout.completion_mask].float()
+        results.append([states.detach()])
+        if trained:
+            loss = (states * torch.linspace(-1, 1, states.numel(), device=states.device).view(states.shape)).sum()
+            results[-1] += torch.autograd.grad(loss, trained)
+    most = 1e-3 if model.dtype == torch.float32 else 5e-2
+    for name, want, got in zip(("states", "gradients"), *results, strict=False):
+        away = float((got.float() - want.float()).norm() / want.float().norm())
+        if not away <= most:
+            raise ValueError(
+                f"share_prompts must not change the {name} of {type(model).__name__}; they differ by {away:.1e} "
+                f"(relative), more than {most:.0e}: its layers are not pure attention, or ignore a mask of four "
+                "dimensions"
+            )
+
+
+def _example(vocab_size: int, device: torch.device) -> Rollout:
+    """Two prompts, five completions of unequal lengths."""
+    g = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, vocab_size, (2, 5), generator=g)[[0, 0, 0, 1, 1]]
+    completions = torch.randint(0, vocab_size, (5, 4), generator=g)
+    prompt_mask = length_mask(torch.tensor([5, 5, 5, 3, 3]), 5).flip(1)
+    mask = length_mask(torch.tensor([4, 2, 3, 1, 4]), 4)
+    return Rollout(prompts, prompt_mask, completions, mask).to(device)
