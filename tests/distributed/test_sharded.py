@@ -140,7 +140,7 @@ def test_wrong_groups_are_refused():
         TypeError, match="process_group must be a torch.distributed.ProcessGroup or ParallelGroups; got"
     ):
         case.run(make_config("dapo"), process_group="tp")
-    with pytest.raises(ValueError, match="impl='reference' is of one process; got a process_group"):
+    with pytest.raises(ValueError, match="impl='reference' supports one process only; got a process_group"):
         case.run(make_config("dapo"), process_group=ParallelGroups(), impl="reference")
     plain = case.run(make_config("dapo"))
     assert np.array_equal(case.run(make_config("dapo"), process_group=ParallelGroups()).dweight, plain.dweight)
