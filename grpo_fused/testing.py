@@ -32,7 +32,7 @@ GRADIENT_BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
 ROUNDINGS = 2.0
 """Multiple of the smallest error that a narrow dtype allows (`rounding_errors`)."""
 
-COMPANY_BOUND = 1e-5
+BATCH_BOUND = 1e-5
 """Nats by which a score may change with the other tokens of the batch."""
 
 BITWISE = ("native", "triton")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(trainer: GRPOTrainer) -> Metrics:
-    """Mean greedy rewards of the held-out rows, and the chance that one of k sampled completions succeeds.
+    """Mean greedy rewards of the held-out rows, and the probability that one of k sampled completions succeeds.
 
         pass@k = mean over rows of 1 - C(n - c, k) / C(n, k),   c of n samples succeed
 
@@ -35,7 +35,7 @@ def evaluate(trainer: GRPOTrainer) -> Metrics:
     mine = rows[accelerator.process_index :: accelerator.num_processes]
     # sums and counts of: each reward, pass@1, pass@n
     sums = torch.zeros(2, len(names) + 2, dtype=torch.float64)
-    # processes ask for the same numbers of completions (sampling may run in step): they repeat a row, uncounted
+    # processes sample equal numbers of completions (they may run in step): they repeat a row, which does not count
     most = math.ceil(len(rows) / accelerator.num_processes)
     for start in range(0, most, batch_size):
         batch = mine[start : start + batch_size]
@@ -60,5 +60,5 @@ def evaluate(trainer: GRPOTrainer) -> Metrics:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that k of `samples` completions, drawn without replacement, hold one of the `right` ones."""
+    """The probability that k of `samples` completions, drawn without replacement, contain one of the `right` ones."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

@@ -204,7 +204,7 @@ def test_a_broken_one_is_named(run: Path, case: str) -> None:
     damage(run / NEWEST)
     with pytest.raises(
         CheckpointError,
-        match=rf"(?s)cannot resume .*{NEWEST} \(an older one is there: checkpoint-000001\): .*({named})",
+        match=rf"(?s)cannot resume .*{NEWEST} \(an older one exists: checkpoint-000001\): .*({named})",
     ):
         make(run, steps=3, resume=True)
 

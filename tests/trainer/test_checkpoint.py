@@ -140,7 +140,7 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
     monkeypatch.setattr(state, "save_file", full)
     with pytest.raises(
         CheckpointError,
-        match=r"could not write .*checkpoint-000002 \(older checkpoints are as they were\): .*No space left",
+        match=r"could not write .*checkpoint-000002 \(older checkpoints are unchanged\): .*No space left",
     ):
         make(tmp_path, steps=3, save_steps=1).train()
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-000001"]
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes
     else:
         (newest / file).write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=r"cannot resume from .*checkpoint-000002 \(an older one is there: checkpoint-000001\): "
+        CheckpointError, match=r"cannot resume from .*checkpoint-000002 \(an older one exists: checkpoint-000001\): "
     ):
         make(tmp_path, steps=3, resume=True)
 

@@ -108,7 +108,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     ids=["suffix", "upper-case-suffix", "relative", "home", "path"],
 )
 def test_a_missing_file_is_not_looked_for_elsewhere(in_tmp_path: Path, source: Any) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"expected a file at '{source}'; got a path where nothing is"):
+    with pytest.raises(FileNotFoundError, match=rf"expected a file at '{source}'; got a path that does not exist"):
         load_rows(source)
 
 
