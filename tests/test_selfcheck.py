@@ -90,6 +90,6 @@ def test_bounds_follow_the_contract():
     assert testing.logp_bound(320.0) == pytest.approx(1e-3)
 
 
-def test_nothing_to_check_is_no_success():
+def test_nothing_to_check_is_an_error():
     with pytest.raises(SystemExit, match="nothing was checked: none of none runs here"):
         __main__.main(["check", "--engines", "none"])
