@@ -109,7 +109,7 @@ def build_model(setting: Setting) -> nn.Module:
 
 
 def build_rollout(setting: Setting, model: nn.Module) -> Rollout:
-    """Random ids, and old log-probs of the model's own with a noise of 0.05 nats."""
+    """Random ids, and old log-probs: the model's with a noise of 0.05 nats."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, setting.vocab, (setting.sequences, setting.prompt + setting.completion), generator=g)
     shape = (setting.sequences, setting.completion)
@@ -216,7 +216,7 @@ class Step:
 
 
 def gradient_error(problem: Problem, provider: Provider) -> float:
-    """Of dL/dhidden against float64, relative Frobenius."""
+    """Relative Frobenius error of dL/dhidden against float64."""
     exact = problem.to(torch.float64).run(GRPOLossConfig(epsilon=EPSILON), impl="reference")
     clear(problem)
     provider.of_head(problem).backward()
@@ -283,7 +283,7 @@ def memory(setting: Setting, name: str) -> dict[str, float]:
 
 
 def head_flop_share(body: float, width: int, vocab: int) -> float:
-    """Of a dense model's products: the head's V H of V H + the body's parameters. Without attention scores, whose
+    """The head's share of a dense model's products: V H of V H + the body's parameters. Without attention scores, whose
     share grows with the context, and without prompt tokens, which need no head."""
     return vocab * width / (vocab * width + body)
 

@@ -32,7 +32,7 @@ class Plot(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of all data in the plot."""
+        """Hash of all data in the plot."""
         return _hash(self)
 
     def figure(self) -> Figure:
@@ -56,7 +56,7 @@ class Study(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of all data in the plot."""
+        """Hash of all data in the plot."""
         return _hash(self.section)
 
     def figure(self) -> Figure:

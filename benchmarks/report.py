@@ -54,7 +54,7 @@ def outdated(root: Path, results: Path) -> str:
 
 
 def write(root: Path, results: Path) -> None:
-    """Bring pages and plots up to date; nothing is written if one of the pages has wrong markers."""
+    """Update pages and plots; nothing is written if one of the pages has wrong markers."""
     pages = {root / page: names for page, names in PAGES.items()}
     texts = {page: rewritten(page.read_text(encoding="utf-8"), names, results) for page, names in pages.items()}
     for page, text in texts.items():

@@ -4,7 +4,7 @@
     python -m benchmarks.results --device cuda
 
 `record(section, data, out=path)` puts a program's results into the file of its run, so that the programs of
-`make bench` fill one file, each a section of its own:
+`make bench` fill one file, each with its own section:
 
     {"schema": 2, "machine": {"device": "cpu", "commit": ...}, "sections": {"loss": {...}, "accuracy": {...}}}
 """

@@ -58,7 +58,7 @@ class Communication(NamedTuple):
 def communication(
     scored: int, with_gradient: int, width: int, layout: Layout, *, with_entropy: bool = True, fields: int = 5
 ) -> Communication:
-    """Of a rank with `scored` tokens, of which `with_gradient` have one, and hidden states of `width`.
+    """Communication of a rank with `scored` tokens, `with_gradient` of them with a gradient, and states of `width`.
 
     `fields` is the number of a token's inputs of the objective: mask, sequence, advantage, and if given old, ref,
     sampling log-probs and importance ratio.

@@ -429,7 +429,7 @@ def _ms(value: float) -> str:
 
 
 def _rate(flop_per_ms: float) -> str:
-    """Of matrix products."""
+    """The rate of matrix products as text."""
     gflops = flop_per_ms / 1e6
     return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 1e4 else f"{gflops:.0f} GFLOP/s"
 

@@ -80,7 +80,7 @@ def test_speed(benchmark, prepared, recorded, name, what):
     if prepared.case.pattern not in provider.patterns:
         pytest.skip("the same as others here")
     if what == "scoring" and provider.logps is None:
-        pytest.skip("it has no log-probs of its own")
+        pytest.skip("it returns no log-probs")
     errors, reason = prepared.verdict(name)
     row = {"provider": name, "what": what, "errors": errors, **prepared.case.describe()}
     recorded.append(row)

@@ -141,6 +141,6 @@ def check_objective(
         worst = float((a - b).abs().max()) if a.numel() else 0.0
         if worst > 1e-9 * max(1.0, float(a.abs().max()) if a.numel() else 0.0):
             raise ValueError(
-                f"an objective of scope {scope!r} must give each {scope} the same whatever it is called with; "
+                f"an objective of scope {scope!r} must give each {scope} the same result in any call; "
                 f"the {name} of all and of parts differ by {worst:.3g}"
             )

@@ -270,7 +270,7 @@ def _(*values: Any) -> LossResult:
 
 
 class ObjectiveResult(NamedTuple):
-    """Loss, scores as they were used, metrics in the order of `metric_names`, and coefficients."""
+    """Loss, scores as used in it, metrics in the order of `metric_names`, and coefficients."""
 
     loss: Tensor
     logps: Tensor

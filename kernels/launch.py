@@ -147,9 +147,7 @@ def _shares_memory(logits: Tensor, out: Tensor, config: RowConfig) -> bool:
             logits.stride(0) * logits.itemsize == out.stride(0) * out.itemsize and out.itemsize <= logits.itemsize
         )
         if not (config.in_place and same_rows):
-            raise ValueError(
-                "the gradient may share the memory of the logits only row upon row, and not on this device"
-            )
+            raise ValueError("the gradient may share the memory of the logits only row by row, and not on this device")
     return shared
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1, log1p, sigmoid, token_objective
 
-# Slices of per-token tensors start anywhere: without this an odd start would compile a kernel of its own.
+# Slices of per-token tensors start anywhere: without this an odd start would compile another kernel.
 PER_ROW_POINTERS = [
     "targets_ptr",
     "temperature_ptr",

@@ -214,7 +214,7 @@ def test_auto_is_pure_without_a_compiler_and_cpu_gives_the_reason(source):
 HIDE_TORCH = (
     "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
 )
-"""As in pip's isolated builds, which take the environment's packages off the path."""
+"""As in pip's isolated builds, which remove the environment's packages from the path."""
 
 RUN_SETUP = "import sys; sys.argv = ['setup.py', '-q', 'build_ext']; exec(open('setup.py').read())"
 

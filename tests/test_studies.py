@@ -179,7 +179,7 @@ def test_end_to_end_in_a_tiny_form(tmp_path):
     for found in results.values():
         assert 0.0 < found["gradient_error"] <= end_to_end.GRADIENT_TOLERANCE
         assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"]["median"])
-        found |= end_to_end.memory(setting, "eager")  # a process of its own for each takes too long for a test
+        found |= end_to_end.memory(setting, "eager")  # a process for each takes too long for a test
         assert found["standing_bytes"] > 2 * 500 * 64
     assert 0.0 < section["head_flop_share"]["Qwen2.5-7B"] < section["head_flop_share"]["Qwen2.5-0.5B"] < 0.5
     assert end_to_end.head_flop_share(3e6, 1000, 1000) == 0.25

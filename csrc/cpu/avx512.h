@@ -1,4 +1,4 @@
-// Vector helpers for the AVX-512 sources. A function here is compiled for AVX-512 whatever the compiler's flags: the
+// Vector helpers for the AVX-512 sources. A function here is compiled for AVX-512 with any compiler flags: the
 // sources that include this keep to plain functions over pointers, so that no shared inline function (of the standard
 // library, say) is compiled for AVX-512 and then used by the linker for all callers.
 #pragma once

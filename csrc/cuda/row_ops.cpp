@@ -72,7 +72,7 @@ bool shares_memory(const Tensor& logits, const Tensor& out) {
   if (begin(logits) >= end(out) || begin(out) >= end(logits)) return false;
   const bool same_rows = begin(logits) == begin(out) && out.element_size() <= logits.element_size() &&
                          (logits.size(0) == 1 || row_stride_bytes(logits) == row_stride_bytes(out));
-  STD_TORCH_CHECK(same_rows, "out may share the memory of logits only row upon row");
+  STD_TORCH_CHECK(same_rows, "out may share the memory of logits only row by row");
   return true;
 }
 

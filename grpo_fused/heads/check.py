@@ -86,7 +86,7 @@ def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, 
     logits are 1 to 64 and beyond the softcap. Over the whole vocabulary, the log-softmax of the model's logits must be
     that of the form read from the config, or of another form that its fields can mean; then
     `fused_linear_logprobs` must give the same for a sample of tokens. Modes, parameters, hooks and random states of the
-    model are left as they were.
+    model are not changed.
 
     Args:
         model: As for `lm_head_inputs`.

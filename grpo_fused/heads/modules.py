@@ -68,7 +68,7 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight = _plain(getattr(head, "weight", None), "weight", head)
     if weight.dim() != 2 or weight.numel() == 0 or weight.device.type == "meta":
         raise ValueError(
-            f"the weight of an lm head must be [V, H], in memory; {type(head).__name__} has {tuple(weight.shape)} "
+            f"an lm head must have a weight [V, H] in memory; {type(head).__name__} has shape {tuple(weight.shape)} "
             f"on {weight.device}: gather a sharded one (ZeRO-3, FSDP) first, load an offloaded one (meta)"
         )
     bias = None if getattr(head, "bias", None) is None else _plain(head.bias, "bias", head)

@@ -110,8 +110,8 @@ def _named(name: str, timeout: float | None) -> Iterator[None]:
 def _limited(seconds: float | None) -> Iterator[None]:
     """Interrupts the code in its block after `seconds`, by the interval timer of Unix.
 
-    Only the main thread on Unix can be interrupted, and only between two steps of Python; and a call that sets an
-    alarm of its own (math-verify does) takes the timer away. In these cases the time is checked when it returns.
+    Only the main thread on Unix can be interrupted, and only between two steps of Python; and a call that sets
+    another alarm (as math-verify does) replaces the timer. In these cases the time is checked when it returns.
 
     Raises:
         TimeExceeded: It took longer.

@@ -39,13 +39,13 @@ def evaluate(trainer: GRPOTrainer) -> Metrics:
     most = math.ceil(len(rows) / accelerator.num_processes)
     for start in range(0, most, batch_size):
         batch = mine[start : start + batch_size]
-        asked = batch + rows[:1] * (min(batch_size, most - start) - len(batch))
-        _, rewards = trainer.sample(asked, replace(trainer.sampling, greedy=True, num_generations=1))
+        requested = batch + rows[:1] * (min(batch_size, most - start) - len(batch))
+        _, rewards = trainer.sample(requested, replace(trainer.sampling, greedy=True, num_generations=1))
         greedy = rewards[: len(batch)].double().cpu()
         sums[0, : len(names)] += greedy.nansum(0)
         sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
-            _, rewards = trainer.sample(asked, replace(trainer.sampling, num_generations=samples))
+            _, rewards = trainer.sample(requested, replace(trainer.sampling, num_generations=samples))
             sampled = rewards[:, success].reshape(-1, samples)[: len(batch)].cpu()
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())

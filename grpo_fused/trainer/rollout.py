@@ -140,7 +140,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.truncates and self.repetition_penalty != 1:
             raise ValueError(
-                "top_p, top_k and min_p must be off with a repetition_penalty: the loss knows the tokens that were "
+                "top_p, top_k and min_p must be off with a repetition_penalty: the loss has the tokens that were "
                 f"kept, but not their changed logits; got repetition_penalty {self.repetition_penalty}"
             )
 
@@ -217,7 +217,7 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             continue
         if tensor.shape != (rows, ids.shape[-1]) or (dtype and tensor.dtype != dtype):
             raise ValueError(
-                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, T alike; "
+                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, one T; "
                 f"got {tuple(tensor.shape)}, {tensor.dtype}"
             )
     lengths = mask.sum(1)

@@ -125,7 +125,7 @@ class RunState:
         state = checkpoint.read_state(newest)
         if state["processes"] != self.accelerator.num_processes:
             raise CheckpointError(
-                f"{state['processes']} processes wrote it, each with a random state of its own; "
+                f"{state['processes']} processes wrote it, each with its own random state; "
                 f"got {self.accelerator.num_processes}"
             )
         model = self.policy.model

@@ -240,7 +240,7 @@ class SmallModel(torch.nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def forward(self, case: Case) -> torch.Tensor:
-        """The loss of a case, whose ids stand for its prompt too."""
+        """The loss of a case; its ids are also the prompt."""
         hidden = self.layer(self.embedding(case.completion_ids)).tanh()
         return fused_linear_grpo_loss(
             hidden, self.lm_head.weight, case.completion_ids, case.advantages.float(), case.completion_mask,

@@ -203,7 +203,7 @@ def test_weights_that_are_not_plain_are_refused() -> None:
         (nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False), TypeError, "float8"),
         (weight.detach().as_subclass(Packed), TypeError, "Packed"),
         (nn.Parameter(torch.empty(0)), ValueError, r"shape \(0,\) on cpu: gather a sharded one"),
-        (nn.Parameter(weight.flatten()), ValueError, r"must be \[V, H\].*gather a sharded one"),
+        (nn.Parameter(weight.flatten()), ValueError, r"must have a weight \[V, H\].*gather a sharded one"),
         (nn.Parameter(weight.to("meta")), ValueError, "on meta: .*load an offloaded one"),
     ):
         model.lm_head.weight = bad

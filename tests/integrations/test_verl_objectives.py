@@ -74,7 +74,7 @@ def theirs(verl, name, r, aggregation="token-mean", policy_loss=None, old=None, 
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
         policy_loss=verl.PolicyLossConfig(**(policy_loss or {})), **options,
     )  # fmt: skip
-    # a rejected token counts in the average as 0, as where verl knows the global batch
+    # a rejected token counts as 0 in the average, as in verl with a known global batch size
     config.global_batch_info.update(batch_num_tokens=int(r.mask.sum()), global_batch_size=len(r.mask))
     logps = r.logps.clone().requires_grad_()
     old = r.old if old is None else old

@@ -1,6 +1,6 @@
 """Every shipped row configuration compiles for every architecture, without a GPU, with the expected resources.
 
-Compiling needs triton as a compiler, not as an interpreter, so that this runs in a process of its own.
+Compiling needs triton as a compiler, not as an interpreter, so this runs in its own process.
 """
 
 from __future__ import annotations

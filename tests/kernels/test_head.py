@@ -255,7 +255,7 @@ def test_weights_that_a_descriptor_cannot_describe():
 
 
 def test_splits_cover_every_head():
-    """Tiles are covered once, whatever V and H; a token's partial statistics stay small; N has no effect."""
+    """Tiles are covered once, for any V and H; a token's partial statistics stay small; N has no effect."""
     tables = [
         *HEAD_CONFIGS.values(),
         *UNALIGNED_CONFIGS.values(),

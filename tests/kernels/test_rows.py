@@ -132,7 +132,7 @@ def test_gradient_refuses_memory_that_it_would_overwrite_too_early():
     values, targets = case((4, 32))
     stats = row_statistics(values, targets, Transform(None, 1.0, None, 1.0), with_entropy=False)
     wrong = values.view(torch.bfloat16).view(-1)[: 4 * 32].view(4, 32)  # rows packed: row 1 is written to row 0
-    with pytest.raises(ValueError, match="row upon row"):
+    with pytest.raises(ValueError, match="row by row"):
         row_gradient(values, wrong, targets, stats, torch.ones(4), None, Transform(None, 1.0, None, 1.0))
 
 

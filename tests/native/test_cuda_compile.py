@@ -170,7 +170,7 @@ def test_gradient_refuses_memory_that_it_would_overwrite_too_early(operators):
         call = gradient_call(logits=logits[:rows], out=out)
         for name in ("targets", "max", "log_sum", "logp", "dlogp"):
             call[name] = call[name][:rows]
-        with pytest.raises(RuntimeError, match="out may share the memory of logits only row upon row"):
+        with pytest.raises(RuntimeError, match="out may share the memory of logits only row by row"):
             operators.row_gradient(**call)
 
 

@@ -88,7 +88,7 @@ def test_tag_count(completion: str, expected: float) -> None:
         pytest.param([{"role": "user", "content": "q"}, *as_chat("<think>")], {}, True, id="assistant-prefix"),
         pytest.param([{"role": "user", "content": "open with <think>"}], {}, False, id="user-mentions-it"),
         pytest.param([{"role": "user", "content": "q"}], {"think_opened": True}, True, id="template-opens-it"),
-        pytest.param("q <think>", {"think_opened": False}, False, id="told-otherwise"),
+        pytest.param("q <think>", {"think_opened": False}, False, id="option-says-closed"),
     ],
 )
 def test_whether_the_prompt_opened_the_think_block(prompt: object, options: dict[str, bool], opened: bool) -> None:
