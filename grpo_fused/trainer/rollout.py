@@ -217,8 +217,8 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             continue
         if tensor.shape != (rows, ids.shape[-1]) or (dtype and tensor.dtype != dtype):
             raise ValueError(
-                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, one T; "
-                f"got {tuple(tensor.shape)}, {tensor.dtype}"
+                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, "
+                f"with the same T for all tensors; got {tuple(tensor.shape)}, {tensor.dtype}"
             )
     lengths = mask.sum(1)
     if not torch.equal(mask, length_mask(lengths, mask.shape[1])) or not (lengths > 0).all():

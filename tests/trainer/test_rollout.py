@@ -192,7 +192,7 @@ IDS, MASK = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[True, True, Fals
         pytest.param(Recorded(IDS, MASK[:, :2]), r"mask of shape \(2, T\).*; got \(2, 2\)", id="mask"),
         pytest.param(
             Recorded(IDS, MASK, torch.zeros(2, 1)),
-            r"sampling_logps of shape \(2, T\), one T; got \(2, 1\)",
+            r"sampling_logps of shape \(2, T\), with the same T for all tensors; got \(2, 1\)",
             id="log-probs",
         ),
         pytest.param(Recorded(IDS, MASK.flip(1)), "True up to each completion's end", id="holes"),
