@@ -1,6 +1,6 @@
-# Everything here makes what it needs: `make demo` and `make test` work on a fresh clone.
+# Each target sets up what it needs: `make demo` and `make test` work in a new clone.
 #
-# On Linux without a GPU, pip's torch brings gigabytes of CUDA libraries. To get the CPU wheel, name the index that
+# On Linux without a GPU, pip's torch includes gigabytes of CUDA libraries. To get the CPU wheel, name the index that
 # PyTorch's "Get started" page gives for it:   make demo TORCH_INDEX_URL=<that index>
 
 PYTHON ?= python3
@@ -20,7 +20,7 @@ help:  ## list the targets
 demo: $(VENV)/.demo $(VENV)/.native  ## a small language model learns arithmetic by GRPO (about 3 minutes on 2 cores)
 	$(BIN)/python -m examples.arithmetic
 
-# A worker a core; tests/conftest.py says which tests stay together, and begins with the longest.
+# One worker for each core; tests/conftest.py groups tests, and starts with the longest.
 PYTEST := $(BIN)/python -m pytest -q -n logical
 
 test: $(VENV)/.dev $(VENV)/.native  ## the gate: every layer, a covering sample of the option grid
@@ -34,9 +34,9 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three archives in dist/: the source, a wheel of Python alone for any machine, and one with the CPU extension for Linux on
-# x86-64. Each wheel is built from the source archive, so nothing of an old build/ gets in, with no machine's own flags.
-# auditwheel names the oldest glibc that the extension's symbols allow; PyTorch's libraries stay where torch has them.
+# Three archives in dist/: the source, a pure Python wheel for any machine, and one with the CPU extension for Linux on
+# x86-64. Each wheel is built from the source archive, without files of an old build/ or machine-specific flags.
+# auditwheel finds the oldest glibc that the extension's symbols allow; PyTorch's libraries are not copied.
 BUILD := env -u CFLAGS -u CXXFLAGS -u CPPFLAGS -u LDFLAGS $(BIN)/python -m build --no-isolation
 wheel: $(VENV)/.wheel  ## the wheels and the source archive, in dist/
 	rm -rf dist build/wheel
@@ -45,7 +45,7 @@ wheel: $(VENV)/.wheel  ## the wheels and the source archive, in dist/
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so --strip --wheel-dir dist build/wheel/*.whl
 	@ls -l dist
 
-# One file a run: each program puts its section into it (benchmarks/results.py).
+# One file for each run: each program writes its section (benchmarks/results.py).
 bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (half an hour)
 	$(eval OUT := $(shell $(BIN)/python -m benchmarks.results))
 	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr --record $(OUT)
@@ -57,26 +57,26 @@ bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its pee
 	$(BIN)/python -m benchmarks.candidates --out $(OUT)
 	$(BIN)/python -m benchmarks.report
 
-bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers side by side, every case (about an hour)
+bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers, every case (about an hour)
 	$(BIN)/python -m benchmarks.cpu
 	$(BIN)/python -m benchmarks.report
 
-# The package is built once more, instrumented, beside the checkout. The loader wants ASan first; leaks are torch's own.
+# The package is built again, instrumented, outside of the checkout. ASan must be loaded first; leaks are torch's own.
 SANITIZED := build/sanitized
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	GRPO_FUSED_BUILD=cpu CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
 	  $(BIN)/python setup.py -q build -b $(SANITIZED) --build-lib $(SANITIZED)/lib
-	nm -D $(SANITIZED)/lib/grpo_fused/_C.abi3.so | grep -q __asan_report  # that it is instrumented
+	nm -D $(SANITIZED)/lib/grpo_fused/_C.abi3.so | grep -q __asan_report  # checks that it is instrumented
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" tests/native
 
-# Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often bring their own torch.
+# Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-# What fails stops nothing that comes after it, and is an error at the end: the sweep times nothing that float64 does not
-# confirm. The tuner comes last, since a candidate may abort its compiler. `make gpu OUT=FILE` chooses the file; where time
-# is short, call the lines one by one, the sweep with --seconds. With nvcc, a CUDA extension must compile.
+# A failure does not stop later steps, and is an error at the end. The sweep times only results that agree with float64.
+# The tuner comes last, since a candidate may abort its compiler. `make gpu OUT=FILE` chooses the file; with little
+# time, call the lines one by one, the sweep with --seconds. With nvcc, a CUDA extension must compile.
 FAILED := build/gpu-failed
 gpu:  ## on a GPU: its tests, the sweep with the peers, row kernels, the head kernel's tuner; into a file and the README
 	$(if $(shell command -v nvcc 2>/dev/null),GRPO_FUSED_BUILD=cuda) $(GPU_PYTHON) setup.py -q build_ext --inplace
@@ -92,7 +92,7 @@ gpu:  ## on a GPU: its tests, the sweep with the peers, row kernels, the head ke
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
 	$(BIN)/python -m benchmarks.aot
 
-clean:  ## remove what make made
+clean:  ## remove the files that make created
 	rm -rf $(VENV) build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
@@ -103,8 +103,8 @@ $(VENV)/.torch: constraints.txt
 	@$(PIP) $(TORCH)
 	@touch $@
 
-# Without a compiler everything works on PyTorch alone; setup.py says in a line what it built. GRPO_FUSED_BUILD=cpu fails
-# instead, none leaves it out.
+# Without a compiler everything works with PyTorch only; setup.py reports in one line what it built.
+# GRPO_FUSED_BUILD=cpu fails instead, none leaves it out.
 $(VENV)/.native: $(VENV)/.torch setup.py $(wildcard csrc/*.h csrc/*/*)
 	@$(PIP) 'setuptools>=77'
 	@$(BIN)/python -W ignore setup.py -q build_ext --inplace

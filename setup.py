@@ -1,11 +1,11 @@
 """Package layout and the optional native extensions.
 
-`GRPO_FUSED_BUILD` chooses what is compiled: `auto` (the default) what the machine allows, and never fails for it;
+`GRPO_FUSED_BUILD` chooses what is compiled: `auto` (the default) what the machine allows, and it never fails;
 `none` nothing; `cpu` the CPU extension; `cuda` that and the CUDA one. The last two fail with the reason if they cannot.
-A build says in one line what it contains, and how to get what it lacks; pip shows that line with `-v`.
+A build reports in one line what it contains, and how to build what is missing; pip shows that line with `-v`.
 
 `kernels/` is installed as `grpo_fused.kernels`. It has no `__init__.py`: a top-level package of that name would shadow
-Hugging Face's `kernels` for everybody who runs from a checkout.
+Hugging Face's `kernels` for programs that run from a checkout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", rec
 
 
 class Unbuildable(Exception):
-    """Why an extension cannot be built here; `first` is the command that would change that, if there is one."""
+    """Why an extension cannot be built here; `first` is the command that would fix that, if there is one."""
 
     def __init__(self, reason: str, first: str | None = None) -> None:
         super().__init__(reason)
@@ -50,8 +50,8 @@ class Unbuildable(Exception):
 def find_torch() -> Path:
     """PyTorch's folder, found without the seconds that its import takes.
 
-    pip builds in isolation: it takes the environment's packages off `sys.path`, but `sys.prefix` still leads to them.
-    Any PyTorch that is recent enough will do: what is built on its stable ABI runs on all later ones.
+    pip builds in isolation: it removes the environment's packages from `sys.path`, but they are under `sys.prefix`.
+    Any PyTorch that is new enough works: a build with its stable ABI runs on all later versions.
     """
     spec = importlib.util.find_spec("torch")
     places = [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
@@ -83,7 +83,7 @@ def cpu_extension() -> Extension:
         library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu", "dl"],
         define_macros=DEFINES,
-        # GCC 12's own AVX-512 header draws the warnings that are turned off
+        # GCC 12's own AVX-512 header causes the warnings that are turned off
         extra_compile_args=[
             "-std=c++20",
             "-O3",
@@ -119,7 +119,7 @@ def cuda_extension(mode: str) -> Extension:
 
 
 def plan(mode: str) -> tuple[list[Extension], dict[str, str], str | None]:
-    """What to build in this mode, a word on each extension, and the commands that build one that is left out."""
+    """The extensions to build in this mode, a note about each, and the commands that build one that is left out."""
     if mode not in MODES:
         raise SystemExit(f"GRPO_FUSED_BUILD must be one of {', '.join(MODES)}; got {mode!r}")
     if mode == "none":
@@ -143,17 +143,17 @@ def plan(mode: str) -> tuple[list[Extension], dict[str, str], str | None]:
 def rebuild(name: str) -> str:
     """The command that installs this source again, with an extension or an error."""
     here = Path.cwd()
-    # an archive, and what pip clones, lie in a folder that will be gone
+    # an archive, and pip's clones, are in a folder that is removed later
     gone = Path("PKG-INFO").exists() or any(part.startswith("pip-") for part in here.parts)
     what = "--no-binary grpo-fused grpo-fused" if gone else shlex.quote(str(here))
-    if PIP == "uv pip":  # its isolated builds have a prefix of their own, which does not lead to torch
+    if PIP == "uv pip":  # its isolated builds have their own prefix, without torch
         how = "--reinstall --no-deps --no-cache --no-build-isolation"
         return f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD={name.lower()} uv pip install {how} {what}"
     return f"GRPO_FUSED_BUILD={name.lower()} pip install --force-reinstall --no-deps --no-cache-dir {what}"
 
 
 def then(commands: str | None) -> str:
-    """How a line about a missing extension ends."""
+    """The end of a line about a missing extension."""
     return f"; to build it: {commands}" if commands else ""
 
 
@@ -162,12 +162,12 @@ EXTENSIONS, WORDS, MEND = plan(MODE)
 
 
 def say(words: dict[str, str], mend: str | None) -> None:
-    """What a build contains, in one line."""
+    """The content of a build, in one line."""
     print(f"grpo_fused: {', '.join(words.values())}{then(mend)}", flush=True)
 
 
-class SayWhatIsBuilt(build_py):
-    """Says what this build contains, where nothing is compiled."""
+class ReportBuild(build_py):
+    """Reports the content of this build, if nothing is compiled."""
 
     def run(self) -> None:
         if not EXTENSIONS:
@@ -193,7 +193,7 @@ class BuildNative(build_ext):
                 super().build_extension(ext)
         except Exception as error:
             self.failed[name] = f"without the {name} extension (it did not compile: see above)"
-            ext.optional = MODE == "auto"  # setuptools reports the error, and goes on
+            ext.optional = MODE == "auto"  # setuptools reports the error, and continues
             raise CompileError(str(error)) from error
 
     def compile_cuda(self, ext: Any) -> None:
@@ -232,7 +232,7 @@ setup(
     package_dir={"grpo_fused.kernels": "kernels"},
     package_data={"grpo_fused": ["py.typed"]},
     ext_modules=EXTENSIONS,
-    cmdclass={"build_ext": BuildNative, "build_py": SayWhatIsBuilt},
+    cmdclass={"build_ext": BuildNative, "build_py": ReportBuild},
     # no Python API is used, so one wheel serves every Python
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if EXTENSIONS else {},
 )

@@ -1,11 +1,11 @@
-"""How far log-probs, ratios and gradients are from float64 as logits grow: ours and the peers', on the same tensors.
+"""Errors of log-probs, ratios and gradients against float64 by size of the logits: ours and the peers', same tensors.
 
     python -m benchmarks.accuracy --out results.json                  # about two minutes on two cores
     python -m benchmarks.accuracy --dtypes bfloat16 --max-logits 32   # a part of it
 
-`benchmarks.accuracy_problem` makes the problems. A token's ratio asks for a log-prob twice, and the study does so in
-three ways: with an exact old log-prob, with one that the provider has made itself (whose rounding cancels only while
-the policy stands still), and with one of a head that rounds its logits, as a rollout engine may have it.
+`benchmarks.accuracy_problem` makes the problems. A token's ratio needs two log-probs. The study takes the old one in
+three ways: exact, computed by the provider itself (its rounding cancels only while the policy does not change), and
+computed by a head that rounds its logits, as a rollout engine may do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LOGITS = {
 """Largest |logit| of each case."""
 
 GRADIENTS_AT = {"bfloat16": (8.0, 32.0, 128.0), "float16": (32.0,), "float32": (32.0,)}
-"""Where gradients and on-policy ratios are taken too; they take most of the time."""
+"""Cases in which gradients and on-policy ratios are computed too; they take most of the time."""
 
 HISTOGRAM_AT = 32.0
 
@@ -45,23 +45,23 @@ NOISE_DRAWS = 64
 """Old policies that the share of flipped clip decisions is averaged over: head errors do not depend on them."""
 
 DECODED = 8
-"""Leading positions that a rollout scores one at a time, in a batch of one token of each sequence."""
+"""First positions, which a rollout scores one at a time, in a batch of one token of each sequence."""
 
 RATIO_BINS = torch.linspace(0.9, 1.1, 82, dtype=torch.float64)
-"""Edges; the first and the last bin also count what lies beyond."""
+"""Edges; the first and the last bin also count values outside."""
 
 
 class Provider(NamedTuple):
-    """One implementation, as a rollout is scored and as the policy is trained."""
+    """One implementation: scoring of a rollout, and training."""
 
     score: Callable[[Problem], Tensor]
     """[B, T] log-probs"""
     train: Callable[[Problem], tuple[Tensor, Tensor]] | None
-    """the loss, and the log-probs [B, T] that it has used; None where that takes minutes"""
+    """the loss, and the log-probs [B, T] that it has used; None if that takes minutes"""
 
 
 def providers(device: str, dtype: torch.dtype) -> dict[str, Provider]:
-    """Those that can run here."""
+    """The providers that can run here."""
     found = {
         impl: ours(impl)
         for impl in ("native", "triton", "chunked")
@@ -108,7 +108,7 @@ def peer(logps: Callable[[Problem], Tensor]) -> Provider:
 
 
 def liger_logps(p: Problem) -> Tensor:
-    """What `LigerFusedLinearGRPOLoss` makes its loss of."""
+    """The log-probs that `LigerFusedLinearGRPOLoss` uses."""
     from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
     return LigerFusedLinearPPOBase.chunk_forward(
@@ -136,8 +136,8 @@ def torch_logps(p: Problem) -> Tensor:
 def measure(case: Case, provider: Provider) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Errors of a provider, and its on-policy ratios [B, T] by where the old log-probs come from.
 
-    Where the case has gradients, the log-probs are those of training, and there are ratios: `own` has the rollout
-    scored by the provider itself in another company, `exact` by float64, `rounded` by an eager head in the dtype.
+    If the case has gradients, the log-probs are those of training, and there are ratios: for `own` the provider itself
+    scores the rollout in another batch, for `exact` float64 does, for `rounded` an eager head in the dtype.
     """
     problem, ratios, row = case.problem, {}, {}
     with torch.no_grad():
@@ -173,7 +173,7 @@ def measure(case: Case, provider: Provider) -> tuple[dict[str, Any], dict[str, T
 
 @torch.no_grad()
 def old_logps(case: Case, provider: Provider) -> dict[str, Tensor]:
-    """[B, T] log-probs (of fp32, held in float64) that a rollout may have recorded for the very policy trained."""
+    """[B, T] log-probs (fp32, stored as float64) that a rollout may have recorded for the policy that is trained."""
     p = case.problem
     parts = [slice(t, t + 1) for t in range(min(DECODED, p.completion_ids.shape[1]))] + [slice(DECODED, None)]
     own = [provider.score(p.per_token(lambda x, t=t: x[:, t])) for t in parts if p.completion_ids[:, t].numel()]
@@ -189,13 +189,13 @@ def flipped_by_exact_old(logps: Tensor, exact: Tensor) -> float:
 
 
 def flipped_by_own_old(logps: Tensor, moved: Tensor, case: Case) -> float:
-    """The same where the provider has scored the old policy too; the two policies take both parts."""
+    """The same if the provider has scored the old policy too; each of the two policies is the old one once."""
     got, want = logps - moved, case.logps - case.moved_logps
     return flipped(torch.stack([got, -got]), torch.stack([want, -want]))
 
 
 def flipped(log_ratios: Tensor, exact: Tensor) -> float:
-    """Share of log-ratios that lie on another side of a clip bound than the exact ones."""
+    """Share of log-ratios that are on another side of a clip bound than the exact ones."""
     bounds = torch.tensor([1 - EPSILON, 1 + EPSILON], dtype=exact.dtype, device=exact.device)
     return float((torch.bucketize(log_ratios.exp(), bounds) != torch.bucketize(exact.exp(), bounds)).double().mean())
 
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", nargs=4, type=int, default=Shape(), metavar=("B", "T", "H", "V"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(argv)
-    machine(given.device)  # its load before this adds to it
+    machine(given.device)  # reads the load before this program adds to it
     sizes = {dtype: tuple(given.max_logits or MAX_LOGITS[dtype]) for dtype in given.dtypes}
     record("accuracy", study(sizes, Shape(*given.shape), given.device), out=given.out, device=given.device)
     print(f"written to {given.out}")

@@ -1,4 +1,4 @@
-"""Problems of the accuracy study, and what float64 gives on the same inputs.
+"""Problems of the accuracy study, and the float64 results on the same inputs.
 
 Hidden states and weight are normal, so logits are too: with a vocabulary of 32000 the policy is nearly uniform at
 max |z| = 4 and nearly certain at 128. Ids are sampled from it, as a rollout's are.
@@ -20,7 +20,7 @@ OLD_NOISE = 0.1
 """Standard deviation in nats of old - new log-probs: the policy has moved a little since the rollout."""
 
 CLEARANCE = 1e-4
-"""No token of the gradient's comparison is nearer to a clip bound (nats): there float64 itself decides by chance."""
+"""No token of the gradient's comparison is nearer to a clip bound (nats): there even a float64 decision is random."""
 
 
 class Shape(NamedTuple):
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A problem and the truth about it."""
+    """A problem and its exact results."""
 
     problem: Problem
     moved: Problem

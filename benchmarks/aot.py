@@ -1,11 +1,11 @@
-"""Ahead-of-time evidence: every shipped kernel compiled for every architecture, without a GPU.
+"""Every shipped kernel, compiled ahead of time for every architecture, without a GPU.
 
     python -m benchmarks.aot            # the tables: Triton's row kernels and head kernel, the CUDA C++ row kernels
     python -m benchmarks.aot cuda       # one of them: rows, head, candidates or cuda
     python -m benchmarks.aot --json F   # the same as JSON
 
 Registers and stack come from ptxas (`cuobjdump`) or the AMD assembler, shared memory from Triton; a stack above 0 is a
-spill. What the head kernel is expected to reach on an H200 comes from the model in `benchmarks.cost`.
+spill. The predicted rate of the head kernel on an H200 comes from the model in `benchmarks.cost`.
 """
 
 from __future__ import annotations

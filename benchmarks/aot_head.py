@@ -24,14 +24,14 @@ class Variant:
     options: str
     """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
     even: bool
-    """whether V and H are multiples of the tile; 151936 is none of 256"""
+    """whether V and H are multiples of the tile; 151936 is not a multiple of 256"""
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.table}-{self.mode}-{self.options}-{'even' if self.even else 'odd'}"
 
     @property
     def dtype(self) -> str:
-        """Of hidden states, weight and what is stored."""
+        """Of hidden states, weight and stored values."""
         return "fp32" if self.table.startswith("fp32") else "bf16"
 
     @property
@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the compiler made of a variant."""
+    """Properties of a compiled variant."""
 
     registers: int
     stack: int
@@ -151,7 +151,7 @@ def _types(kernel: Any) -> dict[str, str]:
 
 
 PER_TOKEN = {"targets_ptr", "temperature_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr"}
-"""Slices that start anywhere."""
+"""Slices with any start address."""
 
 
 def _aligned(kernel: Any, types: dict[str, str], variant: Variant) -> set[str]:
@@ -162,7 +162,7 @@ def _aligned(kernel: Any, types: dict[str, str], variant: Variant) -> set[str]:
 
 
 def inspect(variant: Variant) -> Evidence:
-    """Compile `variant` and read off what matters."""
+    """Compile `variant` and read its properties."""
     compiled = compile_variant(variant)
     found = resources(compiled, variant.arch)
     if variant.arch.startswith("gfx"):

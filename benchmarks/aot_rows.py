@@ -1,8 +1,8 @@
 """The row kernels of Triton and of CUDA C++, compiled without a GPU: registers, spills, accesses, barriers.
 
-Triton's come one configuration at a time: the order of loads, barriers and stores is that of the PTX, registers and
-stack are ptxas's. The CUDA C++ kernels come as one library for all architectures, by nvcc: accesses and barriers are
-those of the machine code (`cuobjdump`). A stack or local memory above 0 is a spill.
+Triton's are compiled one configuration at a time: order of loads, barriers and stores from the PTX, registers and stack
+from ptxas. nvcc compiles the CUDA C++ kernels as one library for all architectures: accesses and barriers
+are those of the machine code (`cuobjdump`). A stack or local memory above 0 is a spill.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the compiler made of a variant."""
+    """Properties of a compiled variant."""
 
     registers: int
     stack: int
@@ -95,7 +95,7 @@ def compile_variant(variant: Variant, **changes: Any) -> Any:
 
 
 def inspect(variant: Variant) -> Evidence:
-    """Compile `variant` and read off what matters."""
+    """Compile `variant` and read its properties."""
     compiled = compile_variant(variant)
     registers, stack, shared, _ = resources(compiled, variant.arch)
     if variant.arch.startswith("gfx"):
@@ -143,7 +143,7 @@ def table() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CudaEvidence:
-    """What nvcc made of one kernel."""
+    """Properties of a kernel compiled by nvcc."""
 
     kernel: str
     """cluster or stream"""
@@ -155,7 +155,7 @@ class CudaEvidence:
     stack: int
     local: int
     static_shared: int
-    """bytes, 1 KiB of the system's among them"""
+    """bytes, with 1 KiB of the system"""
     wide_loads: int
     """128-bit loads from global or shared memory"""
     wide_stores: int
@@ -166,11 +166,11 @@ class CudaEvidence:
     remote_stores: int
     """128-bit stores to the shared memory of other blocks"""
     stores_follow_barrier: bool
-    """no store to global memory stands before the last wait for the cluster"""
+    """no store to global memory comes before the last wait for the cluster"""
 
 
 def missing_tools() -> str | None:
-    """Why there can be no evidence here, or None."""
+    """Why the kernels cannot be compiled here, or None."""
     if shutil.which("nvcc") is None:
         return "nvcc is not installed"
     return None if _cuobjdump() is not None else "cuobjdump is neither on the path nor in a triton package"
@@ -241,7 +241,7 @@ def inspect_library(library: Path) -> list[CudaEvidence]:
 
 
 def _functions(dump: str) -> dict[tuple[str, str], str]:
-    """(architecture, mangled name) -> what cuobjdump prints about it."""
+    """(architecture, mangled name) -> the output of cuobjdump for it."""
     parts: dict[tuple[str, str], list[str]] = {}
     arch, name = "", ""
     for line in dump.splitlines():

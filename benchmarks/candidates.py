@@ -1,12 +1,12 @@
-"""Candidate sets: what a loss costs that reads only the kept rows of the weight, beside dense ones.
+"""Candidate sets: the cost of a loss that reads only the kept rows of the weight, compared with dense losses.
 
     python -m benchmarks.candidates --out results.json                  # about two minutes on two cores
     python -m benchmarks.candidates --device cuda --out results.json
 
 Two parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2, mean 8,
-p99 82 to 100; prime-rl issue 2979), beside the bare products, the dense loss, the masked dense loss that frameworks use
+p99 82 to 100; prime-rl issue 2979), with the bare products, the dense loss, the masked dense loss that frameworks use
 (all logits, those outside the set at -inf), and filling a fresh dW, which no implementation with a dense dW can avoid.
-`growth`: all sets of one size, so that the size shows where the dense loss takes over.
+`growth`: all sets of one size, which shows from which size on the dense loss is faster.
 
 Log-probs are compared with float64 before anything is timed.
 """
@@ -76,7 +76,7 @@ class Problem:
         ).logps
 
     def masked_dense(self, chunk: int = 128) -> None:
-        """What frameworks do: logits, a mask, a log-softmax in fp32; in chunks, since it would not fit otherwise."""
+        """As in frameworks: logits, a mask, a log-softmax in fp32; in chunks, since it would not fit otherwise."""
         self.hidden.grad = self.weight.grad = None
         N = self.targets.shape[1]
         for start in range(0, N, chunk):
@@ -101,7 +101,7 @@ class Problem:
 
 
 def published_sizes(N: int) -> Tensor:
-    """[N]: drawn as a rollout's were measured."""
+    """[N]: drawn from the measured distribution of a rollout."""
     g = torch.Generator().manual_seed(1)
     alone = torch.rand(N, generator=g) < 0.46
     others = torch.exp(1.25 * torch.randn(N, generator=g) + 1.75).clamp(2, 512)
@@ -142,7 +142,7 @@ def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
 
 
 def growth(device: str, impl: str, rounds: int) -> list[dict[str, Any]]:
-    """Forward and backward where all sets have one size, and of the dense loss, with a frozen head."""
+    """Forward and backward with all sets of one size, and of the dense loss, with a frozen head."""
     _, H, V = SHAPES[device]
     N = GROWTH_TOKENS[device]
     points = []

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU that need not be there, and what can be read off the result."""
+"""Triton kernels compiled for a GPU that may be absent, and the resources of the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 
 
 
 class Resources(NamedTuple):
-    """What a program takes of a multiprocessor."""
+    """The resources that a program takes of a multiprocessor."""
 
     registers: int
     """of a thread"""
@@ -35,7 +35,7 @@ def compile_kernel(
         kernel: a `triton.jit` function.
         arch: `sm_90`, `gfx942`, and so on.
         types: the type of every argument that is not in `constexprs`.
-        constexprs: compile-time arguments; of those that the kernel does not have nothing is said.
+        constexprs: compile-time arguments; those that the kernel does not have are ignored.
         aligned: arguments that are multiples of 16 (pointers: in bytes).
         options: num_warps, num_stages, enable_fp_fusion.
     """
@@ -77,7 +77,7 @@ def resources(compiled: Any, arch: str) -> Resources:
 
 
 def wgmma_is_serialized(compiled: Any, arch: str) -> bool:
-    """Whether ptxas says that it cannot let a kernel's tensor-core products run on (C7515 and its kin)."""
+    """Whether ptxas says that a kernel's tensor-core products wait for each other (C7515 and similar warnings)."""
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
@@ -97,5 +97,5 @@ def bundled_tool(name: str) -> str | None:
 
 def _tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     tool = bundled_tool(name)
-    assert tool is not None, f"triton brings no {name}"
+    assert tool is not None, f"triton has no {name}"
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)

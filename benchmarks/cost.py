@@ -1,14 +1,14 @@
-"""What a call is expected to take: the work by the engines' own rules (`Engine.cost`) times a machine's measured rates.
+"""Predicted time of a call: the work by the engines' own rules (`Engine.cost`) times a machine's measured rates.
 
-    python -m benchmarks.cost    # which engine is expected to win on an H200, and what a gradient filter would gain
+    python -m benchmarks.cost    # the engine predicted to be fastest on an H200, and the gain of a gradient filter
 
     seconds = product * N V H P + logit * N V + weight * V H + call
 
-N are the active tokens and P the head products, 3 for a loss with both gradients and more where logits are multiplied
-again. `benchmarks.growth` fits the rates of a machine. Those of the H200 are a few measured ones; what our head kernel
-reaches there comes from a roofline: a kernel takes as long as the slowest of what it does at once (products, L2 and
-memory traffic, exponentials), and an epilogue runs beside products only where a second program shares the
-multiprocessor. It predicts; only a chip measures.
+N are the active tokens and P the head products, 3 for a loss with both gradients and more if logits are computed
+again. `benchmarks.growth` fits the rates of a machine. Those of the H200 are a few measured ones; the rate of our head
+kernel there comes from a roofline: a kernel takes as long as the slowest of its concurrent parts (products, L2 and
+memory traffic, exponentials), and an epilogue overlaps with products only if a second program shares the
+multiprocessor. These are predictions, not measurements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Active ones, of whom alone anything is computed."""
+        """Active tokens; nothing is computed for the others."""
         return round(self.N * self.active)
 
 
@@ -52,7 +52,7 @@ class Rates(NamedTuple):
     logit: float
     """of row work on a logit"""
     weight: float
-    """of passing over an element of the weight, whatever the number of tokens"""
+    """of reading an element of the weight, for any number of tokens"""
     call: float
     """of a call"""
 
@@ -77,7 +77,7 @@ def cost_of(engine: str, shape: Shape, dtype: torch.dtype) -> Cost:
 def scratch_bytes(engine: str, shape: Shape, dtype: torch.dtype) -> int:
     """Peak of a loss with both gradients, beyond inputs and gradients."""
     at_work = cost_of(engine, shape, dtype).scratch_bytes + shape.tokens * shape.H * dtype.itemsize  # gathered states
-    # whether dW needs a sum of its own is decided by all tokens; the gradient that it becomes is not there yet
+    # all tokens decide whether dW needs its own sum; the gradient that it becomes does not exist yet
     sums = cost_of(engine, shape._replace(active=1.0), dtype).accumulator_bytes
     return max(at_work + sums - shape.V * shape.H * dtype.itemsize, sums) if sums else at_work
 
@@ -96,7 +96,7 @@ def work_of(engine: str, shape: Shape, dtype: torch.dtype) -> tuple[float, float
 def fit(engine: str, dtype: torch.dtype, points: Sequence[Point]) -> Rates:
     """Least squares of the *relative* error over coefficients that are not negative.
 
-    Exact: the best of the unconstrained fits on every subset of the four terms that comes out without a negative one.
+    Exact: the best of the unconstrained fits without a negative coefficient, over all subsets of the four terms.
     """
     if not points:
         raise ValueError("a fit needs measured points; got none")
@@ -129,7 +129,7 @@ def leave_one_out(engine: str, dtype: torch.dtype, points: Sequence[Point]) -> l
 
 
 class Machine(NamedTuple):
-    """What a GPU can do."""
+    """The rates of a GPU."""
 
     name: str
     products: float
@@ -154,14 +154,14 @@ EPILOGUE_INSTRUCTIONS = {"score": 9, "exponentials": 11, "dlogits": 9}
 """Per logit, with entropy: scale (2), maximum, shift, exp (2), sum, moment (2); a store of two takes 2 more."""
 
 KERNEL_SHARE = 0.90
-"""What a Triton product reaches of the library's rate where nothing else limits it; public figures: 0.85 to 0.96."""
+"""Rate of a Triton product relative to the library's if nothing else limits it; public figures: 0.85 to 0.96."""
 
 SPARSE_SHARE = 0.75
 """The same for a gradient product over a list of live tiles, whose loops have no common length: a guess."""
 
 
 def occupancy(registers: int, num_warps: int, shared_kib: float, machine: Machine) -> int:
-    """Programs that fit a multiprocessor at a time; registers are handed out in eights."""
+    """Programs that fit a multiprocessor at a time; registers are allocated in eights."""
     threads = 32 * num_warps
     by_registers = machine.registers // (-(-registers // 8) * 8 * threads)
     return min(by_registers, int(machine.shared_kib // (shared_kib + 1)), machine.threads // threads)
@@ -194,7 +194,7 @@ def kernel_seconds(config: Any, mode: str, programs_per_sm: int, width: int, mac
 
 
 ROW_BYTES = {"bare": 0, "chunked": 14, "triton": 4}
-"""Memory traffic of a logit beside the products: a row kernel on fp32 logits and bf16 dlogits, or one pass over the
+"""Memory traffic of a logit besides the products: a row kernel on fp32 logits and bf16 dlogits, or one pass over the
 exponentials that the head kernel has stored."""
 
 
@@ -212,14 +212,14 @@ def training_seconds(head_kernel: float, width: int, machine: Machine) -> dict[s
 
 
 class Filter(NamedTuple):
-    """What a gradient filter would find among tokens whose probabilities fall with their rank as rank^-exponent."""
+    """A gradient filter for tokens whose probabilities fall with their rank as rank^-exponent."""
 
     entropy: float
     """of a token, nats"""
     live: float
     """share of tiles with some probability above the bound"""
     gain: float
-    """of the time of the three products, where the two gradient products are made of live tiles only"""
+    """of the time of the three products, if the two gradient products use only live tiles"""
 
 
 def gradient_filter(exponent: float, *, bound: float = 2.0**-12, tile: tuple[int, int] = (128, 128)) -> Filter:
@@ -240,7 +240,7 @@ def gradient_filter(exponent: float, *, bound: float = 2.0**-12, tile: tuple[int
 
 
 def main() -> None:
-    """Print what is expected."""
+    """Print the predictions."""
     from grpo_fused.kernels.head_configs import HEAD_CONFIGS
 
     config = HEAD_CONFIGS["sm_90"].plain

@@ -1,6 +1,6 @@
-"""The CPU engines, the bare products and the peers side by side: error, time and memory, into the file of a run.
+"""The CPU engines, the bare products and the peers: error, time and memory, into the file of a run.
 
-    python -m benchmarks.cpu                      # all cases (about an hour on two quiet cores)
+    python -m benchmarks.cpu                      # all cases (about an hour on two idle cores)
     python -m benchmarks.cpu --quick              # what `make bench` runs (about 10 minutes)
     python -m benchmarks.cpu --cases bf16-1024    # some of them, by the beginning of their names
     python -m benchmarks.cpu --small --out r.json # the same program on a small problem

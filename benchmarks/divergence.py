@@ -1,4 +1,4 @@
-"""Divergence between two heads: time and memory beside TRL's and Liger's kernels, on the same tensors.
+"""Divergence between two heads: time and memory, compared with TRL's and Liger's kernels on the same tensors.
 
     python -m benchmarks.divergence --out results.json       # bf16, N = 1024, H = 896, V = 151936
     python -m benchmarks.divergence --quick                  # a small shape
@@ -34,7 +34,7 @@ ERROR_BOUNDS = {"grpo_fused": 0.01, "trl": 0.5, "liger": 0.5}
 
 
 class Problem:
-    """A bf16 policy and a teacher that has moved by a few percent."""
+    """A bf16 policy and a teacher that differs by a few percent."""
 
     def __init__(self, N: int, H: int, V: int, device: str) -> None:
         g = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def trl(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
 
 
 def liger(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
-    """Liger, by its defaults without compilation."""
+    """Liger with its defaults, without compilation."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     hidden, weight, other, other_weight = problem.tensors(rows)

@@ -1,12 +1,12 @@
-"""A whole GRPO training step with our loss, TRL's and eager logits on the same small model: what the head is of it.
+"""A whole GRPO training step with our loss, TRL's and eager logits on the same small model, and the head's share.
 
     python -m benchmarks.end_to_end --out results.json                     # under two minutes on two cores
     python -m benchmarks.end_to_end --device cuda --hidden 2048 --layers 16 --vocab 151936 --out results.json
 
 The rollout is recorded (random ids, no generation): forward of the body, loss, backward, AdamW. Times are interleaved
 in one process; memory is taken in a fresh process for each. The share of the head is the time of the loss and its
-gradients with hidden states given. A small model with a large vocabulary is mostly head: `head_flop_share` says how
-little of it is left in larger ones.
+gradients with hidden states given. A small model with a large vocabulary is mostly head: `head_flop_share` has the
+smaller share of larger models.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODEL_CARDS = {
     "Qwen2.5-3B": (2.77e9, 2048, 151936),
     "Qwen2.5-7B": (6.53e9, 3584, 152064),
 }
-"""Parameters beside the embeddings, width, vocabulary: by their model cards and configs."""
+"""Parameters without the embeddings, width, vocabulary: from their model cards and configs."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Completion tokens, on which the loss stands."""
+        """Completion tokens, those of the loss."""
         return self.sequences * self.completion
 
 
 class Rollout(NamedTuple):
-    """What a step trains on."""
+    """The training data of a step."""
 
     ids: Tensor  # [B, prompt + completion]
     mask: Tensor  # [B, completion] bool
@@ -82,7 +82,7 @@ class Rollout(NamedTuple):
         return self.ids[:, -self.mask.shape[1] :]
 
     def problem(self, hidden: Tensor, weight: Tensor) -> Problem:
-        """As the loss alone sees it."""
+        """Without the prompts, as input of the loss."""
         options = {"old_per_token_logps": self.old}
         return Problem(hidden, weight, self.completion_ids, self.advantages, self.mask, options)
 
@@ -109,7 +109,7 @@ def build_model(setting: Setting) -> nn.Module:
 
 
 def build_rollout(setting: Setting, model: nn.Module) -> Rollout:
-    """Random ids, and old log-probs of the model's own with a noise of 0.05 nats."""
+    """Random ids, and old log-probs: the model's with a noise of 0.05 nats."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, setting.vocab, (setting.sequences, setting.prompt + setting.completion), generator=g)
     shape = (setting.sequences, setting.completion)
@@ -122,7 +122,7 @@ def build_rollout(setting: Setting, model: nn.Module) -> Rollout:
 
 
 def completion_states(model: nn.Module, rollout: Rollout) -> Tensor:
-    """[B, completion, H]: the states that predict the completion; no logits are made."""
+    """[B, completion, H]: the states that predict the completion; no logits are computed."""
     return head_hidden_states(model, rollout.ids)[:, -rollout.mask.shape[1] - 1 : -1]
 
 
@@ -178,7 +178,7 @@ def eager_of_head(p: Problem) -> Tensor:
 
 
 def providers() -> dict[str, Provider]:
-    """Those that are installed."""
+    """The providers that are installed."""
     found = {"ours": Provider(ours_of_model, ours_of_head), "eager": Provider(eager_of_model, eager_of_head)}
     if PROVIDERS["trl"].unavailable("cpu") is None:
         found["TRL"] = Provider(trl_of_model, trl_of_head)
@@ -193,7 +193,7 @@ def _head_of(model: nn.Module) -> dict[str, Any]:
 
 
 class Step:
-    """A training step of one provider on a model of its own."""
+    """A training step of one provider on its own model."""
 
     def __init__(self, setting: Setting, provider: Provider) -> None:
         self.model = build_model(setting).train()
@@ -202,7 +202,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
     def __call__(self) -> None:
-        """Forward, loss, backward, AdamW; no gradient is left behind."""
+        """Forward, loss, backward, AdamW; gradients are freed."""
         self.provider.of_model(self.model, self.rollout).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -216,7 +216,7 @@ class Step:
 
 
 def gradient_error(problem: Problem, provider: Provider) -> float:
-    """Of dL/dhidden against float64, relative Frobenius."""
+    """Relative Frobenius error of dL/dhidden against float64."""
     exact = problem.to(torch.float64).run(GRPOLossConfig(epsilon=EPSILON), impl="reference")
     clear(problem)
     provider.of_head(problem).backward()
@@ -283,8 +283,8 @@ def memory(setting: Setting, name: str) -> dict[str, float]:
 
 
 def head_flop_share(body: float, width: int, vocab: int) -> float:
-    """Of a dense model's products: the head's V H of V H + the body's parameters. Attention scores are left out, which
-    are more of a long context; so are prompt tokens, for which a head does nothing."""
+    """The head's share of a dense model's products: V H of V H + the body's parameters. Without attention scores, whose
+    share grows with the context, and without prompt tokens, which need no head."""
     return vocab * width / (vocab * width + body)
 
 
@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     if out is None:
         parser.error("--out is needed")
     with_memory = not given.pop("no_memory")
-    machine(given["device"])  # its load before this adds to it
+    machine(given["device"])  # reads the load before this program adds to it
     data = study([Setting(**given, dtype=dtype) for dtype in dtypes], rounds, with_memory=with_memory)
     print_table(data)
     record("end_to_end", data, out=out, device=given["device"])

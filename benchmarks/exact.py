@@ -1,4 +1,4 @@
-"""What float64 gives for a problem, and whether a provider's result is right: nothing wrong is ever timed."""
+"""The float64 results of a problem, and whether a provider's result is right: wrong results are not timed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.problem import loss_from_logps, per_token_loss
 from grpo_fused.testing import LOGP_BOUND, Problem, frobenius_error
 
 GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative error of loss and gradients above which a peer's result counts as wrong, rather than rounded: a mask or a
-factor that is missing shows at 1e-1. Heads of bf16 reach 5e-3, and 3e-2 where log-probs are rounded to bf16 as well,
+"""Relative error of loss and gradients above which a peer's result counts as wrong, not as rounded: a missing mask
+or factor gives 1e-1. Heads of bf16 reach 5e-3, and 3e-2 where log-probs are rounded to bf16 as well,
 as by PyTorch's linear_cross_entropy; TF32 products reach 1e-3."""
 OUR_GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 OUR_LOGP_TOLERANCE = LOGP_BOUND
-"""What ours promise; the peers' heads of bf16 are off by 1e-2 to 1e-1, which is reported and not held against them."""
+"""Bound for our engines; the peers' bf16 heads have errors of 1e-2 to 1e-1, which are reported and accepted."""
 
 
 class Exact(NamedTuple):
@@ -52,7 +52,7 @@ class Exact(NamedTuple):
         rows = torch.arange(0, N, max(N // 128, 1), device=device)
         dz = -g[rows, None] * (hidden[rows] @ weight.T - log_sums[rows, None]).exp()
         dz[torch.arange(rows.shape[0], device=device), ids[rows]] += g[rows]
-        dz[g[rows] == 0] = 0.0  # masked: their sums were not made, and 0 x inf is no number
+        dz[g[rows] == 0] = 0.0  # masked: their sums were not computed, and 0 x inf is NaN
         every = torch.arange(0, weight.shape[0], max(weight.shape[0] // 512, 1), device=device)
         words = torch.cat([ids[::7], every]).unique()
         live, g = hidden[active], g[active, None]
@@ -62,11 +62,11 @@ class Exact(NamedTuple):
         return cls(loss.detach(), scale, logps.detach(), rows, dz @ weight, words, dz_words.T @ live)
 
     def loss_error(self, loss: Tensor) -> float:
-        """Of the loss, relative to a token's."""
+        """The error of the loss, relative to a token's."""
         return float((loss.detach().double() - self.loss).abs() / self.loss_scale)
 
     def gradient_errors(self, problem: Problem) -> dict[str, float]:
-        """Relative Frobenius errors of the gradients that a call has left in the problem."""
+        """Relative Frobenius errors of the gradients that a call has written to the problem."""
         assert problem.hidden_states.grad is not None
         assert problem.lm_head_weight.grad is not None
         return {
@@ -75,7 +75,7 @@ class Exact(NamedTuple):
         }
 
     def logp_error(self, logps: Tensor, problem: Problem) -> float:
-        """The largest over active tokens, in nats."""
+        """The largest error over active tokens, in nats."""
         return float((logps.double() - self.logps)[problem.completion_mask].abs().max())
 
 

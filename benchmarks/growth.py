@@ -1,4 +1,4 @@
-"""Time and memory of the loss as tokens, vocabulary, width and share of active tokens grow; a cost model fitted to it.
+"""Time and memory of the loss by tokens, vocabulary, width and share of active tokens; and a cost model fitted to it.
 
     python -m benchmarks.growth --out results.json                  # about three minutes on two cores
     python -m benchmarks.growth --device cuda --out results.json    # up to 131072 tokens
@@ -33,7 +33,7 @@ from benchmarks.timing import bare_gemms, summary, times_by_round
 from grpo_fused import engines
 
 MOST_BARE_BYTES = 32 * 2**30
-"""The bare products hold all logits: they are left out where these would take more."""
+"""The bare products hold all logits: they are left out if these would take more."""
 
 
 class Grid(NamedTuple):
@@ -86,7 +86,7 @@ class Calls:
         PROVIDERS[engine].loss(self.problem).backward()
 
     def peak_bytes(self, engine: str) -> float | None:
-        """Beyond inputs and gradients; None where there is not enough."""
+        """Bytes beyond inputs and gradients; None if memory is too small."""
 
         def from_nothing() -> None:
             self.train(engine)
@@ -108,7 +108,7 @@ def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, f
 def measure_time(
     shape: Shape, dtype: torch.dtype, device: str, rounds: int, memory: dict[str, float | None]
 ) -> list[dict[str, Any]]:
-    """A point for each engine that `memory` has a figure of, and one for the bare products."""
+    """A point for each engine with a figure in `memory`, and one for the bare products."""
     calls = Calls(shape, dtype, device)
     timed: dict[str, Callable[[], object]] = {
         engine: partial(calls.train, engine) for engine in calls.engines if memory[engine] is not None
@@ -126,8 +126,8 @@ def measure_time(
 def predict(points: list[dict[str, Any]], device: str) -> dict[str, Any]:
     """The section's `model`; every point gets `predicted_seconds` and, where the rules are known, `predicted_bytes`.
 
-    A point is predicted by the fit that has not seen it. Errors are predicted / measured - 1 in size, the memory's in
-    bytes: a few MiB of noise are much of nothing.
+    A point is predicted by a fit without it. Errors are |predicted / measured - 1|, for memory in bytes, since a few
+    MiB of noise would be a large relative error.
     """
     coefficients: dict[str, dict[str, Any]] = {}
     errors: dict[str, dict[str, Any]] = {}
@@ -156,7 +156,7 @@ def shape_of(point: dict[str, Any]) -> Shape:
 
 
 def line(model: dict[str, Any], engine: str, dtype: str, shapes: list[Shape]) -> list[float]:
-    """Seconds that the fit to all points gives."""
+    """Seconds predicted by the fit to all points."""
     rates = Rates(**model["coefficients"][engine][dtype])
     return [rates.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
 
@@ -169,7 +169,7 @@ def _median_and_worst(errors: list[float]) -> dict[str, float]:
 def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict[str, Any]:
     """The section `growth`."""
     cases = [(shape, getattr(torch, dtype)) for dtype in dtypes for shape in grid.shapes()]
-    with blocks_given_back():  # which takes time, so that the times come after
+    with blocks_given_back():  # which takes time, so times are measured afterwards
         memory = [released(measure_memory, *case, device) for case in cases]
     points: list[dict[str, Any]] = []
     for case, its_memory in zip(cases, memory, strict=True):
@@ -187,7 +187,7 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
 
 
 def released(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """`measure(*arguments)`, and nothing of it left in memory."""
+    """`measure(*arguments)`; its memory is freed."""
     found = measure(*arguments)
     gc.collect()
     if torch.cuda.is_available():
@@ -226,10 +226,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shrink", type=int, default=1, help="divide N and V by this, to see that the program works")
+    parser.add_argument("--shrink", type=int, default=1, help="divide N and V by this, to test the program")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(argv)
-    machine(given.device)  # its load before this adds to it
+    machine(given.device)  # reads the load before this program adds to it
     data = study(shrunk(GRIDS[given.device], given.shrink), tuple(given.dtypes), given.device, given.rounds)
     print_table(data)
     record("growth", data, out=given.out, device=given.device)

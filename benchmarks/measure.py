@@ -1,7 +1,7 @@
-"""One problem, many providers: each result checked against float64, then timed beside the bare products.
+"""One problem, many providers: each result checked against float64, then timed in turns with the bare products.
 
-`measure` is what the CPU's and the GPU's program share; `run` goes through a list of problems and keeps the run's file
-up to date. Of each provider a row holds its errors, and either its times or the reason that there are none.
+The CPU and GPU programs share `measure`; `run` goes through a list of problems and updates the run's file. The row of a
+provider has its errors, and its times or the reason that there are none.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.timing import Calls, bare_gemms, copy_bandwidth, times_by_round,
 from grpo_fused.testing import Problem
 
 BASES = {"forward": "bare-1", "forward_backward": "bare-3", "scoring": "bare-1"}
-"""What can be timed, and the bare products that it is compared with."""
+"""The calls that are timed, and the bare products for comparison."""
 
 
 class Plan(NamedTuple):
-    """A problem, and who takes part."""
+    """A problem and its providers."""
 
     case: Case
     peers: tuple[str, ...] = PEERS
@@ -73,7 +73,7 @@ def measure(
     case: Case, device: str, providers: dict[str, Provider], *, rounds: int, warmup: int | None = None
 ) -> dict[str, Any]:
     """Errors, times and ratios of forward + backward and of scoring."""
-    torch.compiler.reset()  # or the compilations of other shapes count against this one's
+    torch.compiler.reset()  # or the compilations of other shapes count towards this one's limit
     problem = case.problem(device)
     exact = Exact.of(problem)
     bare = bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)
@@ -84,7 +84,7 @@ def measure(
         try:
             row["errors"] = check(provider, problem, exact)
             row["not_timed"] = wrong(row["errors"], problem.hidden_states.dtype, ours=provider.ours)
-        except Exception as error:  # a peer may fail in any way; the others are still worth knowing
+        except Exception as error:  # a peer may fail in any way; the others are still measured
             row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         release(device)
         if row["not_timed"] is None:
@@ -93,7 +93,7 @@ def measure(
             if provider.logps is not None:
                 calls["scoring"][name] = call_of(provider, "scoring", problem)
     if warmup is None:
-        warmup = 2 if device == "cuda" else 0  # on a CPU the check was one, and a call takes seconds
+        warmup = 2 if device == "cuda" else 0  # on a CPU the check was the warm-up, and a call takes seconds
     found: dict[str, Any] = {"shape": case.describe(), "shares": shares(problem), "bare": {}, "providers": rows}
     for what, these in calls.items():
         these[BASES[what]]()
@@ -106,7 +106,7 @@ def measure(
 
 
 def release(device: str) -> None:
-    """Give cached memory back, so that a provider finds what a fresh one would."""
+    """Free cached memory, so that a provider starts as in a fresh process."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -114,10 +114,10 @@ def release(device: str) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
-    """The options that both programs have."""
-    parser.add_argument("--cases", nargs="*", default=[""], help="beginnings of names; default all")
+    """The options of both programs."""
+    parser.add_argument("--cases", nargs="*", default=[""], help="prefixes of names; default all")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--small", action="store_true", help="one small problem, to see that the program works")
+    parser.add_argument("--small", action="store_true", help="one small problem, to test the program")
     parser.add_argument("--no-peers", action="store_true", help="ours and the bare products only")
     parser.add_argument("--no-memory", action="store_true", help="no fresh processes for peak memory")
     parser.add_argument("--seconds", type=float, help="start nothing new after this")
@@ -125,7 +125,7 @@ def add_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
 
 
 def chosen(plans: Iterable[Plan], given: argparse.Namespace) -> list[Plan]:
-    """What the options leave of the plans."""
+    """The plans that the options select."""
     return [
         plan._replace(peers=() if given.no_peers else plan.peers, memory=plan.memory and not given.no_memory)
         for plan in plans
@@ -134,7 +134,7 @@ def chosen(plans: Iterable[Plan], given: argparse.Namespace) -> list[Plan]:
 
 
 def command(module: str, arguments: list[str]) -> str:
-    """What gives the results again, wherever they were written."""
+    """The command that repeats the run, without its output file."""
     kept = [word for i, word in enumerate(arguments) if "--out" not in (word, *arguments[i - 1 : i])]
     return shlex.join(["python", "-m", module, *kept])
 
@@ -142,10 +142,10 @@ def command(module: str, arguments: list[str]) -> str:
 def run(program: str, plans: list[Plan], device: str, given: argparse.Namespace) -> dict[str, Any]:
     """Measure all into the section "loss" of the run's file; returns the section.
 
-    Exits with an error at the end if a result of ours was wrong. On a GPU memory comes after all times, which matter
-    more when time is short; on a CPU after each case's, since a case takes minutes.
+    Exits with an error at the end if a result of ours was wrong. On a GPU memory is measured after all times, which are
+    more important; on a CPU after each case's times, since a case takes minutes.
     """
-    results.machine(device)  # before its load is our own
+    results.machine(device)  # reads the load before this program adds to it
     out = given.out or (Path(mkdtemp()) / "small.json" if given.small else results.new_path(device))
     started = time.monotonic()
     section: dict[str, Any] = {

@@ -1,16 +1,16 @@
-"""Peak memory of one forward and backward of one provider, in a process of its own.
+"""Peak memory of one forward and backward of one provider, in its own process.
 
     python -m benchmarks.memory --case 4x256x896x151936:bf16:dense --provider trl [--device cuda]
 
-Prints one line of JSON, all figures in MiB, beyond what was there before the call and the two gradients that it leaves
-(below 0 where the peak came before the gradients):
+Prints one line of JSON, all figures in MiB, beyond the memory before the call and the two gradients that it returns
+(below 0 if the peak came before the gradients):
 
-- `resident`: the process's resident set at its peak. All memory is in it, whoever took it; freed blocks from 1 MiB on
-  are given back at once. CPU only; null where the kernel does not let the peak be set back.
-- `allocator`: what torch's allocator had handed out at its peak. On a GPU `max_memory_allocated`. On a CPU counted from
-  the profiler's memory events, which C++ code that takes memory elsewhere (malloc, oneDNN's scratch) does not send.
+- `resident`: the process's resident set at its peak, with the memory of all libraries; freed blocks from 1 MiB on are
+  returned at once. CPU only; null if the kernel does not allow a reset of the peak.
+- `allocator`: memory allocated by torch's allocator at its peak. On a GPU `max_memory_allocated`. On a CPU counted from
+  the profiler's memory events, which C++ code that allocates otherwise (malloc, oneDNN's scratch) does not send.
 
-Kernels' own set-up is left out: on a CPU a small problem runs first, on a GPU and for a provider that compiles the
+Kernels' own set-up is left out: a small problem runs first on a CPU; on a GPU, and for a provider that compiles, the
 problem itself.
 """
 
@@ -94,10 +94,10 @@ def _cuda_peak(call: Callable[[], object]) -> int:
 
 @contextmanager
 def blocks_given_back() -> Iterator[None]:
-    """Freed blocks from 1 MiB on leave the process at once (glibc), until they shall be kept again for speed.
+    """In the block, freed memory blocks from 1 MiB on are returned to the system at once (glibc).
 
-    Usually glibc keeps what is below 32 MiB, in a heap with gaps: the peak of one and the same call was seen to vary by
-    150 MiB. So enter it early in a process. Afterwards the limits are the highest that glibc comes to by itself.
+    Usually glibc keeps blocks below 32 MiB, in a heap with gaps: the peak of the same call varied by 150 MiB. So enter
+    it early in a process. Afterwards the limits are the highest that glibc sets by itself.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
     adjust(_M_MMAP_THRESHOLD, MIB)
@@ -109,8 +109,8 @@ def blocks_given_back() -> Iterator[None]:
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> float:
-    """Peak memory of a call beyond what was there before it: resident memory on the CPU (best within
-    `blocks_given_back`), the allocator's on CUDA; nan where it cannot be read. The call is made twice: the first one
+    """Peak memory of a call beyond the memory before it: resident memory on the CPU (best within
+    `blocks_given_back`), the allocator's on CUDA; nan if it cannot be read. The call is made twice: the first one
     takes the libraries' own memory."""
     call()
     gc.collect()
@@ -122,7 +122,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> float:
 
 
 def _forget_peak() -> int | None:
-    """Lets the peak of the resident set count from now; bytes of it now, None where that cannot be done."""
+    """Resets the peak of the resident set; returns its bytes now, None if that is not possible."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -132,7 +132,7 @@ def _forget_peak() -> int | None:
 
 
 def _cpu_peaks(call: Callable[[], None]) -> tuple[int | None, int]:
-    """Bytes: resident set (None where it cannot be read), and what torch's allocator had handed out."""
+    """Bytes: resident set (None if it cannot be read), and memory allocated by torch's allocator."""
     before = _forget_peak()
     with _profiler() as profiler:
         call()

@@ -1,6 +1,6 @@
 """Bars of time and of memory, and the pictures of the studies, from the newest runs, as SVG files.
 
-The same data give the same bytes. Each file carries the hash of its data, so that a check needs no matplotlib.
+The same data give the same bytes. Each file contains the hash of its data, so that a check needs no matplotlib.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plot(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of all data in the plot."""
+        """Hash of all data in the plot."""
         return _hash(self)
 
     def figure(self) -> Figure:
@@ -56,7 +56,7 @@ class Study(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """Of all data in the plot."""
+        """Hash of all data in the plot."""
         return _hash(self.section)
 
     def figure(self) -> Figure:
@@ -121,7 +121,7 @@ def draw(path: Path, plot: Plot | Study) -> None:
 
 
 def _panel(axis: Any, name: str, bars: dict[str, float], limit: float | None) -> None:
-    from benchmarks.style import INK, NAMES, bar_color, beside, decorate, label_bars
+    from benchmarks.style import INK, NAMES, bar_color, bar_text, decorate, label_bars
 
     ordered = sorted(bars, key=lambda key: bars[key])
     if limit is not None:
@@ -129,7 +129,7 @@ def _panel(axis: Any, name: str, bars: dict[str, float], limit: float | None) ->
     for y, key in enumerate(ordered):
         axis.barh(y, bars[key], color=bar_color(key), height=0.66)
         end = bars[key] if limit is None or bars[key] > limit else limit  # no line through the number
-        beside(axis, end, y, f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:,.0f}")
+        bar_text(axis, end, y, f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:,.0f}")
     label_bars(axis, [NAMES.get(key, key) for key in ordered])
     axis.set_xlim(0, max(1.14 * max(bars.values()), axis.get_xlim()[1]))
     decorate(axis, name, "", "", grid="none")

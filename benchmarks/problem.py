@@ -1,4 +1,4 @@
-"""The loss to be timed (dapo, token level, beta 0): its shapes, its data, and its formula in plain torch."""
+"""The timed loss (dapo, token level, beta 0): its shapes, its data, and its formula in plain torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people and as a key: bf16-1024-896-151936-half-inactive."""
+        """A readable key: bf16-1024-896-151936-half-inactive."""
         name = f"{self.dtype}-{self.N}-{self.H}-{self.V}"
         return name if self.pattern == "dense" else f"{name}-{self.pattern}"
 
@@ -55,7 +55,7 @@ class Case:
         return cls(B, T, H, V, dtype, pattern)
 
     def describe(self) -> dict[str, Any]:
-        """For a result's file."""
+        """The fields of a result file."""
         return {"N": self.N} | self.__dict__
 
     def problem(self, device: str) -> Problem:
@@ -68,7 +68,7 @@ def loss_problem(
     B: int, T: int, H: int, V: int, dtype: torch.dtype, device: str, *, masked: float = 0.0,
     zero_advantages: float = 0.0,
 ) -> Problem:  # fmt: skip
-    """Random data (never zeros: they cost less power, hence time), hidden states and weight as leaves of autograd.
+    """Random data (never zeros, which take less power and time), hidden states and weight as leaves of autograd.
 
     Logits have standard deviation 2, old log-probs are those of the policy plus noise of 0.05, so that few ratios are
     clipped.
@@ -97,13 +97,13 @@ def clear(p: Problem) -> None:
 
 
 def shares(p: Problem) -> dict[str, float]:
-    """Parts of all tokens: those that count, and those of them with a gradient."""
+    """Shares of the tokens: active ones, and those with a gradient."""
     with_gradient = p.completion_mask & (p.advantages != 0).unsqueeze(1)
     return {"active": float(p.completion_mask.float().mean()), "gradient": float(with_gradient.float().mean())}
 
 
 def old_of(p: Problem) -> Tensor:
-    """[B, T] log-probs of the policy that made the tokens."""
+    """[B, T] log-probs of the policy that sampled the tokens."""
     return p.options["old_per_token_logps"]
 
 

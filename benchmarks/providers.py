@@ -1,8 +1,8 @@
-"""Implementations of one and the same GRPO loss, ours and the peers', behind one interface.
+"""Implementations of the same GRPO loss, ours and the peers', with one interface.
 
 A provider takes a `Problem` and returns the loss; gradients go to `hidden` and `weight`. Peers that give log-probs only
-are completed by the loss formula in plain torch, which is what their users do; `composition` says so for each. Where a
-kernel has no mask of its own, the active tokens are picked out for it first, as TRL does for its own.
+are completed by the loss formula in plain torch, as their users do; `composition` says so for each. For a
+kernel without a mask, the active tokens are selected first, as TRL does for its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Provider:
 
     name: str
     composition: str
-    """what is the provider's own code, and what is formula on top"""
+    """the provider's own code, and the formula on top"""
     loss: Callable[[Problem], Tensor]
     logps: Callable[[Problem], Tensor] | None = None
-    """[B, T], anything where masked; None where the provider has none of its own"""
+    """[B, T], any values where masked; None if the provider has none"""
     ours: bool = False
-    """held to our promise on log-probs"""
+    """whether our bound on log-probs applies"""
     package: str | None = None
     """top-level package that it needs"""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -47,7 +47,7 @@ class Provider:
     """where it differs from the others"""
 
     def unavailable(self, device: str) -> str | None:
-        """Why it cannot run here, or None; that it is installed does not prove that it imports."""
+        """Why it cannot run here, or None; an installed package may still fail to import."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
@@ -102,7 +102,7 @@ def _from_logps(
 
 
 def _of_active(negative_logps: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Problem], Tensor]:
-    """Log-probs of a cross-entropy over [n, H], [V, H] and [n]: active tokens picked out, results put back."""
+    """Log-probs of a cross-entropy over [n, H], [V, H] and [n]: active tokens selected, results scattered back."""
 
     def logps(p: Problem) -> Tensor:
         taken = -negative_logps(
@@ -114,7 +114,7 @@ def _of_active(negative_logps: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ca
 
 
 def eager_logps(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """All logits in the head's dtype, then fp32: what a model's forward gives."""
+    """All logits in the head's dtype, then fp32, as in a model's forward."""
     logits = (hidden @ weight.T).float() / TEMPERATURE
     return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
@@ -160,7 +160,7 @@ def _liger(p: Problem) -> Tensor:
 
 
 def _logits_for_liger(p: Problem) -> Tensor:
-    """[B, T + 1, V]: its kernels want the logits that a model gives, one position longer than the completion."""
+    """[B, T + 1, V]: its kernels take the logits of a model, one position more than the completion."""
     return F.pad(p.hidden_states, (0, 0, 0, 1)) @ p.lm_head_weight.T
 
 
@@ -174,7 +174,7 @@ def _liger_triton(p: Problem) -> Tensor:
 
 
 def _liger_triton_logps(p: Problem) -> Tensor:
-    """Without gradient, which its authors use for old and reference log-probs."""
+    """Without gradient; its authors use it for old and reference log-probs."""
     from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
     return fused_selective_log_softmax(_logits_for_liger(p), p.completion_ids, TEMPERATURE, p.completion_mask.int())
@@ -267,7 +267,7 @@ PEERS = tuple(provider.name for provider in _ALL if not provider.ours)
 
 
 def available(device: str, pattern: str, peers: Iterable[str] = PEERS) -> dict[str, Provider]:
-    """Ours and the named peers, those of them that can run here and have something to say to the pattern."""
+    """Our engines and the named peers that can run here and for which the pattern makes a difference."""
     named = set(peers)
     return {
         name: provider

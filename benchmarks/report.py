@@ -3,7 +3,7 @@
     python -m benchmarks.report            # after a run
     python -m benchmarks.report --check    # prints what is not up to date and fails; the tests run this
 
-A table stands between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; `benchmarks.tables.PAGES` has the names.
+A table is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; `benchmarks.tables.PAGES` has the names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLOTS = Path("docs/plots")
 
 
 def rewritten(text: str, names: tuple[str, ...], results: Path) -> str:
-    """A page with its tables, of these names, as the results give them."""
+    """A page with its tables of these names, made from the results."""
     for name in names:
         begin, end = f"<!-- begin:{name} -->", f"<!-- end:{name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
@@ -37,7 +37,7 @@ def rewritten(text: str, names: tuple[str, ...], results: Path) -> str:
 
 
 def outdated(root: Path, results: Path) -> str:
-    """What differs from the results: a diff of the pages, and names of plots; empty if nothing does."""
+    """Differences from the results: a diff of the pages, and names of plots; empty if there are none."""
     found: list[str] = []
     for page, names in PAGES.items():
         text = (root / page).read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def outdated(root: Path, results: Path) -> str:
 
 
 def write(root: Path, results: Path) -> None:
-    """Bring pages and plots up to date; nothing is written if one of the pages has wrong markers."""
+    """Update pages and plots; nothing is written if one of the pages has wrong markers."""
     pages = {root / page: names for page, names in PAGES.items()}
     texts = {page: rewritten(page.read_text(encoding="utf-8"), names, results) for page, names in pages.items()}
     for page, text in texts.items():

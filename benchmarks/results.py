@@ -4,7 +4,7 @@
     python -m benchmarks.results --device cuda
 
 `record(section, data, out=path)` puts a program's results into the file of its run, so that the programs of
-`make bench` fill one file, each a section of its own:
+`make bench` fill one file, each with its own section:
 
     {"schema": 2, "machine": {"device": "cpu", "commit": ...}, "sections": {"loss": {...}, "accuracy": {...}}}
 """
@@ -40,7 +40,7 @@ PACKAGES = (
     "verl",
 )
 MEASURED = ("grpo_fused", "kernels", "csrc", "setup.py", "benchmarks", ":!benchmarks/results")
-"""What a commit must hold for a result to be that commit's."""
+"""Files that must be committed for a result to belong to its commit."""
 
 
 class Run(NamedTuple):
@@ -53,15 +53,15 @@ class Run(NamedTuple):
 
 @functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Where and with what this runs, at the first call: programs call it before they load the machine themselves, and
-    what is committed while they run is not what they run."""
+    """The machine, versions and commit, read at the first call: before the program loads the machine, and before a new
+    commit while it runs."""
     about: dict[str, Any] = {"device": device, "kind": machine_kind(device), "name": device_name(device)}
     if device == "cpu":
         about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": _native_kernel()}
-        about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark wants a quiet machine
+        about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark needs an idle machine
     return about | {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # a copy of the tree without .git can be told
+        # for a copy of the tree without .git it can be given
         "commit": _git("rev-parse", "--short", "HEAD") or os.environ.get("GRPO_FUSED_COMMIT", "unknown"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
         "python": platform.python_version(),
@@ -70,7 +70,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """The name that the maker gave it."""
+    """The vendor's name of the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -79,13 +79,13 @@ def device_name(device: str) -> str:
 
 
 def machine_kind(device: str = "cpu") -> str:
-    """The name of the processor and its cores, or of the GPU, fit for a folder."""
+    """The name of the processor and its cores, or of the GPU, as a folder name."""
     name = device_name(device) if device == "cuda" else f"{device_name(device)} {os.cpu_count()} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def new_path(device: str = "cpu", folder: Path = RESULTS) -> Path:
-    """Where a new run goes: <machine>/<date>-<commit>.json, with the time of day if that exists."""
+    """The path of a new run: <machine>/<date>-<commit>.json, with the time of day if that exists."""
     now = datetime.now(timezone.utc)
     commit = _git("rev-parse", "--short", "HEAD") or "unknown"
     for moment in (f"{now:%Y-%m-%d}", f"{now:%Y-%m-%d-%H%M%S}"):
@@ -96,7 +96,7 @@ def new_path(device: str = "cpu", folder: Path = RESULTS) -> Path:
 
 
 def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu") -> None:
-    """Put a section into the file of a run, which is made if it is not there; the section so far is replaced.
+    """Put a section into the file of a run, which is created if it does not exist; the old section is replaced.
 
     A program may call it after each case, so that nothing is lost when it is stopped. The file must be of this device
     and commit. Numbers that are not finite become null.
@@ -116,7 +116,7 @@ def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu"
     text = json.dumps({"schema": SCHEMA, "machine": about, "sections": sections | {section: _plain(data)}}, indent=1)
     half = out.with_suffix(".tmp")
     half.write_text(text + "\n", encoding="utf-8")
-    half.replace(out)  # a reader sees the old file or the new one
+    half.replace(out)  # atomic: a reader gets the old file or the new one
 
 
 def load(path: Path) -> Run:
@@ -162,7 +162,7 @@ def _plain(value: Any) -> Any:
 
 
 def _native_kernel() -> str:
-    """What the native engine multiplies bf16 with, or why it cannot run."""
+    """The instructions of the native engine's bf16 products, or why it cannot run."""
     from grpo_fused import _native
 
     return _native.cpu_available() or torch.ops.grpo_fused_C.probe()[1]

@@ -1,10 +1,10 @@
-"""The row kernels alone, Triton against CUDA C++ in every layout over thread blocks, into one JSON file.
+"""Only the row kernels: Triton against CUDA C++ in every layout over thread blocks, into one JSON file.
 
     python -m benchmarks.rows --out rows.json      # on a GPU, about two minutes
 
-`times_triton` below 1 in the modes that training uses is what puts an architecture on the list in `engines/chunked.py`.
+An architecture with `times_triton` below 1 in the modes of training goes on the list in `engines/chunked.py`.
 A kernel whose log-probs or gradient are wrong (against float64) is reported with its error and not timed. Logits are
-put back before every call, outside the measured time, since a gradient is written upon them.
+restored before every call, outside the measured time, since the gradient overwrites them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LAYOUTS = {
     "stream": (-1, 0),
 }
 BYTES_PER_LOGIT = {"statistics": 4, "gradient": 6, "loss": 6}
-"""What must be moved at least: fp32 logits read once, a bf16 gradient written once in their place."""
+"""The minimum of memory traffic: fp32 logits read once, a bf16 gradient written once in their place."""
 CONFIG = GRPOLossConfig()
 
 
 class Problem:
-    """Logits of R rows, padded as in the engine, with what the objective needs."""
+    """Logits of R rows, padded as in the engine, with the inputs of the objective."""
 
     def __init__(self, vocab_size: int, slab_bytes: int, device: str) -> None:
         rows = max(slab_bytes // (4 * vocab_size) // 16 * 16, 16)
@@ -67,11 +67,11 @@ class Problem:
 
     @property
     def rows(self) -> Rows:
-        """The logits, and what is done to them."""
+        """The logits and their transform."""
         return Rows(self.logits, self.targets, Transform())
 
     def restore(self) -> None:
-        """Put the logits back."""
+        """Restore the logits."""
         self.slab.copy_(self.source)
 
     def statistics(self, work: RowWork) -> Statistics:
@@ -114,7 +114,7 @@ def candidates(device: str) -> dict[str, RowWork]:
 
 
 def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: int) -> dict[str, Any]:
-    """Errors and times of every candidate and mode, taken round by round so that drift hits all alike."""
+    """Errors and times of every candidate and mode, measured in rounds, so that drift affects all equally."""
     errors: dict[str, Any] = {}
     for name, work in works.items():
         try:

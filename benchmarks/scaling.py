@@ -1,9 +1,9 @@
-"""The head over many GPUs: bytes, FLOP and time of a step by layout. A model: nothing of it has been measured.
+"""The head over many GPUs: bytes, FLOP and time of a step by layout. A model, not measured.
 
     python -m benchmarks.scaling                                  # 8 to 1024 H200s
     python -m benchmarks.scaling --hidden 896 --tokens 1048576 --inter-gb-per-s 25
 
-What is communicated follows `communication`, which the tests hold against the counted traffic of real process groups.
+The traffic comes from `communication`, which the tests compare with the counted traffic of real process groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.cost import H200
 
 
 class Machine(NamedTuple):
-    """A GPU and its links; bytes/s are what one GPU sends and receives at a time."""
+    """A GPU and its links; bytes/s that one GPU sends and receives at the same time."""
 
     products: float = H200.products
     """bf16 FLOP/s of the library's GEMM on an H200, measured with PyTorch"""
@@ -29,12 +29,12 @@ class Machine(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the ranks share the head."""
+    """How the head is split over the ranks."""
 
     vocab: int
     """ranks that hold slices of the vocabulary (TP)"""
     data: int
-    """ranks with sequences of their own (DP)"""
+    """ranks with their own sequences (DP)"""
     context: int = 1
     """ranks with parts of the same sequences (SP, CP)"""
 
@@ -58,10 +58,10 @@ class Communication(NamedTuple):
 def communication(
     scored: int, with_gradient: int, width: int, layout: Layout, *, with_entropy: bool = True, fields: int = 5
 ) -> Communication:
-    """Of a rank with `scored` tokens, of which `with_gradient` have one, and hidden states of `width`.
+    """Communication of a rank with `scored` tokens, `with_gradient` of them with a gradient, and states of `width`.
 
-    `fields` are what the objective reads of a token: mask, sequence, advantage, and old, ref, sampling log-probs and
-    importance ratio where given.
+    `fields` is the number of a token's inputs of the objective: mask, sequence, advantage, and if given old, ref,
+    sampling log-probs and importance ratio.
     """
     return Communication(
         statistics=(3 + with_entropy) * scored if layout.vocab > 1 else 0,
@@ -83,12 +83,12 @@ class Step(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Without overlap: what a rank waits for at most."""
+        """Without overlap: an upper bound of the waiting time of a rank."""
         return self.products + self.vocab_links + self.token_links
 
 
 def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine, *, first_score: bool = False) -> Step:
-    """Forward and backward of `tokens` in all; `first_score`: objectives that score before they have a gradient."""
+    """Forward and backward of `tokens` in all; `first_score`: objectives that score all tokens before the gradient."""
     mine = tokens / (layout.data * layout.context)
     rows = vocab / layout.vocab
     product = 2 * mine * width * rows / machine.products

@@ -23,7 +23,7 @@ from benchmarks.style import (
     MUTED,
     OURS,
     bar_color,
-    beside,
+    bar_text,
     decorate,
     label_bars,
     new_figure,
@@ -262,10 +262,10 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
         color = bar_color(name)
         time.barh(y, 1e3 * head, color=color, height=0.66)
         time.barh(y, 1e3 * max(seconds - head, 0), left=1e3 * head, color=color, alpha=0.35, height=0.66)
-        beside(time, 1e3 * max(seconds, head), y, f"{1e3 * seconds:,.0f} ms, head {r['head_share']:.0%}")
+        bar_text(time, 1e3 * max(seconds, head), y, f"{1e3 * seconds:,.0f} ms, head {r['head_share']:.0%}")
         if "peak_bytes" in r:
             memory.barh(y, r["peak_bytes"] / MIB, color=color, height=0.66)
-            beside(memory, r["peak_bytes"] / MIB, y, f"{r['peak_bytes'] / MIB:,.0f}")
+            bar_text(memory, r["peak_bytes"] / MIB, y, f"{r['peak_bytes'] / MIB:,.0f}")
     for axes in (time, memory):
         label_bars(axes, [f"{name}, {_short(dtype)}" for dtype, name, _ in bars])
         axes.set_xlim(0, 1.55 * axes.get_xlim()[1])
@@ -275,7 +275,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
     shares = section["head_flop_share"]
     for y, (name, value) in enumerate(shares.items()):
         share.barh(y, value, color=MUTED if name != "this model" else INK, height=0.6)
-        beside(share, value, y, f"{value:.0%}")
+        bar_text(share, value, y, f"{value:.0%}")
     label_bars(share, list(shares))
     share.set_xlim(0, 1)
     share.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -284,7 +284,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
 
 
 def candidates_plot(section: dict[str, Any]) -> Figure:
-    """Time by the size of the sets, beside the dense loss."""
+    """Time by the size of the sets, compared with the dense loss."""
     shape, points = section["published"], section["growth"]
     figure = new_figure(
         7.4, 4.6, "Candidate sets: time of the loss by set size (lower is better)",

@@ -1,4 +1,4 @@
-"""The style of every picture: colours, fonts, titles, and labels that stand on white."""
+"""The style of every picture: colours, fonts, titles, and labels on a white background."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLORS = {
     "linear_cross_entropy": "#cc79a7",
     "bare": "#7b8794",
 }
-"""Okabe and Ito's palette, which people with any kind of colour vision can tell apart; lines have labels as well."""
+"""Okabe and Ito's palette, which people with any kind of colour vision can distinguish; lines have labels as well."""
 
 OURS = ("native", "triton", "cuda", "chunked", "ours")
 NAMES = {
@@ -43,11 +43,11 @@ NAMES = {
 """Names of the implementations in the result files, and in pictures."""
 
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-"""Behind a label: no line goes through its text."""
+"""The background of a label: no line goes through its text."""
 
 
 def new_figure(width: float, height: float, title: str, note: str) -> Figure:
-    """Width and height in inches; drawn without a display, whatever backend the user has configured."""
+    """Width and height in inches; drawn without a display, with any backend that the user has configured."""
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, color=INK, fontsize=13, fontweight="bold", x=0.012, ha="left")
@@ -79,7 +79,7 @@ def label_bars(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xlim(left=0)
 
 
-def beside(axes: Axes, x: float, y: float, text: str) -> None:
+def bar_text(axes: Axes, x: float, y: float, text: str) -> None:
     """Text to the right of the end of a bar."""
     axes.annotate(
         text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK, bbox=LABEL_BOX

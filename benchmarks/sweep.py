@@ -1,10 +1,10 @@
-"""The GPU engines, the bare products and the peers side by side: error, time and memory, into the file of a run.
+"""The GPU engines, the bare products and the peers: error, time and memory, into the file of a run.
 
     python -m benchmarks.sweep                        # N = 8192, V = 151936, three widths and three patterns
     python -m benchmarks.sweep --seconds 450          # starts nothing new after this
     python -m benchmarks.sweep --small --out r.json   # the same program on a small problem, on a CPU as well
 
-Apple's CCE, QuACK and verl take part where they are installed (`pip install cut-cross-entropy quack-kernels verl`).
+Apple's CCE, QuACK and verl are included if they are installed (`pip install cut-cross-entropy quack-kernels verl`).
 The same measurement as `benchmarks.cpu`. Times come first, then peak memory of the dense cases, each in a fresh
 process.
 """

@@ -60,7 +60,7 @@ def _summary_case(run: Run) -> dict[str, Any] | None:
 
 
 def training_step(folder: Path) -> str:
-    """What steps of TRL's trainer take with our loss and without, and the head's share in larger models."""
+    """The time of steps of TRL's trainer with our loss and without, and the head's share in larger models."""
     run, shares = newest("cpu", "trl_steps", folder), newest("cpu", "end_to_end", folder)
     if run is None or shares is None:
         return f"Time of a training step: {NOT_YET} (`{COMMANDS['cpu']}`)."
@@ -104,7 +104,7 @@ def speed(device: str, folder: Path) -> str:
 
 
 def sparsity(device: str, folder: Path) -> str:
-    """What inactive tokens save: the time of each pattern relative to the dense case, per token of the batch."""
+    """Savings by inactive tokens: the time of each pattern relative to the dense case, per token of the batch."""
     run = newest(device, "loss", folder)
     header = "| problem | tokens with a gradient | | time | × bare | time / dense time |"
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
@@ -197,7 +197,7 @@ def growth(folder: Path) -> str:
 
 
 def candidates(folder: Path) -> str:
-    """Time of the loss on candidate sets beside dense ones; training with and without them; and the picture."""
+    """Time of the loss on candidate sets and of dense ones; training with and without them; and the picture."""
     run = newest("cuda", "candidates", folder) or newest("cpu", "candidates", folder)
     if run is None:
         return f"Candidate sets: {NOT_YET} (`python -m benchmarks.candidates`)."
@@ -221,7 +221,7 @@ def candidates(folder: Path) -> str:
 
 
 def _truncation(run: Run) -> Iterator[str]:
-    """Means over the seeds: what the first step finds, and the reward at the end."""
+    """Means over the seeds: the ratios of the first step, and the reward at the end."""
     section, ratio = run.sections["truncation"], "sampling/importance_sampling_ratio"
     steps, seeds = section["steps"], len(section["runs"]) // 2
     yield (
@@ -293,7 +293,7 @@ def _dense(run: Run) -> dict[str, Any]:
 
 
 def title(shape: dict[str, Any]) -> str:
-    """A problem in words."""
+    """A problem as text."""
     return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
 
 
@@ -304,7 +304,7 @@ def peak_mib(row: dict[str, Any]) -> float | None:
 
 
 def _not_yet(device: str, run: Run | None = None) -> str:
-    """That nothing was measured, or which of the GPU's problems were not."""
+    """A note that nothing was measured, or which of the GPU's problems were not."""
     cases = {} if run is None else run.sections["loss"]["cases"]
     shapes = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
     lines = (
@@ -429,7 +429,7 @@ def _ms(value: float) -> str:
 
 
 def _rate(flop_per_ms: float) -> str:
-    """Of matrix products."""
+    """The rate of matrix products as text."""
     gflops = flop_per_ms / 1e6
     return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 1e4 else f"{gflops:.0f} GFLOP/s"
 

@@ -4,8 +4,8 @@
 
 Forward (no gradient), forward + backward, and scoring; by dtype and by which tokens have a gradient. A result is
 checked against float64 before it is timed: a wrong one of a peer is an expected failure, with its error; one of ours
-fails. Rounds are not interleaved here and the problem is small, so these figures watch for changes of one provider;
-comparisons and ratios to the bare products are `benchmarks.cpu`'s.
+fails. Rounds are not interleaved here and the problem is small, so these figures show changes of one provider; for
+comparisons and ratios to the bare products use `benchmarks.cpu`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 5
 
 
 class Prepared(NamedTuple):
-    """A problem with what is right for it, and the verdicts on the providers so far: errors, and why not timed."""
+    """A problem with its exact results, and for each provider so far: errors, and why it is not timed."""
 
     case: Case
     problem: Problem
@@ -62,9 +62,9 @@ def prepared(request, dtype) -> Prepared:
 
 @pytest.fixture(scope="module")
 def recorded(request) -> Iterator[list[dict[str, Any]]]:
-    """Rows of what was timed; at the end they go into the run's file, if one was named."""
+    """Rows of the timed calls; at the end they go into the run's file, if one was named."""
     rows: list[dict[str, Any]] = []
-    results.machine(DEVICE)  # before its load is our own
+    results.machine(DEVICE)  # reads the load before this program adds to it
     yield rows
     out = request.config.getoption("--record")
     if out is not None:
@@ -80,7 +80,7 @@ def test_speed(benchmark, prepared, recorded, name, what):
     if prepared.case.pattern not in provider.patterns:
         pytest.skip("the same as others here")
     if what == "scoring" and provider.logps is None:
-        pytest.skip("it has no log-probs of its own")
+        pytest.skip("it returns no log-probs")
     errors, reason = prepared.verdict(name)
     row = {"provider": name, "what": what, "errors": errors, **prepared.case.describe()}
     recorded.append(row)

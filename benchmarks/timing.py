@@ -1,4 +1,4 @@
-"""Timing done right: warm-up, interleaved rounds, medians, and what the machine itself can do in the same run."""
+"""Timing: warm-up, interleaved rounds, medians, and the machine's own rates in the same run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def time_once(call: Callable[[], object], device: str, flush: Callable[[], objec
 
 
 def cache_flush(device: str) -> Callable[[], object] | None:
-    """Writes twice the L2 cache of a GPU, so that no call finds there what the call before it has read.
+    """Writes twice the L2 cache of a GPU, so that no call reads cached data of the call before it.
 
     In training, a head's weight and hidden states come from memory. On a CPU nothing is flushed: each call streams a
     weight several times its caches.
@@ -44,7 +44,7 @@ def cache_flush(device: str) -> Callable[[], object] | None:
 
 
 def interleave(calls: Calls, device: str, *, rounds: int, warmup: int = 1) -> dict[str, dict[str, float]]:
-    """Median, p20 and p80 in milliseconds of each call, taken round by round so that drift hits all alike."""
+    """Median, p20 and p80 in milliseconds of each call, measured in rounds, so that drift affects all equally."""
     return {name: summary(t) for name, t in times_by_round(calls, device, rounds=rounds, warmup=warmup).items()}
 
 
@@ -68,7 +68,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def with_ratios(times: dict[str, list[float]], base: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds of each call, and the ratio to `base` taken round by round."""
+    """Milliseconds of each call, and the ratio to `base` in each round."""
     return {
         name: {
             "ms": summary(values),
@@ -79,9 +79,9 @@ def with_ratios(times: dict[str, list[float]], base: str) -> dict[str, dict[str,
 
 
 def bare_gemms(N: int, H: int, V: int, dtype: torch.dtype, device: str) -> Calls:
-    """The head product alone (`bare-1`), and with its two gradient products (`bare-3`), each in its fastest layout.
+    """The head product (`bare-1`), and with its two gradient products (`bare-3`), each in its fastest layout.
 
-    Which layout of the operands is fastest is tried on the data themselves, on a CPU on 128 tokens of them.
+    The fastest layout of the operands is found by timing on the data, on a CPU on 128 of its tokens.
     """
     hidden, weight, logits = (torch.randn(size, device=device).to(dtype) for size in (N * H, V * H, N * V))
 
@@ -104,7 +104,7 @@ def bare_gemms(N: int, H: int, V: int, dtype: torch.dtype, device: str) -> Calls
 
 
 def _layouts(a: Tensor, b: Tensor, shape: tuple[int, int, int]) -> list[Callable[[], Tensor]]:
-    """[m, k] x [k, n] with each operand by rows and by columns; the data are random, so any view of them will do."""
+    """[m, k] x [k, n] with each operand by rows and by columns; the data are random, so any view works."""
     m, k, n = shape
     return [
         lambda left=left, right=right: left @ right

@@ -3,8 +3,8 @@
     python -m benchmarks.truncation --out results.json    # about five minutes on two cores
 
 A small policy learns which operator gives a target from two numbers (`examples.small`, recipe `countdown`). It samples
-with top-p and takes two optimizer steps on each rollout. The sampler's own log-probs correct the loss, as those of a
-rollout engine do. With the sets the policy is scored by the distribution that was sampled, so the ratios between the
+with top-p and takes two optimizer steps on each rollout. The sampler's own log-probs correct the loss, like those of a
+rollout engine. With the sets the policy is scored by the distribution that was sampled, so the ratios between the
 two are 1. Without, they are those of another distribution.
 """
 
@@ -32,7 +32,7 @@ RECORDED = ("reward", "clip_ratio/region_mean", "entropy", f"{RATIO}/min", f"{RA
 
 
 class WithLogprobs(HuggingFaceEngine):
-    """`generate`, with the log-probs that it sampled with, as other rollout engines return them."""
+    """`generate`, with its sampling log-probs, as other rollout engines return them."""
 
     trainer: GRPOTrainer
     keep_sets = True
@@ -48,13 +48,13 @@ class WithLogprobs(HuggingFaceEngine):
 
 
 class _Given:
-    """An engine that has sampled already."""
+    """An engine that returns a given result."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
-        """What it was given."""
+        """The given result."""
         return self.generation
 
     def sync_weights(self, model: Any) -> None:

@@ -3,8 +3,8 @@
     python -m benchmarks.tune --out tuned.json          # H = 896, 2048, 4096 at V = 151936
     python -m benchmarks.tune --small --out tuned.json  # a small problem; also under TRITON_INTERPRET=1 on a CPU
 
-A configuration whose log-probs are wrong is reported with its error and not timed. The winners belong into
-`kernels/head_configs.py`, with the figures as their reason.
+A configuration whose log-probs are wrong is reported with its error and not timed. The fastest ones belong
+in `kernels/head_configs.py`, with the figures as their reason.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from benchmarks.timing import bare_gemms, interleave
 SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 151936)]
 SMALL_SHAPES = [(40, 64, 300)]
 LOGP_TOLERANCE = 1e-3
-"""Wrong, not inexact: tensor cores may cut every partial sum towards zero, by 1e-4 in all at H = 4096."""
+"""Above this a result is wrong, not inexact: tensor cores may truncate partial sums, by 1e-4 in all at H = 4096."""
 
 
 def main() -> None:
     """Run the tuner and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="one small shape, to see that the program works")
+    parser.add_argument("--small", action="store_true", help="one small shape, to test the program")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True, help="file of the run (see benchmarks.results)")
     arguments = parser.parse_args()
@@ -74,7 +74,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
 
         try:
             entry["max_logp_error"] = max((f().logp[few] - want).abs().max().item() for f in (score, store))
-        except Exception as error:  # a compiler may refuse a shape; the others are still worth knowing
+        except Exception as error:  # a compiler may refuse a shape; the others are still measured
             entry["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         if entry["max_logp_error"] <= LOGP_TOLERANCE:

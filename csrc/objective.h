@@ -1,7 +1,7 @@
 // The token-level GRPO objective: per-token loss and coefficient g = dL/dlogp, for host and device.
 //
-// The same formulas as grpo_fused/objective.py and kernels/objective.py; the tests hold the three against each other.
-// What a user may vary is a run-time number, and an option that is off is a number too (delta = inf).
+// The same formulas as grpo_fused/objective.py and kernels/objective.py; the tests compare all three.
+// All that a user may vary is a run-time number; so is an option that is off (delta = inf).
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace grpo_fused {
 constexpr float MAX_LOG_RATIO = 20.0f;  // log-ratios are clamped at +-20 before they are exponentiated
 constexpr float LOWEST_LOGP = -1.0e4f;  // the floor of log-probs, nats: what an impossible token counts as
 
-// min and max of the standard library drop a NaN on one side; a NaN shall be seen.
+// min and max of the standard library drop a NaN on one side; a NaN must propagate.
 template <typename T>
 GRPO_HOST_DEVICE T min_or_nan(T a, T b) {
   return (a < b || a != a) ? a : b;
@@ -105,7 +105,7 @@ struct KlEstimate {
   T both;   // value + slope without what cancels in it
 };
 
-// KL estimate of q = ref - logp; k3 goes on as its tangent beyond 20.
+// KL estimate of q = ref - logp; k3 continues as its tangent beyond 20.
 template <typename T>
 GRPO_HOST_DEVICE KlEstimate<T> kl_estimate(T q, int estimator) {
   if (estimator == 1) return {-q, T(1), T(1) - q};
@@ -120,7 +120,7 @@ GRPO_HOST_DEVICE KlEstimate<T> kl_estimate(T q, int estimator) {
 template <typename T>
 GRPO_HOST_DEVICE TokenLoss<T> token_objective(T logp, const TokenInputs<T>& token, const ObjectiveOptions<T>& options) {
   const T lowest = T(LOWEST_LOGP), limit = T(MAX_LOG_RATIO);
-  const bool possible = !(logp < lowest);  // NaN is possible, and shall be seen
+  const bool possible = !(logp < lowest);  // NaN counts as possible, since it must propagate
   logp = max_or_nan(logp, lowest);
   const T log_ratio = logp - (options.has_old ? max_or_nan(token.old_logp, lowest) : logp);
   const bool beyond = std::abs(log_ratio) > limit;
@@ -151,7 +151,7 @@ GRPO_HOST_DEVICE TokenLoss<T> token_objective(T logp, const TokenInputs<T>& toke
       result.dlogp += options.beta * kl.slope;
     }
   }
-  if (token.weight == T(0)) return {T(0), T(0)};  // whatever a masked token holds
+  if (token.weight == T(0)) return {T(0), T(0)};  // for any values of a masked token
   return {token.weight * result.loss, possible ? token.weight * result.dlogp : T(0)};
 }
 

@@ -1,6 +1,5 @@
-// The arithmetic of a row of logits, for host and device: what one thread does with what it holds, how partial results
-// merge, and one element of the gradient. Everything of the row kernels but barriers, copies and launches, so that a
-// CPU can test it.
+// The arithmetic of a row of logits, for host and device: the work of one thread, the merge of partial results, and one
+// element of the gradient. All of the row kernels except barriers, copies and launches, so that a CPU can test it.
 //
 // The same numbers as kernels/rows.py: max and log_sum are kept apart, since their sum would lose log_sum's digits.
 #pragma once
@@ -57,8 +56,8 @@ GRPO_HOST_DEVICE void narrow(float x, float& to) { to = x; }
 
 constexpr float MINUS_INFINITY = -INFINITY;
 
-// exp for elements, two instructions: below 1e-6 relative where exp(x) still counts beside 1 (|x| < 10), denormals 0.
-// Scalars of a row take the exact one.
+// exp for elements, two instructions: below 1e-6 relative where 1 + exp(x) depends on it (|x| < 10), denormals 0.
+// Scalars of a row use the exact one.
 GRPO_HOST_DEVICE float fast_exp(float x) {
 #ifdef __CUDA_ARCH__
   float e;
@@ -70,7 +69,7 @@ GRPO_HOST_DEVICE float fast_exp(float x) {
 }
 
 constexpr int PACKET_BYTES = 16;  // the widest access of a thread
-constexpr int CHUNK_BYTES = 16384;  // what one bulk copy brings: a part of a row is worked on while the rest arrives
+constexpr int CHUNK_BYTES = 16384;  // of one bulk copy: a part of a row is processed while the rest arrives
 
 template <typename T>
 constexpr int PACKET = PACKET_BYTES / int(sizeof(T));
@@ -221,13 +220,13 @@ GRPO_HOST_DEVICE RowStatistics finish(const Partial& row, float z_target) {
   return {row.max, log_sum, logp, max_or_nan(log_sum - row.moment / (1.0f + row.rest), 0.0f)};
 }
 
-// What the gradient of a row is made of: at columns other than the target (constant - dentropy * log p) * p * slope.
+// The terms of the gradient of a row: at columns other than the target (constant - dentropy * log p) * p * slope.
 struct RowCoefficients {
   float max, log_sum;
   float constant, dentropy;
   float at_target;  // the target's gradient itself
   int target;
-  bool zero;  // no coefficient: nor is there a gradient, whatever the row holds
+  bool zero;  // no coefficient: the gradient is 0 for any logits
 };
 
 // `slope` is dz/d(raw) of the target, whose 1 - p comes from expm1: a confident token keeps its digits.
@@ -270,13 +269,13 @@ GRPO_HOST_DEVICE int part_count(int vocab_size, int part, int rank) {
   return left < 0 ? 0 : left < part ? int(left) : part;
 }
 
-// Of a part's elements, those that bulk copies bring: all whole packets, or none where rows start at odd addresses.
+// The elements of a part that bulk copies load: all whole packets, or none if rows start at odd addresses.
 template <typename T>
 GRPO_HOST_DEVICE int bulk_elements(int count, bool wide) {
   return wide ? count / PACKET<T> * PACKET<T> : 0;
 }
 
-// Of those, the ones in the chunk that starts at `begin`; none in a last chunk shorter than a packet.
+// Those of them in the chunk that starts at `begin`; none in a last chunk shorter than a packet.
 template <typename T>
 GRPO_HOST_DEVICE int chunk_elements(int bulk, int begin) {
   const int left = bulk - begin;
@@ -319,7 +318,7 @@ GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, c
 }
 
 // A thread's share of the gradient of a part, written to `out`, where the part's first column goes. `loaded()` is called
-// by all threads alike between the loads and the stores of each stride: a barrier where the stores land on the logits.
+// by all threads between the loads and the stores of each stride: a barrier if the stores overwrite the logits.
 template <bool PLAIN, typename T, typename Out, typename Arrived, typename Loaded>
 GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const RowTransform& t,
                                       const RowCoefficients& c, Out* out, bool wide_out, Arrived arrived,
@@ -357,7 +356,7 @@ GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const 
   }
 }
 
-// Zeros where a gradient would go: a row without a coefficient is not read.
+// A gradient of zeros: a row without a coefficient is not read.
 template <typename Out>
 GRPO_HOST_DEVICE void thread_zeros(int count, Thread thread, Out* out, bool wide_out) {
   constexpr int N = PACKET<Out>;

@@ -1,4 +1,4 @@
-// How a row is laid over thread blocks, from what a device offers.
+// How a row is split over thread blocks, from the properties of a device.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct DeviceLimits {
 
 constexpr int MAX_BLOCKS = 8;  // the largest cluster that every device with clusters can launch
 constexpr int MAX_THREADS = 512;
-constexpr int SCRATCH_BYTES = 512;    // of a block's shared memory, beside the row
+constexpr int SCRATCH_BYTES = 512;    // of a block's shared memory, besides the row
 constexpr int RESERVED_BYTES = 1024;  // of a block's shared memory, by the system
 
 // Unmeasured; `python -m benchmarks.rows` times the choices. 256 threads of at most 64 registers leave room for three
@@ -33,8 +33,8 @@ inline int64_t held_bytes(int vocab_size, int itemsize, int blocks) {
 }
 
 // The smallest cluster that leaves room for two blocks a multiprocessor, so that one loads while the other waits or
-// stores; else the largest. `blocks` and `threads` are 0 where the choice is free, `blocks` is -1 to stream. False where
-// the cluster that was asked for cannot hold a row.
+// stores; else the largest. `blocks` and `threads` are 0 for a free choice, `blocks` is -1 to stream. False if the
+// requested cluster cannot hold a row.
 inline bool plan_row(int vocab_size, int itemsize, const DeviceLimits& limits, int blocks, int threads, RowPlan* plan) {
   const int64_t most = limits.block_bytes - SCRATCH_BYTES;
   const int64_t shared = limits.processor_bytes / 2 - RESERVED_BYTES - SCRATCH_BYTES;

@@ -1,4 +1,4 @@
-// What is done once for a row: its inputs read, its target, its loss and coefficients. For host and device.
+// The work done once for a row: its inputs, target, loss and coefficients. For host and device.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct Target {
   float z, slope;
 };
 
-// The target of a row; NaN for an id outside the vocabulary, which shall be seen and not read.
+// The target of a row; NaN for an id outside the vocabulary: it must propagate, and nothing is read.
 template <typename T>
 GRPO_HOST_DEVICE Target row_target(const RowArguments& a, int64_t row, const T* logits, const RowTransform& t) {
   const int64_t id = a.targets[row];

@@ -40,7 +40,7 @@ def main() -> None:
     def timed(weight: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[float, torch.Tensor, torch.Tensor, float]:
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         seconds = 0.0
-        for _ in range(2):  # the first is for compilation and allocation
+        for _ in range(2):  # the first call includes compilation and allocation
             for leaf in leaves:
                 leaf.grad = None
             dist.barrier()

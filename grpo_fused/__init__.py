@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os as _os
 
-# In a checkout `grpo_fused.kernels` is beside this package, at the top level; installed, it is inside.
+# In a checkout `grpo_fused.kernels` is next to this package, at the top level; installed, it is inside.
 _root = _os.path.dirname(__path__[0])
 if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)

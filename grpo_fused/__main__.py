@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         import_module(f"grpo_fused.{COMMANDS[given.command][0]}").main(given.arguments)
     except ModuleNotFoundError as error:
-        # the loss alone needs no more than torch
+        # the loss needs only torch
         raise SystemExit(f"grpo-fused {given.command} needs {error.name}: pip install 'grpo-fused[train]'") from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -29,7 +29,7 @@ _registered: set[str] = set()
 
 
 def register_fakes() -> None:
-    """Register the fakes of operators that a loaded library has defined; each one once, also in repeated calls."""
+    """Register the fakes of operators that a loaded library has defined: once each, also in repeated calls."""
     for name, fake in _FAKES.items():
         if name not in _registered and hasattr(getattr(torch.ops, NAMESPACE), name):
             torch.library.register_fake(f"{NAMESPACE}::{name}")(fake)

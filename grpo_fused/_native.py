@@ -1,4 +1,4 @@
-"""The native libraries: that of the CPU is loaded at import, that of CUDA when it is asked for; and why not, if not.
+"""The native libraries: the CPU library is loaded at import, the CUDA library at first use; else the reason is kept.
 
 Both are optional. They are built against torch's stable ABI and register operators in `torch.ops.grpo_fused_C`; here
 those get the fake implementations that `torch.compile` needs.
@@ -20,15 +20,15 @@ from grpo_fused import _fakes
 
 
 def cpu_available() -> str | None:
-    """None if the CPU operators can run here, else the reason in words."""
+    """None if the CPU operators can run here, else the reason as text."""
     return _cpu_reason
 
 
 @cache
 def cuda_available() -> str | None:
-    """None if the CUDA operators can run here, else the reason in words.
+    """None if the CUDA operators can run here, else the reason as text.
 
-    Not at import: asking for a device initialises CUDA, and a process that is forked after that cannot use it.
+    Not called at import: it initialises CUDA, and a process that is forked after that cannot use CUDA.
     """
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
@@ -39,17 +39,17 @@ def cuda_available() -> str | None:
 
 
 def missing() -> str | None:
-    """Why the CPU operators are missing though this processor could run them, with the command that builds them.
+    """Why the CPU operators are missing although this processor could run them, with the command that builds them.
 
-    None if they are there, or could not run here: not Linux on x86-64, or no AVX-512.
+    None if they are loaded, or could not run here: not Linux on x86-64, or no AVX-512.
     """
     return _cpu_reason if _mended_by_a_build else None
 
 
 def build_command(extension: str = "cpu") -> str:
-    """The shell command that installs this package again, from where it came, with the extension `cpu` or `cuda`.
+    """The shell command that reinstalls this package from its source, with the extension `cpu` or `cuda`.
 
-    It takes a compiler and fails with the reason where there is none. A checkout is installed in editable mode.
+    It needs a compiler and fails with the reason if there is none. A checkout is installed in editable mode.
     """
     root = Path(__file__).resolve().parents[1]
     what, installer = _origin()
@@ -85,7 +85,7 @@ def _origin() -> tuple[str, str]:
 
 
 def _load(name: str) -> str | None:
-    """Load `grpo_fused/<name>.*.so`, or say why that cannot be, and what builds it."""
+    """Load `grpo_fused/<name>.*.so`, or return why it cannot be loaded and the command that builds it."""
     extension = "cuda" if name.endswith("_cuda") else "cpu"
     found = sorted(Path(__file__).parent.glob(f"{name}.*so"))
     if not found:
@@ -98,7 +98,7 @@ def _load(name: str) -> str | None:
 
 
 def _load_cpu() -> tuple[str | None, bool]:
-    """(why the operators do not run here, None if they do; whether a build would mend that)."""
+    """(why the operators do not run here, None if they do; whether a build would fix that)."""
     reason = _load("_C")
     if reason is None:
         _register_fakes()
@@ -109,7 +109,7 @@ def _load_cpu() -> tuple[str | None, bool]:
 
 
 def _unfit() -> str | None:
-    """Why no build of the CPU operators runs on this machine, or None; as `csrc/cpu/machine.cpp` finds it."""
+    """Why no build of the CPU operators runs on this machine, or None; the same check as `csrc/cpu/machine.cpp`."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return f"the native engine is for Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     try:
@@ -145,7 +145,7 @@ def _register_fakes() -> None:
 
 
 LANES = 64
-"""Tokens of a panel: exponentials are kept by whole panels."""
+"""Tokens of a panel: exponentials are stored for whole panels."""
 
 
 def kept_layout(hidden: Tensor, weight: Tensor, kept: Tensor, spill: Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from grpo_fused.validation import check_choice, check_integer
 ScaleRewards = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
-_EPS = 1e-4  # TRL's: keeps the quotient finite where all rewards of a group agree
+_EPS = 1e-4  # TRL's: keeps the quotient finite if all rewards of a group are equal
 
 
 def group_advantages(
@@ -37,12 +37,12 @@ def group_advantages(
         scale_rewards: `"group"` (or True) divides by the group's standard deviation, `"batch"` by that of all summed
             rewards, `"none"` (or False) not at all (Dr. GRPO).
         aggregation: `"sum_then_normalize"` sums the functions first; `"normalize_then_sum"` takes z-scores of each
-            function within the group, sums them with the weights, and takes z-scores over the batch (GDPO); it scales
-            in its own way and does not read `scale_rewards`.
+            function within the group, sums them with the weights, and takes z-scores over the batch (GDPO); it
+            does not read `scale_rewards`.
 
     Returns:
         `AdvantageOutput(advantages, mean, std, unjudged, zero_std_groups)`, fp32. A sample that no function judged has
-        A = 0 and is left out of the baseline. Where fewer than two samples are judged there is no z-score: A = 0.
+        A = 0 and is left out of the baseline. If fewer than two samples are judged there is no z-score: A = 0.
 
     Raises:
         ValueError: Group size below 2, rewards not divisible into groups, wrong shapes, infinite rewards, unknown
@@ -107,7 +107,7 @@ def _z_score(x: Tensor, dim: int) -> Tensor:
 
 
 def as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
-    """[N, F] fp64: sums and spreads of rewards as large as 1e6 keep their digits."""
+    """[N, F] fp64: sums and standard deviations of rewards as large as 1e6 stay accurate."""
     if hasattr(rewards, "__array__"):  # a tensor too
         table = torch.as_tensor(rewards).detach()
     else:

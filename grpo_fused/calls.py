@@ -53,9 +53,9 @@ class HeadCall(NamedTuple):
     lm_head_bias: Tensor | None
     """[V]"""
     temperatures: Tensor | None
-    """as the caller gave it: 0-d, one for each sequence, or one for each token"""
+    """as given: 0-d, one for each sequence, or one for each token"""
     temperature: float
-    """where it is one number"""
+    """if it is one number"""
     logit_scale: float
     softcap: float | None
     impl: str
@@ -73,7 +73,7 @@ class HeadCall(NamedTuple):
 
     @property
     def candidates(self) -> tuple[Tensor, Tensor] | None:
-        """What a `CandidateSets` is made of, where there is one."""
+        """The fields of a `CandidateSets`, if there is one."""
         ids, offsets = self.candidate_ids, self.candidate_offsets
         return None if ids is None or offsets is None else (ids, offsets)
 
@@ -96,7 +96,7 @@ class LossCall(NamedTuple):
 
     @property
     def completion_mask(self) -> Tensor | None:
-        """That of the inputs."""
+        """The configuration of the inputs."""
         return self.inputs.completion_mask
 
 
@@ -110,7 +110,7 @@ class LogprobsCall(NamedTuple):
 
 
 class CustomCall(NamedTuple):
-    """The loss of an objective of the caller's own."""
+    """The loss of a custom objective."""
 
     head: HeadCall
     completion_ids: Tensor

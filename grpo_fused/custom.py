@@ -1,7 +1,7 @@
-"""An objective of the caller's own, evaluated inside the pass over the head.
+"""A custom objective, evaluated inside the pass over the head.
 
 The objective is a differentiable torch function of log-probs (and entropies). A chunk's log-probs are known before its
-gradient is made: the function is called then, and autograd gives the coefficients of the chunk, one number a token.
+gradient is computed: then the function is called, and autograd gives its coefficients, one number for each token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Objective = Callable[..., Tensor]
 
 @dataclass
 class Evaluation:
-    """What calls of an objective on parts of a batch add up to."""
+    """The sums over calls of an objective on parts of a batch."""
 
     objective: Objective
     inputs: Mapping[str, Tensor]
@@ -95,21 +95,21 @@ def check_objective(
     with_entropy: bool = False,
     seed: int = 0,
 ) -> None:
-    """Compare a call of an objective on all tokens with calls on parts: what `fused_linear_objective` relies on.
+    """Compare a call of an objective on all tokens with calls on parts: `fused_linear_objective` needs them to agree.
 
-    Run it once for an objective of your own: one that takes a mean over its tokens, say, would depend on the chunks.
+    Run it once for a custom objective: one that takes a mean over its tokens, for example, would depend on the chunks.
 
     Args:
         objective: As in `fused_linear_objective`.
-        inputs: Its inputs, `[N]` (or `[B, T]` of B sequences); default none, for `num_tokens` tokens.
+        inputs: Its inputs, `[N]` (or `[B, T]` of B sequences); default none, with `num_tokens` tokens.
         scope: "token": parts are any subsets. "sequence": parts are whole sequences. "batch": nothing to compare, only
             the result's shape and gradient are checked.
-        num_tokens: N where there are no inputs.
+        num_tokens: N if there are no inputs.
         with_entropy: Pass entropies.
-        seed: Of the log-probs, entropies and parts.
+        seed: For the random log-probs, entropies and parts.
 
     Raises:
-        ValueError: The results differ, or are not what `fused_linear_objective` takes; the message says by how much.
+        ValueError: The results differ (the message says by how much), or `fused_linear_objective` would refuse them.
     """
     given = dict(inputs or {})
     shape = next(iter(given.values())).shape if given else torch.Size([8, -(-num_tokens // 8)])
@@ -141,6 +141,6 @@ def check_objective(
         worst = float((a - b).abs().max()) if a.numel() else 0.0
         if worst > 1e-9 * max(1.0, float(a.abs().max()) if a.numel() else 0.0):
             raise ValueError(
-                f"an objective of scope {scope!r} must give each {scope} the same whatever it is called with; "
+                f"an objective of scope {scope!r} must give each {scope} the same result in any call; "
                 f"the {name} of all and of parts differ by {worst:.3g}"
             )

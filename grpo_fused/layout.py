@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         return owner.clamp(0, max(self.num_sequences - 1, 0))  # wrong offsets are reported by a later check
 
     def is_per_token(self, x: Tensor) -> bool:
-        """Whether `x` has one value for each token rather than one for each sequence.
+        """Whether `x` has one value for each token, not one for each sequence.
 
         `[B, 1]` is one for each sequence; with T = 1 both are the same. A packed 1-d tensor is ambiguous if N = S:
         `check_reading` accepts it only if both readings are the same.
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
             )
 
     def per_token(self, x: Tensor) -> Tensor:
-        """[N]: the value at each token of what was given for the call (0-d), each sequence or each token."""
+        """[N]: the value at each token of an `x` for the call (0-d), for each sequence or for each token."""
         if x.dim() == 0:
             return x.expand(self.num_tokens)
         if len(self.shape) == 2:

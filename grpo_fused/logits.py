@@ -1,4 +1,4 @@
-"""Scores and gradients of logits that the caller has, in blocks of rows."""
+"""Scores and gradients from the caller's logits, in blocks of rows."""
 
 from __future__ import annotations
 

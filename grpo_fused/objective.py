@@ -1,6 +1,6 @@
 """The GRPO objective on log-probabilities and its analytic derivative, in plain torch.
 
-Each formula is here once, for all engines: the per-token loss l, its aggregation, and the coefficients g = dL/dlogp and
+Each formula exists once, for all engines: the per-token loss l, its aggregation, and the coefficients g = dL/dlogp and
 dL/dH, which an engine multiplies with the gradient of the log-softmax. The derivative is analytic, so a value that a
 mask or a clip discards cannot make a gradient NaN. `reference.py` computes the same by autograd.
 """
@@ -258,7 +258,7 @@ def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -
         return kl, dkl, zero
     if config.importance_sampling_level == "sequence":
         return ratio.value * kl, ratio.value * dkl, kl
-    # d(c kl) = c (kl + dkl), whose exponentials cancel: simplified by hand, since beside e^20 fp32 has no digits of q
+    # d(c kl) = c (kl + dkl), whose exponentials cancel: simplified by hand, since next to e^20 fp32 has no digits of q
     return ratio.value * kl, torch.where(ratio.chain == 0, ratio.value * dkl, ratio.chain * both), zero
 
 

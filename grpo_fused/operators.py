@@ -100,7 +100,7 @@ class LossResult(NamedTuple):
     dweight: Tensor
     dbias: Tensor
     dcandidates: Tensor
-    """[K] dL/d(product) of each candidate; where all tokens have a set, dW and db are made of it in the backward"""
+    """[K] dL/d(product) of each candidate; if all tokens have a set, the backward computes dW and db from it"""
 
 
 @_operator(LossCall, LossResult)
@@ -148,7 +148,7 @@ def _(*values: Any) -> LossResult:
 
 
 def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
-    """The loss of an objective of the caller's own; no operator, since a function cannot enter one."""
+    """The loss of a custom objective; not an operator, since an operator takes no function."""
     head, layout = call.head, Layout.of(call.completion_ids, call.cu_seqlens)
     groups = ParallelGroups.decode(head.groups)
 
@@ -270,7 +270,7 @@ def _(*values: Any) -> LossResult:
 
 
 class ObjectiveResult(NamedTuple):
-    """Loss, scores as they were used, metrics in the order of `metric_names`, and coefficients."""
+    """Loss, scores as used in it, metrics in the order of `metric_names`, and coefficients."""
 
     loss: Tensor
     logps: Tensor
@@ -401,7 +401,7 @@ def _engine(head: HeadCall) -> Engine:
 
 
 def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs: Needs) -> HeadGradients:
-    """With dW in the weight's dtype and db, made of the derivatives of candidates."""
+    """With dW in the weight's dtype and db, from the derivatives of candidates."""
     head, weight = Head.of(call), call.lm_head_weight
     assert found.candidates is not None
     made = found._replace(

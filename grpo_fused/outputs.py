@@ -29,7 +29,7 @@ class ObjectiveOutput(NamedTuple):
     per_token_logps: Tensor
     """fp32, nats, shaped like the token ids; detached, 0 where masked."""
     entropies: Tensor | None
-    """fp32, nats, shaped like the token ids; detached, 0 where masked. None unless asked for."""
+    """fp32, nats, shaped like the token ids; detached, 0 where masked. None unless requested."""
 
 
 class DivergenceOutput(NamedTuple):

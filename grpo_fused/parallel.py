@@ -10,7 +10,7 @@ for the weight.
 
 Tokens: every rank has other tokens. The inputs of the objective (at most 7 numbers for each token) go to all ranks
 before the loss, log-probs and entropies after the scores. Every rank then evaluates the objective and the metrics of
-the whole batch, whose cost is small beside the head. So normalisers, quantiles, sequences on several ranks and all
+the whole batch, which costs little next to the head. So normalisers, quantiles, sequences on several ranks and all
 metrics are those of one process.
 """
 

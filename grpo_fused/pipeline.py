@@ -62,7 +62,7 @@ def run_loss(
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
     head, how, needs = Head.of(call.head), call.head, call.needs
     batch, mine = TokenBatch.of_all_ranks(call.inputs, layout, config, head.statistics_dtype, ranks)
-    matters = batch.may_have_gradient(config)  # to the loss too: the others add exactly 0 to it
+    matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
     own = batch  # the positions of this rank among those of all
     if mine is not None:
         own, matters = batch.select(mine), matters[mine]
@@ -106,9 +106,9 @@ def run_loss(
 def run_objective(
     engine: Engine, tokens: Tokens, layout: Layout, call: CustomCall, objective: Objective
 ) -> tuple[Tensor, Statistics, Gradients]:
-    """Loss (0-d fp64), scores of all N positions, and gradients of an objective of the caller's own."""
+    """Loss (0-d fp64), scores of all N positions, and gradients of a custom objective."""
     head, how, needs = Head.of(call.head), call.head, call.needs
-    rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens alone
+    rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
     inputs = {name: x.reshape(-1) for name, x in zip(call.inputs._fields, call.inputs, strict=True)}  # type: ignore[attr-defined]
     evaluation = Evaluation(objective, inputs, layout, rows, call.scope, call.with_entropy)  # type: ignore[arg-type]
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
@@ -240,7 +240,7 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
 def _one_pass_chunks(
     rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, whole_sequences: bool
 ) -> tuple[slice, ...] | None:
-    """Chunks within which every coefficient can be known, or None where scoring must come first."""
+    """Chunks within which every coefficient can be computed, or None if all rows must be scored first."""
     if config.needs_batch or (config.needs_sequence and not whole_sequences):
         return None
     if not config.needs_sequence:
@@ -274,7 +274,7 @@ def _everything(tokens: Tokens) -> Tensor:
 
 
 def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statistics:
-    """Scores of all N positions before any is known: 0."""
+    """Initial scores of all N positions: 0."""
     return Statistics.empty(tokens.ids.shape[0], tokens.ids.device, with_entropy, dtype).zero_()
 
 

@@ -1,8 +1,7 @@
-"""The loss in plain PyTorch: full logits, autograd, any float dtype up to fp64. Slow, clear, and the test of all else.
+"""The loss in plain PyTorch: full logits, autograd, any float dtype up to fp64. Slow and simple; tests compare with it.
 
-This derivation shares nothing with `objective.py` but the formulas on paper: it takes one sequence at a time and only
-its active tokens, writes the losses with autograd-friendly clamps and stop-gradients, and leaves every derivative to
-PyTorch.
+It shares only the formulas with `objective.py`, no code: it takes one sequence at a time and only its active tokens,
+writes the losses with clamps and stop-gradients that autograd supports, and leaves every derivative to PyTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from grpo_fused.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
 
 
 def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout) -> LogprobOutput:
-    """Log-probs and entropies of `token_ids` from all logits at once, in fp32 of what the dtypes (and autocast) say."""
+    """Log-probs and entropies of `token_ids` from all logits at once, in fp32, from inputs as autocast rounds them."""
     check.check_token_values(token_ids, mask, head.lm_head_weight.shape[0], head.temperatures, layout)
     check.check_candidates(head, token_ids, mask, head.lm_head_weight.shape[0])
     active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
@@ -75,7 +74,7 @@ def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
 
 
 def _kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """[...]: KL(a, b) over the last dimension; what a excludes counts 0."""
+    """[...]: KL(a, b) over the last dimension; entries of probability 0 in a count 0."""
     low = log_a.clamp(min=-1e4)
     return (low.exp() * (low - torch.where(log_a == -math.inf, low, log_b))).sum(-1)
 
@@ -102,7 +101,7 @@ def logprobs(
     possible = logits != -math.inf  # 0 * (-inf) counts 0 in value and gradient
     shifted = torch.where(possible, logits - maximum, 0.0)
     others = torch.where(possible, shifted.exp(), 0.0).scatter(-1, at, 0.0)
-    rest = others.sum(-1)  # without the maximum's own 1, so that a confident token keeps its digits
+    rest = others.sum(-1)  # without the maximum's own 1, so that a confident token stays accurate
     ids = torch.where(active, token_ids, 0).to(torch.int64).unsqueeze(-1)
     below = torch.where(ids == at, 0.0, logits.gather(-1, ids) - maximum)  # the maximum's own gradient must not cancel
     logps = below.squeeze(-1) - rest.log1p()
@@ -129,18 +128,18 @@ class Tokens(NamedTuple):
         return Tokens(*values)
 
     def mean(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
-        """0-d: over the tokens, or those kept; 0 where there are none."""
+        """0-d: over the tokens, or those kept; 0 if there are none."""
         weight = torch.ones_like(x) if kept is None else kept.to(x.dtype)
         return (x * weight).sum() / weight.sum().clamp(min=1)
 
 
 class TokenLosses(NamedTuple):
-    """What the tokens of a sequence add to the loss, [t] each."""
+    """The losses of the tokens of a sequence, [t] each."""
 
     loss: Tensor
     kl: Tensor | None
     seen: Tensor
-    """what the metrics look at: the ratio after delta, gmpo's log-ratio, or VESPO's phi"""
+    """input of the metrics: the ratio after delta, gmpo's log-ratio, or VESPO's phi"""
     advantages: Tensor
 
 
@@ -179,7 +178,7 @@ def grpo_loss(
         own = owner == s
         parts.append(_token_losses(every.select(own), config))
 
-    # the loss of nothing is differentiable, too
+    # the loss of no tokens is differentiable, too
     policy_loss = _aggregate([part.loss for part in parts], inputs.num_items_in_batch, config) + 0.0 * every.logps.sum()
     loss = policy_loss
     if config.entropy_coef != 0.0:
@@ -245,7 +244,7 @@ def _ratio(log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> Tensor:
 
 
 def _policy_loss(c: Tensor, log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
-    """Per-token policy loss, and what its metrics look at."""
+    """Per-token policy loss, and the input of its metrics."""
     logps, advantages = tokens.logps, tokens.advantages
     if config.loss_type == "cispo":
         return -c.clamp(max=config.epsilon_upper).detach() * advantages * logps, c

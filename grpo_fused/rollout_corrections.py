@@ -1,4 +1,4 @@
-"""Corrections for rollouts that an engine such as vLLM sampled, whose probabilities are not quite the trainer's."""
+"""Corrections for rollouts of an engine such as vLLM, whose probabilities differ slightly from the trainer's."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def importance_sampling_correction(
         - `sampling/importance_sampling_ratio/min`, `/mean`, `/max`: of the bounded ratio, over active tokens or over
           all sequences (one without tokens has ratio 1).
 
-        All are 0 where there is nothing to average.
+        All are 0 if there is nothing to average.
 
     Raises:
-        ValueError: shapes that do not agree, an unknown mode, bounds out of range or order, a truncating mode without
+        ValueError: shapes that do not match, an unknown mode, bounds out of range or order, a truncating mode without
             a bound; NaN or +inf in the trainer's log-probs on active tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`).
         TypeError: a wrong type or dtype.
 
@@ -123,7 +123,7 @@ def _sequence_sum(x: Tensor, layout: Layout) -> Tensor:
     if layout.cu_seqlens is None:
         return x.sum(dim=1)
     offsets = layout.cu_seqlens.to(torch.int64)
-    # unsafe: skips a check that would synchronise; the offsets were checked where tensors are looked at
+    # unsafe: skips a check that would synchronise; the offsets were checked, where values are checked
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 

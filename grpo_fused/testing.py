@@ -1,12 +1,12 @@
-"""Test problems: made from a seed, run by any engine, held against float64 within the tolerances that are promised.
+"""Test problems: made from a seed, run by any engine, compared with float64 within the documented tolerances.
 
     problem = make_problem(seed=0, H=64, V=1000, dtype=torch.bfloat16)
     config = GRPOLossConfig()
     for name, (error, bound) in problem.compare(config, impl="chunked").items():
         assert error <= bound, name
 
-Bounds come from float64: the contract for log-probs, and for gradients the error of a float64 computation that rounds
-once what a narrow dtype must round.
+Bounds: a fixed one for log-probs; for gradients the error of a float64 computation that rounds once what a narrow
+dtype must round.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ LOGP_BOUND = 1e-4
 """Nats, while every |z| <= 32: log-probs and entropies of fp32, bf16 and fp16 inputs against float64 on the same."""
 
 GRADIENT_BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
-"""Relative Frobenius error of gradients; in bf16 and fp16 it is `ROUNDINGS` times what rounding costs."""
+"""Relative Frobenius error of gradients; in bf16 and fp16 it is `ROUNDINGS` times the error of rounding."""
 
 ROUNDINGS = 2.0
-"""Times the error of the best that a narrow dtype allows (`rounding_errors`)."""
+"""Multiple of the smallest error that a narrow dtype allows (`rounding_errors`)."""
 
-COMPANY_BOUND = 1e-5
-"""Nats by which a score may change with the tokens that it is computed with."""
+BATCH_BOUND = 1e-5
+"""Nats by which a score may change with the other tokens of the batch."""
 
 BITWISE = ("native", "triton")
-"""Engines whose scores do not depend on the other tokens by a bit, nor any result on the run."""
+"""Engines whose scores are bitwise independent of the other tokens, and all results bitwise the same in each run."""
 
 _HEAD_OPTIONS = ("lm_head_bias", "logit_scale", "softcap", "temperature")
 
 
 class Result(NamedTuple):
-    """What a call gave."""
+    """The results of a call."""
 
     out: GRPOLossOutput
     dhidden: Tensor | None
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Problem:
-    """The tensors of a call, and what is passed beside them."""
+    """The tensors of a call, and its other arguments."""
 
     hidden_states: Tensor
     """[B, T, H], or packed [N, H]"""
@@ -100,7 +100,7 @@ class Problem:
         return packed
 
     def poisoned(self) -> Problem:
-        """The same with NaN, and an id that is none, at masked positions."""
+        """The same with NaN, and an invalid id, at masked positions."""
         assert self.completion_mask is not None
         masked = ~self.completion_mask
 
@@ -113,7 +113,7 @@ class Problem:
         return self.per_token(poison)
 
     def inputs(self, config: GRPOLossConfig, **options: Any) -> dict[str, Any]:
-        """The problem's options and `options`, without the tensors that `config` does not take."""
+        """The problem's options and `options`, without the tensors that `config` does not use."""
         left_out = {
             "ref_per_token_logps": config.beta == 0.0,
             "sampling_per_token_logps": config.off_policy_mask_threshold is None,
@@ -123,7 +123,7 @@ class Problem:
         return {name: x for name, x in {**self.options, **options}.items() if not left_out.get(name, False)}
 
     def run(self, config: GRPOLossConfig, *, upstream: float = 1.0, **options: Any) -> Result:
-        """Loss and gradients; `options` come before the problem's own."""
+        """Loss and gradients; `options` override the problem's own."""
         hidden, weight = self.hidden_states.detach().requires_grad_(), self.lm_head_weight.detach().requires_grad_()
         given = self.inputs(config, **options)
         bias = given.pop("lm_head_bias", None)
@@ -166,7 +166,7 @@ class Problem:
         return found | {n: (frobenius_error(given[n].cpu(), x), bounds[n]) for n, x in want.gradients().items()}
 
     def bounds(self, config: GRPOLossConfig, dtype: torch.dtype) -> dict[str, float]:
-        """What an engine may be off by that computes this problem, itself in float64, from inputs of `dtype`."""
+        """Error bounds for an engine that computes this problem, itself in float64, from inputs of `dtype`."""
         hidden, ids, mask = self.hidden_states, self.completion_ids, self.completion_mask
         hidden = hidden if mask is None else hidden.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
         given = self.inputs(config)
@@ -182,7 +182,7 @@ class Problem:
         assert scores.entropies is not None
         dlogits, *slopes = torch.autograd.grad(loss, (products, scores.logps, scores.entropies), allow_unused=True)
         logp = GRADIENT_BOUND[dtype] if dtype == torch.float64 else logp_bound(largest(products))
-        # what errors of log-probs and entropies do to the loss; and the loss itself is fp32
+        # the effect of errors of log-probs and entropies on the loss; and the loss itself is fp32
         slope = sum(float(g.abs().sum()) for g in slopes if g is not None)
         found = {"logp": logp, "entropy": logp, "loss": logp * slope + 1e-6 * max(1.0, largest(loss))}
         if dtype in GRADIENT_BOUND:
@@ -207,20 +207,20 @@ def make_problem(
         device: of all tensors.
         logit_std: standard deviation of the logits.
         drift: standard deviation of log(policy / old policy), nats.
-        grid: with 0.02, log-ratios lie 0.02 apart and at none of the usual clip bounds: rounding carries none across.
+        grid: with 0.02, log-ratios are 0.02 apart and at none of the usual clip bounds: rounding moves none across.
         masked: share of masked tokens.
         per_token_advantages: advantages of `[B, T]`, not `[B]`.
         extras: with reference and sampling log-probs.
-        scored_by: what scores the old policy: `reference` in float64; an engine, as the problem is, where all logits
-            would not fit.
-        options: of the head, and whatever else `fused_linear_grpo_loss` takes.
+        scored_by: what scores the old policy: `reference` in float64; or an engine, in the problem's dtype, if all
+            logits would not fit in memory.
+        options: of the head, and other keywords of `fused_linear_grpo_loss`.
     """
     g = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=dtype, device=device)
 
-    drawn = torch.float64 if scored_by == "reference" else torch.float32  # of the large ones
+    drawn = torch.float64 if scored_by == "reference" else torch.float32  # for large problems
     hidden, weight = randn(B, T, H, dtype=drawn), randn(V, H, dtype=drawn) * (logit_std / H**0.5)
     ids = torch.randint(0, V, (B, T), generator=g, device=device)
     mask = torch.rand(B, T, generator=g, device=device) >= masked
@@ -242,7 +242,7 @@ def make_problem(
 
 
 def logp_bound(largest_logit: float) -> float:
-    """Nats by which a log-prob or an entropy may be off where |z| reaches `largest_logit`."""
+    """Nats by which a log-prob or an entropy may be off if |z| reaches `largest_logit`."""
     return LOGP_BOUND * max(1.0, largest_logit / 32.0)
 
 
@@ -252,7 +252,7 @@ def largest(x: Tensor) -> float:
 
 
 def frobenius_error(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want|, or |got| where nothing is wanted."""
+    """|got - want| / |want|, or |got| if |want| is 0."""
     norm = want.double().norm()
     difference = (got.double() - want.double()).norm()
     return float(difference if norm == 0 else difference / norm)
@@ -262,8 +262,8 @@ def rounding_errors(dlogits: Tensor, hidden: Tensor, weight: Tensor, dtype: torc
     """Relative Frobenius errors of the best gradients that `dtype` allows: dlogits and results rounded once.
 
     Args:
-        dlogits: `[N, V]` fp64, the exact gradient of the head products; fp16's are lifted by a power of two before they
-            are rounded, as the engines do.
+        dlogits: `[N, V]` fp64, the exact gradient of the head products; in fp16 it is multiplied by a power of two
+            before it is rounded, as the engines do.
         hidden: `[N, H]` fp64.
         weight: `[V, H]` fp64.
         dtype: bf16 or fp16.

@@ -1,7 +1,7 @@
-"""Checks of a call before any work: each error says what was expected and what came.
+"""Checks of a call before any work: each error names what was expected and what came.
 
-Shapes, dtypes and devices are checked always. What the tensors hold is checked on the CPU always; on other devices
-looking would synchronise, so it is checked only where `GRPO_FUSED_DEBUG=1` is set in the environment.
+Shapes, dtypes and devices are checked always. The values of tensors are checked on the CPU always; on other devices
+reading them would synchronise, so they are checked only if `GRPO_FUSED_DEBUG=1` is set in the environment.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from grpo_fused.layout import Layout, values_are_checked
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Size = int | str
-"""A number of elements, or the letter of one that may be any."""
+"""A number of elements, or a letter for any number."""
 
 
 class _Kind(NamedTuple):
-    """Dtypes that are allowed, in the words of the error and as a function."""
+    """Allowed dtypes, as a part of the error text and as a function."""
 
     must: str
     allows: Callable[[torch.dtype], bool]
@@ -91,7 +91,7 @@ def check_logps(per_token_logps: Tensor, cu_seqlens: Tensor | None, name: str = 
 
 
 def check_entropies(entropies: Tensor | None, layout: Layout, config: GRPOLossConfig) -> None:
-    """Like the log-probs, and there where the loss reads them."""
+    """Shaped like the log-probs, and given if the loss reads them."""
     if entropies is not None:
         _check(entropies, "entropies", _FLOAT, tuple(layout.shape))
     elif config.needs_entropy:
@@ -120,7 +120,7 @@ def check_head(
 
 
 def _check_head_weight(weight: Any) -> None:
-    """A plain tensor, not what wraps, packs or shards one."""
+    """A plain tensor, not a module, nor a packed or sharded tensor."""
     if isinstance(weight, torch.nn.Module):
         raise TypeError(
             f"lm_head_weight must be a tensor [V, H]; got a module {type(weight).__name__}: pass "
@@ -149,7 +149,7 @@ def check_mask(mask: Tensor | None, token_ids: Tensor, name: str = "completion_m
 
 
 def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap: float | None, layout: Layout) -> None:
-    """Temperature > 0 (a number or a tensor that spreads over tokens), finite scale, softcap > 0."""
+    """Temperature > 0 (a number, or a tensor for sequences or tokens), finite scale, softcap > 0."""
     check_number(logit_scale, "logit_scale")
     if softcap is not None:
         check_number(softcap, "softcap", above=0.0)
@@ -160,7 +160,7 @@ def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap:
 
 
 def check_objective_scope(objective: object, scope: str) -> None:
-    """A function; one that says its scope (`grpo_fused.objectives`) is called with no less."""
+    """A function; one with a `scope` (`grpo_fused.objectives`) must be called with that scope or a larger one."""
     if not callable(objective):
         raise TypeError(f"objective must be a function; got {type(objective).__name__}")
     scopes, own = ("token", "sequence", "batch"), getattr(objective, "scope", None)
@@ -169,13 +169,13 @@ def check_objective_scope(objective: object, scope: str) -> None:
 
 
 def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None:
-    """Tensors shaped like the ids, detached, under names that are no others'."""
+    """Tensors shaped like the ids, detached, with names that no other argument has."""
     for name, x in inputs.items():
         _check(x, f"inputs[{name!r}]", _ANY, tuple(layout.shape))
         if x.requires_grad:
             raise ValueError(f"inputs[{name!r}] must be detached: no gradient reaches it; got one that requires grad")
         if name == "cu_seqlens" or not name.isidentifier():
-            raise ValueError(f"a name of inputs must be an argument's, and not cu_seqlens; got {name!r}")
+            raise ValueError(f"names in inputs must be valid argument names, not cu_seqlens; got {name!r}")
 
 
 def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig) -> None:
@@ -222,12 +222,12 @@ def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor |
 
 
 def check_devices(call: Any) -> None:
-    """All tensors of a call (`calls.py`) live on one device."""
+    """All tensors of a call (`calls.py`) are on one device."""
     check_one_device(**dict(named(call)))
 
 
 def check_one_device(**values: object) -> None:
-    """Those that are tensors live on one device."""
+    """Those that are tensors are on one device."""
     devices = {name: x.device for name, x in values.items() if isinstance(x, Tensor)}
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -256,7 +256,7 @@ def check_token_values(
 def check_candidates(
     head: HeadCall, token_ids: Tensor, mask: Tensor | None, vocab_size: int, inputs: LossInputs | None = None
 ) -> None:
-    """The sets of a call, and that tokens alone in theirs have log-probs of 0."""
+    """The sets of a call, and log-probs of 0 for tokens whose set has no other token."""
     if head.candidates is not None:
         given = {} if inputs is None else {n: x for n, x in named(inputs) if n.endswith("_logps") and x is not None}
         check_values(CandidateSets(*head.candidates), token_ids, mask, vocab_size, given)
@@ -304,9 +304,9 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
 
 
 def check_one_process(process_group: object) -> None:
-    """The reference knows one process only."""
+    """The reference supports one process only."""
     if process_group is not None:
-        raise ValueError("impl='reference' is of one process; got a process_group")
+        raise ValueError("impl='reference' supports one process only; got a process_group")
 
 
 def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
@@ -320,7 +320,7 @@ def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: st
 
 
 def _check_shape(x: Tensor, name: str, *shapes: tuple[Size, ...], beside: str = "") -> None:
-    """One of the shapes; `beside` names the argument that it must go with."""
+    """One of the shapes; `beside` names the argument that it must match."""
     for shape in shapes:
         sizes = zip(x.shape, shape, strict=False)
         if len(shape) == x.dim() and all(isinstance(want, str) or size == want for size, want in sizes):
@@ -341,7 +341,7 @@ def _check_packing(x: Tensor, cu_seqlens: Tensor | None, name: str) -> None:
 
 
 def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:
-    """Shapes of what may be given for each sequence or for each token."""
+    """Shapes of an argument with one value for each sequence or for each token."""
     return [(layout.num_sequences,), (layout.num_sequences, 1), tuple(layout.shape)]
 
 
@@ -351,19 +351,19 @@ def _check_zero_or_one(mask: Tensor | None) -> None:
 
 
 def _active(mask: Tensor | None, like: Tensor) -> Tensor:
-    """[N] bool; all of the tokens of `like` where there is no mask."""
+    """[N] bool; all tokens of `like` if there is no mask."""
     return torch.ones_like(like, dtype=torch.bool).reshape(-1) if mask is None else mask.reshape(-1) != 0
 
 
 def _refuse(name: str, must: str, bad: Tensor, active: Tensor) -> None:
-    """Raise where `bad` holds for an active token."""
+    """Raise if `bad` is true for an active token."""
     count = int((bad.reshape(-1) & active).sum())
     if count:
         raise ValueError(f"{name} must {must} on active tokens; got {count} otherwise")
 
 
 def _refuse_no_logps(name: str, logps: Tensor | None, active: Tensor) -> None:
-    """NaN and +inf are no log-probs; -inf is that of an impossible token."""
+    """NaN and +inf are not log-probs; -inf is that of an impossible token."""
     if logps is not None:
         _refuse(name, "not be NaN or +inf", logps.isnan() | (logps == math.inf), active)
 

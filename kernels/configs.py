@@ -17,7 +17,7 @@ class RowConfig(NamedTuple):
 
 
 # 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores. `python -m benchmarks.aot` prints registers:
-# 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM. Unmeasured on a chip so far.
+# 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM. Not measured on a GPU yet.
 ROW_CONFIGS = {
     "sm_80": RowConfig(4096, 8, True),
     "sm_86": RowConfig(4096, 8, True),
@@ -31,8 +31,8 @@ ROW_CONFIGS = {
 
 PAD = 32
 """Rows of logits are padded to a multiple of this, so that every access stays 16 bytes wide at any vocabulary size.
-oneDNN's AMX products also multiply what lies beyond a row of bf16 dlogits by 0, up to a multiple of 32: that must be 0,
-and not the bits of a logit, which may be those of a NaN."""
+oneDNN's AMX products also multiply the elements after a row of bf16 dlogits by 0, up to a multiple of 32: they must be
+0, not the bits of a logit, which may be those of a NaN."""
 
 
 def padded(vocab_size: int) -> int:
@@ -55,7 +55,7 @@ def architecture(device: torch.device) -> str:
 
 
 def row_config(device: torch.device, vocab_size: int) -> RowConfig:
-    """The configuration for rows of `vocab_size` logits; it depends on device and vocabulary alone, never on N."""
+    """The configuration for rows of `vocab_size` logits; it depends only on device and vocabulary, never on N."""
     config = ROW_CONFIGS[architecture(device)]
     block = 16
     while block < min(config.block, vocab_size):

@@ -5,13 +5,13 @@ flat loop, so that the loads of the next tile run during the epilogue of this on
 
 - SCORE: online statistics in registers. Nothing of the size of the vocabulary is written.
 - EXPONENTIALS: the same, and E = exp(z - tile maximum) in a narrow dtype with one offset for each (token, tile). E has
-  the relative error of one rounding whatever the size of the logit, so it can become a gradient later. In fp16, whose
+  the relative error of one rounding for any size of the logit, so it can become a gradient later. In fp16, whose
   exponents end early, E is stored 2^15 times as large: down to 27 nats below its tile's maximum.
 - DLOGITS: the gradient itself, from statistics that are known already.
 
 Statistics of splits are merged in their order by `finish_scores_fwd_kernel`, which also makes the targets' logits:
-looking for them in the epilogue would take 100 registers more. Tiles, splits and steps depend on (V, H, dtype, device)
-alone, and a row of a product does not depend on the other rows: a token's values are bitwise the same in any company.
+finding them in the epilogue would take 100 more registers. Tiles, splits and steps depend only on (V, H, dtype,
+device), and a row of a product does not depend on the other rows: a token's values are bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def epilogue(
     WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_V: tl.constexpr,
     E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """What is done with a tile of products; returns the running statistics."""
+    """The epilogue of a tile of products; returns the running statistics."""
     rows = row + tl.arange(0, BLOCK_N)
     cols = (tile * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
     live = rows < N
@@ -166,12 +166,12 @@ def head_fwd_kernel(
 ):
     """Every work item of [N, H] x [V, H]^T; a program takes items pid, pid + num_programs, and so on.
 
-    `x`, `w` and `out` are tensor descriptors where TMA says so, else pointers. Partial statistics go to
+    `x`, `w` and `out` are tensor descriptors with TMA, else pointers. Partial statistics go to
     [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
     """
     k_steps = tl.cdiv(H, BLOCK_K)
     for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):
-        # panels of a group go together: their hidden states stay in L2 while the weight streams by
+        # panels of a group run together: their hidden states stay in L2 while the weight is streamed
         first = item // (group * splits) * group
         size = tl.minimum(panels - first, group)
         within = item % (group * splits)
@@ -316,7 +316,7 @@ def exponentials_bwd_kernel(
 ):
     """dL/d(product) of a row, in place of its exponentials: p = E * exp(offset - lse), log p from log E.
 
-    Heads with a softcap do without: the slope 1 - tanh^2 of a saturated logit does not survive the rounding of E.
+    Not for heads with a softcap: the rounding of E loses the slope 1 - tanh^2 of a saturated logit.
     """
     row = tl.program_id(0).to(tl.int64)
     inv_t = 1.0 / temperature

@@ -2,8 +2,8 @@
 
 A configuration depends on the head (V, H, dtype, whether it has a bias or a softcap) and the device, never on the
 number of tokens: that is what makes a token's score the same in any batch. SCORE and EXPONENTIALS share theirs.
-`python -m benchmarks.aot` prints what the compiler makes of each and what the cost model expects. None is measured on a
-chip yet; `python -m benchmarks.tune` does that for these and for `CANDIDATES`.
+`python -m benchmarks.aot` prints the compiled resources and the predicted time of each. None is measured on a GPU
+yet; `python -m benchmarks.tune` does that for these and for `CANDIDATES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .configs import architecture
 from .row_types import Transform
 
 MAX_SPLITS = 128
-"""Work items of a token panel: one panel alone fills 128 of an H200's 132 multiprocessors. The partial statistics of a
+"""Work items of a token panel: a single panel fills 128 of an H200's 132 multiprocessors. The partial statistics of a
 token take 12 bytes each, 1.5 KB in all."""
 
 STEPS_PER_SPLIT = 128
@@ -65,7 +65,7 @@ class HeadTable(NamedTuple):
     capped: HeadConfig
     """scores of a head with either: their epilogue takes more registers"""
     gradient: HeadConfig
-    """dlogits; every option at once is what fills its registers"""
+    """dlogits; its registers are full only with all options on"""
 
 
 def _same(config: HeadConfig) -> HeadTable:
@@ -131,7 +131,7 @@ CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
     ),
     "sm_100": (HeadConfig(128, 128, 64, 8, 4, 4, tma=True, persistent=True),),
 }
-"""What the tuner times beside the table (scores of a plain head); each is compiled in the tests."""
+"""Further configurations that the tuner times (scores of a plain head); each is compiled in the tests."""
 
 
 def head_config(

@@ -15,7 +15,7 @@ from .row_types import Coefficients, Statistics, Transform
 
 GROUP_BYTES = 16 * 2**20
 """Hidden states of the panels that run together: a share of the L2 (50 MB on an H100, 40 on an A100) that leaves room
-for the weight that streams by. It moves work in time and changes no result."""
+for the streamed weight. It changes the order of the work and no result."""
 
 
 class Exponentials(NamedTuple):
@@ -57,7 +57,7 @@ def num_tiles(config: HeadConfig, weight: Tensor) -> int:
 
 
 def row_bytes(weight: Tensor, transform: Transform) -> tuple[int, int]:
-    """Bytes for each row of (partial statistics, offsets), beside its E; from shape and dtype alone."""
+    """Bytes for each row of (partial statistics, offsets), besides its E; from shape and dtype only."""
     config = head_config(weight, transform, aligned=True)
     return 12 * config.splits(*weight.shape)[0], 4 * num_tiles(config, weight)
 
@@ -79,16 +79,16 @@ def head_scores(
         weight: [V, H], unit column stride.
         targets: [N] int64 in [0, V).
         transform: what turns products into z.
-        with_entropy: whether entropies are wanted.
+        with_entropy: whether to compute entropies.
         exponentials: where E goes, N rows.
-        config: other than the table's, for tuning.
+        config: in place of the table's, for tuning.
     """
     stats = Statistics.empty(hidden.shape[0], hidden.device, with_entropy)
     if hidden.shape[0] == 0:
         return stats
     config = config or head_config(weight, transform)
     splits, _ = config.splits(*weight.shape)
-    # a tensor each: parts of one would start aligned for some N only, and compile again
+    # separate tensors: parts of one would be aligned for some N only, and compile again
     part_max, part_rest, part_moment = (
         torch.empty((splits, hidden.shape[0]), dtype=torch.float32, device=hidden.device) if wanted else None
         for wanted in (True, True, with_entropy)
@@ -137,7 +137,7 @@ def head_dlogits(
 def exponentials_to_dlogits(
     exponentials: Exponentials, targets: Tensor, coefficients: Coefficients, transform: Transform
 ) -> None:
-    """Turn E into dL/d(product) where it stands, from the coefficients ([N]) on log-probs and entropies.
+    """Turn E into dL/d(product) in place, from the coefficients ([N]) on log-probs and entropies.
 
     Raises:
         ValueError: The head has a softcap, whose slope rounded exponentials do not give.
@@ -176,7 +176,7 @@ def _launch(
     panels = -(-num_rows // config.block_n)
     splits, tiles_per_split = config.splits(vocab_size, width)
     each, number, scale, softcap = transform.numbers
-    # the descriptor of `out` covers its padding: rows of any V start aligned, and nobody reads the padding
+    # the descriptor of `out` covers its padding: rows of any V start aligned, and the padding is never read
     wide = None if out is None else out.as_strided((num_rows, padded(vocab_size)), out.stride())
     x, w, target = hidden, weight, wide
     if config.tma:
@@ -218,7 +218,7 @@ def _launch(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages if out is None else config.store_stages,
-        # modes must round alike for a token's score to be one number: none of them fuses a product with a sum
+        # a token's score must be the same in all modes, so all round the same: none fuses a product with a sum
         enable_fp_fusion=False,
     )
 

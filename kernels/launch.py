@@ -47,7 +47,7 @@ class TritonRows:
         return stats
 
     def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
-        """Write dL/dlogits to `out` [R, V]; it may share the memory of the logits. All rows are taken."""
+        """Write dL/dlogits to `out` [R, V]; it may share the memory of the logits. It processes all rows."""
         if picked is not None:
             raise ValueError("Triton row work takes all rows of a chunk; choose rows before they are scored")
         if rows.raw.shape[0] == 0:
@@ -117,7 +117,7 @@ class _Common(NamedTuple):
 
 
 def flags_of(transform: Transform) -> dict[str, bool]:
-    """What of a transform is compiled in."""
+    """The parts of a transform that are compiled in."""
     return {
         "HAS_BIAS": transform.bias is not None,
         "HAS_SOFTCAP": transform.softcap is not None,
@@ -126,7 +126,7 @@ def flags_of(transform: Transform) -> dict[str, bool]:
 
 
 def contiguous_bias(transform: Transform) -> Tensor | None:
-    """The bias as kernels read it: one run of numbers."""
+    """The bias as kernels read it: contiguous."""
     return None if transform.bias is None else transform.bias.contiguous()
 
 
@@ -147,14 +147,12 @@ def _shares_memory(logits: Tensor, out: Tensor, config: RowConfig) -> bool:
             logits.stride(0) * logits.itemsize == out.stride(0) * out.itemsize and out.itemsize <= logits.itemsize
         )
         if not (config.in_place and same_rows):
-            raise ValueError(
-                "the gradient may share the memory of the logits only row upon row, and not on this device"
-            )
+            raise ValueError("the gradient may share the memory of the logits only row by row, and not on this device")
     return shared
 
 
 @contextmanager
 def device_of(x: Tensor) -> Iterator[None]:
-    """The device of `x` as the current one: Triton launches there, and it need not be the tensor's."""
+    """The device of `x` as the current one: Triton launches there, and it may not be the tensor's."""
     with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
         yield

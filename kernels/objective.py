@@ -51,7 +51,7 @@ def clipped_policy(c, advantage, epsilon, epsilon_high, delta, dual_clip):
     low = 1.0 - epsilon
     high = 1.0 + epsilon_high
     bounded = tl.minimum(tl.maximum(c, low), high)
-    # on a chip the plain minimum drops a NaN, and so would hide it
+    # on a GPU the plain minimum drops a NaN
     loss = -tl.minimum(
         tl.minimum(c, delta, propagate_nan=tl.PropagateNan.ALL) * advantage,
         bounded * advantage,
@@ -68,7 +68,7 @@ def clipped_policy(c, advantage, epsilon, epsilon_high, delta, dual_clip):
 def kl_estimate(q, KL: tl.constexpr):
     """KL estimate of q = ref - logp, its derivative in logp, and their sum without what cancels in it.
 
-    k3 goes on as its tangent beyond 20.
+    k3 continues as its tangent beyond 20.
     """
     if KL == 1:
         return -q, 1.0 + 0.0 * q, 1.0 - q
@@ -103,7 +103,7 @@ def token_objective(
     BIAS_CORRECTION: tl.constexpr,
 ):
     """Weighted loss of a token and its coefficient g; `weight` is 0 where masked, `is_ratio` 1 where not given."""
-    possible = (logp >= LOWEST_LOGP) | (logp != logp)  # NaN shall be seen
+    possible = (logp >= LOWEST_LOGP) | (logp != logp)  # NaN must propagate
     logp = tl.maximum(logp, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
     log_ratio = logp - logp
     if HAS_OLD:

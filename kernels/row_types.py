@@ -1,4 +1,4 @@
-"""What is known of rows of logits, one for each token: the values that engines and kernels exchange. Torch alone."""
+"""Types for rows of logits, one row for each token: the values that engines and kernels exchange. Needs only torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 POLICIES = {"grpo": 0, "bnpo": 0, "dr_grpo": 0, "dapo": 0, "luspo": 0, "cispo": 1, "sapo": 2}
-"""Loss types whose coefficients a token alone decides; how they average is in the token's weight."""
+"""Loss types whose coefficients depend on that token only; the averaging is in the token's weight."""
 
 KL_ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
 
@@ -19,12 +19,12 @@ class Statistics(NamedTuple):
     max: Tensor
     """[R] m = max_j z_j"""
     log_sum: Tensor
-    """[R] log sum_j exp(z_j - m); kept apart from m, whose common offset would cost it its digits. It is log1p of the
+    """[R] log sum_j exp(z_j - m); separate from m, since the sum of both would lose its digits. It is log1p of the
     sum without the maximum's own 1: a confident token keeps its digits, too."""
     logp: Tensor
     """[R]"""
     entropy: Tensor | None
-    """[R], if asked for"""
+    """[R], if requested"""
 
     def select(self, rows: slice | Tensor) -> Statistics:
         """Statistics of some of the rows."""
@@ -46,8 +46,8 @@ class Statistics(NamedTuple):
     def empty(
         cls, num_rows: int, device: torch.device, with_entropy: bool, dtype: torch.dtype = torch.float32
     ) -> Statistics:
-        """Room for the statistics of some rows."""
-        # a tensor each: an operator's results must not share memory
+        """Uninitialised statistics of some rows."""
+        # separate tensors: an operator's results must not share memory
         new = [torch.empty(num_rows, dtype=dtype, device=device) for _ in range(4)]
         return cls(new[0], new[1], new[2], new[3] if with_entropy else None)
 
@@ -98,14 +98,14 @@ class Rows(NamedTuple):
     raw: Tensor
     """[R, V] products, unit column stride"""
     targets: Tensor
-    """[R] int64; in a gradient -1 where the target's logit is none of these"""
+    """[R] int64; in a gradient -1 if the target's logit is not among these"""
     transform: Transform
     block_rows: int = 1
     """rows that row work in torch operations takes at a time"""
 
 
 class Coefficients(NamedTuple):
-    """What the gradient of K rows is made of."""
+    """The inputs of the gradient of K rows."""
 
     statistics: Statistics
     dlogp: Tensor
@@ -115,11 +115,11 @@ class Coefficients(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """What a token-level objective reads of each row, [R] fp32 each, None where there is none."""
+    """Inputs of a token-level objective for each row, [R] fp32 each, None where there is none."""
 
     advantages: Tensor
     weight: Tensor
-    """what a token's loss is multiplied by; 0 where masked"""
+    """factor on a token's loss; 0 where masked"""
     old: Tensor | None
     ref: Tensor | None
     is_ratio: Tensor | None
@@ -143,7 +143,7 @@ class ObjectiveNumbers(NamedTuple):
 
 
 class RowLoss(NamedTuple):
-    """What one launch makes of R rows and a token-level objective."""
+    """Results of one launch for R rows and a token-level objective."""
 
     statistics: Statistics
     loss: Tensor

@@ -1,13 +1,13 @@
 """Row kernels: log-softmax statistics, objective and gradient of a chunk of logits [R, V], one program a row.
 
 The gradient may be written over the logits that it comes from, in a narrower dtype: `dlogits` row r then begins where
-logits row r begins. A block's stores land in blocks that were loaded before or in its own, so a barrier between the
-load and the store of every block is enough (warps drift; the interpreter cannot show that race, the compile test looks
-for the barrier in the PTX).
+logits row r begins. A block's stores overwrite blocks that were loaded before or its own, so a barrier between the
+load and the store of every block is enough (warps do not run in step; the interpreter cannot show that race, the
+compile test checks for the barrier in the PTX).
 
 Bytes per logit, fp32 logits and bf16 gradient in place: statistics 4; gradient 4 + 2 = 6; statistics, objective and
-gradient in one launch 4 + 4 + 2 = 10. Rows are padded to 16 elements and masked by their stride, since rows whose
-length is no multiple of 16 would turn every access scalar.
+gradient in one launch 4 + 4 + 2 = 10. Rows are padded to 16 elements and masked by their stride, since with rows
+whose length is no multiple of 16 every access would be scalar.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1, log1p, sigmoid, token_objective
 
-# Slices of per-token tensors start anywhere: without this an odd start would compile a kernel of its own.
+# Slices of per-token tensors start anywhere: without this an odd start would compile another kernel.
 PER_ROW_POINTERS = [
     "targets_ptr",
     "temperature_ptr",
@@ -54,12 +54,12 @@ def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.c
 
 @triton.jit
 def shares(z, m, WITH_ENTROPY: tl.constexpr):
-    """exp(z - m) of the last axis, and what `merge_statistics` takes of it: (e, rest, moment), m being the maximum."""
+    """exp(z - m) of the last axis, and the inputs of `merge_statistics`: (e, rest, moment); m is the maximum."""
     safe_m = tl.where(m == -float("inf"), 0.0, m)
     shifted = z - tl.expand_dims(safe_m, -1) if len(z.shape) == 2 else z - safe_m
     e = tl.exp(shifted)
-    # The maximum's own 1 stays out of the sum, whose digits a confident token needs. Where the sum is next to 1, that 1
-    # is the only exponential which is not small. Counting equal maxima would take up to 55 registers more.
+    # The maximum's own 1 is left out of the sum, whose digits a confident token needs. If the sum is close to 1, that
+    # 1 is the only exponential which is not small. Counting equal maxima would take up to 55 registers more.
     total = tl.sum(e, axis=len(z.shape) - 1)
     small = tl.sum(tl.where(e < 0.5, e, 0.0), axis=len(z.shape) - 1)
     rest = tl.where(total < 1.01, small, total - 1.0)
@@ -82,7 +82,7 @@ def merge_statistics(m, rest, moment, other_m, other_rest, other_moment, WITH_EN
         drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
         other_drop = tl.where(other_m == -float("inf"), 0.0, other_m - safe_m)
         moment = (moment + (1.0 + rest) * drop) * scale + (other_moment + (1.0 + other_rest) * other_drop) * other_scale
-    # one scale is 1: of the part that keeps its maximum out of the sum; the other's maximum is now in it
+    # one scale is 1: that of the part whose maximum is left out of the sum; the other's maximum is now in it
     return new_m, rest * scale + other_rest * other_scale + tl.minimum(scale, other_scale), moment
 
 
@@ -165,7 +165,7 @@ def write_row_gradient(
     BLOCK: tl.constexpr,
 ):
     """dL/d(raw) of a row from the coefficients on its log-prob and entropy."""
-    at_target = -dlogp * expm1(logp)  # g * (1 - p), with all digits of a confident token
+    at_target = -dlogp * expm1(logp)  # g * (1 - p), accurate for a confident token
     for start in tl.range(0, padded, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         raw = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)

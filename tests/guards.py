@@ -1,4 +1,4 @@
-"""Limits on what must end soon, or at all; neither depends on what else runs on the machine."""
+"""Time limits for tests; they do not depend on other programs on the machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 @contextlib.contextmanager
 def processor_seconds(most: float) -> Iterator[None]:
-    """Fails what computes for longer; a process that waits for its turn is not charged."""
+    """Fails a block that uses more processor time; waiting does not count."""
     with _timer(signal.ITIMER_VIRTUAL, signal.SIGVTALRM, most, f"computes for more than {most:g} s"):
         yield
 
 
 @contextlib.contextmanager
 def hang_guard(most: float = 120.0) -> Iterator[None]:
-    """Fails what would wait for ever; generous, since a loaded machine is slow. SIGALRM is its own meanwhile."""
+    """Fails a block that would wait forever; generous, since a loaded machine is slow. It uses SIGALRM."""
     with _timer(signal.ITIMER_REAL, signal.SIGALRM, most, f"still waits after {most:g} s"):
         yield
 

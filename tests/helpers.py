@@ -1,4 +1,4 @@
-"""Configurations to compute problems with, by `grpo_fused.testing`, and how results are held against each other."""
+"""Configurations for the problems of `grpo_fused.testing`, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def config_id(config: GRPOLossConfig) -> str:
-    """`dapo-sequence-beta=0.1`: the loss type, its level, and what else differs from the defaults."""
+    """`dapo-sequence-beta=0.1`: the loss type, its level, and other options that differ from the defaults."""
     names = [config.loss_type]
     if config.importance_sampling_level != "token":
         names.append(config.importance_sampling_level)
@@ -41,7 +41,7 @@ def _required(loss_type: str) -> dict[str, Any]:
 
 
 def make_config(loss_type: str = "dapo", **options: Any) -> GRPOLossConfig:
-    """A configuration with what its loss type requires."""
+    """A configuration with the options that its loss type requires."""
     return GRPOLossConfig(**{**_required(loss_type), **options})
 
 
@@ -130,10 +130,10 @@ def set_scores(case: Case, impl: Any) -> torch.Tensor:
 
 
 class Precision(NamedTuple):
-    """How exactly an engine is held against the float64 reference."""
+    """The precision of the comparison of an engine with the float64 reference."""
 
     dtype: torch.dtype
-    """the widest that it takes"""
+    """the widest dtype that it takes"""
     tol: float
 
 
@@ -145,7 +145,7 @@ PRECISION = {
 
 
 def assert_engine_matches(impl: str, case: Case, config: GRPOLossConfig, *, variants: list[dict[str, Any]]) -> Result:
-    """The engine, in its widest dtype and with each of the options, gives what the float64 reference gives for it."""
+    """The engine, in its widest dtype and with each of the options, agrees with the float64 reference."""
     dtype, tol = PRECISION[impl]
     case = case.to(dtype)
     want = case.to(torch.float64).run(config, impl="reference")
@@ -155,7 +155,7 @@ def assert_engine_matches(impl: str, case: Case, config: GRPOLossConfig, *, vari
 
 
 def assert_same(got: Result, want: Result, *, tol: float, scale: float = 1.0) -> None:
-    """Loss, scores, metrics and gradients agree within `tol`, relative to the size of what is wanted."""
+    """Loss, scores, metrics and gradients agree within `tol`, relative to the size of the expected result."""
     torch.testing.assert_close(got.out.loss, want.out.loss, rtol=tol, atol=tol, check_dtype=False)
     torch.testing.assert_close(got.out.per_token_logps, want.out.per_token_logps, rtol=tol, atol=tol, check_dtype=False)
     if got.out.entropies is not None and want.out.entropies is not None:

@@ -1,6 +1,6 @@
-"""What a call costs, counted where torch dispatches: memory, products, operators. The same on every machine and run.
+"""The cost of a call, counted in torch's dispatcher: memory, products, operators. The same on every machine and run.
 
-A dispatch mode does not see inside a `torch.library` operator, so the tests run what the operator's body runs.
+A dispatch mode does not see the operations inside a `torch.library` operator, so the tests call the operator's body.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Bytes of every new storage that an operator returns: the largest, and the most alive at once."""
+    """Bytes of every new storage that an operator returns: the largest, and the largest sum at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
         self.peak = 0
         self._alive: dict[int, tuple[Any, int]] = {}
-        self._sum = 0  # of these, which may hold some that have died since
+        self._sum = 0  # of these, which may include freed ones
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -35,7 +35,7 @@ class AllocationRecorder(TorchDispatchMode):
                     torch.multiprocessing.reductions.StorageWeakRef(storage),
                     storage.nbytes(),
                 )
-        if self._sum > self.peak:  # only then it matters which are alive
+        if self._sum > self.peak:  # only then the freed ones must be removed
             self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
             self._sum = sum(size for _, size in self._alive.values())
             self.peak = max(self.peak, self._sum)

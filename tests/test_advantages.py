@@ -37,7 +37,7 @@ def test_scales():
     assert torch.equal(same.advantages, group_advantages(rewards, 2, scale_rewards="none").advantages)
 
 
-def test_unjudged_samples_stay_out_of_the_baseline():
+def test_unjudged_samples_are_left_out_of_the_baseline():
     out = group_advantages([[1.0, None], [None, None], [None, 3.0], [2.0, 0.0]], 4, weights=[1.0, 0.5])
     judged = torch.tensor([1.0, 1.5, 2.0])
     assert out.unjudged == 1
@@ -68,12 +68,12 @@ def test_normalize_then_sum():
     torch.testing.assert_close(out.advantages, (summed - summed.mean()) / (summed.std() + 1e-4))
 
 
-def test_missing_z_scores_stay_out_of_the_batch():
-    """One judged sample of three has no z-score, nor has one that nobody judged: the batch's std is of the others."""
+def test_missing_z_scores_are_left_out_of_the_batch():
+    """A single judged sample of three has no z-score, and an unjudged one neither: the batch's std is of the others."""
     rewards = [[7.0, None], [None, None], [None, None], [1.0, 5.0], [2.0, None], [6.0, 5.0]]
     out = group_advantages(rewards, 3, weights=[1.0, 2.0], aggregation="normalize_then_sum")
     judged = torch.tensor([1.0, 2.0, 6.0])
-    z = (judged - judged.mean()) / (judged.std() + 1e-4)  # the second function's are 0: its two rewards agree
+    z = (judged - judged.mean()) / (judged.std() + 1e-4)  # the second function's are 0: its two rewards are equal
     assert out.advantages[:3].tolist() == [0.0] * 3
     torch.testing.assert_close(out.advantages[3:], (z - z.mean()) / (z.std() + 1e-4))
     assert out.unjudged == 2
@@ -152,7 +152,7 @@ def test_estimators_sum_reward_functions():
     torch.testing.assert_close(got, 2 * estimators.rloo(R, 3))
 
 
-def test_maxrl_of_a_group_that_fails_learns_nothing():
+def test_maxrl_of_a_group_that_fails_is_zero():
     assert estimators.maxrl([0.0, 0.0, 1.0, 0.0], 2).tolist() == [0.0, 0.0, 1.0, -1.0]
 
 
@@ -202,7 +202,7 @@ def test_whitened_over_tokens(name):
 def test_reinforce_plus_plus():
     rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 9.0]])
     mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
-    # backwards, an active token counts half of the active token after it; a masked one passes that on
+    # backwards: an active token has half the value of the active token after it; a masked one passes it on
     returns = torch.tensor([0.5 * (0.5 * 2), 0.5 * 2, 2, 3, 0])
     want = (returns - returns.mean()) / returns.std()
     got = estimators.reinforce_plus_plus(rewards, mask, gamma=0.5)
@@ -213,7 +213,7 @@ def test_reinforce_plus_plus():
 
 
 def test_optimal_token_baseline():
-    """Two samples, the longer one alone in its last step."""
+    """Two samples; only the longer one has a last step."""
     rewards = estimators.at_last_token([1.0, 3.0], torch.tensor([[1, 1, 0], [1, 1, 1]]))
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     p = torch.tensor([[0.5, 0.2, math.nan], [0.9, 0.4, 0.1]], dtype=torch.float64)

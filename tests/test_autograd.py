@@ -1,4 +1,4 @@
-"""How the loss behaves inside a training program: autograd, autocast, checkpointing, compilation, operators."""
+"""The loss inside a training program: autograd, autocast, checkpointing, compilation, operators."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_upstream_gradient(upstream, scratch):
         torch.testing.assert_close(scaled.gradients()[name], gradient * upstream, msg=name)
 
 
-def test_backward_twice_through_a_kept_graph():
+def test_two_backward_passes_with_retain_graph():
     case = make_case(1)
     hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
     loss = call(case, hidden, weight).loss
@@ -116,7 +116,7 @@ def test_no_grad_makes_no_gradients():
     assert out.metrics["gradient_tokens"] == 0
 
 
-def test_results_beside_the_loss_are_detached():
+def test_results_besides_the_loss_are_detached():
     case = make_case(6)
     out = call(case, case.hidden_states.requires_grad_(), case.lm_head_weight)
     assert out.loss.requires_grad
@@ -159,7 +159,7 @@ def test_inputs_that_are_not_contiguous(make):
     torch.testing.assert_close(got.dweight, want.dweight)
 
 
-def test_inputs_are_left_as_they_are():
+def test_inputs_are_not_changed():
     case = make_case(9)
     before = [case.hidden_states.clone(), case.lm_head_weight.clone()]
     case.run(CONFIG, softcap=2.0, temperature=0.5)
@@ -242,7 +242,7 @@ def test_torch_compile_of_a_caller(name):
         torch.testing.assert_close(graph, eager)
 
 
-def test_compiled_caller_takes_other_lengths_without_a_graph_each():
+def test_compiled_caller_does_not_recompile_for_each_length():
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     weight = torch.randn(29, 12, requires_grad=True)
@@ -286,7 +286,7 @@ def test_opcheck(operator):
     torch.library.opcheck(op, tuple(flat(call)))
 
 
-def test_a_call_is_taken_apart_and_put_together():
+def test_a_call_survives_flat_and_detach():
     for _, call in _operator_calls():
         bare, tensors = detach(call)
         assert not any(isinstance(value, torch.Tensor) for value in flat(bare))
@@ -296,12 +296,12 @@ def test_a_call_is_taken_apart_and_put_together():
         assert [name for name, _ in named(call)] == list(fields_of(type(call)))
 
 
-def test_fp16_gradient_operands_are_lifted_from_underflow(monkeypatch):
+def test_fp16_gradient_operands_are_scaled_against_underflow(monkeypatch):
     """On CUDA fp16 dlogits feed the tensor cores; here the same code runs on CPU products."""
     from grpo_fused.engines.products import Head
 
     case = make_case(15, B=2, T=16, H=32, V=97, dtype=torch.float16)
-    tiny = {"num_items_in_batch": 3e8}  # dlogits around 1e-9: all 0 in fp16 as they are
+    tiny = {"num_items_in_batch": 3e8}  # dlogits around 1e-9: all 0 in unscaled fp16
     exact = case.to(torch.float64).run(GRPOLossConfig(), impl="reference", **tiny, upstream=1e6)
     monkeypatch.setattr(Head, "gradient_dtype", property(lambda self: torch.float16))
     for scratch in (None, 60_000):

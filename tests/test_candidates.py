@@ -52,7 +52,7 @@ def test_narrow_dtypes(dtype, impl):
     )
     torch.testing.assert_close(got.out.per_token_logps, want.out.per_token_logps.float(), rtol=0, atol=1e-4)
     for name, gradient in want.gradients().items():
-        # what lies in both parts of a mixed dW is rounded twice
+        # entries in both parts of a mixed dW are rounded twice
         assert frobenius_error(got.gradients()[name], gradient) < 2 * torch.finfo(dtype).eps
 
 
@@ -110,8 +110,8 @@ def test_packed_is_padded(impl):
 
 
 @pytest.mark.parametrize("impl", ENGINES)
-def test_a_token_alone_in_its_set(impl):
-    """Its log-prob and entropy are 0, and it does no gradient work; but it counts."""
+def test_a_set_of_one_token(impl):
+    """Its log-prob and entropy are 0, and it needs no gradient work; but it counts."""
     case = with_sets(make_case(5, extras=False), sizes=(1,)).to(torch.float32)
     config = GRPOLossConfig()
     got = case.run(config, impl=impl)
@@ -150,7 +150,7 @@ def test_a_token_is_the_same_in_any_batch_and_with_any_threads(impl):
 
 
 @pytest.mark.parametrize("impl", ENGINES)
-def test_confident_tokens_keep_their_digits(impl):
+def test_confident_tokens_are_accurate(impl):
     margins = torch.tensor([18.0, 20.0, 30.0, 60.0], dtype=torch.float64)
     hidden = torch.ones(4, 1, dtype=torch.float64)
     weight = torch.tensor([[0.0]] + [[-m] for m in margins.tolist()], dtype=torch.float64)
@@ -174,7 +174,7 @@ def test_confident_tokens_keep_their_digits(impl):
 
 @pytest.mark.parametrize("impl", ENGINES)
 def test_equal_logits(impl):
-    """Several maxima: all but one of them are in the sum."""
+    """Several maxima: all of them except one are in the sum."""
     sets = CandidateSets(torch.tensor([3, 1, 4, 0, 2]), torch.tensor([0, 3, 5]))
     hidden, weight, ids = torch.ones(2, 2), torch.ones(5, 2), torch.tensor([3, 2])
     out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, with_entropy=True, impl=impl)
@@ -200,7 +200,7 @@ def test_a_frozen_head_and_a_scaled_loss():
 
 
 @pytest.mark.parametrize("impl", ENGINES)
-def test_autocast_rounds_as_it_does_without_sets(impl):
+def test_autocast_rounds_as_without_sets(impl):
     case = with_sets(make_case(8, H=32, V=50, dtype=torch.float32), whole=0.2)
     config = GRPOLossConfig()
     with torch.autocast("cpu", torch.bfloat16):
@@ -211,7 +211,7 @@ def test_autocast_rounds_as_it_does_without_sets(impl):
 
 
 def test_a_call_holds_no_vocab_sized_tensor():
-    """Beside dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
+    """Besides dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
     from recording import AllocationRecorder
 
     case = with_sets(make_case(9, B=4, T=16, H=8, V=50000, dtype=torch.float32, extras=False), sizes=(2, 8))
@@ -222,7 +222,7 @@ def test_a_call_holds_no_vocab_sized_tensor():
 
 
 class TestErrors:
-    """What cannot be a candidate set raises, and says what was expected."""
+    """Invalid candidate sets raise, and the error names what was expected."""
 
     def call(self, ids, offsets, *, targets=(0, 1), mask=None, **options):
         return fused_linear_grpo_loss(
@@ -247,7 +247,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             self.call(ids, offsets, impl=impl)
 
-    def test_masked_positions_may_hold_anything(self):
+    def test_masked_positions_may_have_any_values(self):
         self.call([0, 3, 99, -5], [0, 2, 4], mask=torch.tensor([[1, 0]]))
 
     @pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps"])
@@ -306,7 +306,7 @@ def test_containers():
 
 @pytest.mark.parametrize("impl", ENGINES)
 def test_blocks_of_candidates(impl, monkeypatch):
-    """Some at a time, as many sets are: the same."""
+    """Results do not depend on the block size."""
     from grpo_fused.engines import candidates
 
     dtype, _ = PRECISION[impl]

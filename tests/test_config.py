@@ -1,4 +1,4 @@
-"""`GRPOLossConfig`: defaults as TRL's, and every option that cannot be honoured is refused by name."""
+"""`GRPOLossConfig`: TRL's defaults, and every unsupported option is refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_survives_encoding():
     assert GRPOLossConfig.decode(config.encoded) == config
 
 
-def test_takes_what_equals_a_number_or_a_name():
+def test_accepts_types_that_equal_a_number_or_a_name():
     """NumPy numbers, string enumerations, and the dictionary of another configuration."""
     import enum
 

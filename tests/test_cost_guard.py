@@ -1,4 +1,4 @@
-"""What a call costs, held against what is documented: head products, operators, bytes. Counted, never timed.
+"""The cost of a call, compared with the documentation: head products, operators, bytes. Counted, not timed.
 
 Compiled kernels' registers and shared memory are guarded in tests/kernels/test_aot.py.
 """
@@ -29,7 +29,7 @@ LIBRARY = ["chunked", "native"]
 
 
 def dense(dtype=torch.float32, **options):
-    """A case whose every token has a gradient: nothing is masked, no ratio is clipped."""
+    """A case in which every token has a gradient: nothing is masked, no ratio is clipped."""
     case = make_case(0, **{"B": B, "T": T, "H": H, "V": V, "dtype": dtype, "masked": 0.0, "drift": 0.02, **options})
     if "masked" not in options:
         case.completion_mask[:] = True  # no empty sequence either
@@ -84,15 +84,15 @@ BATCH = [make_config("dapo", top_entropy_quantile=0.5, beta=0.1)]
 @pytest.mark.parametrize("impl", LIBRARY)
 @pytest.mark.parametrize("config", TOKEN + SEQUENCE, ids=config_id)
 def test_three_products_for_every_objective_that_fits(impl, config):
-    """Token level always; sequence level where a sequence fits a chunk."""
+    """Token level always; sequence level if a sequence fits a chunk."""
     recorded, result = count(dense(), impl, config)
     assert result.gradients.tokens == N
     assert recorded.products(N, H, V) == 3
 
 
 @pytest.mark.parametrize("config", SEQUENCE, ids=config_id)
-def test_one_product_more_where_a_sequence_does_not_fit(config):
-    """But for native, which keeps exponentials instead."""
+def test_one_more_product_if_a_sequence_does_not_fit(config):
+    """Except in native, which keeps exponentials instead."""
     case = dense(B=2)
     scratch = small_chunks(case, T // 4)
     assert engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch) < T
@@ -102,20 +102,20 @@ def test_one_product_more_where_a_sequence_does_not_fit(config):
 
 @pytest.mark.parametrize("impl", LIBRARY)
 @pytest.mark.parametrize("config", BATCH, ids=config_id)
-def test_one_product_more_where_the_batch_must_be_known(impl, config):
+def test_one_more_product_if_the_batch_must_be_scored_first(impl, config):
     assert count(dense(), impl, config)[0].products(N, H, V) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_products_do_not_depend_on_the_dtype(impl, dtype):
-    """Whatever is widened block by block is multiplied once."""
+    """Blocks that are converted are multiplied once."""
     case = dense(dtype, V=3001)
     assert count(case, impl, TOKEN[0])[0].products(N, H, 3001) == 3
 
 
 @pytest.mark.parametrize("impl", LIBRARY)
-def test_what_is_not_needed_is_not_made(impl):
+def test_gradients_that_are_not_needed_are_not_computed(impl):
     case = dense()
     frozen_head, frozen_body, nothing = Needs(True, False, False), Needs(False, True, False), Needs(False, False, False)
     for needs, products in ((frozen_head, 2), (frozen_body, 2), (nothing, 1)):
@@ -131,7 +131,7 @@ def test_scoring_is_one_product(impl):
 
 
 def test_reference_holds_all_logits():
-    """Three products too, and what the package is there to avoid."""
+    """Three products too, and all logits, which the package avoids."""
     case = dense()
     with CostRecorder() as recorded:
         case.run(TOKEN[0], impl="reference")
@@ -151,7 +151,7 @@ def test_masked_tokens_cost_nothing(impl):
 
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_zero_advantages_cost_no_gradient(impl):
-    """Their rows are scored for the metrics, and not even that without metrics; a KL penalty makes them count."""
+    """Their rows are scored for the metrics, without metrics not at all; with a KL penalty they have a gradient."""
     case = dense()
     case.advantages[: B // 4 * 3] = 0.0
     kept = N // 4
@@ -163,7 +163,7 @@ def test_zero_advantages_cost_no_gradient(impl):
 
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_clipped_tokens_cost_no_gradient(impl):
-    """They are known after scoring: one product for all, two for those that are left."""
+    """They are known after scoring: one product for all, two for the remaining tokens."""
     case = dense(drift=1.0)
     recorded, result = count(case, impl, TOKEN[0])
     live = result.gradients.tokens
@@ -173,7 +173,7 @@ def test_clipped_tokens_cost_no_gradient(impl):
 
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_tokens_without_a_gradient_are_not_scored_twice(impl):
-    """Where the batch is scored first, those left have three products more: the others are gone before."""
+    """If the batch is scored first, the remaining tokens take three more products; the others are dropped before."""
     recorded, result = count(dense(), impl, make_config("dapo", top_entropy_quantile=0.25))
     live = result.gradients.tokens
     assert live == N // 4
@@ -182,7 +182,7 @@ def test_tokens_without_a_gradient_are_not_scored_twice(impl):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_matmul_calls_of_chunked(chunks):
-    """Three for each chunk in fp32, whose weight is multiplied as it lies."""
+    """Three for each chunk in fp32, whose weight is used in place."""
     case = dense()
     scratch = small_chunks(case, N // chunks)
     rows = engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch)
@@ -194,14 +194,14 @@ def test_matmul_calls_of_chunked(chunks):
 
 @pytest.mark.parametrize(("impl", "most"), [("chunked", 333), ("native", 260)])
 def test_operators_of_a_call(impl, most):
-    """As many for many tokens as for few: no loop over tokens or sequences, and no creeping growth."""
+    """The same number for many tokens as for few: no loop over tokens or sequences, and a bound against growth."""
     few, many = (count(dense(T=t, B=b), impl, TOKEN[0])[0] for t, b in ((8, 4), (32, 16)))
     assert few.calls == many.calls
     assert sum(few.calls.values()) <= most
 
 
 @pytest.mark.parametrize("config", [*TOKEN, *SEQUENCE], ids=config_id)
-def test_native_is_entered_once_for_scores_and_once_for_gradients(config):
+def test_native_is_called_once_for_scores_and_once_for_gradients(config):
     reason = engines.unavailable("native", torch.device("cpu"), torch.float32)
     if reason is not None:
         pytest.skip(reason)
@@ -212,7 +212,7 @@ def test_native_is_entered_once_for_scores_and_once_for_gradients(config):
 @pytest.mark.parametrize("impl", LIBRARY)
 @pytest.mark.parametrize("config", [TOKEN[0], SEQUENCE[0], BATCH[0]], ids=config_id)
 def test_without_compaction_nothing_waits_for_the_device(impl, config):
-    """No operator whose result's shape, or Python's next step, depends on values."""
+    """No operator whose result's shape, or a Python branch, depends on values."""
     waits = ("nonzero", "_local_scalar_dense", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2")
     recorded, _ = count(dense(masked=0.3), impl, config, compact=False)
     assert [name for name in waits if recorded.calls[name]] == []
@@ -222,10 +222,10 @@ def test_without_compaction_nothing_waits_for_the_device(impl, config):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scratch", [None, 3 * 2**19], ids=["default", "1.5-MiB"])
 @pytest.mark.parametrize("impl", LIBRARY)
-def test_memory_is_what_the_engine_says(impl, scratch, dtype):
-    """Beyond gradients and per-token vectors no more than `Engine.cost`, which is no loose bound either.
+def test_memory_is_that_of_the_engine_cost(impl, scratch, dtype):
+    """Beyond gradients and per-token vectors no more than `Engine.cost`, which is also not much larger.
 
-    What native takes inside its operators is not seen here; tests/native/test_engine.py asks the system for its peak.
+    Memory inside native's operators is not counted here; tests/native/test_engine.py measures the process's peak.
     """
     case = dense(dtype, B=16, T=32, H=8, V=8192)
     head, tokens = prepared(case)
@@ -256,7 +256,7 @@ def test_memory_does_not_grow_with_the_batch(impl):
 
 
 class Counting:
-    """Stands for a kernel, and counts its launches."""
+    """A test double of a kernel that counts its launches."""
 
     def __init__(self, kernel):
         self.kernel, self.launches = kernel, 0
@@ -295,7 +295,7 @@ def test_launches_of_triton(config, scratch, options, launches, products, monkey
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp16_adds_to_dw_in_blocks_on_a_gpu(dtype):
-    """One block, which the engine's cost tells beside the fp32 dW."""
+    """One block, which the engine's cost has besides the fp32 dW."""
     with FakeTensorMode():
         head = Shape(8192, 4096, 151936, dtype).head(torch.device("cuda"))
         cost = engines.engine("chunked").cost(head, 8192, None)
@@ -304,7 +304,7 @@ def test_fp16_adds_to_dw_in_blocks_on_a_gpu(dtype):
 
 
 def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
-    """At most seven of ours: someone who reads a call must not lose the thread."""
+    """At most seven of ours, so that a call is easy to follow."""
     pytest.importorskip("triton")
     from grpo_fused.kernels import head_launch, launch
 

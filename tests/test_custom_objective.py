@@ -1,4 +1,4 @@
-"""`fused_linear_objective`: a function of one's own gives what it gives over `fused_linear_logprobs` with autograd."""
+"""`fused_linear_objective`: a custom function gives the same as over `fused_linear_logprobs` with autograd."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_packed_is_padded(scope):
 
 @pytest.mark.parametrize("scope", list(OBJECTIVES))
 def test_products(scope, monkeypatch):
-    """As many as `fused_linear_grpo_loss` takes: three where a chunk's coefficients can be known."""
+    """As many as `fused_linear_grpo_loss`: three if a chunk's coefficients depend on the chunk only."""
     calls = []
     for name in ("logits_into", "hidden_gradient", "accumulate_weight_gradient"):
         real = getattr(Head, name)
@@ -143,7 +143,7 @@ def test_products(scope, monkeypatch):
 
 
 class TestMisbehaviour:
-    """An objective that is none raises, and says what was expected."""
+    """An invalid objective raises, and the error names what was expected."""
 
     def call(self, objective, **options):
         case = make_case(5, dtype=torch.float32, extras=False)

@@ -1,4 +1,4 @@
-"""`fused_linear_divergence`: values and gradients of all logits in float64, in four products and within the budget."""
+"""`fused_linear_divergence`: values and gradients as from all logits in float64, four products, within the budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair:
 
         self.hidden, self.weight = randn(*shape, H), randn(V, H) * (std / H**0.5)
         self.other, self.other_weight = randn(*shape, other_H), randn(V, other_H) * (std / other_H**0.5)
-        if near is not None:  # a policy that has moved by about `near`
+        if near is not None:  # a policy that differs by about `near`
             self.other, self.other_weight = self.hidden + near * randn(*shape, H), self.weight.clone()
         self.mask = torch.rand(shape, generator=g) > 0.3
         self.mask.view(-1)[0] = True
@@ -62,7 +62,7 @@ class Pair:
 
 
 def naive(pair, kind, beta, *, bias, temperature, scale, other_scale, softcap, other_softcap, weighted):
-    """The definition, by log-softmax and autograd alone."""
+    """The definition, by log-softmax and autograd only."""
 
     def log_probs(hidden, weight, b, scale, softcap):
         z = (hidden @ weight.T + (b if bias else 0.0)) * scale
@@ -91,7 +91,7 @@ def naive(pair, kind, beta, *, bias, temperature, scale, other_scale, softcap, o
 @pytest.mark.gate(keep=lambda seed, **_: seed < 12)
 @pytest.mark.parametrize("seed", range(50))
 def test_random_cases_in_float64(kind, beta, seed):
-    """200 cases; options are drawn, too."""
+    """200 cases with random options."""
     g = torch.Generator().manual_seed(1000 + seed)
 
     def drawn(*values):
@@ -122,7 +122,7 @@ def test_random_cases_in_float64(kind, beta, seed):
 
 @kinds
 @pytest.mark.parametrize("std", [1.0, 4.0], ids="std={}".format)
-def test_small_divergences_keep_their_digits(kind, beta, std):
+def test_small_divergences_are_accurate(kind, beta, std):
     """D of about 1e-4: its relative error stays below 1e-3, that of gradients near what fp32 products allow."""
     near = 0.014 / std
     if kind == "jsd":
@@ -201,8 +201,8 @@ def test_identical_heads_give_exactly_zero(kind, beta, dtype):
 
 @kinds
 @pytest.mark.parametrize("margin", [12.0, 30.0, 80.0], ids="margin={}".format)
-def test_confident_tokens_keep_their_digits(kind, beta, margin):
-    """The policy's best token is `margin` nats above the others, and the teacher's a bit more or less."""
+def test_confident_tokens_are_accurate(kind, beta, margin):
+    """The policy's best token is `margin` nats above the others, and the teacher's slightly more or less."""
     exact = Pair(6, (9,), V=20, std=1.0, near=0.3)
     exact.weight[:, 0] = exact.other_weight[:, 0] = 0.0
     exact.weight[3, 0] = exact.other_weight[3, 0] = margin
@@ -243,7 +243,7 @@ class TestZeroProbabilities:
     @pytest.mark.parametrize(("kind", "name"), [("forward_kl", "other_bias"), ("reverse_kl", "bias"),
                                                 ("jsd", "other_bias"), ("jsd", "bias")])  # fmt: skip
     def test_of_the_first_distribution_counts_zero(self, kind, name, impl):
-        """The limit of a bias that falls: D is finite."""
+        """The limit of a decreasing bias: D is finite."""
         pair = Pair(8)
         getattr(pair, name)[4] = -1e3
         want = pair.run(kind=kind, bias=True, impl="reference")
@@ -262,14 +262,14 @@ class TestZeroProbabilities:
             pair.run(kind=kind, bias=True, impl=impl)
 
     def test_far_apart(self):
-        """Probabilities that underflow are none of 0: the log-ratio is finite."""
+        """Probabilities that underflow are not 0: the log-ratio is finite."""
         pair = Pair(9, std=60.0)
         for kind, beta in KINDS:
             want = pair.run(kind=kind, beta=beta, impl="reference")
             got = pair.to(torch.float32).run(kind=kind, beta=beta)
             assert want[0].divergence.max() > (100 if "kl" in kind else 0.3)
             torch.testing.assert_close(got[0].divergence.double(), want[0].divergence, rtol=1e-4, atol=1e-5)
-            # where p and q share nothing, the JSD is constant: its derivative is a difference of equal numbers
+            # if p and q have no common support, the JSD is constant: its derivative is a difference of equal numbers
             assert frobenius_error(got[1], want[1]) <= (5e-3 if kind == "jsd" else 1e-4)
 
 
@@ -286,7 +286,7 @@ class TestTopK:
         best = self.teacher(pair, K)
         log_q, ids = best.values.clone(), best.indices.clone()
         if K == 5:
-            log_q[:, ::2, 3:], ids[:, ::2, 3:] = -torch.inf, 0  # fewer than K; the ids are anything
+            log_q[:, ::2, 3:], ids[:, ::2, 3:] = -torch.inf, 0  # fewer than K; these ids may have any values
             ids[:, 2, 3:] = -100
         hidden = pair.hidden.clone().requires_grad_()
         log_p = (hidden @ pair.weight.T / 0.8).log_softmax(-1).gather(-1, ids.clamp(min=0))
@@ -354,7 +354,7 @@ class TestTopK:
 
 @kinds
 @pytest.mark.parametrize("compact", [True, False])
-def test_masked_positions_hold_anything(kind, beta, compact):
+def test_masked_positions_may_have_any_values(kind, beta, compact):
     pair = Pair(14)
     options = {"kind": kind, "beta": beta, "compact": compact, "weighted": True, "bias": True}
     want = pair.run(**options)
@@ -497,7 +497,7 @@ def test_scratch_stays_within_the_budget(dtype):
     tokens = 256 * 8 * 64
     assert recorded.largest <= budget
     assert recorded.peak <= gradients + budget + tokens
-    assert recorded.peak >= budget // 2, "the recorder must have seen the engine at work"
+    assert recorded.peak >= budget // 2, "the recorder must have counted the engine's memory"
 
 
 class TestPeers:
@@ -553,11 +553,11 @@ class TestPeers:
     ({"hidden_states": None}, ValueError, "hidden_states must be a tensor .* got NoneType"),
     ({"lm_head_weight": torch.zeros(29, 5)}, ValueError, r"lm_head_weight must have shape \(V, 12\)"),
     ({"other_lm_head_weight": torch.zeros(28, 9)}, ValueError, "same vocabulary; got 29 and 28 rows"),
-    ({"other_lm_head_weight": torch.zeros(29, 5)}, ValueError, r"of the other head: lm_head_weight must have .*\(V, 9\)"),
-    ({"other_hidden_states": torch.zeros(3, 6, 9)}, ValueError, r"of the other head: hidden_states must have shape \(3, 7, H\)"),
-    ({"other_lm_head_weight": torch.zeros(29, 9).int()}, TypeError, "of the other head: .* plain floating-point"),
+    ({"other_lm_head_weight": torch.zeros(29, 5)}, ValueError, r"other head: lm_head_weight must have .*\(V, 9\)"),
+    ({"other_hidden_states": torch.zeros(3, 6, 9)}, ValueError, r"other head: hidden_states must have shape \(3, 7, H\)"),
+    ({"other_lm_head_weight": torch.zeros(29, 9).int()}, TypeError, "other head: .* plain floating-point"),
     ({"other_hidden_states": None}, ValueError, "the first two or the last two"),
-    ({"other_softcap": 0.0}, ValueError, "of the other head: softcap must be > 0"),
+    ({"other_softcap": 0.0}, ValueError, "other head: softcap must be > 0"),
     ({"mask": torch.ones(3, 6)}, ValueError, r"mask must have shape \(3, 7\)"),
     ({"mask": torch.full((3, 7), 0.5)}, ValueError, "mask must hold only 0 and 1"),
     ({"weights": torch.ones(3, 6)}, ValueError, r"weights must have shape \(3, 7\)"),

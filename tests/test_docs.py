@@ -1,16 +1,16 @@
-"""The README and docs/ are true: every block of Python runs and prints what the page says, commands and files exist.
+"""The README and docs/ are right: every Python block runs and prints the page's output, commands and files exist.
 
     python -m pytest tests/test_docs.py
-    python tests/test_docs.py --write    # put what blocks print now into the pages
+    python tests/test_docs.py --write    # put the blocks' current output into the pages
 
-Blocks of a page share a namespace, in order. A comment before a block says what it needs:
+Blocks of a page share a namespace, in order. A comment before a block gives its requirements:
 
-    <!-- needs: model, input_ids -->     names that `PREPARED` makes
-    <!-- run: torchrun 2 -->             the block is a program of its own for two ranks
+    <!-- needs: model, input_ids -->     names that `PREPARED` defines
+    <!-- run: torchrun 2 -->             the block is a program for two ranks
     <!-- file: name -->                  the block is this file of the reader
-    <!-- not run: reason -->             a fragment; listed by `test_what_is_not_run_says_why`
+    <!-- not run: reason -->             a fragment; listed by `test_blocks_that_are_not_run_have_a_reason`
 
-A block of text right after one of Python is what it prints: the same words, numbers as near as rounding allows.
+A block of text right after one of Python is its output: the same words, numbers within rounding.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def blocks(page: str) -> list[Block]:
     """All blocks of a page."""
     lines, found, i = (ROOT / page).read_text(encoding="utf-8").splitlines(), [], 0
     comments: list[str] = []
-    after = None  # the block that nothing but blank lines separates from here
+    after = None  # the previous block, if only blank lines follow it
     while i < len(lines):
         fence = re.fullmatch(r"```(\w*)", lines[i])
         if fence:
@@ -108,13 +108,13 @@ def _instructions(comments: list[str]) -> tuple[list[str], int, str | None, str 
 
 
 class Small:
-    """Small examples of what readers have: models, data, folders."""
+    """Small examples of a reader's objects: models, data, folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def prepare(self, name: str, names: dict[str, Any]) -> Any:
-        """The value of `name`, which may depend on what the page has made so far."""
+        """The value of `name`, which may depend on names that the page has defined."""
         return PREPARED[name](self, names)
 
 
@@ -189,7 +189,7 @@ PREPARED: dict[str, Callable[[Small, dict[str, Any]], Any]] = {
 
 
 def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, dict[str, Any]]]:
-    """Each block that runs, what it printed, and the page's names so far."""
+    """Each block that runs, its output, and the page's names so far."""
     small, module = Small(folder), types.ModuleType("page")
     names = module.__dict__
     torch.manual_seed(0)
@@ -204,7 +204,7 @@ def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, dict[str, An
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            # blank lines before it: a traceback names the page's lines
+            # blank lines before it, so that a traceback has the page's line numbers
             exec(compile("\n" * (block.line - 1) + block.code, str(ROOT / page), "exec"), names)
         yield block, printed.getvalue(), names
 
@@ -220,7 +220,7 @@ def _torchrun(block: Block, folder: Path) -> str:
 
 
 def in_gate(page):
-    """Pages that start processes are left to the full grid."""
+    """Pages that start processes run in the full grid only."""
     return not any(block.ranks for block in blocks(page))
 
 
@@ -250,7 +250,7 @@ def assert_same_text(got: str, want: str, where: str) -> None:
 
 
 def _readme_is_equivalent(names: dict[str, Any]) -> None:
-    """The loss by plain PyTorch is the call's, and so are its gradients: on-policy, the ratio is 1."""
+    """The loss in plain PyTorch equals that of the call, and so do its gradients: on-policy, the ratio is 1."""
     out, loss, hidden = names["out"], names["loss"], names["hidden_states"]
     assert names["lm_head_weight"].grad.norm() > 0
     assert out.loss.abs() < 1e-6, "advantages of one group of equal lengths add up to 0"
@@ -268,13 +268,13 @@ def _heads_give_the_models_log_probs(names: dict[str, Any]) -> None:
 
 
 EXPECTED = {"README.md": _readme_is_equivalent, "docs/heads.md": _heads_give_the_models_log_probs}
-"""What must hold after a page has run, beside its own assertions."""
+"""Assertions after a page has run, besides its own."""
 
 
 LANGUAGES = {"python", "bash", "text", "cpp", "json", "yaml"}
 
 
-def test_what_is_not_run_says_why():
+def test_blocks_that_are_not_run_have_a_reason():
     """Every Python block runs or gives a reason, and their number is known."""
     fragments = [block for page in PAGES for block in blocks(page) if block.not_run is not None]
     assert all(block.not_run for block in fragments)
@@ -300,7 +300,7 @@ def commands(page: str) -> Iterator[str]:
 
 
 def test_commands_are_found():
-    """The pattern must see them."""
+    """The pattern must find them."""
     assert "make demo" in list(commands("README.md"))
     assert any("torchrun" in command for command in commands("docs/scaling.md"))
 
@@ -379,7 +379,7 @@ def test_links_and_files_exist(page):
 
 
 def test_your_task_trains_a_tiny_model(tmp_path, monkeypatch):
-    """The files of the page, with its commands; only the model is another, and the run shorter."""
+    """The files of the page, with its commands; only the model is smaller, and the run shorter."""
     from grpo_fused.__main__ import main
     from grpo_fused.trainer.metrics import read_jsonl
 
@@ -462,12 +462,12 @@ def test_places_to_extend_exist():
     for names, path in rows:
         found = re.findall(r"`(\w+)`", names)
         assert found, path
-        for name in found:  # where it is made, not where it is used
+        for name in found:  # where it is defined, not where it is used
             made = rf"^\s*(?:.*\b(?:def|class) {name}\b|{name}\b.* = |{name}: |.*> {name}\()"
             assert re.search(made, (ROOT / path).read_text(), re.MULTILINE), f"{path} does not define {name}"
 
 
-def test_comparison_of_output_sees_differences():
+def test_comparison_of_output_finds_differences():
     assert_same_text("off by 3e-06, 0.93 of 519 MiB", "off by 4e-06, 0.935 of 519 MiB", "")
     for got in ("off by 9e-04", "off by 0e+00", "on by 4e-06"):
         with pytest.raises(AssertionError):
@@ -478,7 +478,7 @@ def test_comparison_of_output_sees_differences():
 
 
 def write() -> None:
-    """Put what blocks print now into the pages."""
+    """Put the blocks' current output into the pages."""
     import tempfile
 
     for page in PAGES:

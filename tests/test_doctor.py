@@ -1,4 +1,4 @@
-"""`python -m grpo_fused doctor` says what runs, what is missing and why, and what to expect of a call."""
+"""`python -m grpo_fused doctor` reports what runs, what is missing and why, and predicts a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = Shape(1024, 896, 151936, torch.bfloat16)
 CPU = torch.device("cpu")
 
 
-def test_report_is_what_choose_does():
+def test_report_agrees_with_choose():
     command = [sys.executable, "-m", "grpo_fused", "doctor", "--tokens", "40", "--hidden", "32", "--vocab", "500"]
     text = subprocess.run([*command, "--dtype", "float32"], capture_output=True, text=True, check=True).stdout
     (line,) = (line for line in text.splitlines() if line.startswith("impl='auto' on the CPU"))
@@ -34,7 +34,7 @@ def test_report_is_what_choose_does():
     assert max(map(len, text.splitlines())) <= 140
 
 
-def test_help_names_the_commands_and_each_has_its_own(capsys):
+def test_help_lists_the_commands_and_each_has_help(capsys):
     def said(*arguments: str) -> str:
         with pytest.raises(SystemExit):
             __main__.main(list(arguments))
@@ -73,7 +73,7 @@ def test_predictions_are_products_times_ratios(monkeypatch):
     assert re.search(rf"chunked .*{times} +{re.escape(f'{2 * fast:.2g} to {2 * slow:.2g} s')}", doctor.report(SHAPE))
 
 
-def test_the_table_is_what_the_committed_run_measured():
+def test_the_table_equals_the_committed_run():
     report = json.loads((Path(__file__).parents[1] / MEASURED_IN).read_text())
     cases = [c for c in report["sections"]["loss"]["cases"].values() if c["shape"]["pattern"] == "dense"]
     names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -87,13 +87,13 @@ def test_the_table_is_what_the_committed_run_measured():
         assert Ratios(*(tuple(round(bound, 2) for bound in pair) for pair in measured)) == ratios, (engine, dtype)
 
 
-def test_what_was_not_measured_is_not_predicted():
+def test_no_prediction_without_a_measurement():
     (chunked,) = (p for p in predictions.predict(SHAPE._replace(dtype=torch.float16), CPU) if p.engine == "chunked")
     assert chunked.ratios is None
     assert "not predicted" in doctor.report(SHAPE._replace(dtype=torch.float16), measure=False)
 
 
 def test_the_rate_is_that_of_products():
-    """Of a tenth of a second or so, whatever the shape."""
+    """Of about a tenth of a second, for any shape."""
     assert 1e8 < predictions.bare_rate(Shape(10**6, 64, 10**6, torch.float32), CPU) < 1e14
     assert predictions.bare_rate(Shape(1, 1, 1, torch.float32), CPU) > 0

@@ -1,4 +1,4 @@
-"""A wrong call raises before any work and says what was expected and what came."""
+"""A wrong call raises before any work and names what was expected and what came."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_same_errors_from_the_reference():
             (packed if name == "offsets-end" else loss)(impl="reference", **changes)
 
 
-def test_nan_sampling_logprobs_are_no_error():
+def test_nan_sampling_logprobs_are_allowed():
     config = GRPOLossConfig(off_policy_mask_threshold=0.1)
     out = loss(sampling_per_token_logps=nan_at(B, T), old_per_token_logps=torch.zeros(B, T), config=config)
     assert out.loss.isfinite()

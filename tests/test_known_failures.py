@@ -16,12 +16,12 @@ LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vesp
 
 
 def cases_of(impls: list[str]) -> list[tuple[str, str]]:
-    """(impl, loss type). The triton engine sees coefficients, no loss types: one a token decides, one a sequence."""
+    """(impl, loss type). The triton engine gets coefficients, not loss types: one by token, one by sequence."""
     return [(impl, t) for impl in impls for t in LOSS_TYPES if impl != "triton" or t in ("dapo", "vespo")]
 
 
 def assert_finite_and_right(impl: str, case: Case, config: GRPOLossConfig) -> Result:
-    """What autograd makes of the float64 reference, which is finite and not 0 throughout."""
+    """Gradients of the float64 reference, all finite and not 0."""
     want = assert_engine_matches(impl, case, config, variants=[{}])
     assert want.out.loss.isfinite()
     for name, gradient in want.gradients().items():
@@ -55,7 +55,7 @@ def test_overflowing_ratio_of_an_active_token(loss_type, level, shift, sign, imp
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_reference_far_above_the_policy(estimator, impl):
-    """Clamping the exponent of k3 alone would turn the force around beyond q = 20: descent must raise the log-prob."""
+    """Clamping only the exponent of k3 would flip the gradient's sign beyond q = 20: descent must raise the log-prob."""
     case = make_case(1).to(PRECISION[impl].dtype)
     case.options["ref_per_token_logps"] = case.options["ref_per_token_logps"] + 500.0
     config = make_config("dapo", beta=0.1, kl_estimator=estimator, use_bias_correction_kl=False)
@@ -71,7 +71,7 @@ def test_reference_far_above_the_policy(estimator, impl):
 @pytest.mark.parametrize(("impl", "loss_type"), cases_of(IMPLS))
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_masked_positions_may_hold_anything(loss_type, layout, compact, impl):
+def test_masked_positions_may_have_any_values(loss_type, layout, compact, impl):
     """NaN and inf in states, log-probs, advantages and ratios, ids of -100 and beyond V: exactly no effect."""
     per_token = loss_type != "gmpo"
     config = make_config(loss_type, beta=0.1, entropy_coef=0.01)
@@ -94,7 +94,7 @@ def test_masked_positions_may_hold_anything(loss_type, layout, compact, impl):
 
 
 def poison(case: Case) -> Case:
-    """The same case with the worst in every masked position."""
+    """The same case with NaN and inf in every masked position."""
     hole = ~case.completion_mask
     poisoned = Case(
         case.hidden_states.clone(),
@@ -157,12 +157,12 @@ def test_all_advantages_zero_costs_no_gradient_work():
         assert result.out.loss == 0
         assert result.out.metrics["gradient_tokens"] == 0
         assert result.dweight.eq(0).all()
-        assert result.out.per_token_logps[case.completion_mask].ne(0).all(), "their metrics are still wanted"
+        assert result.out.per_token_logps[case.completion_mask].ne(0).all(), "their metrics are still computed"
         assert result.out.metrics["entropy"] > 0
 
 
 def test_rows_without_gradient_are_skipped_exactly():
-    """Advantage 0, importance-sampling ratio 0, and clipped tokens do no gradient work."""
+    """Tokens with advantage 0 or importance-sampling ratio 0, and clipped ones, need no gradient work."""
     case = make_case(5, B=4, T=20, drift=0.5, masked=0.2)
     case.advantages[2] = 0.0
     ratio = torch.ones(4, 20, dtype=torch.float64)
@@ -191,7 +191,7 @@ def test_skipping_rows_without_metrics():
 
 
 def test_entropy_quantile_without_metrics():
-    """It is taken over all active tokens: those that cannot have a gradient are scored for it, metrics or not."""
+    """It is taken over all active tokens: those that cannot have a gradient are scored for it, also without metrics."""
     case = make_case(6)
     case.advantages[2] = 0.0
     config = make_config("dapo", top_entropy_quantile=0.4)
@@ -202,7 +202,7 @@ def test_entropy_quantile_without_metrics():
 
 
 def test_token_level_luspo_gradient():
-    """Off by 63-84 % elsewhere: each token's loss must be summed over its sequence, not multiplied by its length."""
+    """Wrong by 63-84 % in other losses: each token's loss must be summed over its sequence, not multiplied by its length."""
     case = make_case(7, extras=False)
     config = make_config("luspo")
     logps = case.options["old_per_token_logps"].clone().requires_grad_()
@@ -214,7 +214,7 @@ def test_token_level_luspo_gradient():
 
 
 def test_per_token_advantages_where_sequences_share_a_chunk():
-    """Silently wrong elsewhere: [B, T] advantages must stay with their tokens."""
+    """Silently wrong in other losses: [B, T] advantages must stay with their tokens."""
     case = make_case(8, per_token_advantages=True)
     result = case.run(make_config("dapo"))
     parts = []
@@ -232,7 +232,7 @@ def test_per_token_advantages_where_sequences_share_a_chunk():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logprobs_never_above_zero(dtype):
-    """A certain token's log-prob is what the others leave of 0, not 1e-7: its exponential is a probability."""
+    """A certain token's log-prob is slightly below 0, not 1e-7: its exponential is a probability."""
     hidden = torch.eye(8, dtype=dtype).unsqueeze(0) * 60
     weight = torch.eye(8, dtype=dtype)
     logps = fused_linear_logprobs(hidden, weight, torch.arange(8).unsqueeze(0)).logps
@@ -241,7 +241,7 @@ def test_logprobs_never_above_zero(dtype):
 
 
 def test_65536_tokens_and_more():
-    """The limit of a CUDA grid's second dimension crashes elsewhere."""
+    """The limit of a CUDA grid's second dimension crashes other losses."""
     n = 65536 + 3
     case = make_case(9, B=3, T=n // 3, H=2, V=3, dtype=torch.float32, masked=0.0)
     result, want = case.run(GRPOLossConfig()), case.to(torch.float64).run(GRPOLossConfig(), impl="reference")
@@ -287,8 +287,8 @@ def test_active_token_of_probability_zero(level, estimator, impl):
 
 @pytest.mark.parametrize(("impl", "loss_type"), cases_of(IMPLS))
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_nan_in_an_active_state_is_seen(loss_type, on_policy, impl):
-    """A broken model must not train on quietly: loss and gradient are NaN together."""
+def test_nan_in_an_active_state_propagates(loss_type, on_policy, impl):
+    """Training on a broken model must not continue silently: loss and gradient are NaN together."""
     case = make_case(12).to(PRECISION[impl].dtype)
     case.hidden_states[2][case.completion_mask[2]] = torch.nan
     if on_policy:
@@ -320,7 +320,7 @@ def test_loss_without_metrics_needs_no_gradient_to_be_right(reentrant):
         assert torch.equal(got.detach(), want.detach())
 
 
-def test_fp16_gradients_below_its_smallest_number_wait_for_the_scaler():
+def test_tiny_fp16_gradients_are_rounded_after_the_loss_scale():
     """Mean over 2e5 tokens: fp16 gradients underflow unless the loss scale is multiplied in before they are rounded."""
     case = make_case(14, B=4, T=16, H=32, V=64, dtype=torch.float16)
     tiny = {"num_items_in_batch": 2e5}
@@ -344,7 +344,7 @@ def test_fp32_bias_on_a_bf16_head_is_not_rounded():
 
 
 def test_vespo_bounds_a_tiny_correction():
-    """log IS is floored at log 1e-8, not at -20."""
+    """log IS has the lower bound log 1e-8, not -20."""
     case = make_case(16)
     case.options["importance_sampling_ratio"] = torch.full((4, 7), 1e-12, dtype=torch.float64)
     case.options["old_per_token_logps"] = case.options["old_per_token_logps"] - 18.0
@@ -368,7 +368,7 @@ def test_gmpo_beyond_its_bound_has_no_gradient():
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_unscorable_sampling_tokens_are_no_evidence(impl):
+def test_missing_sampling_log_probs_count_as_no_difference(impl):
     """NaN sampling log-probs count as a difference of 0, so that they cannot drop a sequence, nor keep it."""
     logps = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     sampling = torch.tensor([[torch.nan, 0.3, 0.3, torch.nan]], dtype=torch.float64)  # mean 0.15
@@ -381,7 +381,7 @@ def test_unscorable_sampling_tokens_are_no_evidence(impl):
 
 
 def test_more_than_two_to_the_31_logits():
-    """32-bit offsets overflow here elsewhere: the last token of 2.15e9 logits is as exact as the first."""
+    """32-bit offsets overflow here in other losses: the last token of 2.15e9 logits is as exact as the first."""
     hidden, weight = torch.randn(1, 16400, 2), torch.randn(131072, 2)
     ids = torch.randint(0, 131072, (1, 16400))
     assert ids.numel() * weight.shape[0] > 2**31

@@ -12,7 +12,7 @@ ENGINES = ["chunked", "native", "triton"]
 
 
 def objective(out, weights):
-    """Something that uses both results unevenly, as a custom loss would."""
+    """A loss that uses both results with different weights, as a custom loss would."""
     loss = (out.logps * weights[0]).sum()
     return loss if out.entropies is None else loss + (out.entropies * weights[1]).sum()
 
@@ -124,7 +124,7 @@ def test_selective(dtype, strided):
     assert grad[~mask].eq(0).all()
 
 
-def test_selective_masked_positions_may_hold_anything():
+def test_selective_masked_positions_may_have_any_values():
     logits = torch.randn(2, 4, 11, requires_grad=True)
     ids = torch.randint(0, 11, (2, 4))
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]])
@@ -152,8 +152,8 @@ def test_no_token_at_all():
 @pytest.mark.gate(keep=lambda margin, impl: impl != "triton" or margin == 30.0)
 @pytest.mark.parametrize("impl", ["reference", *ENGINES])
 @pytest.mark.parametrize("margin", [18.0, 30.0, 80.0])
-def test_confident_tokens_keep_their_digits(margin, impl):
-    """Beside the 1 of the maximum itself, a sum of exp(-18) loses its digits, and one of exp(-30) is lost."""
+def test_confident_tokens_are_accurate(margin, impl):
+    """Added to the 1 of the maximum itself, a sum of exp(-18) loses digits, and one of exp(-30) is lost."""
     vocab, target = 4096, 5
     others = torch.randn(vocab - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits = torch.cat([others[:target], torch.full((1,), margin, dtype=torch.float64), others[target:]]).float()
@@ -193,7 +193,7 @@ def test_a_maximum_that_occurs_more_than_once(impl):
 @pytest.mark.parametrize("impl", ["reference", *ENGINES])
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 def test_entropy_of_a_token_whose_target_is_impossible(impl, compact):
-    """A bias of -inf: p log p is 0, not NaN, at a masked position's stand-in target, too."""
+    """A bias of -inf: p log p is 0, not NaN, also at the placeholder target of a masked position."""
     hidden = torch.randn(1, 3, 4, requires_grad=True)
     weight = torch.randn(5, 4, requires_grad=True)
     bias = torch.zeros(5)

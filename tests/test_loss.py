@@ -35,7 +35,7 @@ SEVERAL_CHUNKS = {
     "triton": 1500,
 }  # bytes of scratch for a few tokens of the small vocabulary
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BITWISE = {"native", "triton"}  # engines whose scores do not depend on the company by a single bit
+BITWISE = {"native", "triton"}  # engines whose scores are bitwise independent of the batch
 dtype_id = str
 
 SEEN_BY_AN_ENGINE = [
@@ -46,8 +46,8 @@ SEEN_BY_AN_ENGINE = [
     make_config("cispo", top_entropy_quantile=0.5, entropy_coef=0.02),
     make_config("vespo"),
 ]
-"""An engine sees coefficients, not what made them: of a token alone or of its sequence, of entropies or not, with scores
-that are known or not. The interpreter takes 0.4 s for a case: in the gate the triton engine has these, the others all."""
+"""An engine gets coefficients, not objectives. These cover coefficients by token and by sequence, with and without
+entropies, with and without known scores. A case takes 0.4 s in the interpreter: in the gate triton has these only."""
 
 
 def seen_by_an_engine(config, layout, impl):
@@ -80,7 +80,7 @@ def test_matches_reference_on_the_whole_grid(config, impl):
         assert_engine_matches(impl, case, config, variants=[{"max_scratch_bytes": SEVERAL_CHUNKS[impl]}])
 
 
-OF_A_CALL = {"num_items_in_batch", "importance_sampling_ratio"}  # which no engine sees
+OF_A_CALL = {"num_items_in_batch", "importance_sampling_ratio"}  # which no engine gets
 
 
 def head_option_seen(config, options, impl):
@@ -150,8 +150,8 @@ def test_packed_options_for_each_sequence(level, impl):
         assert_same(packed.run(config, impl=impl, **options), want, tol=tol)
 
 
-def test_a_ratio_of_0_is_no_factor_in_vespo():
-    """It is a log of -18.4 in the sequence's weight, whose tokens keep their gradient; elsewhere they would have none."""
+def test_a_ratio_of_0_is_not_a_factor_in_vespo():
+    """It counts as log 1e-8 in the sequence's weight, whose tokens keep their gradient; other loss types drop it."""
     case = make_case(13, extras=False)
     case.options["importance_sampling_ratio"] = torch.ones(4, 7, dtype=torch.float64)
     case.options["importance_sampling_ratio"][0] = 0.0
@@ -163,7 +163,7 @@ def test_a_ratio_of_0_is_no_factor_in_vespo():
 
 @pytest.mark.parametrize("level", ["sequence", "sequence_token"])
 def test_tokens_without_an_advantage_in_a_sequence_with_one(level):
-    """They shape the sequence's ratio: at sequence level they have a gradient through it."""
+    """They change the sequence's ratio: at sequence level they have a gradient through it."""
     case = make_case(14, per_token_advantages=True, extras=False)
     case.advantages[:, 1::2] = 0.0
     want, got = (
@@ -262,7 +262,7 @@ def test_accuracy_under_a_saturated_softcap(softcap, impl):
     case.options["old_per_token_logps"] = None
     want = case.to(torch.float64).run(make_config("dapo", entropy_coef=0.1), impl="reference")
     got = case.run(make_config("dapo", entropy_coef=0.1), impl=impl)
-    bound = 2**-7 if impl == "triton" else 2**-8  # the interpreter truncates where the chip rounds
+    bound = 2**-7 if impl == "triton" else 2**-8  # the interpreter truncates where a GPU rounds
     for name, gradient in got.gradients().items():
         assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
 
@@ -292,7 +292,7 @@ def test_common_offset_in_all_logits(impl):
     config = make_config("dapo", entropy_coef=0.1)
     plain = case.run(config, impl=impl)
     offset = case.run(config, impl=impl, lm_head_bias=torch.full((211,), 8192.0))
-    # the offset costs the fp32 logits themselves ulp(8192) / 2 = 5e-4; nothing is added to that
+    # the offset gives the fp32 logits themselves an error of ulp(8192) / 2 = 5e-4; there is no further error
     logits = (case.hidden_states @ case.lm_head_weight.T + 8192.0).double()
     want = logits.log_softmax(-1).gather(-1, case.completion_ids.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(
@@ -323,7 +323,7 @@ def test_mixed_dtypes_promote(hidden_dtype, weight_dtype, impl):
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_fp32_products_are_ieee_whatever_the_global_setting(precision):
+def test_fp32_products_are_ieee_with_any_global_setting(precision):
     case = make_case(10, B=2, T=32, H=256, V=512, dtype=torch.float32, logit_std=4.0)
     plain = case.run(GRPOLossConfig())
     before = torch.get_float32_matmul_precision()
@@ -337,8 +337,8 @@ def test_fp32_products_are_ieee_whatever_the_global_setting(precision):
     assert torch.equal(lowered.dweight, plain.dweight)
 
 
-def test_settings_of_precision_can_be_read_and_are_put_back():
-    """Another thread may read the legacy flags, which raise where the two interfaces disagree."""
+def test_settings_of_precision_can_be_read_and_are_restored():
+    """Another thread may read the legacy flags, which raise if the two interfaces disagree."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -352,7 +352,7 @@ def test_settings_of_precision_can_be_read_and_are_put_back():
 
 
 @pytest.mark.parametrize("vocab", [37, 2000, 2016])
-def test_what_lies_beyond_a_row_of_dlogits_is_0(vocab):
+def test_the_padding_of_dlogits_is_0(vocab):
     """oneDNN's AMX products multiply it by 0, up to a multiple of 32: the bits of a logit may be a NaN."""
     case = make_case(13, B=2, T=40, H=64, V=vocab, dtype=torch.bfloat16, logit_std=5.0)
     want = case.to(torch.float64).run(GRPOLossConfig(), impl="reference")
@@ -360,7 +360,7 @@ def test_what_lies_beyond_a_row_of_dlogits_is_0(vocab):
     assert frobenius_error(got.dhidden, want.dhidden) < 1e-2
 
 
-def test_bf16_is_widened_where_the_processor_has_no_products_for_it():
+def test_bf16_is_widened_on_processors_without_bf16_products():
     """The library's fallback is 18 times slower than fp32; here in a process that may use AVX2 only."""
     program = (
         "import torch; from grpo_fused.engines.products import Head; "
@@ -374,7 +374,7 @@ def test_bf16_is_widened_where_the_processor_has_no_products_for_it():
     assert run.stdout.split() == ["torch.float32", "torch.float32"]
 
 
-def test_products_into_fp32_are_asked_for_where_they_exist(monkeypatch):
+def test_products_with_fp32_results_are_used_if_available(monkeypatch):
     cuda = torch.device("cuda")
     for capability, bf16 in {(7, 5): False, (8, 0): True, (9, 0): True}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
@@ -391,7 +391,7 @@ def test_products_into_fp32_are_asked_for_where_they_exist(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ENGINES)
-def test_score_does_not_depend_on_the_company(impl):
+def test_a_score_does_not_depend_on_the_batch(impl):
     """At most 1e-5 with the other tokens of the call, old scores against training scores included."""
     from grpo_fused import fused_linear_logprobs
 
@@ -418,7 +418,7 @@ def test_score_does_not_depend_on_the_company(impl):
 
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("config", [make_config("dapo", beta=0.1), make_config("vespo")], ids=config_id)
-def test_twice_is_bitwise_the_same(config, impl):
+def test_two_runs_are_bitwise_equal(config, impl):
     case = make_case(12, B=4, T=16, H=32, V=257, dtype=torch.bfloat16)
     first = case.run(config, impl=impl, max_scratch_bytes=150_000)
     again = case.run(config, impl=impl, max_scratch_bytes=150_000)

@@ -1,4 +1,4 @@
-"""Benchmarks check a result before they time it, and tell wrong, failed and absent providers apart."""
+"""Benchmarks check a result before they time it, and distinguish wrong, failed and absent providers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_wrong_result_of_ours_fails_the_run(tmp_path, monkeypatch):
     )
 
 
-def test_who_takes_part():
+def test_which_providers_run():
     assert available("cpu", "dense", ()).keys() <= {"native", "chunked"}
     assert "ours-lean" in available("cpu", "zero-advantage-40", ())
     assert available("cpu", "dense", ("eager",)).keys() == {"eager", *available("cpu", "dense", ())}

@@ -1,4 +1,4 @@
-"""No vocab-sized tensor for the batch: the largest allocation of a call, and all that is alive at a time."""
+"""No vocab-sized tensor for the batch: the largest allocation of a call, and the peak of all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_scratch_stays_within_the_budget(config, dtype):
     assert recorded.largest <= budget
     tokens = 256 * 8 * 64  # per-token vectors: some dozens of [N]
     assert recorded.peak <= gradients + budget + tokens
-    assert recorded.peak >= budget // 2, "the recorder must have seen the engine at work"
+    assert recorded.peak >= budget // 2, "the recorder must have counted the engine's memory"
 
 
 def test_default_scratch_is_what_a_call_takes(monkeypatch):

@@ -147,7 +147,7 @@ def test_hand_computed_kl(impl):
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("bound", [0.0, -1.0])
 def test_vespo_s_rate_has_a_floor(bound, impl):
-    """A rate below 1e-4 counts as 1e-4, which is what tames phi at log w = 10: w = 22026."""
+    """A rate below 1e-4 counts as 1e-4, which bounds phi at log w = 10: w = 22026."""
     logps = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     old = torch.full((2, 1), -10.0, dtype=torch.float64)
     config = make_config("vespo", vespo_lambda_pos=bound, vespo_lambda_neg=bound)
@@ -160,7 +160,7 @@ def test_vespo_s_rate_has_a_floor(bound, impl):
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 def test_derivative_beyond_the_bounds_of_the_log_ratio(level, impl):
-    """The ratio is a constant beyond +-20, except where a token's own derivative stands beside it."""
+    """The ratio is a constant beyond +-20, except for a token's own derivative factor."""
     logps = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[25.0], [-25.0]], dtype=torch.float64)  # ratios of e^-20, A > 0, and e^20, A < 0: both live
     config = make_config("dapo", importance_sampling_level=level)
@@ -194,7 +194,7 @@ def test_worked_example_of_eight_answers(impl):
     ids=config_id,
 )
 def test_gradcheck(config):
-    """Finite differences in fp64. What a stop-gradient or a mask hides cannot be seen by them, so those are left out."""
+    """Finite differences in fp64. They do not apply to stop-gradients and masks, so those are left out."""
     if config.loss_type in ("cispo", "vespo") or config.importance_sampling_level == "sequence_token":
         pytest.skip("stop-gradients: the coefficient is not the derivative of the value")
     case, logps, entropies = scores(1)
@@ -210,7 +210,7 @@ def test_gradcheck(config):
 
 @pytest.mark.parametrize("q", [0.01, 5.0, 14.0, 19.9])
 @pytest.mark.parametrize("level", ["token", "sequence_token"])
-def test_bias_corrected_kl_keeps_its_digits_in_fp32(level, q):
+def test_bias_corrected_kl_is_accurate_in_fp32(level, q):
     """c (k3 + k3') is -c q: taken as a difference of exponentials, fp32 has no digit of it left at q = 17."""
     config = GRPOLossConfig(beta=1.0, importance_sampling_level=level)
     logps = torch.zeros(1, 1, requires_grad=True)

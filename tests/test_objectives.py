@@ -1,6 +1,6 @@
 """`grpo_fused.objectives` on flat log-probs: against formulas written out token by token, in float64.
 
-tests/integrations/test_verl_objectives.py holds most of them against verl's own code.
+tests/integrations/test_verl_objectives.py compares most of them with verl's own code.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ SAME_AS_LOSS_TYPES = {
 
 @pytest.mark.parametrize("name", SAME_AS_LOSS_TYPES)
 def test_same_as_the_loss_types_of_the_package(name):
-    """Padded, with masked positions that hold garbage."""
+    """Padded, with NaN at masked positions."""
     aggregation, options = SAME_AS_LOSS_TYPES[name]
     for seed in SEEDS:
         g = torch.Generator().manual_seed(seed)
@@ -238,7 +238,7 @@ def test_same_as_the_loss_types_of_the_package(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if ALL[name].scope == "token"])
-def test_token_scope_does_not_look_across_tokens(name):
+def test_token_scope_uses_no_other_tokens(name):
     for seed in range(5):
         logps, inputs, _ = case(seed)
         whole = evaluate(ALL[name], logps, inputs, None)
@@ -248,7 +248,7 @@ def test_token_scope_does_not_look_across_tokens(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if ALL[name].scope == "sequence"])
-def test_sequence_scope_does_not_look_across_sequences(name):
+def test_sequence_scope_uses_no_other_sequences(name):
     for seed in range(5):
         logps, inputs, cu_seqlens = case(seed)
         whole = evaluate(ALL[name], logps, inputs, cu_seqlens)
@@ -328,7 +328,7 @@ def test_clip_cov_leaves_out_few_candidates():
     assert ((cov[out] > 0.05) & (cov[out] < 5)).all()
     ratio = (logps - inputs["old_per_token_logps"]).exp()
     bound = torch.where(A > 0, ratio > 1.2, ratio < 0.8)
-    assert (bound & (cov > 0.05) & (cov < 5)).sum() > 20, "the clip must bind some that could be drawn"
+    assert (bound & (cov > 0.05) & (cov < 5)).sum() > 20, "some candidates must be clipped"
     for draw in range(20):
         drawn = objectives.clip_cov(0.1, 0.05, 5.0, generator=torch.Generator().manual_seed(draw))
         assert not (bound & (evaluate(drawn, logps, inputs, None)[0] == 0)).any()
@@ -354,7 +354,7 @@ class TestRejection:
     @pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
     @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
     @pytest.mark.parametrize("policy", ["current", "old"])
-    def test_leaves_out_what_diverges(self, level, estimator, policy):
+    def test_leaves_out_tokens_that_diverge(self, level, estimator, policy):
         if (level, estimator) == ("sequence_max", "k1"):
             with pytest.raises(ValueError, match="sequence_max' needs estimator 'k2' or 'k3'.*got 'k1'"):
                 objectives.rollout_rejection(objectives.gpg(), level, estimator, high=1.2)
@@ -380,8 +380,8 @@ class TestRejection:
             torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], want, rtol=1e-12, atol=0)
         assert 0 < kept < total
 
-    def test_around_an_objective_of_ones_own(self):
-        """A plain function with a scope gets every input, and offsets where it wants them."""
+    def test_around_a_custom_objective(self):
+        """A plain function with a scope gets every input, and offsets if it takes them."""
         seen = {}
 
         def mine(logps, entropies, *, cu_seqlens, mine, **inputs):
@@ -431,7 +431,7 @@ class TestMixture:
             )
             torch.testing.assert_close(torch.stack(evaluate(mixed, logps, inputs, None)), want, rtol=1e-12, atol=1e-14)
 
-    def test_a_part_does_not_see_tokens_of_weight_zero(self):
+    def test_a_part_does_not_get_tokens_of_weight_zero(self):
         """Their inputs may be NaN, and they do not count in the part's sequences."""
         mixed = objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy())
         logps, inputs, cu_seqlens = case(0)
@@ -547,7 +547,7 @@ def test_refuses(error, message, call):
         call()
 
 
-def test_says_what_it_is():
+def test_repr_has_name_and_scope():
     objective = objectives.dppo_tv(threshold=0.1)
     assert objective.__name__ == "dppo_tv(threshold=0.1, max_ratio=20.0)"
     assert repr(objective) == "<objective dppo_tv(threshold=0.1, max_ratio=20.0), scope 'token'>"

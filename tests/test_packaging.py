@@ -1,4 +1,4 @@
-"""Wheel, editable install and checkout all import, and Hugging Face's `kernels` stays importable beside them."""
+"""Wheel, editable install and checkout all import, and Hugging Face's `kernels` can still be imported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of what git tracks (or would), so that a build leaves nothing behind in the checkout."""
+    """A copy of the files that git tracks (or would), so that a build leaves no files in the checkout."""
     target = tmp_path_factory.mktemp("source") / "project"
     names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "grpo_fused", "kernels", "csrc", "MANIFEST.in"]
     target.mkdir()
@@ -50,9 +50,9 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory, request) -> dict[str, str]:
-    """A compiler that does not optimise: what is packed, and that it loads, is the same. No CUDA, which takes minutes.
+    """A compiler that does not optimise: the packed files are the same, and load. No CUDA, which takes minutes.
 
-    The gate, which has just built the extension in place, packs Python alone.
+    The gate, which has just built the extension in place, packs only Python files.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if not request.config.getoption("--full") or compiler is None or platform.machine() != "x86_64":
@@ -74,7 +74,7 @@ def wheel(source, quick, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def python(tmp_path) -> Path:
-    """A fresh interpreter that sees this one's packages, without this project."""
+    """A new interpreter with this one's packages, without this project."""
     venv.create(tmp_path / "venv", system_site_packages=False, with_pip=False)
     site = next((tmp_path / "venv" / "lib").iterdir()) / "site-packages"
     here = [p for p in sys.path if p.endswith("site-packages")]
@@ -145,7 +145,7 @@ def test_hugging_face_kernels_is_not_shadowed(source, tmp_path):
 
 
 def test_import_is_quick_and_quiet(source):
-    """What takes seconds to import waits until it is asked for; no warning."""
+    """Slow modules are imported at first use only; no warning."""
     code = "import sys, torch; before = {*sys.modules}; import grpo_fused; print(*{*sys.modules} - before)"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=source, capture_output=True, text=True, env=_environment()
@@ -171,7 +171,7 @@ def test_import_is_quick_and_quiet(source):
 
 @pytest.mark.full
 def test_core_needs_no_optional_package(source):
-    """Without triton, transformers, trl and the rest the loss works, and names what is missing only when asked."""
+    """Without triton, transformers, trl and the rest the loss works, and a missing package is an error only in use."""
     code = """
 import sys
 for name in ("triton", "transformers", "trl", "liger_kernel", "peft", "datasets", "matplotlib", "tqdm", "tokenizers"):
@@ -202,7 +202,7 @@ FRESH_PIP = "pip install --force-reinstall --no-deps --no-cache-dir"
 NO_COMPILER = {"CXX": "no-such-compiler"}
 
 
-def test_auto_is_pure_without_a_compiler_and_cpu_says_why(source):
+def test_auto_is_pure_without_a_compiler_and_cpu_gives_the_reason(source):
     done = setup(source, "-q", "build_ext", "--build-lib", "build/none", **NO_COMPILER)
     assert done.returncode == 0, done.stderr
     assert "grpo_fused: without the CPU extension (no C++ compiler (no-such-compiler) was found)" in done.stdout
@@ -214,7 +214,7 @@ def test_auto_is_pure_without_a_compiler_and_cpu_says_why(source):
 HIDE_TORCH = (
     "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)"
 )
-"""As in pip's isolated builds, which take the environment's packages off the path."""
+"""As in pip's isolated builds, which remove the environment's packages from the path."""
 
 RUN_SETUP = "import sys; sys.argv = ['setup.py', '-q', 'build_ext']; exec(open('setup.py').read())"
 
@@ -235,13 +235,13 @@ def test_an_isolated_build_finds_torch(source):
     assert Path(said.splitlines()[-1]) == Path(torch.__file__).parent
 
 
-def test_uv_is_told_to_build_without_isolation(source):
+def test_the_uv_command_builds_without_isolation(source):
     done = setup(source, "--version", GRPO_FUSED_BUILD="cpu", UV="/bin/uv", **NO_COMPILER)
     assert "uv pip install --reinstall --no-deps --no-cache --no-build-isolation " in done.stderr
 
 
 def test_auto_leaves_out_what_does_not_compile(source):
-    """A compiler that fails: the install goes on, and says so."""
+    """A compiler that fails: the install continues, and reports it."""
     fails = shutil.which("false")
     done = setup(
         source, "build", "--build-base", "build/broken", CXX=fails, CC=fails, PATH=str(source)
@@ -255,7 +255,7 @@ def test_auto_leaves_out_what_does_not_compile(source):
     assert list((source / "build" / "broken").rglob("layout.py"))
 
 
-def test_cuda_mode_says_what_is_missing(source):
+def test_cuda_mode_names_what_is_missing(source):
     done = setup(source, "--version", GRPO_FUSED_BUILD="cuda", PATH=str(source))
     assert done.returncode != 0
     assert "GRPO_FUSED_BUILD=cuda: " in done.stderr
@@ -293,8 +293,8 @@ def test_sdist_holds_all_sources(source, tmp_path):
 
 
 @pytest.mark.full
-def test_an_import_asks_for_no_cuda_device():
-    """Which would initialise CUDA, and a process that is forked after that could not use it."""
+def test_an_import_does_not_initialise_cuda():
+    """A process that is forked after that could not use CUDA."""
     code = "import torch; torch.cuda.is_available = lambda: print('asked'); import grpo_fused"
     assert run(sys.executable, "-c", code, cwd=ROOT) == ""
 
@@ -359,7 +359,7 @@ def logprobs(dtype: torch.dtype = torch.float32, impl: engines.Impl = "auto") ->
     return fused_linear_logprobs(hidden, weight, torch.zeros(2, 3, dtype=torch.int64), impl=impl).logps
 
 
-def test_auto_warns_once_where_the_extension_would_run(not_built):
+def test_auto_warns_once_if_the_extension_would_run(not_built):
     with pytest.warns(UserWarning, match="impl='auto' takes chunked.* not built; to build it: make it") as seen:
         assert logprobs().equal(logprobs())
     assert len(seen) == 1
@@ -367,7 +367,7 @@ def test_auto_warns_once_where_the_extension_would_run(not_built):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mended", [True, False], ids=["missing", "unfit"])
-def test_auto_does_not_warn_where_a_build_would_not_help(dtype, mended, not_built, monkeypatch):
+def test_auto_does_not_warn_if_a_build_would_not_help(dtype, mended, not_built, monkeypatch):
     """Another implementation was named, the dtype has no native products, or the processor cannot run them."""
     monkeypatch.setattr(_native, "_mended_by_a_build", mended)
     with warnings.catch_warnings():

@@ -1,6 +1,6 @@
 """The objective equals TRL 1.16's `_compute_loss` and Liger's `ppo_loss_fn` on the options that each has.
 
-Known exceptions, stated where they are left out: beyond +-20 of log-ratio TRL overflows and we stay finite; an empty
+Known exceptions, with the reason next to each: beyond +-20 of log-ratio TRL overflows and we stay finite; an empty
 sequence makes TRL's `clip_ratio` means NaN-free only by accident; Liger's luspo at token level multiplies each token by
 its sequence's length instead of summing, refuses sequence level for cispo, sapo and vespo, and counts its clip metric
 over tokens.
@@ -52,7 +52,7 @@ class _Accelerator:
 
 
 def trl_loss(config, case, logps, entropies):
-    """TRL's own arithmetic on given log-probs: its method, run on an object that holds what it reads."""
+    """TRL's own arithmetic on given log-probs: its method, run on an object with the attributes that it reads."""
     grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
     trainer = grpo_trainer.GRPOTrainer
     this = SimpleNamespace(

@@ -1,5 +1,5 @@
-"""Tables and plots are what the newest results give; the report says what was not measured, and refuses files that it
-cannot read."""
+"""Tables and plots are made from the newest results; the report names what was not measured, and refuses unreadable
+files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def taken(ms: float, bare: float) -> dict:
 
 
 def measured(case: Case, peers: bool = True) -> dict:
-    """A row as `benchmarks.measure` makes it, of invented figures."""
+    """A row of `benchmarks.measure` with invented figures."""
     errors = {"loss": 1e-6, "dhidden": 2e-3, "dweight": 3e-3, "logp": 4e-6}
     rows: dict = {
         "native": {"errors": errors, "forward_backward": taken(900.0, 1000.0), "scoring": taken(250.0, 333.0),
@@ -127,7 +127,7 @@ def test_tables_come_from_the_file(place):
         assert row.replace("\\|", "").count("|") in (7, 8, 9), row
 
 
-def test_a_wrong_result_of_ours_is_named_where_no_peer_took_part(place):
+def test_a_wrong_result_of_ours_is_named_without_peers(place):
     run = json.loads(result("cpu", (FEW, False)))
     run["sections"]["loss"]["cases"][FEW.name]["providers"]["native"] = {"not_timed": "dweight is off by 2"}
     put(place, "a.json", json.dumps(run))
@@ -136,7 +136,7 @@ def test_a_wrong_result_of_ours_is_named_where_no_peer_took_part(place):
     assert row in benchmarks_page(place)
 
 
-def test_a_gpu_run_leaves_what_it_has_not_measured(place):
+def test_a_gpu_run_lists_what_it_has_not_measured(place):
     put(place, "a.json", result("cuda", (PLANS[0].case, True)))
     report.write(*place)
     gpu = benchmarks_page(place).split("begin:gpu-speed")[1]
@@ -145,7 +145,7 @@ def test_a_gpu_run_leaves_what_it_has_not_measured(place):
     assert "(plots/gpu-speed.svg)" in gpu
 
 
-def test_plots_are_the_same_bytes_and_know_their_data(place):
+def test_plots_are_reproducible_and_contain_a_hash_of_their_data(place):
     pytest.importorskip("matplotlib")
     put(place, "a.json", result("cpu", (DENSE, True)))
     report.write(*place)

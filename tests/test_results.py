@@ -32,7 +32,7 @@ def test_programs_share_a_file(tmp_path):
     assert run.sections == {"loss": {"cases": {"a": 1, "b": None}}, "accuracy": {"error": None, "pair": [1, 2]}}
     assert {"device", "kind", "name", "cores", "threads", "native", "date", "commit", "dirty"} <= run.machine.keys()
     assert run.machine["versions"].keys() >= {"torch"}
-    assert [path.name for path in out.parent.iterdir()] == ["r.json"], "nothing half written stays"
+    assert [path.name for path in out.parent.iterdir()] == ["r.json"], "no partial file stays"
 
 
 def test_a_file_is_of_one_commit(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Rollout corrections equal TRL 1.16's, whose own statements are run, and cases computed by hand."""
+"""Rollout corrections equal those of TRL 1.16, whose own code is run, and cases computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ nan, inf = math.nan, math.inf
 
 
 def trl_correction(old, sampling, mask, mode, clip_max, clip_min):
-    """TRL's own statements: the two blocks of its generation step that make the ratio and log it, run by themselves."""
+    """TRL's own code: the two blocks of its generation step that compute and log the ratio, run alone."""
     module = pytest.importorskip("trl.trainer.grpo_trainer")
     method = module.GRPOTrainer._generate_and_score_completions
     tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
@@ -149,7 +149,7 @@ def test_the_loss_takes_the_ratio(mode, packed):
 
 
 def test_long_sequences_stay_finite():
-    """Where TRL's exponential overflows: e^20 at most, and decisions as if it did not."""
+    """Where TRL's exponential overflows: e^20 at most, with the same decisions as without the clamp."""
     old, sampling = torch.zeros(2, 1000), torch.full((2, 1000), -0.5)
     sampling[1] = 0.5
     for mode, clip_max, want in (
@@ -161,7 +161,7 @@ def test_long_sequences_stay_finite():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_masked_or_empty_does_not_matter(mode):
+def test_masked_tokens_and_empty_sequences_have_no_effect(mode):
     old, sampling, mask = rollout(4)
     want = importance_sampling_correction(old, sampling, mask, mode=mode)
     old[~mask], sampling[~mask] = nan, inf

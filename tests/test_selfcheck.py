@@ -1,4 +1,4 @@
-"""`python -m grpo_fused check` passes here, and sees what is broken."""
+"""`python -m grpo_fused check` passes here, and detects defects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_passes(capsys):
     assert len(checks) >= 27 * len(engines)
 
 
-def test_covers_what_it_says():
+def test_covers_every_option():
     configs = [check.GRPOLossConfig(**options) for options in check.OBJECTIVES.values()]
     assert {config.loss_type for config in configs} == set(get_args(LossType))
     assert {config.importance_sampling_level for config in configs} == {"token", "sequence", "sequence_token"}
@@ -46,8 +46,8 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("what", BREAKAGES)
-def test_sees_what_is_broken(what, monkeypatch, capsys):
-    """The reference shares none of these."""
+def test_detects_defects(what, monkeypatch, capsys):
+    """The reference does not use these functions."""
     module, name, spoil = BREAKAGES[what]
     whole = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: spoil(whole(*args, **kwargs)))
@@ -60,7 +60,7 @@ def test_sees_what_is_broken(what, monkeypatch, capsys):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_log_ratio_is_near_a_clip_bound(dtype):
-    """Where rounding would decide on which side it is."""
+    """Otherwise rounding would decide on which side it is."""
     problem = check.problem_of(dtype)
     exact = problem.to(torch.float64).score("reference") - problem.options["old_per_token_logps"]
     bounds = torch.tensor([0.8, 1.2, 1.28, 1.4, 1.5, 2.3], dtype=torch.float64).log()
@@ -71,13 +71,13 @@ def test_no_log_ratio_is_near_a_clip_bound(dtype):
 
 
 @pytest.mark.parametrize("engine", ["chunked", "native"])
-def test_sees_scores_that_change_with_their_company(engine, monkeypatch):
+def test_detects_scores_that_change_with_the_batch(engine, monkeypatch):
     monkeypatch.setattr(testing.Problem, "score", lambda self, impl: torch.rand(self.completion_ids.shape))
     if engine == "native" and _native.cpu_available() is not None:
         pytest.skip("not built")
-    found = check.company(engine, torch.device("cpu"), torch.float32)
+    found = check.batch_independence(engine, torch.device("cpu"), torch.float32)
     assert not found.passed
-    assert found.errors["in company"][0] > 0
+    assert found.errors["in a batch"][0] > 0
 
 
 def test_nan_fails():
@@ -90,6 +90,6 @@ def test_bounds_follow_the_contract():
     assert testing.logp_bound(320.0) == pytest.approx(1e-3)
 
 
-def test_nothing_to_check_is_no_success():
+def test_nothing_to_check_is_an_error():
     with pytest.raises(SystemExit, match="nothing was checked: none of none runs here"):
         __main__.main(["check", "--engines", "none"])

@@ -1,4 +1,4 @@
-"""The studies in a tiny form: their figures are plausible, can be wrong, and make pictures."""
+"""The studies in a tiny form: their figures are plausible, errors are detected, and pictures are drawn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows_of(section, dtype):
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
-def test_our_logps_keep_the_promise_where_a_bf16_head_does_not(tiny_accuracy, engine):
+def test_our_logps_are_within_the_bound_and_those_of_a_bf16_head_are_not(tiny_accuracy, engine):
     rows = rows_of(tiny_accuracy, "bfloat16")
     ours, eager = rows[engine], rows["eager"]
     assert ours["max_logit"] == pytest.approx(accuracy.HISTOGRAM_AT, rel=0.02)
@@ -45,7 +45,7 @@ def test_our_logps_keep_the_promise_where_a_bf16_head_does_not(tiny_accuracy, en
 
 @pytest.mark.full
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
-def test_the_native_ratio_is_exactly_one_in_any_company(tiny_accuracy):
+def test_the_native_ratio_is_exactly_one_in_any_batch(tiny_accuracy):
     for dtype in ("bfloat16", "float32"):
         native = rows_of(tiny_accuracy, dtype)["native"]["on_policy"]
         assert native["own"] == {"exactly_one": 1.0, "max_deviation": 0.0}
@@ -103,7 +103,7 @@ def test_the_cost_model_recovers_known_rates(engine):
     assert max(map(abs, cost.leave_one_out(engine, torch.bfloat16, points))) < 1e-6
 
 
-def test_the_cost_model_has_no_negative_term_and_sees_what_it_cannot_explain():
+def test_the_cost_model_has_no_negative_term_and_reports_a_bad_fit():
     # a call whose time falls with the width: no term does
     points = [p._replace(seconds=1.0 / p.shape.H) for p in synthetic("bare", torch.float32, cost.Rates(*[1.0] * 4))]
     fitted = cost.fit("bare", torch.float32, points)
@@ -121,7 +121,7 @@ def test_nonnegative_least_squares_against_a_fine_search():
         assert (matrix @ found - 1).square().sum() <= least + 1e-9
 
 
-def test_a_gpu_is_modelled_by_the_same_work():
+def test_a_gpu_model_uses_the_same_work():
     """Three products at the library's rate, and the head kernel in place of one of them."""
     product = 2 * cost.TOKENS * cost.VOCABULARY * 2048 / cost.H200.products
     found = cost.training_seconds(2 * product, 2048, cost.H200)
@@ -151,7 +151,7 @@ def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
 
 
 @pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
-def test_the_native_plan_recomputes_only_what_finds_no_place():
+def test_the_native_plan_recomputes_only_what_does_not_fit():
     few = cost.products_of("native", cost.Shape(512, 512, 65536), torch.bfloat16)
     many = cost.products_of("native", cost.Shape(8192, 512, 65536), torch.bfloat16)
     assert few == 3.0
@@ -179,14 +179,14 @@ def test_end_to_end_in_a_tiny_form(tmp_path):
     for found in results.values():
         assert 0.0 < found["gradient_error"] <= end_to_end.GRADIENT_TOLERANCE
         assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"]["median"])
-        found |= end_to_end.memory(setting, "eager")  # a process of its own for each takes too long for a test
+        found |= end_to_end.memory(setting, "eager")  # a process for each takes too long for a test
         assert found["standing_bytes"] > 2 * 500 * 64
     assert 0.0 < section["head_flop_share"]["Qwen2.5-7B"] < section["head_flop_share"]["Qwen2.5-0.5B"] < 0.5
     assert end_to_end.head_flop_share(3e6, 1000, 1000) == 0.25
     rendered(study_plots.end_to_end_plot(section), tmp_path, panels=3)
 
 
-def test_all_losses_of_a_step_are_one_and_the_same():
+def test_all_losses_of_a_step_agree():
     setting = end_to_end.Setting(64, 1, 500, sequences=2, prompt=3, completion=8, dtype="float32")
     model = end_to_end.build_model(setting)
     rollout = end_to_end.build_rollout(setting, model)
@@ -208,7 +208,7 @@ def test_accuracy_makes_a_picture(tiny_accuracy, tmp_path):
 
 
 def rendered(figure, folder, *, panels: int) -> None:
-    """It draws, and every panel shows something."""
+    """It draws, and no panel is empty."""
     assert len(figure.axes) == panels
     assert all(axes.has_data() for axes in figure.axes)
     path = folder / "figure.png"
@@ -216,7 +216,7 @@ def rendered(figure, folder, *, panels: int) -> None:
     assert path.stat().st_size > 10_000
 
 
-def test_peak_memory_is_seen():
+def test_peak_memory_is_measured():
     def call() -> Tensor:
         return torch.ones(8 * 2**20)
 

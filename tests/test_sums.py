@@ -1,4 +1,4 @@
-"""Gradients summed over chunks whose dlogits are lifted by a power of two, as fp16's are on a GPU."""
+"""Gradients summed over chunks whose dlogits are scaled by a power of two, as in fp16 on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_scaled_dlogits_give_the_gradients_of_plain_ones():
     [(None, 2.0**5), (torch.tensor([0.0, 1.0]), 2.0**3)],  # from bounds of 6 and (1 + 32) * 3 / 4 = 24.75 to below 2^8
     ids=["logp", "entropy"],
 )
-def test_fp16_scale_lifts_the_largest_bound_below_256(dentropy, scale):
+def test_fp16_scale_brings_the_largest_bound_below_256(dentropy, scale):
     """|dlogits| <= (|g| + 32 |g_H|) |logit_scale| / T, of each token with its own temperature."""
     temperature = torch.tensor([0.25, 4.0])
     assert fp16_scale(head(-3.0), temperature, torch.tensor([-0.5, 1.0]), dentropy) == scale

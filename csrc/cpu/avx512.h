@@ -1,6 +1,6 @@
-// Vector helpers for the AVX-512 sources. A function here is compiled for AVX-512 whatever the compiler's flags: the
+// Vector helpers for the AVX-512 sources. A function here is compiled for AVX-512 with any compiler flags: the
 // sources that include this keep to plain functions over pointers, so that no shared inline function (of the standard
-// library, say) is compiled for AVX-512 and then picked by the linker for everybody.
+// library, say) is compiled for AVX-512 and then used by the linker for all callers.
 #pragma once
 
 #include <immintrin.h>
@@ -25,7 +25,7 @@ inline __m512 all(float x) { return _mm512_set1_ps(x); }
 
 // exp(x) for x <= 0, to 1 ulp; 0 below -104, NaN for NaN.
 inline __m512 exp_nonpositive(__m512 x) {
-  x = _mm512_max_ps(all(-110.0f), x);  // the second operand comes through when it is NaN
+  x = _mm512_max_ps(all(-110.0f), x);  // returns the second operand if it is NaN
   const __m512 n =
       _mm512_roundscale_ps(_mm512_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 r = _mm512_fnmadd_ps(n, all(0.693359375f), x);
@@ -82,7 +82,7 @@ inline __m512 widen_bf16(__m256i x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
 
-// A 16 x 16 transposition of words.
+// A 16 x 16 transpose of words.
 inline void transpose_words(__m512i row[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {

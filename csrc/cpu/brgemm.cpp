@@ -23,7 +23,7 @@ void multiply(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const
   brgemm(rows, kLanes, 2 * depth, 2 * lda, kLanes, ldc, add, a, b, c, true);
 }
 
-// A product of small integers, exact in bf16 and fp32, against the same in plain C++; false if it throws.
+// A product of small integers, exact in bf16 and fp32, compared with plain C++; false if it throws.
 bool multiplies() {
   constexpr int64_t kRows = 5, kDepth = 8;
   uint32_t a[kRows * kDepth], b[kDepth * kLanes];

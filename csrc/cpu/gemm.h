@@ -1,14 +1,14 @@
-// Small products, one panel of 64 lanes wide, and what this machine multiplies with.
+// Small products, one panel of 64 lanes wide, and the instructions that this machine multiplies with.
 #pragma once
 
 #include <cstdint>
 
 namespace grpo {
 
-// Tokens (or columns of a gradient) that lie side by side along vector lanes.
+// Tokens (or columns of a gradient) in neighbouring vector lanes.
 constexpr int64_t kLanes = 64;
 
-// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that the depth alone decides.
+// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that depends only on the depth.
 //
 // A word holds one fp32 number or two bf16 numbers that are neighbours along the depth, so one layout serves both:
 // a is row-major with `lda` words a row, b is [depth, 64] words without gaps. Depth and strides count words.
@@ -34,8 +34,8 @@ void gemm_avx512_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t ld
 // PyTorch's own micro-kernel for AMX (brgemm.cpp), or nullptr where it is missing or fails its self-test.
 Gemm find_brgemm_bf16();
 
-// Gives back this thread's AMX tiles. brgemm configures them once and remembers it; any other AMX product on the thread
-// (the library's) configures them anew, and the next brgemm would be an illegal instruction.
+// Releases this thread's AMX tiles. brgemm configures them once; any other AMX product on the thread (the library's)
+// configures them again, and the next brgemm would be an illegal instruction.
 void release_tiles();
 
 }  // namespace grpo

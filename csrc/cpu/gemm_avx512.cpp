@@ -15,7 +15,7 @@ namespace {
 constexpr int kRows = 6;
 constexpr int kVectors = kLanes / 16;
 
-// Depth summed in one go, then added to what is there: a chain of roundings is as long as a slice and as the number of
+// Depth summed at once, then added to the output: a chain of roundings is as long as a slice and as the number of
 // slices, not as the vocabulary. Measured (fp32, H = 896, V = 32000; the library's products make 3.1e-6 and 7e-7):
 // |dlogp| 6.9e-6 in one chain, 5.0e-6 with 512, 2.0e-6 with 256, 1.9e-6 with 128; dH 3.4e-6, 1.0e-6, 0.8e-6, 0.7e-6 off.
 // Time (shortest calls): as one chain within 2 %; with 128, 2 to 6 % more.

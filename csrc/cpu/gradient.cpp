@@ -1,8 +1,8 @@
 // dW, dH and db from the kept (or recomputed) exponentials.
 //
-// A superblock of the vocabulary is worked in two rounds. In the first, a thread takes a block of it: dz of all tokens,
-// and the block's rows of dW, written once. In the second, a thread takes a tile of dH and adds the superblock to it.
-// Neither result depends on who took what.
+// A superblock of the vocabulary is computed in two rounds. First, a thread takes a block of it: dz of all tokens,
+// and the block's rows of dW, written once. Then a thread takes a tile of dH and adds the superblock to it.
+// Neither result depends on which thread took what.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 // Vocabulary blocks of one product of the second round. A superblock is a multiple of it, or shorter on every machine.
 constexpr int64_t kBlocksOfAProduct = 8;
 
-// What the tiles need of each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
+// Inputs of the tiles for each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
 class Lanes {
  public:
   Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded)
@@ -200,7 +200,7 @@ class Gradient {
     }
   }
 
-  // Exponentials of a panel of all tokens, from where they are kept or by computing them again.
+  // Exponentials of a panel of all tokens: stored, or computed again.
   const void* tile_of(int64_t block, int64_t panel, int64_t worker, const float** offset) {
     if (panel < kept_panels_) {
       *offset = g_.offsets + (block * kept_panels_ + panel) * kLanes;
@@ -218,7 +218,7 @@ class Gradient {
     return kept;
   }
 
-  // Bring the tokens [begin, end) of `rows` together from the panels that hold them.
+  // Gather the tokens [begin, end) of `rows` from the panels that hold them.
   void gather(int64_t block, int64_t begin, int64_t end, int64_t worker) {
     const int64_t rows = plan_.rows_of(block), size = plan_.element_size();
     char* stage = stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4;

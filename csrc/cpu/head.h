@@ -1,4 +1,4 @@
-// The head's two operations over plain pointers, and the plan that both follow.
+// The head's two operations on plain pointers, and the plan that both use.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class Buffer {
   T* data_;
 };
 
-// How a head is cut, by its size and types alone: a score must not depend on the tokens it is computed with.
+// How a head is split, by its size and types only: a score must not depend on the other tokens of the batch.
 struct Plan {
   Operand kind;
   Gemm multiply;
@@ -64,7 +64,7 @@ struct Store {
   }
 };
 
-// The inputs that both operations share. All rows are contiguous, except the weight's, which are `weight_stride` apart.
+// The inputs that both operations share. All rows are contiguous; those of the weight are `weight_stride` apart.
 struct HeadInputs {
   const void* hidden;  // [tokens, hidden] in the compute dtype
   const void* weight;  // [vocab, hidden]
@@ -101,7 +101,7 @@ struct GradientInputs {
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);
 
-// f(task, worker) for every task, dealt out as workers come free. f must not throw.
+// f(task, worker) for every task; a free worker takes the next one. f must not throw.
 void run_tasks(int64_t tasks, int64_t workers, void (*f)(int64_t, int64_t, void*), void* context);
 int64_t worker_count(int64_t tasks);
 

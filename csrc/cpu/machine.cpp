@@ -1,4 +1,4 @@
-// What this machine multiplies with: probed once, at the first use.
+// The instructions that this machine multiplies with: probed once, at the first use.
 #include "gemm.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// The operators: everything that a caller can get wrong is refused here, before a pointer is touched.
+// The operators: all arguments are checked here, before a pointer is used.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

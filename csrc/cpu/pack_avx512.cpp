@@ -1,4 +1,4 @@
-// Operands in the order that the products read them. Each is packed once, none in a product's inner loop.
+// Operands in the order in which the products read them. Each is packed once, outside of a product's inner loop.
 #include "avx512.h"
 #include "rows.h"
 

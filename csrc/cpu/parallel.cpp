@@ -1,4 +1,4 @@
-// Tasks on PyTorch's own threads: a second OpenMP runtime would fight it for the cores.
+// Tasks on PyTorch's own threads: a second OpenMP runtime would compete for the cores.
 #include <torch/csrc/stable/ops.h>
 
 #include "head.h"

@@ -9,10 +9,10 @@ namespace grpo {
 
 enum class Dtype { fp32, bf16, fp16 };
 
-// What an operand's words hold.
+// The content of an operand's words.
 enum class Operand { fp32, bf16 };
 
-// Stands for log 0 where it meets a factor of 0.
+// Used for log 0 where it is multiplied by 0.
 constexpr float kLowestLog = -1e4f;
 
 inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
@@ -32,7 +32,7 @@ struct TileStatistics {
   float* weighted;  // of exp(z - max) * (z - max), or nullptr
 };
 
-// Turn raw products [rows, 64] into z where they stand, with their statistics; `kept` (nullptr: not wanted) receives
+// Turn raw products [rows, 64] into z in place, with their statistics; `kept` (nullptr: not needed) receives
 // exp(z - max) [rows, 64] in the operand's type.
 void score_tile(float* z, int64_t rows, const Transform& transform, const TileStatistics& out, Operand kind,
                 void* kept);
@@ -40,7 +40,7 @@ void score_tile(float* z, int64_t rows, const Transform& transform, const TileSt
 // total = total and tile together, in this order.
 void merge_tile(const TileStatistics& total, const TileStatistics& tile);
 
-// What the gradient needs of 64 tokens, [64] each. `scale`: logit scale / temperature.
+// Inputs of the gradient for 64 tokens, [64] each. `scale`: logit scale / temperature.
 struct GradientLanes {
   const float* offset;       // the maximum that the kept exponentials were taken against
   const float* max;
@@ -55,9 +55,9 @@ struct GradientLanes {
 };
 
 // dL/d(product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
-// `across` (nullptr: not wanted): row-major over tokens, `across_stride` words a row: a of the dW product.
-// `along` (nullptr: not wanted): [rows in words, 64]: b of the dH product.
-// `row_sums` (nullptr: not wanted): sums over the tokens are added, [rows].
+// `across` (nullptr: not needed): row-major over tokens, `across_stride` words a row: a of the dW product.
+// `along` (nullptr: not needed): [rows in words, 64]: b of the dH product.
+// `row_sums` (nullptr: not needed): sums over the tokens are added, [rows].
 void gradient_tile(const void* kept, int64_t stride, int64_t rows, Operand kind, const GradientLanes& lanes,
                    uint32_t* across, int64_t across_stride, uint32_t* along, float* row_sums);
 

@@ -1,4 +1,4 @@
-// Statistics and exponentials of a tile of logits: tokens lie along the vector lanes, so nothing is summed across.
+// Statistics and exponentials of a tile of logits: a token is a vector lane, so no sum is taken across lanes.
 #include "avx512.h"
 #include "rows.h"
 
@@ -25,7 +25,7 @@ void to_logits(float* z, int64_t rows, const Transform& t, const __m512* factor)
 
 template <bool Entropy, bool Keep, Operand Kind>
 void exponentials(const float* z, int64_t rows, const __m512* max, const TileStatistics& out, void* kept) {
-  // the maximum's own 1 stays out of the sum, whose digits a confident token needs; it can occur more than once
+  // the maximum's own 1 is left out of the sum, whose digits a confident token needs; it can occur more than once
   __m512 rest[kVectors], ties[kVectors], weighted[kVectors];
   for (int j = 0; j < kVectors; j++) {
     rest[j] = weighted[j] = _mm512_setzero_ps();
@@ -106,7 +106,7 @@ void merge_tile(const TileStatistics& total, const TileStatistics& tile) {
       _mm512_storeu_ps(total.weighted + at,
                        _mm512_fmadd_ps(factor_a, weighted_a, _mm512_mul_ps(factor_b, weighted_b)));
     }
-    // one factor is 1: of the part that keeps its maximum out of the sum; the other's maximum is now in it
+    // one factor is 1: that of the part whose maximum is left out of the sum; the other's maximum is now in it
     const __m512 merged = _mm512_fmadd_ps(factor_a, rest_a, _mm512_mul_ps(factor_b, rest_b));
     _mm512_storeu_ps(total.rest + at, _mm512_add_ps(merged, _mm512_min_ps(factor_a, factor_b)));
     _mm512_storeu_ps(total.max + at, max);

@@ -14,7 +14,7 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   plan.hidden = hidden;
   plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
   plan.stride = plan.words % 256 == 0 ? plan.words + 16 : plan.words;
-  // 448 KiB of packed weight beside 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache
+  // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache
   plan.block_rows = std::clamp<int64_t>(448 * 1024 / (4 * plan.words) / 32 * 32, 64, 256);
   plan.blocks = ceil_div(vocab, plan.block_rows);
   plan.token_chunk = 512 * per_word(plan.kind);
@@ -61,8 +61,8 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint
 
 namespace {
 
-// Vocabulary ranges whose statistics are made one after the other; fixed, and merged in order, so that a score does not
-// depend on which thread took which.
+// Vocabulary ranges whose statistics are computed one after the other; fixed, and merged in order, so that a score does
+// not depend on which thread took which.
 constexpr int64_t kSplits = 96;
 
 // Statistics of all tokens for one range: rows max, rest, weighted of [tokens, padded] each.

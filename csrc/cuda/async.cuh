@@ -1,4 +1,4 @@
-// Hopper's instructions that the row kernel uses, one function each: mbarriers, bulk copies, clusters.
+// Hopper instructions that the row kernel uses, one function each: mbarriers, bulk copies, clusters.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Copies `bytes` (a multiple of 16; both addresses too) into shared memory; `barrier` completes when they are there.
+// Copies `bytes` (a multiple of 16; both addresses too) into shared memory; `barrier` completes when they have arrived.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
@@ -58,7 +58,7 @@ __device__ __forceinline__ int cluster_size() {
   return static_cast<int>(size);
 }
 
-// Without order on memory: says only that the block runs.
+// No memory ordering: only signals that the block runs.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Writes four floats to the place of `here` in the shared memory of block `rank` of the cluster.
+// Writes four floats to the address of `here` in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ void store_remote(const void* here, int rank, float a, float b, float c, float d) {
   asm volatile(
       "{\n"

@@ -16,7 +16,7 @@ Kernels kernels() {
   return {row_cluster_kernel<MODE, T, Out>, row_stream_kernel<MODE, T, Out>};
 }
 
-// Gradients have the dtype of the logits, or are narrower than fp32 logits; null for what no engine asks for.
+// Gradients have the dtype of the logits, or are narrower than fp32 logits; null for what no engine uses.
 Kernels find_kernels(RowMode mode, RowType logits, RowType out) {
   if (mode == RowMode::STATISTICS) {
     if (logits == RowType::FLOAT32) return kernels<RowMode::STATISTICS, float, float>();

@@ -1,7 +1,7 @@
 // Row kernels: log-softmax statistics, objective and gradient of a chunk of logits [R, V].
 //
 // On sm_90 and later a cluster of thread blocks holds a row in its shared memory, so that the row is read once and
-// written once (10 bytes a logit become 6), and may be written upon: nothing is stored before the whole row is there.
+// written once (6 bytes a logit, not 10), and may be overwritten: nothing is stored before the whole row is loaded.
 // Elsewhere, and for rows that fit no cluster, one block streams a row and reads it twice.
 #pragma once
 
@@ -26,7 +26,7 @@ static_assert(sizeof(RowScratch) <= SCRATCH_BYTES);
 
 struct BlockMemory {
   RowScratch* scratch;
-  unsigned char* row;  // as much as the launch asked for
+  unsigned char* row;  // of the size that the launch requested
 };
 
 #ifdef GRPO_EMULATED  // by tests/native/emulated.h, with real threads on a CPU
@@ -64,8 +64,8 @@ __device__ __forceinline__ Partial merge_block(Partial p, Partial* warps) {
 
 #if __CUDA_ARCH__ >= 900 || defined(GRPO_EMULATED)
 
-// Starts bringing a part of a row into shared memory: bulk copies of its whole 16 bytes, single loads of the rest (all of
-// it where the row starts at an odd address). Chunk k is there when `arrived[k]` completes and the block has met.
+// Starts to load part of a row into shared memory: bulk copies of its whole 16 bytes, single loads of the rest (all of
+// it where the row starts at an odd address). Chunk k is loaded when `arrived[k]` completes and the block has synced.
 template <typename T>
 __device__ __forceinline__ void start_loading(const T* from, int count, bool wide, T* held, uint64_t* arrived) {
   const int bulk = bulk_elements<T>(count, wide);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
   };
 
   if constexpr (MODE == RowMode::GRADIENT) {
-    if (a.stores_land_ahead) {  // on columns of other blocks, perhaps: all must hold theirs
+    if (a.stores_land_ahead) {  // perhaps on columns of other blocks: all must have loaded theirs
       for (int chunk = 0; chunk * CHUNK<T> < count; ++chunk) arrived(chunk);
       cluster_arrive();
       cluster_wait();
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
       store_remote(scratch.blocks + rank, threadIdx.x, mine.max, mine.rest, mine.moment, 0.0f);
     }
     __syncwarp();
-    // past this, every block has read its part and its target, and knows what all others found
+    // after this, every block has read its part and its target, and has the statistics of all others
     cluster_arrive();
     cluster_wait();
     const RowStatistics s = finish(merge_in_order(scratch.blocks, blocks), target.z);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
 
 #else
 
-// Never launched: the plan asks for clusters only where the device has them.
+// Never launched: the plan has clusters only if the device supports them.
 template <RowMode MODE, typename T, typename Out>
 __global__ void row_cluster_kernel(const __grid_constant__ RowArguments a) {}
 
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_stream_kernel(con
   if constexpr (MODE != RowMode::STATISTICS) {
     if (c.zero) return thread_zeros(a.vocab_size, this_thread(), out, a.wide_out);
     if (a.stores_land_ahead) {
-      // strides are taken in order, and none is stored before all threads have loaded it: what a store overwrites
+      // strides are processed in order, and none is stored before all threads have loaded it: what a store overwrites
       // has been read
       thread_gradient(part, this_thread(), t, c, out, a.wide_out, Nothing(), [] { __syncthreads(); });
     } else {

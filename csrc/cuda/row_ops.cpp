@@ -1,4 +1,4 @@
-// grpo_fused_C::row_statistics, row_gradient and row_loss: what comes is checked, then launched on the current stream.
+// grpo_fused_C::row_statistics, row_gradient and row_loss: arguments are checked, then launched on the current stream.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -63,7 +63,7 @@ float* vector(const char* name, const OptionalTensor& x, int64_t count, const Te
   return static_cast<float*>(x->data_ptr());
 }
 
-// Whether `out` lies on the memory of `logits`; then only row upon row.
+// Whether `out` shares the memory of `logits`; then each row must start where its row of logits starts.
 bool shares_memory(const Tensor& logits, const Tensor& out) {
   const auto begin = [](const Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()); };
   const auto end = [&](const Tensor& x) {
@@ -72,7 +72,7 @@ bool shares_memory(const Tensor& logits, const Tensor& out) {
   if (begin(logits) >= end(out) || begin(out) >= end(logits)) return false;
   const bool same_rows = begin(logits) == begin(out) && out.element_size() <= logits.element_size() &&
                          (logits.size(0) == 1 || row_stride_bytes(logits) == row_stride_bytes(out));
-  STD_TORCH_CHECK(same_rows, "out may share the memory of logits only row upon row");
+  STD_TORCH_CHECK(same_rows, "out may share the memory of logits only row by row");
   return true;
 }
 
@@ -228,7 +228,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
       "int threads=0) -> ()");
 }
 
-// Tensors of every device come here, so that those of a wrong one are refused in words.
+// Registered for every device, so that a tensor on a wrong one gets a clear error.
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
   m.impl("row_statistics", TORCH_BOX(&row_statistics));
   m.impl("row_gradient", TORCH_BOX(&row_gradient));

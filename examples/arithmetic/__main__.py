@@ -1,4 +1,4 @@
-"""`python -m examples.arithmetic`: warm up a small model, train it with GRPO, show what changed."""
+"""`python -m examples.arithmetic`: warm up a small model, train it with GRPO, and show the change."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Split(NamedTuple):
     """Three disjoint lists of rows `{"prompt": "37+58=", "answer": "95"}`."""
 
     demonstrations: list[dict[str, str]]  # warm-up: these rows also have a right "completion"
-    train: list[dict[str, str]]  # GRPO: the model sees the question, the reward functions see the answer
+    train: list[dict[str, str]]  # GRPO: the model gets the question, the reward functions get the answer
     held_out: list[dict[str, str]]  # accuracy: never trained on
 
 

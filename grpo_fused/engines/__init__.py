@@ -27,12 +27,12 @@ _ENGINES: dict[str, Engine] = {
 def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
-    That is `native` on a CPU that it supports, `chunked` elsewhere; where `native` was not built but would run, one
-    warning says so. `triton` is not measured on a chip yet: it will be chosen where it is found faster, and may be
-    named where scores must not depend on the batch by a single bit.
+    That is `native` on a CPU that it supports, `chunked` elsewhere; if `native` would run but was not built, one
+    warning says so. `triton` is not measured on a GPU yet: it will be chosen where it is faster; name it if scores
+    must be bitwise independent of the batch.
 
     Raises:
-        ValueError: `impl` is no implementation's name.
+        ValueError: `impl` is not the name of an implementation.
         RuntimeError: The named implementation cannot run here; it is never replaced silently.
     """
     if impl not in get_args(Impl):
@@ -50,7 +50,7 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def fastest(device: torch.device, dtype: torch.dtype) -> str:
-    """What `choose` takes for `auto`, without its warning."""
+    """What `choose` returns for `auto`, without its warning."""
     return "native" if unavailable("native", device, dtype) is None else "chunked"
 
 
@@ -60,10 +60,10 @@ def _warn_once(reason: str) -> None:
 
 
 def choose_from_logits(impl: Impl) -> str:
-    """The implementation of what has no head product: `auto` or `reference`.
+    """The implementation of a function without head products: `auto` or `reference`.
 
     Raises:
-        ValueError: `impl` is neither; engines of the head have nothing to do there.
+        ValueError: `impl` is neither: engines compute head products only.
     """
     if impl not in ("auto", "reference"):
         raise ValueError(f"impl must be auto or reference where there is no head product; got {impl!r}")
@@ -71,7 +71,7 @@ def choose_from_logits(impl: Impl) -> str:
 
 
 def pairs(name: str) -> Pairs:
-    """What works on candidate sets beside an engine."""
+    """What computes candidate sets, with any engine."""
     return {"native": NativePairs, "triton": TritonPairs}.get(name, Pairs)()
 
 

@@ -1,4 +1,4 @@
-"""What every engine does: score tokens, and make gradients from per-token coefficients."""
+"""The interface of engines: score tokens, and compute gradients from per-token coefficients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flat_mask(token_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def flat_view(x: Tensor) -> Tensor:
-    """[N, .] if that is a view; a copy of rows that are masked would be waste, so it stays [B, T, .] otherwise."""
+    """[N, .] if that is a view; otherwise it stays [B, T, .], since masked rows need no copy."""
     try:
         return x.view(-1, x.shape[-1])
     except RuntimeError:
@@ -44,7 +44,7 @@ def rows_of(x: Tensor, rows: Tensor) -> Tensor:
 
 
 class Tokens(NamedTuple):
-    """All N positions of a call, of which an engine is asked for some rows."""
+    """All N positions of a call; an engine computes some of their rows."""
 
     hidden_states: Tensor
     """[N, H], or [B, T, H] where that cannot be viewed flat"""
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
     temperature: Tensor | float
     """a number or [N]"""
     vocab: VocabParallel | None = None
-    """where the head is a slice of the vocabulary: `ids` are this slice's then, or anything where another rank's"""
+    """if the head is a slice of the vocabulary: then `ids` count within it, with any value if another rank's"""
     candidates: CandidateSets | None = None
     """the sets of all N positions, with ids of the whole vocabulary"""
 
@@ -75,7 +75,7 @@ class Tokens(NamedTuple):
         )
 
     def hidden_rows(self, rows: Tensor) -> Tensor:
-        """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked whatever they hold."""
+        """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked."""
         return torch.where(self.mask[rows].unsqueeze(1), rows_of(self.hidden_states, rows), 0.0)
 
     def target_rows(self, rows: Tensor) -> Tensor:
@@ -84,18 +84,18 @@ class Tokens(NamedTuple):
         return torch.where(known[rows], self.ids[rows], 0)
 
     def gradient_targets(self, rows: Tensor) -> Tensor:
-        """[K] int64: the same, -1 where the target is another rank's: its entry is none of this head's."""
+        """[K] int64: the same, -1 where the target is another rank's: this head has no entry for it."""
         targets = self.target_rows(rows)
         return targets if self.vocab is None else torch.where(self.vocab.owned[rows] | ~self.mask[rows], targets, -1)
 
     @property
     def undecided(self) -> Tensor:
-        """[N] bool: active tokens whose log-prob depends on the head; that of a token alone in its set is 0."""
+        """[N] bool: active tokens whose log-prob depends on the head; that of a token in a set of one is 0."""
         return self.mask if self.candidates is None else self.mask & (self.candidates.sizes != 1)
 
     @property
     def most_chunks_of(self) -> int:
-        """N, or more where other ranks may cut the call into more chunks than this one would."""
+        """N, or more if other ranks may split the call into more chunks than this one would."""
         return self.ids.shape[0] if self.vocab is None else 2**62
 
     def merged(self, rows: Tensor, scores: Statistics) -> Statistics:
@@ -103,7 +103,7 @@ class Tokens(NamedTuple):
         return scores if self.vocab is None else self.vocab.merged(rows, scores)
 
     def transform(self, head: Head, rows: Tensor) -> Transform:
-        """What turns products of `rows` into z; the temperature is 1 where masked."""
+        """The transform from products of `rows` to z; the temperature is 1 where masked."""
         each = self.temperature
         if isinstance(each, Tensor):
             each = torch.where(self.mask[rows], each[rows], 1.0)
@@ -114,26 +114,26 @@ class Gradients(NamedTuple):
     """Gradients of a call, None where not needed."""
 
     hidden: Tensor | None
-    """[N, H] in `Head.product_dtype`; 0 at rows that did no gradient work"""
+    """[N, H] in `Head.product_dtype`; 0 at rows without gradient work"""
     weight: Tensor | None
     """[V, H] in `Engine.weight_gradient_dtype`"""
     bias: Tensor | None
     """[V], statistics dtype"""
     tokens: int
-    """rows that did gradient work"""
+    """number of rows with gradient work"""
     candidates: Tensor | None = None
-    """[K] dL/d(product) of each candidate; where all tokens have a set, dW and db are still to be made of it"""
+    """[K] dL/d(product) of each candidate; if all tokens have a set, dW and db are computed from it later"""
 
 
 class Cost(NamedTuple):
-    """What forward and backward of a call take on an engine, by the rules that it plans with."""
+    """Cost of forward and backward of a call on an engine, by the rules that it plans with."""
 
     products: float
-    """head products of 2·N·H·V FLOP, where no scores are needed first: 3, and more where logits are made again"""
+    """head products of 2·N·H·V FLOP, if no scores are needed first: 3, and more if logits are computed again"""
     scratch_bytes: int
-    """reserved beside inputs, gradients, a copy of the rows' hidden states and per-token vectors"""
+    """reserved besides inputs, gradients, a copy of the rows' hidden states and per-token vectors"""
     accumulator_bytes: int
-    """the fp32 sum of dW where that is not the gradient's own memory"""
+    """the fp32 sum of dW, if it is not in the gradient's own memory"""
 
 
 CoefficientsOf = Callable[["slice | Tensor", Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
@@ -149,35 +149,35 @@ class TokenObjective:
     config: GRPOLossConfig
 
     def __call__(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `CoefficientsOf`; a slice must hold whole sequences where the objective needs them."""
+        """See `CoefficientsOf`; a slice must hold whole sequences if the objective needs them."""
         known = evaluate(logp, entropy, self.batch.select(part), self.config)
         return known.dlogp, known.dentropy
 
 
 def _none(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    raise AssertionError("scoring asks for no coefficients")
+    raise AssertionError("scoring uses no coefficients")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine is asked to do: `Engine.score` reads the first five fields, `Engine.fused` all."""
+    """The work of an engine: `Engine.score` reads the first five fields, `Engine.fused` all."""
 
     head: Head
     tokens: Tokens
     rows: Tensor
-    """[K] int64: the positions that are meant"""
+    """[K] int64: the positions to compute"""
     with_entropy: bool
     max_scratch_bytes: int | None
     chunks: tuple[slice, ...] = ()
-    """of `rows`: within a chunk all coefficients can be known"""
+    """of `rows`: all coefficients of a chunk can be computed from its scores"""
     coefficients: CoefficientsOf = _none
     needs: Needs = NO_GRADIENT
     known: Statistics | None = None
-    """the scores of `rows` where they have been made: an engine may build on them, or make them again"""
+    """the scores of `rows` if they are known: an engine may use them, or compute them again"""
     whole_chunks: bool = False
-    """whether a chunk's coefficients need all of it: it must not be cut"""
+    """whether a chunk's coefficients need the whole chunk: it must not be split"""
     skip_zeros: bool = False
-    """whether the engine may look at the coefficients of a chunk and leave out rows where they are 0"""
+    """whether the engine may read the coefficients of a chunk and leave out rows where they are 0"""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk, and its positions."""
@@ -197,11 +197,11 @@ class Engine(Protocol):
         ...
 
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """Dtype of dW for a call of N = `num_tokens` positions: the weight's own where nothing is accumulated."""
+        """Dtype of dW for a call of N = `num_tokens` positions: the weight's own if nothing is accumulated."""
         ...
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
-        """Cost of a dense call of `num_tokens` tokens; `head.weight` may be a stand-in of the right shape."""
+        """Cost of a dense call of `num_tokens` tokens; of `head.weight` only shape and dtype are read."""
         ...
 
     def score(self, work: Work) -> Statistics:
@@ -211,6 +211,6 @@ class Engine(Protocol):
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """Scores of the rows and the gradients of their coefficients, chunk by chunk: three head products.
 
-        Scores are `Tokens.merged` before coefficients are asked for; `Tokens.gradient_targets` say whose entry is here.
+        Scores are `Tokens.merged` before coefficients are computed; `Tokens.gradient_targets` has the targets.
         """
         ...

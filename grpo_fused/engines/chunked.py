@@ -1,7 +1,7 @@
 """Token chunk x full vocabulary: library GEMMs around in-place row work. Any device, three head products.
 
-A chunk's logits are the only vocab-sized tensor there is. Scores, coefficients and dlogits are made where they stand,
-dlogits of a narrower dtype in the memory of the fp32 logits that they come from.
+A chunk's logits are the only vocab-sized tensor. Scores, coefficients and dlogits are computed in place; dlogits of a
+narrower dtype share the memory of their fp32 logits.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
 
-_ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds beside the slab
-_WIDENED_BLOCKS = 3  # a weight block on its way to fp32, and a block of dW, on the CPU
+_ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds besides the slab
+_WIDENED_BLOCKS = 3  # a weight block converted to fp32, and a block of dW, on the CPU
 
 _ROW_MULTIPLE = 16  # chunks of a multiple fill the tiles of a product, and start 64 bytes aligned in per-token tensors
 
 _WORTH_SKIPPING = 7 / 8
-"""Rows without gradient are left out of a chunk when fewer than this share is left: gathering logits is not free."""
+"""Rows without gradient are left out of a chunk if less than this share remains: gathering logits has a cost."""
 
 
 def row_block_bytes(device: str) -> int:
-    """Size of the blocks that row work takes at a time: what stays in a CPU's cache, or fills a launch elsewhere."""
+    """Size of the blocks that row work takes at a time: they fit a CPU's cache, or fill a launch on other devices."""
     return 4 * 2**20 if device == "cpu" else 64 * 2**20
 
 
 def gradient_fits_in_place(device: torch.device) -> bool:
-    """Whether narrower dlogits may lie over their logits; AMD's loads may still be in flight at a barrier."""
+    """Whether narrower dlogits may overwrite their logits; AMD's loads may still be in flight at a barrier."""
     return torch.version.hip is None or device.type == "cpu"
 
 
@@ -54,13 +54,13 @@ class _Plan(NamedTuple):
     """How a scratch budget is spent."""
 
     chunk_rows: int
-    """tokens whose logits are held at a time"""
+    """tokens of a chunk"""
     block_rows: int
     """tokens whose row work shares temporaries"""
     row_bytes: int
-    """of a token's logits"""
+    """bytes of a token's logits"""
     widened_bytes: int
-    """blocks of the weight on their way to fp32"""
+    """bytes of weight blocks converted to fp32"""
 
     @classmethod
     def of(cls, head: Head, max_scratch_bytes: int | None) -> _Plan:
@@ -160,7 +160,7 @@ class ChunkedEngine:
 
 
 class _Slab:
-    """The scratch of a call: memory for the logits of a chunk, used for all of them."""
+    """The scratch of a call: memory for the logits of a chunk, reused by all chunks."""
 
     def __init__(self, head: Head, rows: int, block_rows: int, row_work: RowWork) -> None:
         self.head, self.block_rows, self.row_work = head, block_rows, row_work
@@ -173,23 +173,23 @@ class _Slab:
         )
 
     def logits(self, tokens: Tokens, rows: Tensor) -> Rows:
-        """The products of `rows`, made here."""
+        """The products of `rows`, written to the slab."""
         raw = self._logits[: rows.shape[0], : self.head.vocab_size]
         self.head.logits_into(raw, self.head.operand(tokens.hidden_rows(rows)))
         return Rows(raw, tokens.target_rows(rows), tokens.transform(self.head, rows), self.block_rows)
 
     def dlogits(self, count: int) -> Tensor:
-        """[count, V]: where the gradients of that many rows go, upon their logits."""
+        """[count, V]: memory for the gradients of that many rows, shared with their logits."""
         return self._dlogits[:count, : self.head.vocab_size]
 
     def clear_padding(self, count: int) -> None:
-        """Zeros beyond the rows of dlogits: kernels write them themselves."""
+        """Write zeros after the rows of dlogits; kernels write them themselves."""
         if self._dlogits.device.type == "cpu":
             self._dlogits[:count, self.head.vocab_size : self._width] = 0.0
 
 
 def _nonzero_rows(dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
-    """[K] int64: rows with a coefficient, or None where too few are without one to be worth leaving out."""
+    """[K] int64: rows with a coefficient, or None if too few are without one to be worth leaving out."""
     nonzero = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
     rows = nonzero.nonzero().squeeze(1)
     return rows if rows.shape[0] < _WORTH_SKIPPING * dlogp.shape[0] else None

@@ -22,7 +22,7 @@ from grpo_fused.kernels.row_types import (
 
 
 def unavailable(device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why the CUDA operators cannot be called, in words, or None; loads them if they are not loaded yet."""
+    """Why the CUDA operators cannot be called, or None; loads them if they are not loaded yet."""
     if device is not None and device.type != "cuda":
         return f"its row kernels run on CUDA devices, the tensors are on {device}"
     if dtype == torch.float64:
@@ -62,7 +62,7 @@ class CudaRows:
         return stats
 
     def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
-        """See `rows.RowWork.gradient`; rows whose coefficients are 0 are not even read."""
+        """See `rows.RowWork.gradient`; rows whose coefficients are 0 are not read."""
         if picked is not None:
             raise ValueError("CUDA row work takes all rows of a chunk; choose rows before they are scored")
         stats, dlogp, dentropy = coefficients

@@ -45,7 +45,7 @@ def run_divergence(
         raise ValueError("weights must be finite on active tokens; got inf or NaN")
     rows = tokens.mask.nonzero().squeeze(1) if call.head.compact else torch.arange(len(weights), device=targets.device)
     plan = _Plan.of(head, call.head.max_scratch_bytes)
-    # eight temporaries at most, where `_Plan` counts on three for each head
+    # eight temporaries at most; `_Plan` counts three for each head
     block_rows, longest = max(plan.block_rows // 2, 1), min(plan.chunk_rows, len(rows))
     slabs = [_Slab(Head.of(x), longest, block_rows, row_work) for x in heads]
     sums = GradientSums(head, tokens, needs, weight_dtype)
@@ -67,7 +67,7 @@ def run_divergence(
             else:
                 divergence[where], dz = _divergence(call, z, parts[1].raw, *found)
             entropies[where] = found[0].entropy  # type: ignore[assignment]
-            at = z.argmax(1, keepdim=True)  # dz sums to 0: so that of a confident token keeps its digits
+            at = z.argmax(1, keepdim=True)  # dz sums to 0; this keeps a confident token accurate
             dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True))
             if needs.any():
                 out[block].copy_(_chain_(dz.mul_(factor[block].unsqueeze(1)), z, parts[0].transform))
@@ -100,7 +100,7 @@ def _divergence(
     forward, jsd = call.kind == "forward_kl", call.kind == "jsd"
     offset = ((ours.max - theirs.max) + (ours.log_sum - theirs.log_sum)).unsqueeze(1)
     r = (w - z).add_(offset) if forward else (z - w).sub_(offset)  # of the first distribution to the second
-    # what is 0 in both counts 0, and so does log 0 of the first; a 0 of the second alone is infinite in a KL
+    # entries that are 0 in both count 0, and so does log 0 of the first; a 0 in the second only is infinite in a KL
     r.nan_to_num_(nan=0.0, posinf=-LOWEST_LOG_P if jsd else math.inf, neginf=LOWEST_LOG_P)
     p = _log_probs(z, ours).exp_()
     top = torch.maximum(p, _log_probs(w, theirs).exp_(), out=w)
@@ -117,7 +117,7 @@ def _divergence(
         v = r.abs().neg_().expm1_().copysign_(r)  # (first - second) / top
         value = (r - v).addcmul_(r.clamp(max=0.0), v).mul_(top).sum(1)
         x = v.mul_(top).neg_() if forward else r.mul_(p)
-    # dz sums to 0: this takes out an error that all r have in common
+    # dz sums to 0: this removes an error common to all r
     return value, x.addcmul_(p, x.sum(1, keepdim=True), value=-1.0)
 
 

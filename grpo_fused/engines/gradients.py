@@ -14,7 +14,7 @@ from grpo_fused.kernels.row_types import Coefficients
 
 
 class GradientSums:
-    """Gradients as the chunks add to them."""
+    """Gradients of a call; chunks are added to them."""
 
     @staticmethod
     def weight_dtype(head: Head, *, one_chunk: bool) -> torch.dtype:
@@ -25,7 +25,7 @@ class GradientSums:
 
     @staticmethod
     def accumulator_bytes(head: Head, weight_dtype: torch.dtype) -> int:
-        """Bytes of a dW that must still be rounded into the gradient; on a GPU also of a block that fp16 adds to it.
+        """Bytes of a dW that is rounded into the gradient later; on a GPU also of a block that fp16 adds to it.
 
         On a CPU such blocks are within the scratch budget.
         """
@@ -41,19 +41,19 @@ class GradientSums:
         shape = (tokens.ids.shape[0], weight.shape[1])
         self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.need_hidden else None
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
-        """rows of the last chunk, and what gives their dH once it is summed over the ranks"""
+        """rows of the last chunk, and a function that returns their dH summed over the ranks"""
         self.weight: Tensor | None = None
         self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
 
     def add(self, rows: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
         """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None)."""
         self.rows += rows.shape[0]
-        self._finish_sum()  # of the chunk before: its dH must not wait beside that of all others
+        self._finish_sum()  # of the previous chunk: only one chunk's dH is held at a time
         if self.hidden is not None:
             dhidden = self.head.hidden_gradient(dlogits)
             if scale is not None:
                 dhidden = dhidden / scale
-            if self.tokens.vocab is not None:  # while the product for the weight and the next chunk's scores are made
+            if self.tokens.vocab is not None:  # during the product for the weight and the next chunk's scores
                 self.pending = rows, self.tokens.vocab.start_sum(dhidden)
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
@@ -76,7 +76,7 @@ class GradientSums:
             self.hidden.index_copy_(0, rows, summed().to(self.hidden.dtype))
 
     def result(self) -> Gradients:
-        """What has been added; zeros where nothing was."""
+        """The sums; zeros where nothing was added."""
         self._finish_sum()
         if self.needs.need_weight and self.weight is None:
             weight = self.head.weight
@@ -94,7 +94,7 @@ def lifted(work: Work, rows: Tensor, coefficients: Coefficients) -> tuple[Coeffi
 
 
 def fp16_scale(head: Head, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """0-d power of two that lifts a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
+    """0-d power of two that scales a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
     # |dlogits| <= |g| + |g_H| * p * |log p + H|, whose last factor stays below 32
     bound = dlogp.abs() if dentropy is None else dlogp.abs() + 32 * dentropy.abs()
     # times dz/d(product) <= |logit_scale| / T

@@ -1,8 +1,8 @@
-"""The C++ engine of the CPU: three head products, four where coefficients need the scores of all of the batch first.
+"""The C++ engine of the CPU: three head products, four if coefficients need the scores of the whole batch first.
 
-Scoring leaves the exponentials of the logits behind, in the memory that dW will be written to: that of a bf16 head
-holds H tokens of them. What does not fit goes to scratch, and what does not fit there is computed again. So all rows
-can be scored before the first coefficient is needed, and rows that turn out to have none cost no gradient work.
+Scoring stores the exponentials of the logits in the memory that dW will be written to: that of a bf16 head holds those
+of H tokens. The rest goes to scratch, and what does not fit there is computed again. So all rows can be scored before
+the first coefficient is needed, and rows without a coefficient cost no gradient work.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
-"""Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread where that is more.
-Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread), whatever
-the budget; the rest keeps exponentials."""
+"""Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread if that is more.
+Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread), with any
+budget; the rest stores exponentials."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,7 +43,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class NativeEngine:
-    """See the module. Scores do not change by a bit with the company or the number of threads they are made in."""
+    """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first."""
@@ -52,7 +52,7 @@ class NativeEngine:
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
 
-        fp16's range has to wait for the upstream gradient: a loss scale.
+        In fp16 it stays fp32 until the upstream gradient is known, which may be a loss scale.
         """
         return torch.float32 if head.weight.dtype == torch.float16 else head.weight.dtype
 
@@ -72,7 +72,7 @@ class NativeEngine:
         return call.score(work.with_entropy).scores(work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
-        """See `Engine.fused`; known scores are made again with the exponentials, at the price of the product alone."""
+        """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
         budget = _default_scratch() if work.max_scratch_bytes is None else work.max_scratch_bytes
         shape = (tokens.ids.shape[0], head.weight.shape[1])
@@ -82,7 +82,7 @@ class NativeEngine:
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
         worked, scores = 0, []
-        # ranks with other slices would cut elsewhere
+        # ranks with other slices would split at other rows
         cut = work if tokens.vocab is not None else replace(work, chunks=_parts(work, budget))
         for part, rows in cut.parts():
             plan = _Plan.of(head, part.stop - part.start, kept, budget)
@@ -107,12 +107,12 @@ class NativeEngine:
 
 
 class _Scored(NamedTuple):
-    """What scoring found."""
+    """The results of scoring."""
 
     rows: Tensor
     """[4, K] fp32: maximum, log of the sum of exponentials, log-prob, entropy"""
     offsets: Tensor
-    """[blocks, tokens kept] what the kept exponentials were taken against"""
+    """[blocks, tokens kept]: the maximum that is subtracted in the kept exponentials"""
 
     @property
     def logp(self) -> Tensor:
@@ -142,7 +142,7 @@ class _Call:
         head, tokens = work.head, work.tokens
         transform = tokens.transform(head, rows)
         each, number, scale, _ = transform.numbers
-        # rows of the weight may be apart, their elements not
+        # rows of the weight may have gaps between them, elements of a row not
         adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
         self.arguments = (
             head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
@@ -155,7 +155,7 @@ class _Call:
         )
 
     def score(self, with_entropy: bool) -> _Scored:
-        """One product; exponentials are left in `kept` and `spill`."""
+        """One product; exponentials are stored in `kept` and `spill`."""
         return _Scored(*torch.ops.grpo_fused_C.head_scores(*self.arguments, with_entropy, self.kept, self.spill))
 
     def gradient(
@@ -190,13 +190,13 @@ class _Plan(NamedTuple):
     spill_bytes: int
     """for exponentials of tokens that do not fit dW's storage"""
     fixed_bytes: int
-    """what everything else takes, whatever the budget"""
+    """bytes of everything else, independent of the budget"""
     kept_tokens: int
-    """those whose exponentials are kept; the others' are made again"""
+    """tokens whose exponentials are kept; those of others are computed again"""
 
     @classmethod
     def of(cls, head: Head, count: int, kept: Tensor, budget: int) -> _Plan:
-        """What operands, partial results and the threads' blocks leave of the budget holds exponentials."""
+        """Exponentials get the budget that operands, partial results and the threads' blocks do not use."""
         vocab, width = head.weight.shape
         block_rows, item = _native.head_plan(vocab, width, _product_dtype(head))
         threads = torch.get_num_threads()
@@ -226,7 +226,7 @@ class _Plan(NamedTuple):
 
 
 def _product_dtype(head: Head) -> torch.dtype:
-    """A softcap's slope comes from kept exponentials, and does not survive their rounding to bf16 where it is flat."""
+    """A softcap's slope comes from kept exponentials; where it is flat, their rounding to bf16 loses it."""
     return head.compute_dtype if head.softcap is None else torch.float32
 
 
@@ -235,7 +235,7 @@ def _default_scratch() -> int:
 
 
 def _parts(work: Work, budget: int) -> tuple[slice, ...]:
-    """The chunks; where no dW can hold exponentials, cut to what scratch can, if the coefficients allow a cut."""
+    """The chunks; if there is no dW to hold exponentials, split to fit scratch, if the coefficients allow it."""
     head = work.head
     if work.needs.need_weight or work.whole_chunks:
         return work.chunks
@@ -249,7 +249,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
 
 
 def _rows_with_gradient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """[K] int64: rows with a coefficient; all where leaving some out would not save a panel."""
+    """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
     rows = (dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).nonzero().squeeze(1)
     saves = -(-rows.shape[0] // _native.LANES) < -(-dlogp.shape[0] // _native.LANES)
     return rows if saves else _all_rows(dlogp)

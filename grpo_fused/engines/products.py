@@ -1,13 +1,13 @@
 """The three products of an lm head on a chunk of tokens, with fp32-exact logits and fp32 accumulation.
 
-What is fast and exact differs by device:
+The fast and exact way differs by device:
 
-- CUDA multiplies bf16/fp16 operands on tensor cores straight into fp32 (`out_dtype`).
+- CUDA multiplies bf16/fp16 operands on tensor cores, with fp32 results (`out_dtype`).
 - The CPU's library rounds a bf16 product to bf16, which costs the log-probs 1e-2 to 1e-1. The logits are therefore
-  multiplied in fp32, from blocks of the weight that are widened on the fly; it costs about the difference between the
+  multiplied in fp32, from blocks of the weight that are converted one by one; it costs about the difference between the
   fp32 and the bf16 GEMM (2 x on AVX512-BF16, more on AMX) in one product of three. The two gradient products take bf16
   operands, whose rounding is that of the result.
-- fp16 has no fast product on the CPU (measured: 1 to 40 GFLOP/s against 150 in fp32), so fp16 is widened throughout;
+- fp16 has no fast product on the CPU (measured: 1 to 40 GFLOP/s against 150 in fp32), so fp16 is always widened;
   so is bf16 where the processor has no instructions for it (18 x slower than fp32 at V = 3200, H = 896 by AVX2).
 """
 
@@ -32,7 +32,7 @@ VOCAB_BLOCK_BYTES = 4 * 2**20
 at 4 MiB, 0.52 s at 8 and 16, 0.70 s at 64."""
 
 VOCAB_BLOCK_BYTES_CUDA = 32 * 2**20
-"""Size of a block of fp16's dW on a GPU, where 4 MiB at H = 4096 would be 600 products. Not timed on a chip."""
+"""Size of a block of fp16's dW on a GPU, where 4 MiB at H = 4096 would be 600 products. Not measured on a GPU yet."""
 
 _FP32_PRECISION_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
@@ -45,11 +45,11 @@ _legacy_precision_before = "highest"
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """fp32 products in IEEE precision whatever the global TF32 or matmul-precision setting says.
+    """fp32 products in IEEE precision, with any global TF32 or matmul-precision setting.
 
-    The setting is the process's: the first of several threads changes it, the last one puts it back. One that was made
-    by `torch.set_float32_matmul_precision` is changed by it too: other threads may read the legacy flags, which raise
-    where the two interfaces disagree.
+    The setting is global: the first of several threads changes it, the last one restores it. A setting made by
+    `torch.set_float32_matmul_precision` is changed through that function too: other threads may read the legacy flags,
+    which raise if the two interfaces disagree.
     """
     global _precision_users
     with _precision_lock:
@@ -70,7 +70,7 @@ def _set_ieee() -> None:
     _precision_before[:] = [(backend, backend.fp32_precision) for backend in _FP32_PRECISION_BACKENDS]
     try:
         _legacy_precision_before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the caller uses the new interface, so that the legacy one cannot be read anyway
+    except RuntimeError:  # the caller uses the new interface, so the legacy one cannot be read anyway
         _legacy_precision_before = "highest"
     if _legacy_precision_before != "highest":
         torch.set_float32_matmul_precision("highest")
@@ -84,7 +84,7 @@ def _restore_precision() -> None:
         torch.set_float32_matmul_precision(_legacy_precision_before)
     for backend, precision in _precision_before:
         if backend.fp32_precision != precision:
-            # what equals the global setting is taken to follow it, and goes on following it
+            # a setting equal to the global one is assumed to follow it, and still follows it afterwards
             follows = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
             backend.fp32_precision = "none" if follows else precision
 
@@ -99,7 +99,7 @@ def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
 
 
 def _has_products_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library's products in `dtype` are worth having: on a CPU bf16 needs instructions for it."""
+    """Whether the library's products in `dtype` are fast: on a CPU bf16 needs instructions for it."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     return dtype == torch.bfloat16 and _cpu_multiplies_bf16()
@@ -113,9 +113,9 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 def _has_fp32_output(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `mm(out_dtype=float32)` takes operands of `dtype` on `device`, as its own checks say.
+    """Whether `mm(out_dtype=float32)` takes operands of `dtype` on `device`, by the same rules as its own checks.
 
-    It is CUDA's alone, wants bf16 from compute capability 8.0 on, and refuses fp16 where fp16 accumulation is allowed.
+    Only CUDA has it; bf16 needs compute capability 8.0, and fp16 is refused if fp16 accumulation is allowed.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -147,7 +147,7 @@ class Head:
         return cls(weight, bias, call.logit_scale, call.softcap, call.compute_dtype)
 
     def transform(self, temperature: Tensor | float = 1.0) -> Transform:
-        """What turns products into z at a temperature: a number, or [R]."""
+        """The transform from products to z at a temperature: a number, or [R]."""
         bias = None if self.bias is None else self.bias.to(self.statistics_dtype)
         return Transform(bias, self.logit_scale, self.softcap, temperature)
 
@@ -164,14 +164,14 @@ class Head:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Operand dtype of the two gradient products."""
-        converts = self.weight.dtype != self.compute_dtype  # block by block, whose products must not be rounded
+        converts = self.weight.dtype != self.compute_dtype  # block by block: their products must not be rounded
         if not self._has_fp32_output and (converts or not _has_products_in(self.compute_dtype, self.weight.device)):
             return self.statistics_dtype
         return self.compute_dtype
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Dtype in which the gradient products come out, to be rounded after the upstream gradient is multiplied in."""
+        """Dtype of the gradient products' results, which are rounded after the upstream gradient is multiplied in."""
         return torch.float32 if self._has_fp32_output else self.gradient_dtype
 
     @property
@@ -185,7 +185,7 @@ class Head:
 
     @property
     def shape_in_compute_dtype(self) -> Tensor:
-        """A stand-in for `rounded_weight` that has its shape and dtype only, and costs nothing."""
+        """A tensor with the shape and dtype of `rounded_weight`, without its memory."""
         return self.weight.new_empty(1, dtype=self.compute_dtype).expand(self.weight.shape)
 
     def operand(self, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Head:
         return x.to(self.compute_dtype)
 
     def logits_into(self, out: Tensor, hidden: Tensor) -> None:
-        """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; the bias is row work."""
+        """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; row work adds the bias."""
         if self._has_fp32_output:
             torch.mm(hidden, self.rounded_weight.T, out_dtype=torch.float32, out=out)
         else:
@@ -216,7 +216,7 @@ class Head:
     ) -> None:
         """out [V, H] = or += dlogits^T [V, C] @ hidden [C, H] / scale.
 
-        The first chunk is written, not added; where others follow, `out` must be of the statistics dtype.
+        The first chunk is written, not added; if others follow, `out` must be of the statistics dtype.
         """
         hidden = hidden.to(self.gradient_dtype)
         if scale is None and dlogits.dtype == out.dtype:
@@ -241,7 +241,7 @@ class Head:
         return torch.mm(a, b)
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[slice]:
-        """Slices of the vocabulary: one if the weight can be used as it is in `dtype`, else blocks to convert."""
+        """Slices of the vocabulary: one if the weight is used without conversion to `dtype`, else blocks to convert."""
         if self._has_fp32_output or self.weight.dtype == dtype == self.compute_dtype:
             yield slice(0, self.vocab_size)
             return

@@ -1,7 +1,7 @@
 """The row work of a logits chunk in torch operations: statistics, and the gradient in place. Any device; the oracle.
 
-A row holds the logits of one token. `statistics` turns raw products into z (bias, scale, softcap, temperature) where
-they stand and returns what the objective needs; `gradient` turns z into dL/d(product), again where it stands.
+A row holds the logits of one token. `statistics` turns raw products into z (bias, scale, softcap, temperature) in
+place and returns what the objective needs; `gradient` turns z into dL/d(product), also in place.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from grpo_fused.kernels.row_types import (
 )
 
 LOWEST_LOG_P = -1e4
-"""Stands for log 0 where it meets a factor of 0: finite, and its exponential is 0 in fp64 too."""
+"""Used for log 0 where it is multiplied by 0: finite, and its exponential is 0 in fp64 too."""
 
 
 class RowWork(Protocol):
-    """What an engine does to a chunk of logits [R, V] between its products."""
+    """The work on a chunk of logits [R, V] between the products of an engine."""
 
     picks_rows: bool
-    """Whether `gradient` can take some of the rows that `statistics` was given."""
+    """Whether `gradient` can be called for some of the rows of `statistics`."""
     only_reads: bool
-    """Whether logits of any float dtype can be given, and are left as they are."""
+    """Whether logits of any float dtype can be given, and are not changed."""
     policies: frozenset[str]
     """Loss types whose objective `loss` evaluates itself."""
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
-        """Statistics of the rows; their logits may be changed to what `gradient` wants."""
+        """Statistics of the rows; their logits may be changed to the input of `gradient`."""
         ...
 
     def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
-        """Write dL/d(product) of K rows to `out` [K, V], which may be the memory of the logits, row upon row.
+        """Write dL/d(product) of K rows to `out` [K, V], which may share the memory of the logits, row by row.
 
-        `rows.raw` is as `statistics` left it. `picked` ([K] int64, ascending) says which of its rows are meant, None
-        all; everything else is of these alone. `out` may be of a narrower dtype with longer rows: its row k begins at
-        or before row k of the logits.
+        `rows.raw` is as `statistics` left it. `picked` ([K] int64, ascending) selects some of its rows, None
+        all; all other arguments are for these rows only. `out` may be of a narrower dtype with longer rows: its row k
+        begins at or before row k of the logits.
         """
         ...
 
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
     ) -> RowLoss:
-        """Statistics, objective and gradient in one go, for `policies`; `out` as in `gradient`."""
+        """Statistics, objective and gradient in one call, for `policies`; `out` as in `gradient`."""
         ...
 
 
@@ -109,7 +109,7 @@ class TorchRows:
         """See `RowWork.gradient`."""
         stats, dlogp, dentropy = coefficients
         for block in _row_blocks(out.shape[0], rows.block_rows):
-            # a block is computed before it is stored, and comes from the same or later rows: all is read in time
+            # a block is computed before it is stored, and its stores overwrite only rows that have been read
             source = rows.raw[block] if picked is None else rows.raw.index_select(0, picked[block])
             coefficient = None if dentropy is None else dentropy[block]
             dz = _gradient(source, rows.targets[block], stats.select(block), dlogp[block], coefficient)
@@ -118,7 +118,7 @@ class TorchRows:
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
     ) -> RowLoss:
-        """There is none: `policies` is empty."""
+        """Not supported: `policies` is empty."""
         raise NotImplementedError("torch row work has no one-pass loss; use statistics and gradient")
 
 

@@ -1,4 +1,4 @@
-"""How much temporary memory a call may take."""
+"""The temporary memory that a call may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token-level objective as row kernels read it, in Triton and in CUDA C++."""
+"""A token-level objective in the form that row kernels read, in Triton and in CUDA C++."""
 
 from __future__ import annotations
 

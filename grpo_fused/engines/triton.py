@@ -1,11 +1,11 @@
-"""The head product as a Triton kernel: logits that never leave the registers.
+"""The head product as a Triton kernel: logits stay in registers.
 
 Scores need no vocab-sized memory. Training keeps exponentials of 2 bytes a logit and takes three products: the kernel's
-own, which scores and stores them, and after a light pass in place the library's two gradient products. Where scores are
-known already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads
-with a softcap, dlogits come straight from a second product of the kernel: one write instead of a write and a pass.
+own, which scores and stores them, and after an in-place pass the library's two gradient products. If scores are known
+already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
+softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a pass.
 
-A weight of another dtype than the computation's, or one that does not lie row by row, is copied whole.
+A weight in another dtype than the computation's, or without contiguous rows, is copied completely.
 
 A token's scores are bitwise the same in any batch, and the same in scoring and training.
 """
@@ -29,7 +29,7 @@ ROW_MULTIPLE = 128
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_INTERPRETS = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton itself looks when a kernel is decorated
+_INTERPRETS = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is decorated
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -55,14 +55,14 @@ class TritonEngine:
         return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
-        """See `Engine.cost`: what a chunk's rows take each; a softcap's exponentials are not kept."""
+        """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
         rows = min(self.chunk_rows(head, max_scratch_bytes), num_tokens)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         products = 3.0 if head.softcap is None else 4.0
         return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
-        """See `Engine.score`; scratch is the rows' hidden states and partial statistics."""
+        """See `Engine.score`; scratch holds the rows' hidden states and partial statistics."""
         from grpo_fused.kernels import head_launch
 
         head, tokens, rows = work.head, work.tokens, work.rows
@@ -122,7 +122,7 @@ class TritonEngine:
 
 
 def _row_bytes(head: Head) -> int:
-    """For each row: exponentials or dlogits, offsets, partial statistics, copies."""
+    """Bytes for each row: exponentials or dlogits, offsets, partial statistics, copies."""
     from grpo_fused.kernels import head_launch
     from grpo_fused.kernels.configs import padded
 
@@ -131,10 +131,10 @@ def _row_bytes(head: Head) -> int:
 
 
 def _copies_bytes(head: Head) -> int:
-    """For each row: hidden states gathered, then masked, then its fp32 dhidden."""
+    """Bytes for each row: hidden states gathered, then masked, then its fp32 dhidden."""
     return head.weight.shape[1] * (2 * head.compute_dtype.itemsize + 4)
 
 
 def _row_major(weight: Tensor) -> Tensor:
-    """The weight as kernels read it; one that lies column by column (transposed, every other column) is copied."""
+    """The weight as kernels read it; one with a column stride other than 1 (such as a transposed one) is copied."""
     return weight if weight.shape[1] == 1 or weight.stride(1) == 1 else weight.contiguous()

@@ -1,4 +1,4 @@
-"""The loss of an objective of the caller's own, from hidden states and the lm head."""
+"""The loss of a custom objective, from hidden states and the lm head."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def eager(function: Callable[P, T]) -> Callable[P, T]:
-    """`torch.compiler.disable`, which imports the compiler, where a compiled caller calls."""
+    """`torch.compiler.disable`, which imports the compiler, only in calls from a compiled caller."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,7 +42,7 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@eager  # a function cannot enter an operator
+@eager  # an operator takes no function
 def fused_linear_objective(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -64,17 +64,17 @@ def fused_linear_objective(
     compact: bool = True,
     process_group: dist.ProcessGroup | ParallelGroups | None = None,
 ) -> ObjectiveOutput:
-    """The loss of an objective of your own, with the head products of `fused_linear_grpo_loss`.
+    """The loss of a custom objective, with the head products of `fused_linear_grpo_loss`.
 
         loss = sum over active tokens of objective(logps, entropies, **inputs)
 
     The objective is called inside the pass over the head, on the log-probs of a part of the tokens, and differentiated
-    there by autograd: one number a token. The logits are not made again for the gradient.
+    there by autograd: one number for each token. The logits are not computed again for the gradient.
 
     | scope | the objective is called with | head products (frozen head: one less) |
     |---|---|---|
     | `"token"` | any subset of the active tokens | 3 |
-    | `"sequence"` | whole sequences | 3; 4 in `chunked` and `triton` where a sequence does not fit a chunk |
+    | `"sequence"` | whole sequences | 3; 4 in `chunked` and `triton` if a sequence does not fit a chunk |
     | `"batch"` | all active tokens | 4 |
 
     Args:
@@ -83,13 +83,13 @@ def fused_linear_objective(
         token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
         objective: `objective(logps, entropies, **inputs) -> Tensor`, a differentiable torch function, such as those of
             `grpo_fused.objectives`. It gets active tokens only, flat `[n]` in fp32 (fp64 for fp64 inputs), and returns
-            each token's share of the loss, `[n]`, weights and signs included. Within scope `"token"` it must not look
-            across tokens (no mean, no `.shape[0]`): run `check_objective` once. In the other scopes it gets
+            each token's share of the loss, `[n]`, weights and signs included. With scope `"token"` it must not
+            combine tokens (no mean, no `.shape[0]`): run `check_objective` once. In the other scopes it gets
             `cu_seqlens` (`[S + 1]` int64, where the sequences of this part begin, empty ones included) as a further
             keyword.
         mask: like `token_ids`, bool or 0/1, default all active.
-        inputs: tensors shaped like `token_ids`, without gradient, cut as the tokens are: `{"advantages": ...}`.
-        scope: what a call of the objective must hold together.
+        inputs: tensors shaped like `token_ids`, without gradient, split like the tokens: `{"advantages": ...}`.
+        scope: which tokens must be in the same call of the objective.
         with_entropy: pass entropies (nats), differentiable too; else None.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; needed by packed calls unless the scope is
             `"token"`.
@@ -97,13 +97,13 @@ def fused_linear_objective(
             `fused_linear_grpo_loss`.
         compact: drop tokens whose gradient turns out to be 0 before the gradient products.
         process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; all call the objective
-            with the same numbers. Of ranks with other tokens (scope `"token"` only) the loss is the sum.
+            with the same numbers. With ranks that have other tokens (scope `"token"` only) the loss is the sum.
 
     Returns:
         `ObjectiveOutput(loss, per_token_logps, entropies)`; the loss is differentiable in hidden states, weight, bias.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where the objective returns another
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError if the objective returns another
             shape, a result without a gradient, or NaN (on the CPU; elsewhere with `GRPO_FUSED_DEBUG=1`).
 
     Equivalent in plain PyTorch (scope "batch", all active)::
@@ -112,7 +112,7 @@ def fused_linear_objective(
         logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).reshape(-1)
         loss = objective(logps, None, **{name: x.reshape(-1) for name, x in inputs.items()}).sum()
 
-    Source: what FlexAttention does for attention scores (arXiv 2412.05496), for policy losses.
+    Source: the idea of FlexAttention (arXiv 2412.05496), applied to policy losses.
     """
     given = dict(inputs or {})
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):

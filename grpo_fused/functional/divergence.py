@@ -56,24 +56,24 @@ def fused_linear_divergence(
     | `"forward_kl"` | KL(q, p) = sum_j q_j (log q_j - log p_j) |
     | `"jsd"` | beta KL(q, M) + (1 - beta) KL(p, M), M = (1 - beta) p + beta q |
 
-    The gradient is made in the forward pass: one head product for the other head and three for the policy's (two with a
-    frozen head or body). Logits of both heads are held for a chunk of tokens only.
+    The gradient is computed in the forward pass: one head product for the other head and three for the policy's (two
+    with a frozen head or body). Logits of both heads are held for a chunk of tokens only.
 
     A teacher behind an API gives its K most likely tokens instead: `other_ids` and `other_logprobs` take the place of
     `other_hidden_states` and `other_lm_head_weight`. Then D_t = sum_k q_k (log q_k - log p_k) with p of the whole
-    vocabulary; the rest of the teacher's distribution is left out. `kind` must be `"forward_kl"`.
+    vocabulary; the rest of the teacher's distribution is ignored. `kind` must be `"forward_kl"`.
 
     Args:
         hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each token. fp32, bf16, fp16 or fp64.
         lm_head_weight: `[V, H]`.
         other_hidden_states: `[B, T, H']` or `[N, H']`: those of the reference or teacher; no gradient reaches it.
         other_lm_head_weight: `[V, H']`: of the same vocabulary; no gradient reaches it.
-        mask: `[B, T]` or `[N]`, bool or 0/1, default all active. A masked position counts 0, whatever it holds.
+        mask: `[B, T]` or `[N]`, bool or 0/1, default all active. A masked position counts 0, for any values.
         other_ids: `[B, T, K]` or `[N, K]` integers in `[0, V)`, distinct at each position.
         other_logprobs: like `other_ids`, nats, at the temperature of the call; -inf where a position has fewer than K.
         weights: like `mask`; default 1 / number of active tokens. No gradient reaches them.
         kind: the divergence; see the table.
-        beta: of `"jsd"` only, 0 < beta < 1. For the limits name a KL.
+        beta: of `"jsd"` only, 0 < beta < 1. For the limits 0 and 1 use a KL.
         temperature: > 0, of both heads: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token.
         lm_head_bias: `[V]`.
         logit_scale: factor on the logits, before the cap.
@@ -83,7 +83,7 @@ def fused_linear_divergence(
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
             device (`engines.scratch.DEFAULT_SCRATCH_BYTES`). Each head gets half; an error that it is too small names
             that half.
-        compact: gather the active rows first, at the price of a device synchronisation.
+        compact: gather the active rows first, at the cost of a device synchronisation.
 
     Returns:
         `DivergenceOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `divergence` and
@@ -112,11 +112,11 @@ def fused_linear_divergence(
     if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):
         got = getattr(hidden_states, "shape", type(hidden_states).__name__)
         raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
-    tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # there are no ids
+    tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
     layout = Layout.of_tokens(tokens)
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, tokens, "mask")
     check.check_mask(mask, tokens, "mask")
-    check.check_mask(weights, tokens, "weights")  # the shape of one
+    check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     check.check_scratch(max_scratch_bytes)
     compute = other_compute = compute_dtype(hidden_states, lm_head_weight)
@@ -126,8 +126,8 @@ def fused_linear_divergence(
         try:
             check.check_head(other_hidden_states, other_lm_head_weight, other_lm_head_bias, tokens, "hidden_states")
             check.check_head_numbers(1.0, other_logit_scale, other_softcap, layout)
-        except (TypeError, ValueError) as error:  # whose names are without other_
-            raise type(error)(f"of the other head: {error}") from None
+        except (TypeError, ValueError) as error:  # its argument names lack the prefix other_
+            raise type(error)(f"other head: {error}") from None
         if other_lm_head_weight.shape[0] != lm_head_weight.shape[0]:
             got = f"{lm_head_weight.shape[0]} and {other_lm_head_weight.shape[0]}"
             raise ValueError(f"both heads must have the same vocabulary; got {got} rows")

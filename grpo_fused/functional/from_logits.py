@@ -33,7 +33,7 @@ def grpo_loss(
     config: GRPOLossConfig = _DEFAULT_CONFIG,
     impl: Impl = "auto",
 ) -> GRPOLossOutput:
-    """The GRPO loss from log-probabilities that you already have; every option of `fused_linear_grpo_loss`.
+    """The GRPO loss from given log-probabilities; with every option of `fused_linear_grpo_loss`.
 
     Args:
         per_token_logps: `[B, T]` or packed `[N]`, nats; the loss is differentiable in them.
@@ -46,10 +46,10 @@ def grpo_loss(
         impl: `"auto"` (the analytic derivative) or `"reference"` (autograd).
 
     Returns:
-        `GRPOLossOutput`; its `entropies` are None where none were given, and its metrics have no `gradient_tokens`.
+        `GRPOLossOutput`; its `entropies` are None if none were given, and its metrics have no `gradient_tokens`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError where entropies are needed.
+        ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError if required entropies are missing.
     """
     check.check_logps(per_token_logps, cu_seqlens)
     layout = Layout.of(per_token_logps, cu_seqlens)
@@ -89,7 +89,7 @@ def selective_logprobs(
     with_entropy: bool = False,
     impl: Impl = "auto",
 ) -> LogprobOutput:
-    """Log-probabilities (and entropies) of given tokens from logits that you already have, in fp32 row by row.
+    """Log-probabilities (and entropies) of given tokens from given logits, in fp32 row by row.
 
     Args:
         logits: `[B, T, V]` or `[N, V]`, any float dtype; not copied, not changed.

@@ -50,7 +50,7 @@ def fused_linear_grpo_loss(
     with_metrics: bool = True,
     process_group: dist.ProcessGroup | ParallelGroups | None = None,
 ) -> GRPOLossOutput:
-    """GRPO loss from hidden states and the lm-head weight; the logits of the batch are never held at once.
+    """GRPO loss from hidden states and the lm-head weight; the logits of the batch are never all in memory.
 
         logits = softcap_c(logit_scale * (h W^T + b)) / temperature
         r_t = exp(logp_t - old_t),   l_t = -min(r_t A_t, clip(r_t, 1 - epsilon, 1 + epsilon_high) A_t) + beta KL_t
@@ -61,13 +61,13 @@ def fused_linear_grpo_loss(
             fp16 or fp64.
         lm_head_weight: `[V, H]`; its dtype may differ, products are taken in the promoted one.
         completion_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
-        advantages: `[B]` or `[B, 1]` (packed `[S]` or `[S, 1]`), or one for each token. A packed 1-d tensor where N = S
-            counts as one for each sequence, and raises unless that is the same.
-        completion_mask: like `completion_ids`, bool or 0/1, default all active. A masked position is never computed,
-            whatever it holds.
+        advantages: `[B]` or `[B, 1]` (packed `[S]` or `[S, 1]`), or one for each token. A packed 1-d tensor with N = S
+            counts as one for each sequence, and raises unless both readings are the same.
+        completion_mask: like `completion_ids`, bool or 0/1, default all active. Masked positions may hold any
+            values.
         lm_head_bias: `[V]`.
         old_per_token_logps: like `completion_ids`, nats; None means on-policy (ratio 1, gradient kept).
-        ref_per_token_logps: like `completion_ids`, nats; needed where `config.beta` is not 0, otherwise only for the
+        ref_per_token_logps: like `completion_ids`, nats; needed if `config.beta` is not 0, otherwise only for the
             metric `kl`.
         sampling_per_token_logps: like `completion_ids`, nats, by the rollout engine; only with
             `off_policy_mask_threshold`. NaN where it has none.
@@ -76,25 +76,25 @@ def fused_linear_grpo_loss(
         candidates: the tokens that top-k, top-p or min-p kept at each position. Log-probs, entropies and KL are then of
             the distribution renormalised over them, and only their rows of the weight are read. Old, reference and
             sampling log-probs must be of that distribution, too. An empty set means the whole vocabulary.
-        num_items_in_batch: what dapo, cispo and vespo divide by, > 0; default the active tokens of this call.
+        num_items_in_batch: the divisor of dapo, cispo and vespo, > 0; default the number of active tokens of this call.
         temperature: > 0: a number, one for each sequence, or one for each token.
         logit_scale: factor on the logits, before the cap.
         softcap: c in `c * tanh(logits / c)`, > 0.
         config: the objective; see `GRPOLossConfig`.
         impl: `"auto"`, or an engine by name, which then runs or raises. `"reference"` holds all logits and always gives
-            all metrics: the next three arguments are about engines that do not.
+            all metrics: it ignores the next three arguments.
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
             device and engine (`engines.scratch.DEFAULT_SCRATCH_BYTES`, `engines.native.SCRATCH_BYTES`). One that is too
-            small raises, but for `native`, which takes what it must and computes again what it cannot keep.
-        compact: gather the active rows first, at the price of a device synchronisation (two where scoring comes
+            small raises, except in `native`, which takes what it needs and computes again what it cannot keep.
+        compact: gather the active rows first, at the cost of a device synchronisation (two if scoring comes
             first); False has none, computes masked rows too (and ignores them), and gives the same results.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
             `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
         process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
             the vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
-            number of rows); ids are those of the whole vocabulary. `ParallelGroups` also knows groups whose ranks hold
+            number of rows); ids are those of the whole vocabulary. `ParallelGroups` also has groups whose ranks have
             other tokens of the batch: the loss and all metrics are then those of all ranks, and gradients those of that
-            loss. A framework that averages gradients over W ranks wants the loss times W.
+            loss. For a framework that averages gradients over W ranks, multiply the loss by W.
 
     A weight that is a `DTensor` (FSDP2) is gathered for the call, and its gradient comes back in the same sharding,
     averaged over the mesh as FSDP2 does.
@@ -105,7 +105,7 @@ def fused_linear_grpo_loss(
 
     Raises:
         ValueError: a shape, range, option or combination that is not supported; ids outside the vocabulary or NaN on
-            active tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1` in the environment, since looking synchronises).
+            active tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1` in the environment, since the check synchronises).
         TypeError: a wrong type or dtype, a quantised weight, a module in place of its weight.
         RuntimeError: the named `impl` cannot run here.
 
@@ -156,7 +156,7 @@ def fused_linear_grpo_loss(
         scores = reference.linear_logprobs(head, completion_ids, completion_mask, layout)
         check.check_loss_values(inputs, layout)
         out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config)
-        # autograd goes through every position, and makes no gradient where none is asked for
+        # autograd goes through every position, and computes only the gradients that are required
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
@@ -189,7 +189,7 @@ def fused_linear_logprobs(
 
         logp_t = z_{t,y_t} - log sum_j exp z_tj,   z = softcap_c(logit_scale * (h W^T + b)) / temperature
 
-    Differentiable in both results, so that any objective can stand on it: DPO, KTO, RLOO, or one of your own.
+    Differentiable in both results, so that any objective can use it: DPO, KTO, RLOO, or a custom one.
 
     Args:
         hidden_states: `[B, T, H]` or packed `[N, H]`: the state that *predicts* each token.
@@ -204,10 +204,10 @@ def fused_linear_logprobs(
         with_entropy: also return the Shannon entropy of each token's distribution, in nats.
         impl, max_scratch_bytes, compact: as in `fused_linear_grpo_loss`.
         process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; tokens of other ranks
-            have no part in a log-prob.
+            do not change a log-prob.
 
     Returns:
-        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 inputs); entropies are None unless asked for.
+        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 inputs); entropies are None unless requested.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`.
@@ -247,6 +247,6 @@ def fused_linear_logprobs(
 
 
 def needs_of(head: HeadCall) -> Needs:
-    """Which gradients autograd will ask for."""
+    """Which gradients autograd will request."""
     tensors = (head.hidden_states, head.lm_head_weight, head.lm_head_bias)
     return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))

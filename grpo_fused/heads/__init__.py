@@ -1,8 +1,8 @@
-"""The lm head of a Hugging Face causal LM: its weights, its form, its input, and the proof that these are right.
+"""The lm head of a Hugging Face causal LM: its weights, its form, its input, and a check that these are right.
 
 `modules` finds the head and its weight (adapters included), `form` reads scale and softcap from the config, `check`
-holds what was read against the model's own answers, and `hidden` gives the states that the head multiplies.
-Nothing here imports transformers or peft: what counts is what a module can do.
+compares them with the model's own logits, and `hidden` gives the states that the head multiplies.
+Nothing here imports transformers or peft: a module is judged by its methods and attributes.
 """
 
 from grpo_fused.heads.check import LMHeadInputs, check_head, lm_head_inputs

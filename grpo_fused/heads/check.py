@@ -1,10 +1,10 @@
-"""The self-check: what was read from a model is held against what the model itself computes.
+"""The self-check: the form that was read from a model is compared with what the model itself computes.
 
-The model runs once on eight tokens, its own head in fp32 and on inputs chosen here. Running the whole forward, rather
-than the head's code alone or with a stand-in for the backbone, is what makes this work for every architecture: only
-the model's forward knows what its backbone returns, what stands between that and the head, and what it does to the
-logits. A pre-hook on the head widens its input to fp32 and sets its size, so that the logits reach from 1 to beyond the
-softcap: on a freshly made model every cap would look like none.
+The model runs once on eight tokens, its own head in fp32 and on inputs chosen here. The whole forward is run, not only
+the head's code or a fake backbone, so that this works for every architecture: only the model's forward contains what
+its backbone returns, what is computed between that and the head, and what is done to the logits. A pre-hook on
+the head widens its input to fp32 and sets its size, so that the logits reach from 1 to beyond the softcap: on a newly
+initialised model a cap would have no visible effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = LOGP_BOUND
 
 NUM_TOKENS = 8
 PEAKS = (1.0, 4.0, 16.0, 32.0, 64.0)
-"""Largest |logit| of the rows, before a softcap: from where no cap is seen to where one of 50 takes a third."""
+"""Largest |logit| of the rows, before a softcap: from where a cap has no effect to where one of 50 removes a third."""
 
 _verified: weakref.WeakKeyDictionary[nn.Module, dict[object, HeadForm]] = weakref.WeakKeyDictionary()
 
@@ -45,19 +45,19 @@ class LMHeadInputs(TypedDict):
 
 
 def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
-    """What the fused functions must know of a model's head, verified against the model itself.
+    """The arguments of the fused functions that describe a model's head, verified with the model itself.
 
         fused_linear_logprobs(head_hidden_states(model, ids)[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model))
 
     gives the model's own log-probs, computed in fp32. Call it for each pass: the weight of a head with an unmerged LoRA
     adapter is a new tensor, W + s B A, whose graph lives for one backward. After the first call the check is a look-up,
-    renewed when the head's shape or dtype, its config fields, or its active adapters change.
+    repeated when the head's shape or dtype, its config fields, or its active adapters change.
 
     Args:
         model: A Hugging Face causal LM, or any module with `get_output_embeddings()` (or `lm_head`), perhaps a
             `config`, and a forward that takes `input_ids` and returns logits. Wrappers (DDP, torch.compile, peft) are
-            looked through.
-        check: False takes the config at its word, and costs no pass. True runs `check_head` at the first call; where
+            unwrapped.
+        check: False trusts the config, and costs no pass. True runs `check_head` at the first call; where
             parameters are sharded, on all ranks.
 
     Returns:
@@ -67,7 +67,7 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
     Raises:
         TypeError: No single head; a weight that is quantised, packed or sharded.
-        ValueError: A head that the linear form does not express (what the model gave is in the message); an adapter
+        ValueError: A head that the linear form does not express (the message has the model's values); an adapter
             that cannot be folded in; an encoder-decoder.
         RuntimeError: The model does not call its head, or calls it more than once.
     """
@@ -79,20 +79,20 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
 
 def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, cached: bool = True) -> HeadForm:
-    """Runs the model's own head in fp32 on a few hidden states and holds the fused log-probs against it.
+    """Runs the model's own head in fp32 on a few hidden states and compares the fused log-probs with it.
 
     Eight tokens go through the whole model (no gradients, eval mode, no cache). The head gets fp32 copies of its
     parameters and, in place of its input, four of the model's states and four random ones, scaled so that the largest
     logits are 1 to 64 and beyond the softcap. Over the whole vocabulary, the log-softmax of the model's logits must be
-    that of the form read from the config, or else that of another form which its fields can mean; then
+    that of the form read from the config, or of another form that its fields can mean; then
     `fused_linear_logprobs` must give the same for a sample of tokens. Modes, parameters, hooks and random states of the
-    model are left as they were.
+    model are not changed.
 
     Args:
         model: As for `lm_head_inputs`.
         inputs: Keyword arguments for the model's forward, for one that does not run on `input_ids` alone; about eight
-            tokens are enough. Whatever was confirmed with them holds for `lm_head_inputs` too.
-        cached: False checks again what has been checked before.
+            tokens are enough. `lm_head_inputs` uses what was confirmed with them.
+        cached: False repeats a check that was made before.
 
     Returns:
         `HeadForm(logit_scale, softcap, vocab_size, fields)`: the form that the model confirmed.
@@ -149,7 +149,7 @@ def _inputs(form: HeadForm, weight: Tensor, bias: Tensor | None) -> LMHeadInputs
 def _run_own_head(
     model: nn.Module, head: nn.Module, weight: Tensor, form: HeadForm, inputs: Mapping[str, object]
 ) -> tuple[Tensor, Tensor]:
-    """[T, H] in fp32, what the head got, and [T, V], the logits that the model made of it."""
+    """[T, H] in fp32, the head's input, and [T, V], the model's logits for it."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     name = next((name for name, module in model.named_modules() if module is head), None)
     if name is None:
@@ -183,7 +183,7 @@ def _run_own_head(
 
 
 def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
-    """[T, H]: the model's own states and random ones in turn, scaled to logits of every size that matters."""
+    """[T, H]: the model's own states and random ones in turn, scaled to logits of all sizes in the check."""
     own = own.reshape(-1, own.shape[-1])
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(own.shape, generator=generator, dtype=torch.float32).to(own)
@@ -199,14 +199,14 @@ def _rows(own: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
 
 
 def _products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[T, V] = rows W^T + b in the precision of the rows; the weight is widened block by block."""
+    """[T, V] = rows W^T + b in the precision of the rows; the weight is converted block by block."""
     block = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
     products = torch.cat([rows @ w.to(rows.dtype).T for w in weight.split(block)], dim=-1)
     return products if bias is None else products + bias
 
 
 def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
-    """Eight ordinary tokens: none that the config names as special, which may stand for an image."""
+    """Eight ordinary tokens: none that the config names as special, since it may represent an image."""
     table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     table = table if isinstance(table, Tensor) and table.dim() == 2 else weight
     special = {
@@ -224,10 +224,10 @@ def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, fp32 as fp32, eager; and everything as before on the way out, by an exception too.
+    """Eval mode, IEEE fp32, eager; everything is restored at the end, also after an exception.
 
-    The attention is the plain one: the head does not depend on it, and fused kernels may need a GPU, half precision or
-    rows that a trainer has packed (TRL's asynchronous GRPO).
+    The attention is the eager one: the head does not depend on it, and fused kernels may need a GPU, half precision or
+    packed rows (TRL's asynchronous GRPO).
     """
     devices = {p.device for p in model.parameters()}
     with ExitStack() as stack:
@@ -252,7 +252,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _disagreement(rows: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm) -> str | None:
-    """None where the model's logits are those of the form, else how they differ."""
+    """None if the model's logits are those of the form, else how they differ."""
     given = _inputs(form, weight, bias)
     if logits.shape != (len(rows), form.vocab_size):
         return f"logits of shape {tuple(logits.shape)}, expected {(len(rows), form.vocab_size)}"

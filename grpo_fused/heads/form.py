@@ -1,8 +1,8 @@
-"""What a config says about its head: the linear forms that its fields can mean, the most likely one first.
+"""The linear forms that the fields of a config can mean for its head, the most likely one first.
 
-A field is no proof. `logits_scaling` divides in Granite, multiplies in HyperCLOVA X, and in MiniCPM3 divides the hidden
-states before the head; MPT's config has a `logit_scale` that its model never reads. So the fields are turned into
-candidates, and `check` asks the model which of them it is.
+A field is not reliable. `logits_scaling` divides in Granite, multiplies in HyperCLOVA X, and divides the hidden states
+before the head in MiniCPM3; MPT's config has a `logit_scale` that its model never reads. So the fields give
+candidates, and `check` compares them with the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "lm_head_multiplier": ("multiplies",),  # Falcon-H1
     "output_multiplier": ("multiplies",),  # MuseGlimmer
     "logits_scaling": ("divides", "multiplies"),  # Granite; HyperCLOVA X
-    "unpadded_vocab_size": ("counts the logits",),  # Inkling: rows of the weight beyond it only pad it
+    "unpadded_vocab_size": ("counts the logits",),  # Inkling: the weight's rows after it are padding
 }
-"""What a field can do to the logits, the usual meaning first. Every field may also be one that the model ignores."""
+"""The effects that a field can have on the logits, the usual one first. A model may also ignore any field."""
 
 
 class HeadForm(NamedTuple):
@@ -40,13 +40,13 @@ class HeadForm(NamedTuple):
     """the config fields that it was read from, with their values"""
 
     def __str__(self) -> str:
-        """As it reads in an error."""
+        """The text of the form in an error."""
         source = ", ".join(self.fields) or "no field of the config"
         return f"logit_scale={self.logit_scale:g}, softcap={self.softcap}, vocab_size={self.vocab_size} ({source})"
 
 
 class _Reading(NamedTuple):
-    """A field of a config, taken at one of its meanings; an empty meaning is that the model ignores it."""
+    """A field of a config with one of its meanings; an empty meaning: the model ignores it."""
 
     name: str
     value: float
@@ -56,7 +56,7 @@ class _Reading(NamedTuple):
 def candidate_forms(model: nn.Module, weight_rows: int) -> list[HeadForm]:
     """The forms that the config of `model` can mean for a weight of `weight_rows` rows.
 
-    The first takes every field at its usual meaning; each further one deviates in more of them.
+    The first has the usual meaning of every field; each further one deviates in more of them.
     """
     fields = list(_readings(configs(model)))
     usual = [readings[0] for readings in fields]
@@ -81,7 +81,7 @@ def _form(readings: Sequence[_Reading], weight_rows: int) -> HeadForm:
 
 
 def configs(model: nn.Module) -> list[object]:
-    """The text config of a nested one, then the outer one: which of them holds a field differs between models."""
+    """The text config of a nested one, then the outer one: models differ in which of them holds a field."""
     config = getattr(model, "config", None)
     if config is None:
         return []

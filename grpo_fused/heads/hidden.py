@@ -1,4 +1,4 @@
-"""The hidden states that a head multiplies, taken from the model's own forward without making its logits."""
+"""The hidden states that a head multiplies, taken from the model's own forward without computing its logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_fused.heads.modules import output_head, unwrap
 
 
 class CapturedHeadInput:
-    """What `capture_head_input` yields: the head's input, once the model has run."""
+    """The value of `capture_head_input`: the head's input, after the model has run."""
 
     def __init__(self) -> None:
         self._inputs: list[Tensor] = []
@@ -29,7 +29,7 @@ class CapturedHeadInput:
 
 
 def only_one(inputs: list[Tensor]) -> Tensor:
-    """What the head was called with, if it was called once."""
+    """The head's input, if it was called once."""
     if len(inputs) != 1:
         raise RuntimeError(
             f"the model must call its output head once for each pass; it was called {len(inputs)} times. A model that "
@@ -40,8 +40,8 @@ def only_one(inputs: list[Tensor]) -> Tensor:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """The module runs `forward` in place of its own, hooks around it as before, for a block."""
-    # The instance's attribute hides the class's method, and accelerate keeps its own there: put back what was.
+    """In the block the module runs `forward` in place of its own, with its hooks."""
+    # The instance's attribute hides the class's method, and accelerate stores its own there: restore what was set.
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -55,11 +55,11 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Itera
 
 @contextmanager
 def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
-    """Makes `model(...)` stop at its head: no logits are made, and the head's input is kept.
+    """Makes `model(...)` stop at its head: no logits are computed, and the head's input is kept.
 
-    The input is what the head's matrix multiplies, after the final norm and whatever else the model does before (a
+    The input is what the head's matrix multiplies, after the final norm and all other steps of the model (a
     prediction head in ModernBERT-decoder, a division by a width multiplier in Inkling). `get_decoder()`'s output would
-    miss these. What the model returns as logits meanwhile is a placeholder of zeros, `[B, T, 1]`.
+    miss these. As logits the model then returns a placeholder of zeros, `[B, T, 1]`.
 
     Args:
         model: Causal LM. One pass within the `with`; wrappers (DDP, torch.compile, peft) may be called.
@@ -90,7 +90,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
 def head_hidden_states(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """The states that the model's head would multiply, from the model's own forward; no logits are made.
+    """The states that the model's head would multiply, from the model's own forward; no logits are computed.
 
     Position t predicts token t + 1, so that with `hidden = head_hidden_states(model, ids)` the log-probs of
     `ids[:, 1:]` are `fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps`.
@@ -107,7 +107,7 @@ def head_hidden_states(
 
     Raises:
         TypeError: `labels` are given: there are no logits for a loss.
-        RuntimeError: The head is not called exactly once, or sees other positions than those of `input_ids`.
+        RuntimeError: The head is not called exactly once, or gets other positions than those of `input_ids`.
 
     Equivalent: the input of `model.get_output_embeddings()` in `model(input_ids, attention_mask, **kwargs)`.
     """

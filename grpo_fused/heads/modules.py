@@ -40,13 +40,13 @@ def output_head(model: nn.Module) -> nn.Module:
 
 
 def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, H] and bias [V] (or None) that the head multiplies by now.
+    """The head's current weight [V, H] and bias [V] (or None).
 
     An unmerged LoRA adapter is folded in: W + s B A as one new tensor of at least fp32, differentiable in A and B (and
     in W, unless frozen). Lower precision would round the adapter away.
 
     Raises:
-        ValueError: An adapter that cannot be folded in, or a weight that is not [V, H] and here.
+        ValueError: An adapter that cannot be folded in, or a weight that is not [V, H], or not in memory.
         TypeError: A weight that is not a plain floating-point tensor: quantised, packed or sharded.
     """
     if _is_saved_module(head):
@@ -58,7 +58,7 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
             f"an lm head under {type(head).__name__} computes with replaced rows, which lm_head_inputs does not "
             "express; merge them first (peft: merge_and_unload)"
         )
-    # An adapter of an unknown kind usually starts at zero: no comparison would see it before it has learned something.
+    # An adapter of an unknown kind usually starts at zero: no comparison would show it before it is trained.
     further = [name for name, _ in head.named_parameters() if name.split(".")[0] not in _OWN]
     if further:
         raise ValueError(
@@ -68,7 +68,7 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight = _plain(getattr(head, "weight", None), "weight", head)
     if weight.dim() != 2 or weight.numel() == 0 or weight.device.type == "meta":
         raise ValueError(
-            f"the weight of an lm head must be [V, H], and here; {type(head).__name__} has shape {tuple(weight.shape)} "
+            f"an lm head must have a weight [V, H] in memory; {type(head).__name__} has shape {tuple(weight.shape)} "
             f"on {weight.device}: gather a sharded one (ZeRO-3, FSDP) first, load an offloaded one (meta)"
         )
     bias = None if getattr(head, "bias", None) is None else _plain(head.bias, "bias", head)
@@ -78,7 +78,7 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def adapter_state(head: nn.Module) -> tuple[object, ...]:
-    """What decides which adapters act in the head: changes with set_adapter, disable_adapter, merge and unmerge."""
+    """The state of the adapters in the head: it changes with set_adapter, disable_adapter, merge and unmerge."""
     return tuple(
         (
             type(module).__name__,
@@ -100,7 +100,7 @@ def _active_adapters(head: Any) -> list[str]:
 
 
 def _active_copy(wrapper: Any) -> nn.Module:
-    """What `modules_to_save=["lm_head"]` runs: the active adapter's copy, or the original where none is active."""
+    """The module that `modules_to_save=["lm_head"]` runs: the active adapter's copy, or the original if none is."""
     active = _active_adapters(wrapper)
     if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
         return wrapper.original_module
@@ -112,7 +112,7 @@ def _adapted(layer: Any) -> tuple[Tensor, Tensor | None]:
     base = head_tensors(layer.base_layer)
     merged = bool(getattr(layer, "merged_adapters", ()))
     disabled = bool(getattr(layer, "disable_adapters", False))
-    if disabled and merged:  # its forward would unmerge, and so change the weight that is being read here
+    if disabled and merged:  # its forward would unmerge, and so change the weight that is read here
         raise ValueError(
             f"adapters {list(layer.merged_adapters)} are merged into the lm head but disabled; unmerge them first "
             "(peft: unmerge_adapter)"
@@ -142,7 +142,7 @@ def _folded(layer: Any, weight: Tensor, bias: Tensor | None, active: list[str]) 
 
 
 def _check_plain_lora(layer: Any, name: str) -> None:
-    """Refuses what is more than W + s B A."""
+    """Refuses an adapter that is not W + s B A."""
     parts = [getattr(layer, part, {}) for part in ("lora_A", "lora_B")]
     kinds = [type(part[name]) if name in part else None for part in parts]
     variant = getattr(layer, "lora_variant", {}).get(name)
@@ -162,7 +162,7 @@ def _check_plain_lora(layer: Any, name: str) -> None:
 
 
 def _plain(x: Any, name: str, head: nn.Module) -> Tensor:
-    """A floating-point tensor and nothing more: a subclass (DTensor, torchao, bitsandbytes) packs or shards."""
+    """A plain floating-point tensor: a subclass (DTensor, torchao, bitsandbytes) packs or shards."""
     if type(x) not in (Tensor, nn.Parameter) or x.dtype not in FLOATS or hasattr(x, "quant_state"):
         raise TypeError(
             f"the {name} of an lm head must be a plain tensor of fp16, bf16, fp32 or fp64; {type(head).__name__} has a "

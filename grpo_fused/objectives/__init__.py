@@ -1,4 +1,4 @@
-"""Objectives of the field as small functions of log-probs, and advantage estimators: docs/objectives.md."""
+"""Published objectives as small functions of log-probs, and advantage estimators: docs/objectives.md."""
 
 from grpo_fused.objectives.base import Objective, Sequences, Tokens
 from grpo_fused.objectives.batch import clip_cov, kl_cov

@@ -1,4 +1,4 @@
-"""What an objective is: a named function of log-probs, and the tokens that it sees."""
+"""The type of an objective: a named function of log-probs, and the tokens that it gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fused.objective import MAX_LOG_RATIO
 from grpo_fused.validation import check_choice, check_number
 
 Scope = Literal["token", "sequence", "batch"]
-"""What a token's loss depends on, from narrow to wide."""
+"""Which tokens a token's loss depends on, from narrow to wide."""
 
 Reduction = Literal["sum", "mean", "max"]
 
@@ -33,7 +33,7 @@ WHAT = {
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which of n tokens make up S sequences."""
+    """The sequences of n tokens."""
 
     cu_seqlens: Tensor
     """[S + 1] int64: sequence s owns the tokens `cu_seqlens[s] : cu_seqlens[s + 1]`; it may have none."""
@@ -94,7 +94,7 @@ class Tokens:
 
     @property
     def old(self) -> Tensor:
-        """[n] nats; on-policy (not given) the log-probs themselves, detached."""
+        """[n] nats; if not given (on-policy) the log-probs themselves, detached."""
         return self.inputs.get("old_per_token_logps", self.logps.detach())
 
     @property
@@ -105,7 +105,7 @@ class Tokens:
 
     @property
     def groups(self) -> Sequences:
-        """The sequences, where the scope is not "token".
+        """The sequences, if the scope is not "token".
 
         Raises:
             TypeError: the call has none.
@@ -115,7 +115,7 @@ class Tokens:
         return self.sequences
 
     def log_ratio(self, behaviour: Tensor) -> Tensor:
-        """[n] logp - behaviour, at most 20 nats either way, as everywhere in this package."""
+        """[n] logp - behaviour, clamped at +-20 nats, as everywhere in this package."""
         return (self.logps - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -126,11 +126,11 @@ class Objective:
     weight. The factories of this package make one; so does this constructor from a function of `Tokens`.
 
     Args:
-        name: What `__name__` and errors say.
+        name: The name in `__name__` and errors.
         function: `function(tokens) -> Tensor`, the loss of each token, [n], differentiable in `tokens.logps`.
         scope: `"token"` (a token's loss depends on that token only), `"sequence"` or `"batch"`.
         needs: Inputs that must be given.
-        may_have: Inputs that may be given, beside `weights`; None: any.
+        may_have: Optional inputs, besides `weights`; None: any.
 
     Raises:
         ValueError: an unknown scope.
@@ -170,9 +170,9 @@ class Objective:
             `[n]` in the dtype of `logps`, differentiable in it.
 
         Raises:
-            ValueError: a shape that is not [n]; offsets that do not rise from 0 to n (looked at on the CPU, elsewhere
+            ValueError: a shape that is not [n]; offsets that do not rise from 0 to n (checked on the CPU, elsewhere
                 with `GRPO_FUSED_DEBUG=1`).
-            TypeError: an input that is missing or not read, or no tensor.
+            TypeError: an input that is missing, not read, or not a tensor.
         """
         self._check(logps, entropies, cu_seqlens, inputs)
         floor = logps.clamp(min=LOWEST_LOGP)
@@ -213,7 +213,7 @@ class Objective:
 
 
 LossFunction = Objective | Callable[..., Tensor]
-"""An `Objective`, or a function of one's own with an attribute `scope`, which then takes all inputs by keyword."""
+"""An `Objective`, or a custom function with an attribute `scope`, which then takes all inputs by keyword."""
 
 
 def scope_of(objective: LossFunction) -> Scope:
@@ -234,12 +234,12 @@ def widest(*scopes: Scope) -> Scope:
 
 
 def name_of(objective: LossFunction) -> str:
-    """Its `__name__`, else what it prints as."""
+    """Its `__name__`, else its `repr`."""
     return getattr(objective, "__name__", repr(objective))
 
 
 def call_part(objective: LossFunction, tokens: Tokens) -> Tensor:
-    """[n]: the losses of an objective that is a part of another, with those of the inputs that it reads."""
+    """[n]: the losses of an objective inside another one, with only the inputs that it reads."""
     reads = getattr(objective, "reads", None)
     inputs = {name: x for name, x in tokens.inputs.items() if reads is None or name in reads}
     if scope_of(objective) != "token":
@@ -255,7 +255,7 @@ def made_of(
     scope: Scope = "token",
     needs: tuple[str, ...] = (),
 ) -> Objective:
-    """An objective of others: it reads what they read, and has the widest of their scopes and `scope`."""
+    """An objective made of others: it reads their inputs, and has the widest of their scopes and `scope`."""
     scope = widest(scope, *map(scope_of, parts))
     reads: list[Any] = [getattr(part, "reads", None) for part in parts]
     may_have = None if None in reads else tuple(frozenset(name for part in reads for name in part))

@@ -26,9 +26,9 @@ def clip_cov(
 
         l = -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) K
         K = 0 for max(1, share n) random ones of the tokens with low < (A - mean(A)) (logp - mean(logp)) < high
-            that the clip does not bind, else 1
+            that are not clipped, else 1
 
-    Scope "batch". Inputs: `advantages`, optional `old_per_token_logps`, `weights`. Each call draws anew.
+    Scope "batch". Inputs: `advantages`, optional `old_per_token_logps`, `weights`. Each call draws new ones.
 
     Args:
         share: Share of the tokens that are left out, in (0, 1].

@@ -1,8 +1,8 @@
-"""Advantage estimators beside `group_advantages`.
+"""Further advantage estimators, besides `group_advantages`.
 
 Rewards are those of `group_advantages`: `[N]`, or `[N, F]` for F reward functions that are summed with `weights`;
 groups of `num_generations` are contiguous; None or NaN marks a sample that was not judged. It has advantage 0 and
-enters no baseline. Results are fp32.
+is left out of baselines. Results are fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rloo(rewards: Rewards, num_generations: int, *, weights: Weights = None) -> 
         weights: `[F]`, default all 1.
 
     Returns:
-        `[N]`; 0 where fewer than two samples of a group are judged.
+        `[N]`; 0 if fewer than two samples of a group are judged.
 
     Raises:
         ValueError: wrong shapes or group size, infinite rewards.
@@ -57,7 +57,7 @@ def opo(rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: Wei
         weights: `[F]`, default all 1.
 
     Returns:
-        `[N]`; where no token is judged A = r.
+        `[N]`; A = r if no token is judged.
 
     Raises:
         ValueError: wrong shapes or group size, infinite rewards.
@@ -88,7 +88,7 @@ def maxrl(rewards: Rewards, num_generations: int, *, weights: Weights = None) ->
         ValueError: wrong shapes or group size, infinite or negative rewards.
         TypeError: rewards or weights that are not numbers.
 
-    Source: arXiv 2602.02710, as prime-rl's `max_rl` has it. Tested against the formula.
+    Source: arXiv 2602.02710, in the form of prime-rl's `max_rl`. Tested against the formula.
     """
     groups = _groups(rewards, num_generations, weights)
     if (groups < 0).any():
@@ -134,7 +134,7 @@ def best_of_group(rewards: Rewards, num_generations: int, *, scale: bool = True,
         weights: `[F]`, default all 1.
 
     Returns:
-        `[N]`; 0 where fewer than two samples of a group are judged.
+        `[N]`; 0 if fewer than two samples of a group are judged.
 
     Raises:
         ValueError: wrong shapes or group size, infinite rewards.
@@ -151,7 +151,7 @@ def best_of_group(rewards: Rewards, num_generations: int, *, scale: bool = True,
 
 
 def pass_at_k(rewards: Rewards, num_generations: int, k: int, *, weights: Weights = None) -> Tensor:
-    """Pass@k training: the mean advantage of the groups of k that a sample is in, where a group is right if one is.
+    """Pass@k training: the mean advantage of all groups of k with this sample; a group is right if one of it is.
 
         R = 1 - C(wrong, k) / C(n, k),   sigma = sqrt(R (1 - R))
         A_right = (1 - R) / sigma,   A_wrong = (1 - R - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / sigma
@@ -161,11 +161,11 @@ def pass_at_k(rewards: Rewards, num_generations: int, k: int, *, weights: Weight
     Args:
         rewards: `[N]` or `[N, F]`, 0 or 1.
         num_generations: Samples per group, >= 2; divides N.
-        k: Samples that one of which has to be right, in [1, num_generations].
+        k: Size of a group, one of which must be right, in [1, num_generations].
         weights: `[F]`, default all 1.
 
     Returns:
-        `[N]`; 0 where R is 0 or 1, or fewer than k samples are judged.
+        `[N]`; 0 if R is 0 or 1, or fewer than k samples are judged.
 
     Raises:
         ValueError: wrong shapes, group size or k, rewards that are not 0 or 1.
@@ -228,7 +228,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1
         G_t = r_t + gamma G_{t + 1},   A = (G - mean(G)) / std(G)
 
     Args:
-        token_rewards: `[B, T]`: rewards of tokens, KL penalties included; `at_last_token` makes them of `[B]`.
+        token_rewards: `[B, T]`: rewards of tokens, KL penalties included; `at_last_token` makes them from `[B]`.
         mask: `[B, T]` bool or 0/1: active tokens. A reward on a masked token counts for the active ones before it.
         gamma: Discount of a step from an active token to the one before, in (0, 1].
 
@@ -294,7 +294,7 @@ def optimal_token_baseline(
         w = 1 - 2 p + sum_v p_v^2,   the squared length of the gradient of logp in the logits
 
     Args:
-        token_rewards: `[B, T]`; `at_last_token` makes them of `[B]`.
+        token_rewards: `[B, T]`; `at_last_token` makes them from `[B]`.
         mask: `[B, T]` bool or 0/1: active tokens; only these count.
         num_generations: Samples per group, >= 2; divides B.
         old_per_token_logps: `[B, T]` nats: log-probs of the tokens, p = exp of it.
@@ -333,7 +333,7 @@ def optimal_token_baseline(
 
 
 def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) -> Tensor:
-    """Each sample's reward on its last active token, 0 elsewhere; of a sample that was not judged, 0.
+    """Each sample's reward on its last active token, 0 elsewhere; 0 for a sample that was not judged.
 
     Args:
         rewards: `[B]` or `[B, F]`.
@@ -389,7 +389,7 @@ def _lengths(lengths: Tensor, like: Tensor) -> Tensor:
 
 
 def _whitened(x: Tensor, count: Tensor) -> Tensor:
-    """(x - mean) / std over elements that count `count` times each; 0 where fewer than two count."""
+    """(x - mean) / std over elements that count `count` times each; 0 if fewer than two count."""
     total = count.sum()
     known = torch.where(count > 0, x, 0.0)
     mean = (known * count).sum() / total.clamp(min=1)

@@ -1,4 +1,4 @@
-"""Several objectives in one call, each with weights of its own."""
+"""Several objectives in one call, each with its own weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def mixture(**parts: LossFunction) -> Objective:
 
         l = sum_k w_k l_k,   for example mixture(rl=ipo(), ce=cross_entropy(), ref_kl=ref_kl())
 
-    A part sees only the tokens with a weight other than 0: what its inputs hold at the others does not matter (NaN may
-    stand there), and they do not count in its sequences. Looking for them waits for the device. The call's mask must
+    A part gets only the tokens with a weight other than 0: its inputs may have any values at the others (NaN too), and
+    these do not count in its sequences. Finding them synchronises the device. The call's mask must
     include the tokens of every part. Scope: the widest of the parts. Inputs: those of the parts, and `<name>_weights`
     for each part.
 
@@ -23,7 +23,7 @@ def mixture(**parts: LossFunction) -> Objective:
             the part's tokens in the global batch).
 
     Raises:
-        TypeError: no parts, or one that is no objective.
+        TypeError: no parts, or one that is not an objective.
 
     Source: prime-rl's sum of `rl`, `ce` and `ref_kl` components. Tested against the formula, compared once with
     prime-rl's code of August 2026.
@@ -46,7 +46,7 @@ def mixture(**parts: LossFunction) -> Objective:
 
 
 def _at(tokens: Tokens, rows: Tensor, factors: dict[str, LossFunction]) -> Tokens:
-    """The tokens at `rows` ([k] int64, ascending), with the inputs that are no weight of a part."""
+    """The tokens at `rows` ([k] int64, ascending), with the inputs except the parts' weights."""
     sequences = tokens.sequences
     if sequences is not None:
         offsets = torch.searchsorted(rows, sequences.cu_seqlens)

@@ -1,7 +1,7 @@
-"""Corrections for the engine that sampled, around any objective.
+"""Corrections for the rollout engine, around any objective.
 
 d = logp - sampling for each token, 0 where the engine has no log-prob. With `policy="old"` d = old - sampling, which an
-update does not change; otherwise it follows the policy, as where `old_per_token_logps` are the engine's.
+update does not change; otherwise d changes with the policy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rollout_rejection(
 
     K is the estimate of the token, or its sum, mean or maximum over the sequence. Scope: "sequence" for those, or that
     of `objective` if it is wider. Inputs: those of `objective`, `sampling_per_token_logps` (NaN: d = 0), with
-    `policy="old"` `old_per_token_logps`. Weights stay as they are: what is left out counts in the average as 0.
+    `policy="old"` `old_per_token_logps`. Weights are not changed: tokens that are left out count as 0 in the average.
 
     Args:
         objective: An objective.
@@ -60,7 +60,7 @@ def rollout_rejection(
 
     Raises:
         ValueError: unknown options, bounds out of range or order, "sequence_max" with "k1", `low` without "k1".
-        TypeError: no objective.
+        TypeError: not an objective.
 
     Source: checked against verl 0.9.1 `compute_rollout_rejection_mask` (its `seq_sum` is "sequence_sum", ...).
     """
@@ -90,7 +90,7 @@ def rollout_truncation(
     low: float | None = None,
     policy: RolloutPolicy = "current",
 ) -> Objective:
-    """`objective` times the importance ratio to the sampler, which has no gradient and is bounded.
+    """`objective` times the bounded importance ratio to the sampler, without gradient.
 
         l = sg(w) l',   w = min(exp(D), high);   with `low`: w = exp(D) where low <= exp(D) <= high, else 0 (IcePop)
 
@@ -107,7 +107,7 @@ def rollout_truncation(
 
     Raises:
         ValueError: unknown options, bounds out of range or order.
-        TypeError: no objective.
+        TypeError: not an objective.
 
     Source: truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training") and IcePop; "token" and "sequence_sum" checked against verl 0.9.1 `compute_rollout_correction_weights`.

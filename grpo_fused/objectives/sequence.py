@@ -1,6 +1,6 @@
 """Objectives in which a token's loss depends on its sequence (scope "sequence").
 
-Where a formula gives one loss for a sequence, each of its tokens has that loss, and the weights average: with
+If a formula gives one loss for a sequence, each of its tokens has that loss, and the weights average: with
 `token_weights(mask, "grpo")` the total is the mean over sequences. s is the sum of a sequence's n log-ratios.
 """
 
@@ -79,7 +79,7 @@ def topr(level: Level = "sequence") -> Objective:
     paper sums over a sequence's tokens: `token_weights(mask, "luspo")`.
 
     Args:
-        level: "sequence" (the paper's) or "token" (as Trinity-RFT and ROLL have it).
+        level: "sequence" (the paper's) or "token" (that of Trinity-RFT and ROLL).
 
     Source: TOPR (arXiv 2503.14286), its equation. Tested against the formula; level "token" compared once with
     Trinity-RFT 0.6.0.
@@ -106,7 +106,7 @@ def kimi(tau: float = 0.1, level: Level = "sequence") -> Objective:
 
     Args:
         tau: Strength of the penalty, in units of reward per nat, > 0.
-        level: "sequence" (the paper's) or "token" (as ROLL has it).
+        level: "sequence" (the paper's) or "token" (ROLL's).
 
     Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2). Tested against the formula; the gradient at level "token"
     compared once with ROLL's `kimi15`.
@@ -134,7 +134,7 @@ def fipo(
     clip_high_only: bool = True,
     safety_threshold: float | None = 4.0,
 ) -> Objective:
-    """FIPO: PPO's clipped loss, weighted by how far the tokens that follow have moved.
+    """FIPO: PPO's clipped loss, weighted by the change of the tokens that follow.
 
         l = -f min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
         f = sg(clip(exp(F_t), 1 or 1 - clip_range, 1 + clip_range)),   F_t = sum_{k >= t} 2^(-(k - t) / half_life) d_k
@@ -152,8 +152,8 @@ def fipo(
         clip_high_only: Whether f is at least 1.
         safety_threshold: Ratio above which a bad token is not amplified, > 0, or None.
 
-    Source: FIPO (arXiv 2603.19835), as ms-swift 4.6.0 has it (`loss_type="fipo"`). Tested against the formula, compared
-    once with ms-swift's code.
+    Source: FIPO (arXiv 2603.19835), in the form of ms-swift 4.6.0 (`loss_type="fipo"`). Tested against the formula,
+    compared once with ms-swift's code.
     """
     low, high = check_clip(epsilon, epsilon_high)
     discount = 2.0 ** (-1.0 / check_number(half_life, "half_life", above=0.0))

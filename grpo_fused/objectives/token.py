@@ -1,7 +1,7 @@
-"""Objectives in which each token stands alone (scope "token").
+"""Objectives in which a token's loss depends on that token only (scope "token").
 
 In the formulas A is the advantage, logp the log-prob, r = exp(logp - old) the ratio to the policy before the update,
-and sg a value without gradient. Log-ratios are clamped at +-20 nats. On-policy, without `old_per_token_logps`, r = 1.
+and sg a stop-gradient. Log-ratios are clamped at +-20 nats. On-policy, without `old_per_token_logps`, r = 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def vanilla(epsilon: float = 0.2, epsilon_high: float | None = None, dual_clip: 
 
 
 def dppo_tv(threshold: float = 0.2, threshold_high: float | None = None, max_ratio: float = 20.0) -> Objective:
-    """DPPO with the total variation of "this token or another": tokens whose probability moved too far are left out.
+    """DPPO with the total variation of "this token or another": tokens whose probability changed too much are left out.
 
         l = -sg(min(r, max_ratio)) A logp M,   M = p - p_old <= threshold_high where A > 0, else p - p_old >= -threshold
 
@@ -158,7 +158,7 @@ def cispo(epsilon: float = 0.2, epsilon_high: float | None = None) -> Objective:
 
 
 def ipo(threshold: float = 0.3, kl_coef: float = 1e-3) -> Objective:
-    """INTELLECT's IPO: tokens whose probability moved too far from the sampler's are left out, all are held near it.
+    """INTELLECT's IPO: without tokens whose probability is too far from the sampler's, and with a penalty for all.
 
         l = -M rho A + kl_coef (log rho)^2,   rho = exp(logp - sampling),   M = |p - p_sampling| <= threshold
 
@@ -212,7 +212,7 @@ def _held_near(tokens: Tokens, advantages: Tensor, kept: Tensor, kl_coef: float)
 
 
 def icepop(low: float = 0.2, high: float = 5.0) -> Objective:
-    """IcePop on the current policy: tokens whose ratio to the sampler leaves a band are left out.
+    """IcePop on the current policy: tokens whose ratio to the sampler is outside a band are left out.
 
         l = -rho A where low <= rho <= high, else 0,   rho = exp(logp - sampling)
 
@@ -222,7 +222,7 @@ def icepop(low: float = 0.2, high: float = 5.0) -> Objective:
         low: Smallest ratio that counts, > 0.
         high: Largest ratio that counts, >= `low`.
 
-    Source: IcePop, as prime-rl's `icepop` loss has it. Tested against the formula.
+    Source: IcePop, in the form of prime-rl's `icepop` loss. Tested against the formula.
     """
     check_band(low, high)
 
@@ -247,7 +247,7 @@ def gpg() -> Objective:
 
 
 def cross_entropy() -> Objective:
-    """The negative log-likelihood of the tokens, for supervised ones in a mixture.
+    """The negative log-likelihood, for supervised tokens in a mixture.
 
         l = -logp
 

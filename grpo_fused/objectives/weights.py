@@ -26,7 +26,7 @@ def token_weights(
     cu_seqlens: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What each token's loss is multiplied by, so that the sum over tokens is the average that a loss type takes.
+    """The factor on each token's loss that makes the sum over tokens the average of a loss type.
 
         grpo      1 / (n_b B)                  the mean over sequences of the mean over their n_b tokens
         bnpo      1 / n                        the mean over the n active tokens of the call
@@ -49,7 +49,7 @@ def token_weights(
         Like `mask`, 0 where masked.
 
     Raises:
-        ValueError: shapes, masks or offsets that are wrong, an unknown aggregation, an option that it does not read.
+        ValueError: shapes, masks or offsets that are wrong, an unknown aggregation, or an option that it does not read.
         TypeError: a wrong type or dtype.
 
     Source: the averages of `GRPOLossConfig(loss_type=aggregation)`, which follow TRL 1.16.

@@ -1,4 +1,4 @@
-"""The answer that a text states: where it stands, as text and as a number; and the reward for the very text."""
+"""The answer in a text: its place, its text, its value as a number; and the reward for equal texts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from grpo_fused.rewards.text import Text, extract_answer, judge_each
 
-_MAX_CHARACTERS = 100  # an answer, not an attack: Fraction("1e999999999") would fill the memory
-# sign, the number itself, what it is divided by
+_MAX_CHARACTERS = 100  # a limit against attacks: Fraction("1e999999999") would fill the memory
+# sign, the number itself, its divisor
 _NUMBER = re.compile(
     r"([-+]?\\?\$?|\\?\$?[-+])"
     r"(?=\.?[0-9])((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?)(?:/([0-9]+))?(?:\\?%)?"
@@ -43,13 +43,13 @@ _WRAPPERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
 def exact_answer_reward(
     completions: Sequence[Text], answer: Sequence[str | int | None], **columns: object
 ) -> list[float | None]:
-    """1.0 where the completion's `<answer>` equals the `answer` column, else 0.0; None where there is no answer.
+    """1.0 if the completion's `<answer>` equals the `answer` column, else 0.0; None if that has no answer.
 
     Compared as text with white space at both ends removed: nothing is evaluated, and `07` is not `7`.
 
     Args:
         completions: N completions.
-        answer: N right answers, text or integers; None says that this question cannot be judged here.
+        answer: N right answers, text or integers; None: this sample is not judged.
         **columns: prompts and the other columns of the data set, unused.
 
     Returns:
@@ -67,11 +67,11 @@ def _judge(completion: Text, right: str | int) -> float:
 
 
 def stated_answer(text: str) -> str | None:
-    """What stands in the only `<answer>` block, else in the last `\\boxed{}`, else after the last `####`; or None.
+    """The text in the only `<answer>` block, else in the last `\\boxed{}`, else after the last `####`; or None.
 
-    The first of the three that the text uses decides: a text with two answer blocks has no answer, whatever it boxes.
-    A box or hashes inside the answer block are taken off, and so are the signs of LaTeX's math mode. A text that is
-    nothing but a number is its own answer.
+    The first of the three that the text has decides: a text with two answer blocks has no answer, also if it has a
+    box. A box or hashes inside the answer block are removed, and so are the signs of LaTeX's math mode. A text that is
+    only a number is its own answer.
     """
     if "<answer>" in text or "</answer>" in text:
         inside = extract_answer(text)
@@ -82,7 +82,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def reference_answer(column: str) -> str:
-    """The answer that a data set gives: as `stated_answer` finds it, else the whole text."""
+    """The answer in a data set's text: that of `stated_answer`, else the whole text."""
     answer = stated_answer(column)
     return _without_math_mode(column.strip()) if answer is None else answer
 
@@ -96,7 +96,7 @@ def _unwrapped(text: str) -> str | None:
 
 
 def _last_box(text: str) -> str:
-    """What stands between the braces of the last box; empty if they do not balance."""
+    """The text between the braces of the last box; empty if they do not balance."""
     start = text.rindex(_BOX) + len(_BOX)
     depth = 1
     for position in range(start, len(text)):
@@ -114,7 +114,7 @@ def _without_math_mode(text: str) -> str:
 
 
 def is_one_number(text: str) -> bool:
-    """Whether a text is a number with nothing left to work out: `42`, `x = 42`, `42 km/h`, `3/4`, `3\\frac{1}{2}`.
+    """Whether a text is a number with nothing left to compute: `42`, `x = 42`, `42 km/h`, `3/4`, `3\\frac{1}{2}`.
 
     `40+2`, `6*7`, `\\sqrt{16}`, `4 \\times 10^3` are not, nor is a fraction that is not in lowest terms: `84/2`.
     """
@@ -130,7 +130,7 @@ def is_one_number(text: str) -> bool:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The value of one number, or None if the text is anything else.
+    """The value of one number, or None for any other text.
 
     White space around it, dollar signs, a percent sign (`50%` is 50) and a full stop after it are dropped. A comma
     must separate groups of three digits: `1,234` is a number, `1,2` is two. No exponents.

@@ -1,4 +1,4 @@
-"""A bounded evaluator of arithmetic: what a policy writes is parsed and walked, never handed to `eval`."""
+"""A bounded evaluator of arithmetic: the policy's text is parsed and its tree evaluated, without `eval`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
-# Powers are not in the language, so a value has at most about as many digits as its text: the limit bounds the work.
+# Powers are not supported, so a value has at most about as many digits as its text: the limit bounds the work.
 _MAX_CHARACTERS = 512
 _CHARACTERS = frozenset("0123456789.+-*/() \t\n\r")
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -20,7 +20,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class Arithmetic(NamedTuple):
-    """The exact value of an expression and the numbers it is written with, from left to right."""
+    """The exact value of an expression and the numbers in it, from left to right."""
 
     value: Fraction
     numbers: tuple[Fraction, ...]
@@ -38,14 +38,14 @@ def evaluate_arithmetic(text: str) -> Arithmetic | None:
     numbers: list[Fraction] = []
     try:
         return Arithmetic(_value(ast.parse(line, mode="eval").body, line, numbers), tuple(numbers))
-    # The parser gives up on deep nesting in different ways across Python versions.
+    # The parser fails on deep nesting with different errors in different Python versions.
     except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError, ValueError):
         return None
 
 
 def _value(node: ast.expr, line: str, numbers: list[Fraction]) -> Fraction:
     if isinstance(node, ast.Constant):
-        numbers.append(Fraction(line[node.col_offset : node.end_col_offset]))  # the text: a float would have rounded
+        numbers.append(Fraction(line[node.col_offset : node.end_col_offset]))  # from the text: a float would be rounded
         return numbers[-1]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, line, numbers)

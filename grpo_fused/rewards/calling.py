@@ -1,7 +1,7 @@
-"""Calling reward functions: with the columns they need, within a time limit, async ones side by side.
+"""Calling reward functions: with the columns they need, within a time limit, async ones concurrently.
 
 TRL's convention: `f(prompts=..., completions=..., completion_ids=..., **columns) -> list[float | None]`, def or
-async def. A function without `**columns` gets only what it names.
+async def. A function without `**columns` gets only its named parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
 RewardFunction = Callable[..., Rewards]
 Batch = Mapping[str, Any]
 
-GIVEN = ("prompts", "completions", "completion_ids")  # what every function gets; the rest of a batch are columns
+GIVEN = ("prompts", "completions", "completion_ids")  # every function gets these; the rest of a batch are columns
 
 
 class RewardError(RuntimeError):
@@ -32,23 +32,23 @@ class RewardError(RuntimeError):
 
 
 class TimeExceeded(BaseException):
-    """Not an Exception, so that the `except Exception` of what is interrupted does not keep it."""
+    """Not an Exception, so that an `except Exception` in the interrupted code does not catch it."""
 
 
 def call_reward_functions(
     functions: Mapping[str, RewardFunction], batch: Batch, timeout: float | None = None
 ) -> dict[str, object]:
-    """What each function returns for a batch, unchecked.
+    """The unchecked results of each function for a batch.
 
     Args:
-        functions: F functions under their names. Sync ones run one after the other, async ones then concurrently.
+        functions: F functions by name. Sync ones run one after the other, then async ones concurrently.
         batch: "prompts", "completions", "completion_ids" and the columns, each a list of N values.
-        timeout: Seconds that each function may take, default any time. A sync function is interrupted in the main
+        timeout: Seconds that each function may take, default no limit. A sync function is interrupted in the main
             thread on Unix, unless it stays inside one C call; elsewhere the limit is found exceeded when it returns.
 
     Raises:
         RewardError: A function raised an exception or took longer than `timeout`.
-        ValueError: A function needs a column that the batch has not.
+        ValueError: A function needs a column that the batch does not have.
     """
     results: dict[str, object] = {}
     try:
@@ -66,15 +66,15 @@ def call_reward_functions(
 
 
 def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str, Any]:
-    """What of the batch a function takes; every list is its own copy, so that no function changes another's input.
+    """The part of the batch that a function takes; lists are copied, so that no function changes another's input.
 
     Raises:
-        ValueError: The function has a parameter without default that the batch does not fill.
+        ValueError: The function has a parameter without default that is not in the batch.
     """
     own = {key: list(values) if isinstance(values, list) else values for key, values in batch.items()}
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables of C do not tell
+    except (TypeError, ValueError):  # some callables of C have no signature
         return own
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in batch]
@@ -108,10 +108,10 @@ def _named(name: str, timeout: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limited(seconds: float | None) -> Iterator[None]:
-    """Interrupts what it contains after `seconds`, by the interval timer of Unix.
+    """Interrupts the code in its block after `seconds`, by the interval timer of Unix.
 
-    Only the main thread on Unix can be interrupted, and only between two steps of Python; and a call that sets an
-    alarm of its own (math-verify does) takes the timer away. In these cases the time is looked at when it returns.
+    Only the main thread on Unix can be interrupted, and only between two steps of Python; and a call that sets
+    another alarm (as math-verify does) replaces the timer. In these cases the time is checked when it returns.
 
     Raises:
         TimeExceeded: It took longer.
@@ -126,7 +126,7 @@ def _limited(seconds: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raises TimeExceeded in what it contains after `seconds`; an alarm that somebody else has set goes on later."""
+    """Raises TimeExceeded in its block after `seconds`; an alarm that was set before continues afterwards."""
 
     def interrupt(signum: int, frame: object) -> None:
         raise TimeExceeded
@@ -139,15 +139,15 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may still ring here, but once: the outer block runs
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may still fire here, but once: the outer block runs
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        if delay:  # if it was due meanwhile, it rings at once
+        if delay:  # if it was due in between, it fires at once
             signal.setitimer(signal.ITIMER_REAL, max(delay - (time.monotonic() - started), 1e-3), interval)
 
 
 def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -> dict[str, object]:
-    """The results of async functions, which run side by side on the event loop."""
+    """The results of async functions, which run concurrently on the event loop."""
 
     async def all_of_them() -> dict[str, object]:
         tasks = {name: asyncio.ensure_future(waiting) for name, waiting in awaited.items()}
@@ -166,7 +166,7 @@ def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -
 
     future = asyncio.run_coroutine_threadsafe(all_of_them(), _event_loop(os.getpid()))
     try:
-        # Each may block the loop for its own time before another does.
+        # Each may block the loop for its own time limit before the next one does.
         return future.result(None if timeout is None else timeout * len(awaited) + 1.0)
     except concurrent.futures.TimeoutError:
         _event_loop.cache_clear()  # what blocks it cannot be cancelled
@@ -180,10 +180,10 @@ def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -
 
 @functools.lru_cache(maxsize=1)
 def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """One for all async functions of a process, in a thread of its own, which does not survive a fork.
+    """One loop for all async functions of a process, in its own thread, which does not survive a fork.
 
-    It lives as long as the process, because an HTTP client that a user makes once is bound to the loop of its first
-    request; and in a thread, because a notebook has a loop of its own running.
+    It exists as long as the process, because an HTTP client that a user creates once is bound to the loop of its first
+    request; and in a thread, because a notebook already runs its own loop.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-event-loop", daemon=True).start()

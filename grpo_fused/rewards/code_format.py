@@ -1,4 +1,4 @@
-"""The code-format reward: a `<code>` block that parses as Python and names nothing dangerous. Nothing is run."""
+"""The code-format reward: a `<code>` block that parses as Python, without dangerous names. Nothing is run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _WORD = re.compile(r"\w+")
 
 
 def code_format_reward(completions: Sequence[Text], **columns: object) -> list[float]:
-    """1.0 for Python in `<code>…</code>`, 0.3 where it does not parse, 0.0 without code or with dangerous names.
+    """1.0 for Python in `<code>…</code>`, 0.3 if it does not parse, 0.0 without code or with dangerous names.
 
     Judged from the syntax tree of the first block, which is never compiled or run. Dangerous are imports, names such
-    as `open`, `eval` and `os`, and double-underscore attributes; in strings and comments they are harmless. Where
-    nothing parses, the bare words decide. A block without a statement or of more than 20,000 characters earns 0.0.
+    as `open`, `eval` and `os`, and double-underscore attributes; in strings and comments they are allowed. If
+    the block does not parse, its words are checked. A block without a statement or of more than 20,000 characters earns
+    0.0.
 
-    This shapes a policy's habits. It does not make code safe to run: for that, use a sandbox.
+    This reward does not make code safe to run: for that, use a sandbox.
 
     Args:
         completions: N completions.
@@ -57,7 +58,7 @@ def _judge(code: str) -> float:
             warnings.simplefilter("ignore")  # of invalid escapes in the policy's strings
             tree = ast.parse(code)
         nodes = list(ast.walk(tree))
-    # Null bytes, lone surrogates and deep nesting are refused in different ways across Python versions.
+    # Null bytes, lone surrogates and deep nesting raise different errors in different Python versions.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0.0 if _DANGEROUS_WORDS.intersection(_WORD.findall(code)) else 0.3
     imports = any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes)
@@ -66,7 +67,7 @@ def _judge(code: str) -> float:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Every identifier that a node holds: variables, attributes, arguments, keywords, and what it defines."""
+    """Every identifier of a node: variables, attributes, arguments, keywords, and the names it defines."""
     is_special = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("__")
     if is_special or isinstance(node, ast.Constant):  # a class may define its special methods
         return

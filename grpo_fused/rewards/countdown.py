@@ -23,15 +23,15 @@ def countdown_reward(
     think_opened: bool | None = None,
     **columns: object,
 ) -> list[float | None]:
-    """1.0 where the `<answer>` is arithmetic over the given numbers that equals the target exactly, else 0.0.
+    """1.0 if the `<answer>` is arithmetic over the given numbers that equals the target exactly, else 0.0.
 
     Args:
         completions: N completions.
-        target: N targets, numbers or their text; None says that this sample is no such puzzle.
+        target: N targets, numbers or their text; None: this sample is not judged.
         nums: N lists of numbers; each may be used as often as it is listed.
         prompts: N prompts; one that ends with `<think>` has opened that block for its completion.
         use_all: Every listed number must be used.
-        require_format: The completion must be `<think>…</think><answer>…</answer>`; otherwise one answer block does.
+        require_format: The completion must be `<think>…</think><answer>…</answer>`; else only one answer block.
         think_opened: As in `format_reward`.
         **columns: the other columns of the data set, unused.
 
@@ -60,7 +60,7 @@ def countdown_reward(
 
 
 def _exact(column: str, number: Any) -> Fraction:
-    """A column's number without rounding; a float counts as what it prints, so that 0.1 is a tenth."""
+    """A column's number without rounding; a float counts as its printed value, so that 0.1 is a tenth."""
     number = number.item() if hasattr(number, "item") else number  # a scalar tensor or a numpy number
     exact = plain_number(str(number))
     if exact is None:

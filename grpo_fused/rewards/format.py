@@ -1,4 +1,4 @@
-"""The format rewards: did the completion think first and answer second, and in steps?"""
+"""The format rewards: think block first, then the answer; and reasoning in steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from grpo_fused.rewards.text import TAGS, Text, parse_completion, split_at_tags, text_of, whole_completions
 
-_MIN_THOUGHT = 20  # characters; up to here a thought earns half, as in the Hugging Face course
+_MIN_THOUGHT = 20  # characters; a shorter thought earns half, as in the Hugging Face course
 # "Step 1:", "1." and bullets at the start of a line, and the words that join steps. Digits are counted, not repeated
-# without bound, so that no run of them is read more than four times.
+# without bound, so that no digits are read more than four times.
 _MARKER = re.compile(r"Step [0-9]{1,4}:|^(?:[0-9]{1,4}\.|[-*])|\b(?:First|Second|Next|Finally),", re.MULTILINE)
 _ENOUGH = 3
 
@@ -26,7 +26,7 @@ def format_reward(
     Args:
         prompts: N prompts; one that ends with `<think>` has opened that block for its completion.
         completions: N completions.
-        think_opened: True if the chat template opens the think block, which messages do not show; default: look.
+        think_opened: True if the chat template opens the think block, which messages do not show; default: by prompt.
         **columns: the other columns of the data set, unused.
 
     Returns:
@@ -45,10 +45,10 @@ def soft_format_reward(
     think_opened: bool | None = None,
     **columns: object,
 ) -> list[float]:
-    """1.0 where a think block of more than 20 characters meets an answer that is not empty; 0.5 for the bare tags.
+    """1.0 for a think block of more than 20 characters and an answer that is not empty; 0.5 for only the tags.
 
-    The four tags may stand anywhere in the text, but next to each other and in their order, with only white space
-    between the blocks. The first such place counts. 0.0 where there is none.
+    The four tags may be anywhere in the text, but in their order, with only white space between the blocks. The first
+    such place counts. 0.0 if there is none.
 
     Args:
         completions: N completions.
@@ -71,7 +71,7 @@ def tag_count_reward(
     think_opened: bool | None = None,
     **columns: object,
 ) -> list[float]:
-    """0.25 for each of the four tags that occurs exactly once, wherever it stands.
+    """0.25 for each of the four tags that occurs exactly once, at any place.
 
     Args:
         completions: N completions.
@@ -82,7 +82,7 @@ def tag_count_reward(
     Returns:
         N rewards in 0.0, 0.25, …, 1.0.
 
-    Source: the tag count reward of Open-R1 (which also wants a new line at each tag).
+    Source: the tag count reward of Open-R1 (which also requires a new line at each tag).
     """
     split = [split_at_tags(text)[1] for text in whole_completions(completions, prompts, think_opened)]
     return [sum(0.25 for tag in TAGS if tags.count(tag) == 1) for tags in split]

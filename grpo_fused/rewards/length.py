@@ -1,4 +1,4 @@
-"""Length rewards: close to a target, or long next to the batch."""
+"""Length rewards: close to a target, or long relative to the batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def length_reward(
     Args:
         completions: N completions.
         completion_ids: N lists of token ids; needed for `unit="tokens"`.
-        target_length: The wished length, in units; None rewards the length itself, so the longest completion wins.
-        unit: "characters" of the text or "tokens" of `completion_ids` (an EOS counts, where it is among them).
+        target_length: The target, in units; None rewards the length itself, so the longest completion wins.
+        unit: "characters" of the text or "tokens" of `completion_ids` (an EOS counts if it is one of them).
         **columns: prompts and the other columns of the data set, unused.
 
     Returns:
@@ -49,7 +49,7 @@ def relative_length_reward(
     """`length / mean length of the batch`: above 1.0 for a completion longer than the average; 0.0 if all are empty.
 
     Args:
-        completions: N completions, all of them the batch.
+        completions: N completions, the whole batch.
         completion_ids: N lists of token ids; needed for `unit="tokens"`.
         unit: As in `length_reward`.
         **columns: prompts and the other columns of the data set, unused.

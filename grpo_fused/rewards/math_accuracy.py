@@ -1,4 +1,4 @@
-"""The accuracy reward for mathematics: numbers exactly, anything else through `math-verify` where it is installed."""
+"""The accuracy reward for mathematics: numbers exactly, anything else by `math-verify` if it is installed."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ def math_accuracy_reward(
     total_seconds: float = 60.0,
     **columns: object,
 ) -> list[float | None]:
-    r"""1.0 where the completion's answer equals the data set's, else 0.0; None where the data set has none.
+    r"""1.0 if the completion's answer equals the data set's, else 0.0; None if the data set has none.
 
-    The answer is what stands in the only `<answer>` block, else in the last `\boxed{}`, else after the last `####`; or
+    The answer is the text in the only `<answer>` block, else in the last `\boxed{}`, else after the last `####`; or
     the whole text if it is one number. Two numbers are compared exactly, as fractions, without dollar and percent
-    signs and the commas of thousands. Equal texts are equal. Whatever is left goes to math-verify in a process of its
-    own, with limits on its time and memory; without math-verify it is wrong.
+    signs and the commas of thousands. Equal texts are equal. All other answers go to math-verify in a subprocess with
+    limits on its time and memory; without math-verify they are wrong.
 
-    Where the right answer is a number, the answer must be one too, perhaps with a unit: `12*3+6`, `84/2` and
-    `\sqrt{1764}` are not 42. Otherwise the question itself would be an answer to it. Where the right answer is a
-    formula, equal formulas are right in any form, since none is the only finished one: a data set that asks to expand
-    or to simplify wants another reward.
+    If the right answer is a number, the answer must be one too, perhaps with a unit: `12*3+6`, `84/2` and `\sqrt{1764}`
+    are not 42. Otherwise a copy of the question would be a right answer. If the right answer is a formula, equal
+    formulas are right in any form: a data set whose questions are to expand or to simplify needs another reward.
 
     Args:
         completions: N completions.
         answer: N right answers: numbers, their text, LaTeX, or GSM8K's "reasoning #### 72".
-        solution: The same under its other usual name, read where there is no `answer`.
-        accept_expressions: An expression counts as its value, for questions that do not hold one. Needs math-verify.
-        use_math_verify: True requires it, False goes without, None takes it if it is installed.
+        solution: The same under its other usual name, read if there is no `answer`.
+        accept_expressions: An expression counts as its value; for questions without one. Needs math-verify.
+        use_math_verify: True requires it, False does not use it, None uses it if it is installed.
         seconds: The time limit of one comparison in math-verify, after which the answer is wrong.
         total_seconds: The time that all comparisons of a call may take there, so that a policy which writes hostile
-            formulas cannot stop the training; what then is left to compare is not judged.
+            formulas cannot stop the training; the remaining samples are then not judged.
         **columns: prompts and the other columns of the data set, unused.
 
     Returns:
@@ -53,7 +52,7 @@ def math_accuracy_reward(
 
     Raises:
         ImportError: `use_math_verify=True` without it.
-        TypeError: A right answer is neither text, number nor None, or `accept_expressions` is no bool.
+        TypeError: A right answer is neither text, number nor None, or `accept_expressions` is not a bool.
         ValueError: Neither column, or a column of another length than the completions.
 
     Source: the accuracy rewards of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) and Open-R1; GSM8K (arXiv 2110.14168).

@@ -1,4 +1,4 @@
-"""The process that runs math-verify: one question a line on stdin, "equal" or "different" a line on stdout.
+"""The process that runs math-verify: a question in each line of stdin, "equal" or "different" in each line of stdout.
 
 Run from its source (`math_verifier.py`), never imported by the package, so it imports nothing from there.
 """
@@ -22,7 +22,7 @@ def limit_memory() -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """After `seconds` the process ends, wherever it is and whether or not it still has a parent (Unix); 0: no limit."""
+    """After `seconds` the process ends, in any code and also without a parent (Unix); 0: no limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -30,14 +30,14 @@ def limit_time(seconds: float) -> None:
 def main() -> None:
     """Answers questions until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints
+    os.dup2(2, 1)  # other output goes to stderr
     limit_memory()
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except BaseException as error:
         print(f"{type(error).__name__}: {error}".replace("\n", " "), file=answers, flush=True)
         return
-    # LaTeX only: math-verify's other reader goes through SymPy's `parse_expr`, which evaluates its text as Python.
+    # LaTeX only: math-verify's other parser uses SymPy's `parse_expr`, which evaluates its text as Python.
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(text: str) -> list[object]:

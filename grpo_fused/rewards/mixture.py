@@ -12,7 +12,7 @@ from grpo_fused.rewards.calling import RewardFunction, arguments_for
 def only_for(function: RewardFunction, task: object, *, column: str = "task") -> RewardFunction:
     """The reward function for the samples whose `column` is `task`; the others are not judged.
 
-    The function is called with these samples alone, and not at all if a batch has none.
+    The function is called with these samples only, and not at all if a batch has none.
 
     Args:
         function: Any reward function, async ones too.
@@ -55,5 +55,5 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
 
 
 def _is_column(values: object, length: int) -> bool:
-    """One value a sample; not what TRL's trainer passes beside them (its state, its loggers)."""
+    """One value for each sample; not the other arguments of TRL's trainer (its state, its loggers)."""
     return isinstance(values, (list, tuple)) and len(values) == length

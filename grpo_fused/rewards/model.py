@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class RewardModel:
     """A sequence-classification model with one label; the reward is its logit for prompt and completion together.
 
-    Plain texts are joined as they are and get the special tokens that the model's own tokenizer adds. Where the prompt
-    or the completion is a list of chat messages, both go through the tokenizer's chat template.
+    Plain texts are joined unchanged and get the special tokens that the model's own tokenizer adds. If the prompt or
+    the completion is a list of chat messages, both go through the tokenizer's chat template.
 
     Args:
-        model: An `AutoModelForSequenceClassification`, as object (put in eval mode, otherwise left as it is) or as
-            path or name, from which it is loaded in its own dtype.
+        model: An `AutoModelForSequenceClassification`, as object (put in eval mode, otherwise unchanged) or as path or
+            name, from which it is loaded in its own dtype.
         tokenizer: The model's own tokenizer, not the policy's; with a path the default is the tokenizer there.
         batch_size: Texts scored at once, shortest first.
         max_length: Tokens; the beginning of a longer text is left out, since the completion is at its end. Default all.
@@ -35,7 +35,7 @@ class RewardModel:
 
     Raises:
         ValueError: Not one label, weights of the head missing at the path, no tokenizer, or sizes below 1.
-        TypeError: Sizes that are no integers.
+        TypeError: Sizes that are not integers.
 
     Source: the reward models of TRL's `GRPOTrainer` (which adds no special tokens).
     """
@@ -106,7 +106,7 @@ class RewardModel:
         before = _as_messages(prompt, "user")
         after = _as_messages(completion, "assistant")
         if before and after and before[-1].get("role") == "assistant":
-            # The policy went on with a message that the prompt had begun.
+            # The completion continues a message that the prompt had begun.
             begun = text_of([before.pop()])
             after[0] = {**after[0], "content": begun + text_of([after[0]])}
         rendered: Any = self.tokenizer.apply_chat_template(before + after, tokenize=False)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class RewardModel:
         lengths = torch.tensor([len(row) for row in rows])
         with _padding(self.model.config.get_text_config(), {row[-1] for row in rows}) as pad:
             input_ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])  # [B, W]
-            attention_mask = (torch.arange(width) < lengths[:, None]).long()  # of the lengths: a text may hold the pad
+            attention_mask = (torch.arange(width) < lengths[:, None]).long()  # by length: texts may contain the pad
             device = self.model.device
             output = self.model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
         logits: Tensor = output.logits
@@ -136,11 +136,11 @@ def _as_messages(text: Text, role: str) -> list[Message]:
 
 @contextmanager
 def _padding(config: Any, last_ids: set[int]) -> Iterator[int]:
-    """The id to pad with, known to the model's head for as long as it scores.
+    """The id to pad with, set in the model's config while it scores.
 
-    A decoder's head reads the last token that is not `config.pad_token_id`. A configured id is what the model was
-    trained with. Without one, any id does that is no text's last token: with EOS, as is usual, a text that ends with
-    EOS would be read one token too early, and differently in a batch than alone.
+    A decoder's head reads the last token that is not `config.pad_token_id`. A configured id is that of the training.
+    Without one, any id works that is not the last token of a text: with EOS, which is usual, a text that ends with EOS
+    would be read one token too early, and the result would depend on the batch.
     """
     configured = config.pad_token_id
     if configured is None:

@@ -36,8 +36,8 @@ def built_in(name: str, **options: object) -> RewardFunction:
         **options: The function's keyword-only arguments.
 
     Returns:
-        A reward function whose `__name__` is `name`. A column of the data set that is called like an option is not
-        taken for it.
+        A reward function whose `__name__` is `name`. A column of the data set with the name of an option does not
+        set that option.
 
     Raises:
         ValueError: An unknown name, or an option with a wrong value.

@@ -1,7 +1,7 @@
-"""Reading what a policy wrote: chat messages as one string, and the tags `<think>` and `<answer>` in it.
+"""Reading a policy's text: chat messages as one string, and the tags `<think>` and `<answer>` in it.
 
-A policy under optimisation writes hostile text. The only pattern here matches a tag and nothing else: it has no
-repetition, so no input makes it backtrack and parsing takes linear time.
+A policy in training may write hostile text. The only pattern here matches a tag: it has no repetition, so no input
+makes it backtrack and parsing takes linear time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]  # in the order of the f
 
 
 def text_of(text: Text) -> str:
-    """The text itself, or what the assistant says in a list of chat messages.
+    """The text itself, or the assistant's text in a list of chat messages.
 
-    Messages of other roles (a tool's output inside a completion) are not the policy's words and are left out; several
+    Messages of other roles (a tool's output inside a completion) are not the policy's text and are left out; several
     assistant messages are joined by a new line. A message's content is a str, None (a bare tool call), or a list of
     parts, of which those with a "text" count.
 
     Raises:
-        TypeError: Anything else than a str or a list of messages with "role" and "content".
+        TypeError: Neither a str nor a list of messages with "role" and "content".
     """
     if isinstance(text, str):
         return text
@@ -37,7 +37,8 @@ def text_of(text: Text) -> str:
 def opens_think(prompt: Text) -> bool:
     """Whether a prompt has opened the think block for its completion, as the R1 chat template does.
 
-    A chat prompt has if it ends with the assistant's own unfinished message; a user who mentions the tag has not.
+    A chat prompt has opened it if its last message is the assistant's and ends with the tag; a tag in a user's message
+    does not count.
     """
     if not isinstance(prompt, str) and prompt and _role(prompt[-1]) != "assistant":
         return False
@@ -68,7 +69,7 @@ def judge_each(
 
 
 class TaggedCompletion(NamedTuple):
-    """What stands between the tags, white space at both ends removed."""
+    """The texts between the tags, white space at both ends removed."""
 
     think: str
     answer: str
@@ -77,8 +78,8 @@ class TaggedCompletion(NamedTuple):
 def parse_completion(completion: Text, prompt: Text = "") -> TaggedCompletion | None:
     """Splits `<think>…</think><answer>…</answer>`, or returns None if the completion is anything else.
 
-    Strict: each of the four tags once and in this order, nothing but white space before, between and after the two
-    blocks. Either block may be empty. A prompt that ends with `<think>` has opened the first block already (the
+    Strict: each of the four tags once and in this order, only white space before, between and after the two blocks.
+    Either block may be empty. A prompt that ends with `<think>` has opened the first block already (the
     R1 chat template does that); the completion then starts inside it.
     """
     text = text_of(completion)
@@ -91,8 +92,8 @@ def parse_completion(completion: Text, prompt: Text = "") -> TaggedCompletion | 
 def extract_answer(completion: Text) -> str | None:
     """The text of the only `<answer>…</answer>` of a completion, stripped, or None.
 
-    Lenient about the rest, so that a right answer counts before the format is learnt; but two answers are no answer,
-    or a policy could list its guesses. Another tag inside the answer is no answer either.
+    Lenient about the rest, so that a right answer counts before the format is learnt; but two answers count as none,
+    or a policy could list its guesses. An answer with another tag inside counts as none, too.
     """
     texts, tags = split_at_tags(text_of(completion))
     if tags.count("<answer>") != 1 or tags.count("</answer>") != 1:
@@ -116,9 +117,9 @@ def whole_completions(
 
     Args:
         completions: N texts or chat completions.
-        prompts: N prompts, read where `think_opened` is None; None if there are none to read.
+        prompts: N prompts, read if `think_opened` is None; None if there are none to read.
         think_opened: True if the chat template opens the block (which the prompt's messages do not show), False if
-            nothing does, None to look at the prompts.
+            not, None to look at the prompts.
     """
     if think_opened is not None and not isinstance(think_opened, bool):
         raise TypeError(f"think_opened must be True, False or None (look at the prompts); got {think_opened!r}")

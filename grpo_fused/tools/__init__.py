@@ -1,1 +1,1 @@
-"""Programs for a machine: what runs on it (`doctor`), and whether that is right (`check`)."""
+"""Programs about a machine: what runs on it (`doctor`), and whether its results are right (`check`)."""

@@ -3,8 +3,8 @@
     python -m grpo_fused check            # about a minute on two cores
     python -m grpo_fused check --quick    # some seconds
 
-Every engine x dtype x objective is run on padded, packed and poisoned inputs; log-probs and gradients are held to the
-bounds of `grpo_fused.testing`. Engines that promise the same bits in any batch are held to that.
+Every engine x dtype x objective is run on padded, packed and poisoned inputs; log-probs and gradients must be within
+the bounds of `grpo_fused.testing`. Engines whose scores are bitwise independent of the batch are tested for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_fused import GRPOLossConfig, __version__, engines
 from grpo_fused.config import LossType
-from grpo_fused.testing import BITWISE, COMPANY_BOUND, Problem, largest, make_problem
+from grpo_fused.testing import BATCH_BOUND, BITWISE, Problem, largest, make_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,18 +39,18 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dual-clip": {"loss_type": "grpo", "dual_clip": 1.4},
     "off-policy-mask": {"off_policy_mask_threshold": 0.05},
 }
-"""Every loss type, level, estimator and option once: as they are named in the output, and what sets them."""
+"""Every loss type, level, estimator and option once: name in the output, and options."""
 
 
 class Inputs(NamedTuple):
-    """What an engine is checked on."""
+    """The inputs of a check."""
 
     options: dict[str, Any]
     """of `problem_of`"""
     objectives: tuple[str, ...]
     """names in `OBJECTIVES`"""
     quick: tuple[str, ...] = ("dapo",)
-    """those of the quick check"""
+    """objectives of the quick check"""
 
 
 _FEW = ("dapo", "gspo", "entropy-bonus")
@@ -63,7 +63,7 @@ INPUTS = {
     "nothing active": Inputs({"masked": 1.0}, ("dapo",)),
     "V = 32003": Inputs({"T": 16, "H": 256, "V": 32003, "logit_std": 4.8}, ("dapo",), ()),
 }
-"""Heads, layouts and sizes by their name in the output."""
+"""Heads, layouts and sizes, by name in the output."""
 
 PARTS = [1, 30, 64, 100, 165]
 """Numbers of tokens that are scored together, of 360."""
@@ -74,7 +74,7 @@ class Check(NamedTuple):
 
     name: str
     errors: dict[str, tuple[float, float]]
-    """what was compared, to (error, bound)"""
+    """(error, bound) of each comparison"""
 
     @property
     def passed(self) -> bool:
@@ -122,11 +122,11 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
                     errors = problem.compare(config, device=device, impl=engine)
                     yield Check(" ".join(filter(None, words)), errors)
         for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
-            yield company(engine, device, dtype)
+            yield batch_independence(engine, device, dtype)
 
 
 def _engines_here() -> list[tuple[str, torch.device]]:
-    """On a GPU not what TRITON_INTERPRET runs, which is not what the chip runs."""
+    """Engines and devices that run here; not `triton` with TRITON_INTERPRET, which does not run on the GPU."""
     known = [("native", "cpu"), ("chunked", "cpu")]
     known += [("chunked", "cuda")] if torch.cuda.is_available() else []
     known += [("triton", "cuda")] if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else []
@@ -141,9 +141,9 @@ def problem_of(dtype: torch.dtype, *, packed: bool = False, **options: Any) -> P
     return problem.packed() if packed else problem
 
 
-def company(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
-    """How much a score changes with the tokens that it is computed with and their order; where it may not at all, also
-    with the number of threads and in training, and results from one run to the next."""
+def batch_independence(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
+    """How much a score changes with the other tokens of the batch and their order; if no change is allowed, also with
+    the number of threads and in training, and how much results differ between two runs."""
     whole = problem_of(dtype, B=360, T=1, V=3001).to(dtype, device)  # sequences of one token can be taken apart
 
     def scores(rows: Tensor) -> Tensor:
@@ -153,18 +153,18 @@ def company(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
     order = torch.randperm(360, generator=torch.Generator().manual_seed(0)).to(device)
     alone = scores(rows)
     apart = torch.cat([scores(part) for part in rows.split(PARTS)])
-    same = {"in company": [(apart, alone), (scores(order), alone[order])]}
+    same = {"in a batch": [(apart, alone), (scores(order), alone[order])]}
     if engine in BITWISE:
         if device.type == "cpu":
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
-            same["in company"].append((scores(rows), alone))
+            same["in a batch"].append((scores(rows), alone))
             torch.set_num_threads(threads)
         config = GRPOLossConfig(entropy_coef=0.01)
         first, second = whole.run(config, impl=engine), whole.run(config, impl=engine)
         same["in training"] = [(first.out.per_token_logps.flatten(), alone)]
         gradients = zip(first.gradients().values(), second.gradients().values(), strict=True)
         same["twice"] = [(first.out.loss, second.out.loss), *gradients]
-    bound = 0.0 if engine in BITWISE else COMPANY_BOUND
+    bound = 0.0 if engine in BITWISE else BATCH_BOUND
     errors = {what: (max(largest(a - b) for a, b in pairs), bound) for what, pairs in same.items()}
-    return Check(f"{engine} on {device.type} {str(dtype).removeprefix('torch.')} company", errors)
+    return Check(f"{engine} on {device.type} {str(dtype).removeprefix('torch.')} batch", errors)

@@ -1,4 +1,4 @@
-"""What runs on this machine, what does not and why, and what a call of a given shape is expected to take.
+"""What runs on this machine, what does not and why, and the predicted time and memory of a call.
 
     python -m grpo_fused doctor
     python -m grpo_fused doctor --tokens 8192 --hidden 4096 --vocab 151936 --dtype bfloat16
@@ -27,12 +27,12 @@ from grpo_fused.tools.predictions import Shape
 PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "peft")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Those that decide which products the native engine and the CPU's library have."""
+"""CPU flags that decide which products the native engine and the CPU's library have."""
 
 
 BRINGS = {
     "engine native": "on the CPU about twice the speed of chunked in bf16; scores bitwise the same in any batch",
-    "engine chunked": "library products anywhere",
+    "engine chunked": "library products on any device",
     "engine triton": "on a GPU scores without vocab-sized memory, bitwise the same in any batch",
     "Triton row kernels": "on a GPU the row work of chunked in one launch; torch operations without",
     "CUDA row kernels": "on a GPU one read of each logit, by impl='cuda' only: not benchmarked on a GPU yet",
@@ -65,14 +65,14 @@ def report(shape: Shape, *, measure: bool = True) -> str:
     lines = [f"grpo_fused {__version__}", "", *_table(versions()), "", *_table(devices()), ""]
     lines += _table([(name, f"no: {reason}" if reason else "runs") for name, reason in found.items()])
     missing = [(f"  {name}", BRINGS[name]) for name, reason in found.items() if reason]
-    lines += ["", "what is missing would bring", *_table(missing)] if missing else []
+    lines += ["", "what is missing would add", *_table(missing)] if missing else []
     for device in map(torch.device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)):
         lines += ["", _auto(device), "", *_predictions(shape, device, measure=measure)]
     return "\n".join(lines)
 
 
 def versions() -> list[tuple[str, str]]:
-    """Name and version of everything that decides what runs."""
+    """Names and versions of the software that decides what runs."""
     found = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
     found["torch"] = torch.__version__
     found |= {name: next((d.version for d in distributions(name=name)), "not installed") for name in PACKAGES}
@@ -125,7 +125,7 @@ def _auto(device: torch.device) -> str:
 
 def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[str]:
     heading = f"{shape.tokens} tokens, H = {shape.hidden}, V = {shape.vocab}, {_name(shape.dtype)}: "
-    lines = [heading + "loss and both gradients, or log-probs alone"]
+    lines = [heading + "loss and both gradients, or log-probs only"]
     bare = None
     if measure:
         rate = predictions.bare_rate(shape, device)
@@ -146,7 +146,7 @@ def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[s
 
 
 def _time(ratio: tuple[float, float] | None, bare: float | None, products: int) -> str:
-    """What so many bare products, each of `bare` seconds, and an engine's ratio to them come to."""
+    """The time of so many bare products, each of `bare` seconds, times an engine's ratio to them."""
     if ratio is None:
         return "not predicted"
     low, high = ratio
@@ -155,7 +155,7 @@ def _time(ratio: tuple[float, float] | None, bare: float | None, products: int) 
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with their columns aligned."""
+    """Rows with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

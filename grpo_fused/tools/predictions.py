@@ -1,4 +1,4 @@
-"""What a call is expected to take on this machine: scratch by the engines' own rules, time by measured ratios.
+"""Predicted memory and time of a call on this machine: scratch by the engines' own rules, time by measured ratios.
 
 A time is the machine's rate of bare head products, measured now on a part of the vocabulary, times the ratio of an
 engine to bare products that a benchmark measured before, perhaps on another machine. It is a prediction.
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
     @property
     def flop(self) -> int:
-        """Of one head product."""
+        """FLOP of one head product."""
         return 2 * self.tokens * self.hidden * self.vocab
 
     def head(self, device: torch.device) -> Head:
@@ -47,13 +47,13 @@ class Ratios(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What is expected of an engine."""
+    """The prediction for an engine."""
 
     engine: str
     is_auto: bool
     cost: Cost
     ratios: Ratios | None
-    """None where none was measured"""
+    """None if none was measured"""
 
 
 MEASURED = {
@@ -64,13 +64,13 @@ MEASURED = {
 }
 """On the CPU, from the lowest p20 to the highest p80 of the dense cases of `MEASURED_IN`: 128 to 4096 tokens, V = 32000
 and 151936, H = 896 and 2048; 2 cores of an AMD EPYC with AVX512-BF16, torch 2.13. No GPU has been measured. A test
-holds it against that file."""
+compares it with that file."""
 
 MEASURED_IN = "benchmarks/results/amd-epyc-2-cores/2026-11-21-94bf6d3.json"
 
 
 def predict(shape: Shape, device: torch.device) -> list[Prediction]:
-    """What each engine that runs on `device` is expected to take."""
+    """The predictions for each engine that runs on `device`."""
     auto, head, found = engines.fastest(device, shape.dtype), shape.head(device), []
     for name in ENGINES:
         if engines.unavailable(name, device, shape.dtype) is None:

@@ -1,7 +1,7 @@
-"""The folder of a checkpoint: complete or not there, and read without executing anything.
+"""The folder of a checkpoint: complete or absent, and read without executing anything.
 
 checkpoint-000050/
-    model.safetensors, config.json, ...   what `save_pretrained` writes: a model (or adapter) to load anywhere
+    model.safetensors, config.json, ...   the files of `save_pretrained`: a model (or adapter) to load anywhere
     optimizer.safetensors                 AdamW's moments
     rng-0.safetensors, ...                random states of each process
     state.json                            step, position in the data, SHA-256 of every file above
@@ -61,16 +61,16 @@ def naming(what: object) -> Iterator[None]:
 
 
 def publish(final: Path, write: Callable[[Path], object], keep: int | None) -> None:
-    """Puts what `write` makes of a folder at `final`, and removes all older checkpoints but the newest `keep`.
+    """Lets `write` fill a new folder, moves it to `final`, and removes all older checkpoints except the newest `keep`.
 
-    It is written beside its place and renamed into it, after everything is on the disk: a process that dies on the way
-    leaves the older ones as they were.
+    It is written next to `final` and renamed, after everything is on the disk: if the process dies before that, the
+    older ones are unchanged.
 
     Raises:
-        CheckpointError: It could not be written (a full disk, say); the older ones are still there.
+        CheckpointError: It could not be written (for example on a full disk); the older ones still exist.
     """
     unfinished = final.with_name(f"{UNFINISHED}-{final.name}")
-    with naming(f"could not write {final} (older checkpoints are as they were)"):
+    with naming(f"could not write {final} (older checkpoints are unchanged)"):
         try:
             _delete(unfinished)
             unfinished.mkdir(parents=True)
@@ -89,13 +89,13 @@ def publish(final: Path, write: Callable[[Path], object], keep: int | None) -> N
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first. None is half written: they are renamed into their place."""
+    """The checkpoints in a folder, the oldest first. All are complete: they are renamed after they are written."""
     found = [path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[len(PREFIX) :]))
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; half of one must not look like one, so it is renamed first."""
+    """Removes a checkpoint; it is renamed first, so that a partly removed one is not taken for a checkpoint."""
     hidden = path.with_name(f"{UNFINISHED}-old-{path.name}")
     _delete(hidden)
     path.rename(hidden)
@@ -103,7 +103,7 @@ def remove(path: Path) -> None:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes `state.json` with the checksums of all files there are, and last its own, as `sha256sum -c` reads it."""
+    """Writes `state.json` with the checksums of all files, and last its own checksum, as `sha256sum -c` reads it."""
     files = {path.relative_to(folder).as_posix(): checksum(path) for path in folder.rglob("*") if path.is_file()}
     text = json.dumps({"format": FORMAT, **state, "files": files}, indent=1)
     (folder / STATE).write_text(text, encoding="utf-8")
@@ -112,10 +112,10 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 @naming(STATE)
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state of a checkpoint, whose files are those that were written.
+    """The state of a checkpoint, after a check that its files are unchanged.
 
     Raises:
-        CheckpointError: A file is missing or has other bytes, or a field is missing or not what it must be.
+        CheckpointError: A file is missing or has other bytes, or a field is missing or wrong.
     """
     expected, found = seal_of(folder), (folder / SEAL).read_bytes()
     if found != expected.encode():
@@ -147,7 +147,7 @@ def read_tensors(folder: Path, name: str, state: Mapping[str, Any]) -> dict[str,
 
 
 def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError where names, shapes or dtypes are not those of this run."""
+    """Raises CheckpointError if names, shapes or dtypes are not those of this run."""
     for name in sorted(found.keys() | expected.keys()):
         came, wanted = (
             f"{tuple(tensors[name].shape)}, {tensors[name].dtype}" if name in tensors else "no such tensor"
@@ -159,15 +159,15 @@ def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 @naming(WEIGHTS)
 def load_weights(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrainedModel, model: nn.Module) -> None:
-    """The weights of a whole model, in one file or several, into one that exists."""
+    """Loads the weights of a whole model, from one file or several, into a model."""
     wanted = unwrapped.state_dict()
     files = [name for name in state["files"] if name.startswith("model") and name.endswith(".safetensors")]
     for file in files or [WEIGHTS]:
-        # loading converts: a weight of another dtype would be another weight. Renamed ones cannot be compared
+        # loading converts: a weight of another dtype would change. Renamed ones cannot be compared
         for name, tensor in read_tensors(checkpoint, file, state).items():
             if name in wanted and tensor.dtype != wanted[name].dtype:
                 raise CheckpointError(f"{name}: expected {wanted[name].dtype}; got {tensor.dtype}")
-    # by the library, which knows how it renames weights on the way to a file; fp32 holds those of any lower precision
+    # by the library, which renames weights in files; fp32 represents those of any lower precision
     with quiet():
         loaded, report = cast(Any, type(unwrapped)).from_pretrained(
             checkpoint,
@@ -185,7 +185,7 @@ def load_weights(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrain
 
 @naming(ADAPTER)
 def load_adapter(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrainedModel) -> None:
-    """The weights of an adapter into a model that has one."""
+    """Loads the weights of an adapter into a model that has one."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     adapter = read_tensors(checkpoint, ADAPTER, state)
@@ -198,12 +198,12 @@ def load_adapter(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrain
 
 @naming(OPTIMIZER)
 def load_moments(checkpoint: Path, state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """AdamW's moments; its options stay those of this run."""
+    """Loads AdamW's moments; its options stay those of this run."""
     moments = read_tensors(checkpoint, OPTIMIZER, state)
     if len(moments) != state["moments"]:
         raise CheckpointError(f"expected {state['moments']} tensors; got {len(moments)}")
     if not moments:
-        return  # it had not stepped
+        return  # no step was taken
     fresh = dcp.get_optimizer_state_dict(model, optimizer)  # by a step with zero gradients
     check_tensors(moments, flat(fresh))
     nested: dict[str, dict[str, Tensor]] = {}
@@ -217,7 +217,7 @@ def load_moments(checkpoint: Path, state: Mapping[str, Any], model: nn.Module, o
 
 
 def load_random_states(checkpoint: Path, state: Mapping[str, Any], rank: int) -> None:
-    """The random states of a process; that of a GPU only where both have one."""
+    """Restores the random states of a process; that of a GPU only if both have one."""
     file = rng_file(rank)
     with naming(file):
         states, expected = read_tensors(checkpoint, file, state), random_states()
@@ -225,7 +225,7 @@ def load_random_states(checkpoint: Path, state: Mapping[str, Any], rank: int) ->
             states.pop("cuda", None)
             expected.pop("cuda", None)
         check_tensors(states, expected)
-        if not 0 <= states["numpy_position"][0] <= 624:  # NumPy would read beyond its state
+        if not 0 <= states["numpy_position"][0] <= 624:  # NumPy would read out of bounds
             raise CheckpointError(f"expected a numpy_position of at most 624; got {states['numpy_position'].tolist()}")
         set_random_states(states)
 
@@ -246,7 +246,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Puts back what `random_states` gave."""
+    """Restores the states from `random_states`."""
     torch.set_rng_state(states["torch"])
     version, *numbers = states["python"].tolist()
     gauss = states["python_gauss"].item()
@@ -258,7 +258,7 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def flat(optimizer_state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """{"exp_avg/model.embed.weight": tensor}: names of parameters hold dots, those of moments no slash."""
+    """{"exp_avg/model.embed.weight": tensor}: names of parameters contain dots, those of moments no slash."""
     return {
         f"{moment}/{parameter}": torch.as_tensor(tensor).contiguous()
         for parameter, moments in optimizer_state["state"].items()
@@ -281,7 +281,7 @@ def checksum(path: Path) -> str:
 
 
 def seal_of(folder: Path) -> str:
-    """What `state.json.sha256` must hold."""
+    """The content of `state.json.sha256`."""
     return f"{checksum(folder / STATE)}  {STATE}\n"
 
 

@@ -29,9 +29,9 @@ SWITCHES = {
     "dry_run": "check the recipe: one step on a tiny random model and a few rows, without its model and data",
 }
 EXPECTED = (CheckpointError, ImportError, NonFiniteError, OSError, RewardError)
-"""Errors of a run that are no defect of the package: one line says enough."""
+"""Errors of a run that are not a defect of the package: one line is enough."""
 
-MAX_VALUES = 20_000  # of a YAML text with its aliases written out; a recipe has about 40 values
+MAX_VALUES = 20_000  # of a YAML text with its aliases expanded; a recipe has about 40 values
 NESTED = [f.name for cls in (Reward, LoRA) for f in fields(cls)]
 PARSER_MODE = "bounded_yaml"
 TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text", "tuple": "a list"}
@@ -39,11 +39,11 @@ TYPES |= {"dict": "a mapping", "NoneType": "null"}
 
 
 def load_yaml(text: str) -> Any:
-    """YAML of bounded size: aliases of aliases can stand for more values than any memory holds.
+    """YAML of bounded size: aliases of aliases can represent more values than fit in memory.
 
     Raises:
-        ValueError: It is not valid, it has more than `MAX_VALUES` values, aliases written out, or it is nested too
-            deeply, as it is by an alias of itself.
+        ValueError: It is not valid, it has more than `MAX_VALUES` values with aliases expanded, or it is nested too
+            deeply, for example by an alias of itself.
     """
 
     @cache
@@ -56,7 +56,7 @@ def load_yaml(text: str) -> Any:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and size(root) > MAX_VALUES:
-            raise ValueError(f"YAML must have at most {MAX_VALUES} values, aliases written out; got more")
+            raise ValueError(f"YAML must have at most {MAX_VALUES} values with aliases expanded; got more")
         return get_loader("yaml")(text)
     except RecursionError as error:
         raise ValueError("YAML must not be nested deeply or contain an alias of itself; it does") from error
@@ -68,7 +68,7 @@ set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError, ValueError))
 
 
 class RequiredFirst(DefaultHelpFormatter):
-    """Help that begins with the options that a run needs."""
+    """Help that starts with the required options."""
 
     def add_arguments(self, actions: Iterable[Any]) -> None:
         """As the base class, in another order."""
@@ -82,7 +82,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the program with exit status 2."""
-        if not self.exit_on_error:  # one for a nested option
+        if not self.exit_on_error:  # the parser of a nested option
             super().error(message, ex)
         self.exit(2, f"{self.prog}: error: {self.explained(' '.join(message.split()))}\n")
 
@@ -130,7 +130,7 @@ class Parser(ArgumentParser):
 
 
 def keys_of(node: yaml.Node) -> Iterator[yaml.Node]:
-    """The keys of a mapping and of those in it."""
+    """The keys of a mapping and of nested ones."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     yield from (key for key, _ in pairs)
     inner = [value for _, value in pairs] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
@@ -138,7 +138,7 @@ def keys_of(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
-    """The recipe of YAML and the command line, and the switches; a wrong one ends the program and says why."""
+    """The recipe from YAML and the command line, and the switches; a wrong one ends the program with the reason."""
     parser = Parser(
         prog="grpo-fused train",
         usage="grpo-fused train --config recipe.yaml [--option VALUE ...]",
@@ -170,7 +170,7 @@ def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
 def main(argv: Sequence[str]) -> None:
     """`grpo-fused train`."""
     recipe, switches = read_recipe(argv)
-    if os.getcwd() not in sys.path:  # reward modules may be in this folder; a console script does not look there
+    if os.getcwd() not in sys.path:  # reward modules may be in this folder; a console script does not search it
         sys.path.append(os.getcwd())
     is_running = False
     try:
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
         is_running = True
         trainer.train()
     except Exception as error:
-        # what a reward function returns is a ValueError or TypeError of this text
+        # a wrong result of a reward function is a ValueError or TypeError of this text
         expected = isinstance(error, EXPECTED) or str(error).startswith("reward function")
         if not expected and (is_running or not isinstance(error, (ValueError, TypeError, RuntimeError))):
             raise
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says; for a reward function, the line where it raised; for a package, how to install it."""
+    """The text of an error; for a reward function, the line where it raised; for a package, how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"this recipe needs the package {package}: pip install {package}"

@@ -26,12 +26,12 @@ def option(default: float | None, *, least: float = 0, positive: bool = False, m
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOTrainerConfig:
-    """Options of `GRPOTrainer`; names follow TRL's `GRPOConfig` where both have the option.
+    """Options of `GRPOTrainer`; names follow TRL's `GRPOConfig` if both have the option.
 
     One step is one rollout of `prompts_per_step * num_generations` completions, over all processes together, and
     `num_iterations` optimizer steps on it.
 
-    `temperature` divides the logits in sampling and in scoring alike. With `top_p`, `top_k` or `min_p` the rollout
+    `temperature` divides the logits both in sampling and in scoring. With `top_p`, `top_k` or `min_p` the rollout
     records the tokens that could be sampled, and the loss, its entropy and its KL are of the distribution renormalised
     over them (`CandidateSets`). A `repetition_penalty` changes the sampling only; it cannot be combined with them, nor
     with log-probs of vLLM that correct the loss.
@@ -41,29 +41,29 @@ class GRPOTrainerConfig:
         prompts_per_step: Different prompts in a rollout, over all processes; divisible by their number.
         num_generations: Completions for each prompt, the group that a reward is compared with; at least 2.
         num_iterations: Optimizer steps on each rollout (mu in the GRPO paper). 1 is on-policy; from the second step on
-            the importance ratios move and the clip acts.
-        micro_batch_tokens: Tokens, prompts and padding included, in one forward and backward pass. A memory knob: it
-            does not change the update, and groups may be split. `loss.top_entropy_quantile` < 1 ranks the tokens of a
-            whole rollout, and takes it in one pass whatever this says.
+            the importance ratios differ from 1 and the clip has an effect.
+        micro_batch_tokens: Tokens, prompts and padding included, in one forward and backward pass. It bounds
+            memory and does not change the update; groups may be split. `loss.top_entropy_quantile` < 1 ranks the tokens
+            of a whole rollout, and ignores this option: it takes the rollout in one pass.
         share_prompts: Compute a prompt once for all of its completions, in one sequence with an attention mask. Faster
             where prompts are long; only for models whose layers all have full attention, which is checked.
         max_prompt_length: Longer prompts are left out of the data set and counted; None keeps all.
-        max_completion_length: Tokens, EOS included, after which a completion is cut.
+        max_completion_length: Tokens, EOS included, after which a completion is truncated.
         temperature: Of sampling and of scoring.
         top_p: Sample from the smallest set of tokens with this probability; 1 samples from all.
         top_k: Sample from the k most likely tokens; 0 samples from all.
         min_p: Sample from tokens with at least this share of the most likely one's probability; 0 samples from all.
-        repetition_penalty: Divides the logits of tokens that are there already; 1 does nothing.
+        repetition_penalty: Lowers the logits of tokens that occurred already; 1 is off.
         stop_strings: A completion ends with any of these.
         generation_batch_size: Completions sampled at a time by Hugging Face's `generate`; None takes all at once.
         learning_rate: Peak learning rate of AdamW.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        lr_scheduler_type: What follows the warm-up: "constant", or down to 0 by "linear" or "cosine".
+        lr_scheduler_type: The schedule after the warm-up: "constant", or down to 0 by "linear" or "cosine".
         adam_betas: AdamW's betas.
         weight_decay: AdamW's weight decay.
         max_grad_norm: Gradients are clipped to this norm.
-        scale_rewards: How `group_advantages` divides: "group", "batch" or "none".
-        reward_aggregation: How `group_advantages` joins several rewards.
+        scale_rewards: What `group_advantages` divides by: "group", "batch" or "none".
+        reward_aggregation: How `group_advantages` combines several rewards.
         reward_timeout: Seconds that one call of a reward function may take; None sets no limit.
         importance_sampling: How log-probs of a rollout engine (vLLM) correct the loss, the mode of
             `importance_sampling_correction`; None does not correct.
@@ -78,10 +78,10 @@ class GRPOTrainerConfig:
             ... Their packages must be installed.
         project: Project of the trackers; for tensorboard a folder in `output_dir`.
         run_name: Name of the run in wandb, trackio, swanlab, mlflow and clearml; None leaves it to them.
-        eval_steps: Steps between two evaluations; 0 evaluates at the ends only.
+        eval_steps: Steps between two evaluations; 0 evaluates only before and after the run.
         eval_samples: Completions sampled for each held-out prompt, for pass@k (k = 1 and this); 0: greedy only.
         save_steps: Steps between two checkpoints; 0 saves at the end only. Without `output_dir` none is saved.
-        save_total_limit: The newest checkpoints that are kept; None keeps all.
+        save_total_limit: Number of newest checkpoints to keep; None keeps all.
         impl: The engine of the loss, as in `fused_linear_grpo_loss`.
         loss: The options of the loss.
 

@@ -1,4 +1,4 @@
-"""The rows of a run: loading them, checking them, dealing them in shuffled batches."""
+"""The rows of a run: loading, checking, and shuffled batches."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def load_rows(
     split: str = "train",
     limit: int | None = None,
 ) -> list[Row]:
-    """Rows from a list, a local file or the `datasets` library, all columns as they are.
+    """Rows from a list, a local file or the `datasets` library, with all columns unchanged.
 
-    Local files are read here and not by `datasets`, which would copy them into a cache in the user's home and give
-    chat messages keys that only other rows have. The values of a CSV are all texts.
+    Local files are read here and not by `datasets`, which would copy them into a cache in the user's home and add keys
+    of other rows to chat messages. All values of a CSV are texts.
 
     Args:
-        source: A sequence of rows; a .json (one list of objects), .jsonl, .parquet or .csv file; or what
-            `datasets.load_dataset` takes, a name such as "openai/gsm8k" or a folder.
+        source: A sequence of rows; a .json (one list of objects), .jsonl, .parquet or .csv file; or an
+            argument of `datasets.load_dataset`, a name such as "openai/gsm8k" or a folder.
         subset: The configuration of a `datasets` name, such as "main".
         split: The split of a `datasets` name, in its notation ("train[:100]").
-        limit: Keep only the first so many rows, at least 1; default all.
+        limit: Number of first rows to keep, at least 1; default all.
 
     Returns:
         At least one row.
 
     Raises:
-        FileNotFoundError: The source is written like a file that does not exist.
-        ValueError: The source has no rows, a file is not what its suffix says, a file or list is asked for a subset
-            or split, or `datasets` knows no such subset or split.
-        OSError: `datasets` cannot find or reach the name. Other errors of it pass, too.
+        FileNotFoundError: The source looks like a file that does not exist.
+        ValueError: The source has no rows, a file is not of the type of its suffix, a subset or split is given for a
+            file or list, or `datasets` has no such subset or split.
+        OSError: `datasets` cannot find or reach the name. Its other errors propagate, too.
         ImportError: The source needs a library that is not installed.
     """
     rows: list[Row]
@@ -53,7 +53,7 @@ def load_rows(
     if isinstance(source, (str, Path)) and not is_file(source):
         from datasets import load_dataset  # type: ignore[import-untyped]  # slow to import
 
-        # rows are decoded one by one, so not more than asked for
+        # rows are decoded one by one, so only the requested ones
         rows = [dict(row) for row in islice(load_dataset(str(source), subset, split=split), limit)]
     elif subset is not None or split != "train":
         raise ValueError(f"{name} must have no subset and split, only a `datasets` name has; got {subset!r}, {split!r}")
@@ -67,16 +67,16 @@ def load_rows(
 def check_rows(rows: Sequence[Row], at_least: int, *, name: str = "train_dataset") -> None:
     """Raises unless the rows can be trained on.
 
-    There must be enough of them, with the same columns everywhere, none of which reward functions get anyway, and
-    each with a "prompt" that `check_prompt` accepts; all prompts are texts, or all are chat messages.
+    There must be enough of them, all with the same columns, without names that the trainer passes to reward functions,
+    and each with a "prompt" that `check_prompt` accepts; all prompts are texts, or all are chat messages.
 
     Args:
         rows: The data set.
         at_least: Rows that one step needs, 1 or more.
-        name: What the errors call the data set.
+        name: The name of the data set in errors.
 
     Raises:
-        TypeError, ValueError: They cannot; the message names the row and the column.
+        TypeError, ValueError: They cannot be trained on; the message names the row and the column.
     """
     if len(rows) < at_least:
         raise ValueError(f"{name} must have at least {at_least} rows, as many as a step takes; got {len(rows)}")
@@ -97,10 +97,10 @@ def check_rows(rows: Sequence[Row], at_least: int, *, name: str = "train_dataset
 
 
 class Batches(Iterator[list[Row]]):
-    """Batches without end; each epoch in a new order, an incomplete last batch left out.
+    """Endless batches; each epoch in a new order, without an incomplete last batch.
 
-    The order of an epoch follows from the seed and the epoch's number alone, so a run that is resumed has only to know
-    where it was, and goes on with the batches that it would have had.
+    The order of an epoch depends only on the seed and the epoch's number, so a resumed run needs only its position and
+    gets the same batches as an uninterrupted one.
 
     Args:
         rows: The data set, not copied.
@@ -113,7 +113,7 @@ class Batches(Iterator[list[Row]]):
         self._epoch = self._position = 0
 
     def __next__(self) -> list[Row]:
-        if self._position + self.size > len(self.rows):  # what is left of the epoch is no batch
+        if self._position + self.size > len(self.rows):  # the rest of the epoch is less than a batch
             self._epoch, self._position = self._epoch + 1, 0
         order = epoch_order(len(self.rows), self.seed, self._epoch)
         start, self._position = self._position, self._position + self.size
@@ -125,15 +125,14 @@ class Batches(Iterator[list[Row]]):
         return self._epoch + self._position / (len(self.rows) - len(self.rows) % self.size)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the iterator is, for JSON: epochs done, rows taken of this one, and the data set's length and seed."""
+        """The position, for JSON: epochs done, rows taken of this one, and the data set's length and seed."""
         return {"epoch": self._epoch, "position": self._position, "length": len(self.rows), "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes to where the state was taken; the batch size may be another one.
+        """Goes to the position of a state; the batch size may be another one.
 
         Raises:
-            ValueError: The state is malformed, or of a data set of another length or with another seed, whose orders
-                are others.
+            ValueError: The state is malformed, or of a data set with another length or seed, and so another order.
         """
         counts = all(type(state.get(key)) is int and state[key] >= 0 for key in ("epoch", "position"))
         here = self.state_dict()
@@ -150,16 +149,16 @@ class Batches(Iterator[list[Row]]):
 def epoch_order(length: int, seed: int, epoch: int) -> tuple[int, ...]:
     """The indices 0 to `length - 1`, shuffled; the same for the same arguments, in any process."""
     order = list(range(length))
-    random.Random(f"{seed} {epoch}").shuffle(order)  # seeded by text, which Python hashes alike everywhere
+    random.Random(f"{seed} {epoch}").shuffle(order)  # seeded by text, whose hash is the same on every machine
     return tuple(order)
 
 
 def is_file(source: str | Path) -> bool:
-    """Whether to read a file; False for a `datasets` name. Raises if it can only be a file, and is not there."""
+    """Whether to read a file; False for a `datasets` name. Raises if it can only be a file, and does not exist."""
     path = Path(source).expanduser()
     must_be = isinstance(source, Path) or path.suffix.lower() in _READERS or source.startswith((".", "/", "~"))
     if must_be and not path.exists():
-        raise FileNotFoundError(f"expected a file at {str(source)!r}; got a path where nothing is")
+        raise FileNotFoundError(f"expected a file at {str(source)!r}; got a path that does not exist")
     return path.is_file()
 
 

@@ -1,4 +1,4 @@
-"""One step of a recipe without its model and data: whether it holds together, in seconds and on any machine."""
+"""One step of a recipe without its model and data: a check of its options, in seconds and on any machine."""
 
 from __future__ import annotations
 

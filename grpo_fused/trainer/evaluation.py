@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(trainer: GRPOTrainer) -> Metrics:
-    """Mean greedy rewards of the held-out rows, and the chance that one of k sampled completions succeeds.
+    """Mean greedy rewards of the held-out rows, and the probability that one of k sampled completions succeeds.
 
         pass@k = mean over rows of 1 - C(n - c, k) / C(n, k),   c of n samples succeed
 
@@ -35,17 +35,17 @@ def evaluate(trainer: GRPOTrainer) -> Metrics:
     mine = rows[accelerator.process_index :: accelerator.num_processes]
     # sums and counts of: each reward, pass@1, pass@n
     sums = torch.zeros(2, len(names) + 2, dtype=torch.float64)
-    # processes ask for the same numbers of completions (sampling may run in step): they repeat a row, uncounted
+    # processes sample equal numbers of completions (they may run in step): they repeat a row, which does not count
     most = math.ceil(len(rows) / accelerator.num_processes)
     for start in range(0, most, batch_size):
         batch = mine[start : start + batch_size]
-        asked = batch + rows[:1] * (min(batch_size, most - start) - len(batch))
-        _, rewards = trainer.sample(asked, replace(trainer.sampling, greedy=True, num_generations=1))
+        requested = batch + rows[:1] * (min(batch_size, most - start) - len(batch))
+        _, rewards = trainer.sample(requested, replace(trainer.sampling, greedy=True, num_generations=1))
         greedy = rewards[: len(batch)].double().cpu()
         sums[0, : len(names)] += greedy.nansum(0)
         sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
-            _, rewards = trainer.sample(asked, replace(trainer.sampling, num_generations=samples))
+            _, rewards = trainer.sample(requested, replace(trainer.sampling, num_generations=samples))
             sampled = rewards[:, success].reshape(-1, samples)[: len(batch)].cpu()
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())
@@ -60,5 +60,5 @@ def evaluate(trainer: GRPOTrainer) -> Metrics:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that k of `samples` completions, drawn without replacement, hold one of the `right` ones."""
+    """The probability that k of `samples` completions, drawn without replacement, contain one of the `right` ones."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

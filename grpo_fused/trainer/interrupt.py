@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps instead of within one."""
+"""Ctrl-C takes effect between two steps, not within one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class StopRequest:
-    """While it is entered, the first SIGINT or SIGTERM only sets `requested` to its number; a second SIGINT
+    """Inside the block, the first SIGINT or SIGTERM only sets `requested` to its number; a second SIGINT
     interrupts as usual.
 
-    Signals reach the main thread of Python alone; in another one this does nothing.
+    Only the main thread of Python gets signals; in another one this does nothing.
     """
 
     def __init__(self) -> None:

@@ -36,29 +36,29 @@ class GRPOTrainer(RunState):
     """Trains a causal LM with GRPO on prompts and reward functions.
 
     Args:
-        model: Hugging Face causal LM, with or without a peft adapter, trained in place. Its dropout is set to 0: an
-            unchanged policy would score its own samples differently with it, and no importance ratio would be 1.
+        model: Hugging Face causal LM, with or without a peft adapter, trained in place. Its dropout is set to 0: with
+            dropout an unchanged policy would score its own samples differently, and no importance ratio would be 1.
         tokenizer: Its tokenizer.
         reward_functions: Each called as `f(prompts=..., completions=..., completion_ids=..., **columns)`, sync or
-            async, for a list of N floats, None where it does not judge.
+            async; returns a list of N floats, or None for a sample that it does not judge.
         train_dataset: Rows with a "prompt", text or chat messages; their other keys are the columns that the reward
             functions get.
         config: The options of the run.
         reward_weights: One for each reward function, default 1.
         eval_dataset: Held-out rows. Scored greedily by the reward functions, and by pass@k (`config.eval_samples`) of
             the one with the largest weight.
-        evaluate: A function of your own whose numbers join those of a step; called when the held-out rows are scored.
-        engine: What samples; default the policy itself, by `generate`.
-        output_dir: Where `metrics.jsonl` and checkpoints go; default nowhere.
-        resume: Go on from the newest checkpoint in `output_dir`, if there is one.
+        evaluate: A custom function whose numbers are added to a step's metrics; called after the held-out evaluation.
+        engine: The rollout engine; default the policy itself, by `generate`.
+        output_dir: Folder of `metrics.jsonl` and checkpoints; default none.
+        resume: Continue from the newest checkpoint in `output_dir`, if there is one.
         overwrite: Remove the checkpoints of an earlier run from `output_dir`.
         accelerator: Default one with `config.mixed_precision`.
 
     Raises:
-        ValueError: The data set is too small, its rows disagree, prompts and processes do not divide, the processes
-            share the model by something else than DDP or FSDP2, the weights do not match the functions, vLLM would
-            sample from another distribution than the loss scores, or `output_dir` holds the checkpoints of a run that
-            `resume` does not continue.
+        ValueError: The data set is too small, its rows differ in form, prompts cannot be divided by the processes, the
+            processes share the model by other means than DDP or FSDP2, the weights do not match the functions, vLLM
+            would sample from another distribution than the loss scores, or `output_dir` has the checkpoints of a run
+            and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -123,7 +123,7 @@ class GRPOTrainer(RunState):
         if config.gradient_checkpointing:
             # transformers 5.2x renames it, with the same default: non-reentrant
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        # an engine that cannot run says so before the first rollout
+        # an engine that cannot run raises before the first rollout
         self.loss_engine = engines.choose(config.impl, self.accelerator.device, model.dtype)
         self.model = model.to(self.accelerator.device).eval()
         for function in reward_functions:
@@ -154,7 +154,8 @@ class GRPOTrainer(RunState):
         The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; `stopped_by` is then its number.
 
         Raises:
-            RewardError: A reward function raised, timed out or returned what it must not.
+            RewardError: A reward function raised or timed out.
+            TypeError, ValueError: A reward function returned something other than numbers or None for each completion.
             NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir`, a file
                 `failed-step-<n>-process-<rank>.safetensors`.
             CheckpointError: A checkpoint could not be written.
@@ -167,7 +168,7 @@ class GRPOTrainer(RunState):
                 self._record(history, {"step": 0} | before)
             progress = tqdm(
                 total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
-                disable=None if self.accelerator.is_main_process else True,  # None: where the output is no terminal
+                disable=None if self.accelerator.is_main_process else True,  # None: off if the output is not a terminal
             )  # fmt: skip
             while self.steps_done < self.config.steps and not self._any(stop.requested > 0):
                 metrics = {"step": self.steps_done + 1} | self.step()
@@ -176,7 +177,7 @@ class GRPOTrainer(RunState):
                 try:
                     if self._due(self.config.eval_steps):
                         metrics |= self.evaluate()
-                finally:  # an evaluation that fails takes nothing back
+                finally:  # the step counts, also if the evaluation fails
                     self._record(history, metrics)
                 if self._due(self.config.save_steps):
                     self.save()
@@ -190,7 +191,7 @@ class GRPOTrainer(RunState):
         return history
 
     def facts(self) -> dict[str, str]:
-        """What is trained and how, for the first lines of a run."""
+        """The model and its training, for the first lines of a run."""
         config, parameters = self.config, list(self.model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         name = getattr(self.model, "name_or_path", "") or type(self.model).__name__
@@ -226,7 +227,7 @@ class GRPOTrainer(RunState):
         advantages = groups.advantages[first : first + len(rewards)].to(self.accelerator.device)
         with self._explained(rollout, advantages):
             updates = self.update(rollout, advantages) or [{"loss": 0.0, "grad_norm": 0.0}]  # no gradient, no update
-        # The optimizer steps of a rollout count alike, so a clip ratio includes the first, which cannot clip.
+        # All optimizer steps of a rollout have equal weight, so a clip ratio includes the first, which cannot clip.
         lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).float()
         seconds = time.perf_counter() - started
         return {
@@ -246,7 +247,7 @@ class GRPOTrainer(RunState):
         """Samples completions for this process's next prompts and scores them: B sequences, rewards [B, F]."""
         rows = next(self.batches)
         first = self.accelerator.process_index * self.prompts_per_process
-        # for engines with a generator of their own: another one for each completion of the run
+        # for engines with their own generator: another seed for each completion of the run
         seed = (self.config.seed * self.config.steps + self.steps_done) * self.config.rollout_size
         interval = self.config.sample_steps
         shows = self.accelerator.is_main_process and interval > 0 and self.steps_done % interval == 0
@@ -275,7 +276,7 @@ class GRPOTrainer(RunState):
         return rollout, rewards.to(self.accelerator.device)
 
     def evaluate(self) -> Metrics:
-        """The metrics of the held-out rows, and those of the caller's own function."""
+        """The metrics of the held-out rows, and those of the caller's function."""
         metrics = evaluate(self)
         return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
 
@@ -294,7 +295,7 @@ class GRPOTrainer(RunState):
 
 
 def _check_distribution(accelerator: Accelerator) -> None:
-    """The loss reads the head's weight outside the model's forward, where other ways leave a piece of it."""
+    """The loss reads the head's weight outside the model's forward, where other methods have only a part of it."""
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a JSON line for each step, a printed row every few steps, trackers when asked."""
+"""The output of a run's metrics: a JSON line for each step, a printed row every few steps, trackers if requested."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUN_NAMES = {
 
 
 def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:
-    """Appends one line; a value that is not finite (a clip ratio of no sequence, say) is written as null."""
+    """Appends one line; a value that is not finite (such as a clip ratio of no sequence) is written as null."""
     line = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -46,7 +46,7 @@ def read_jsonl(path: Path) -> list[dict[str, float | None]]:
     """The lines of `append_jsonl`; a last line that does not end (a full disk, a kill) is left out.
 
     Raises:
-        ValueError: Another line is no JSON object with a step.
+        ValueError: Another line is not a JSON object with a step.
     """
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, float | None]] = []
@@ -60,13 +60,13 @@ def read_jsonl(path: Path) -> list[dict[str, float | None]]:
 
 
 def cut_jsonl(path: Path, last_step: int) -> None:
-    """Removes the lines after a step, those of a run that went on after the checkpoint that is resumed from."""
+    """Removes the lines after a step: those that a run wrote after the checkpoint from which it is resumed."""
     if not path.exists():
         return
     kept = [row for row in read_jsonl(path) if cast(int, row["step"]) <= last_step]
-    beside = path.with_suffix(".unfinished")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    os.replace(beside, path)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def format_facts(facts: Mapping[str, object]) -> str:
@@ -75,7 +75,7 @@ def format_facts(facts: Mapping[str, object]) -> str:
 
 
 def format_row(metrics: Mapping[str, float], *, titles: bool = False) -> str:
-    """A row of the table of a run, below it what has no column; `titles` puts the titles of the columns above.
+    """A row of the table of a run, and below it the metrics without a column; `titles` adds column titles above.
 
     ::
 
@@ -90,14 +90,14 @@ def format_row(metrics: Mapping[str, float], *, titles: bool = False) -> str:
     own = {name for name in metrics if name.startswith("rewards/")}
     hidden = NOT_SHOWN | set(COLUMNS) | (own if len(own) == 1 else set())  # one reward is the sum
     rest = (f"{_short_name(name)} {_cell(value, 9, '.3f')}" for name, value in metrics.items() if name not in hidden)
-    text = ", ".join(item.replace(" ", "\0") for item in rest)  # not wrapped there
+    text = ", ".join(item.replace(" ", "\0") for item in rest)  # no line break there
     first = " " * 9 if lines else f"{metrics['step']:5d}    "
     lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * 9, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
 
 
 def _cell(value: float, width: int, form: str) -> str:
-    """A number, with k, M, ... in place of digits for which there is no room."""
+    """A number, shortened with k, M, ... if it does not fit."""
     text = "-" if math.isnan(value) else format(value, form)
     if len(text) <= width or form == "d":
         return text
@@ -106,10 +106,10 @@ def _cell(value: float, width: int, form: str) -> str:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raises unless accelerate knows the trackers and has their packages: it would leave out one without.
+    """Raises unless accelerate supports the trackers and their packages are installed: it would ignore a missing one.
 
     Raises:
-        ValueError: A name is no tracker.
+        ValueError: A name is not a tracker.
         ImportError: The package of a tracker is not installed.
     """
     known = [*tracking.LOGGER_TYPE_TO_CLASS, "all"]
@@ -130,13 +130,13 @@ def _short_name(name: str) -> str:
 def print_samples(
     step: int, prompts: Sequence[str], completions: Sequence[str], rewards: Mapping[str, Sequence[float]]
 ) -> None:
-    """A table of completions with what each reward function gave them."""
+    """A table of completions with the rewards of each function."""
     table = Table(title=f"completions of step {step}", show_lines=True)
     for name in ("prompt", "completion", *map(_short_name, rewards)):
         table.add_column(name, overflow="fold")
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         given = ("-" if math.isnan(values[row]) else f"{values[row]:.3g}" for values in rewards.values())
-        # text of a model is no markup: a "[/b]" in it would be an error
+        # text of a model is not markup: a "[/b]" in it would be an error
         table.add_row(*(escape(_printable(text)) for text in (prompt, completion, *given)))
     Console().print(table)
 

@@ -27,7 +27,7 @@ class Panel(NamedTuple):
 
 
 def panels_of(lines: Lines) -> list[Panel]:
-    """The panels that these metrics fill: rewards first, then what the run has."""
+    """The panels for these metrics: rewards first, then those that the run has."""
     names = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
     rewards = {name: name.removeprefix("rewards/") for name in names if name.startswith("rewards/")}
     held_out = {name: name.removeprefix("eval/") for name in names if name.startswith(("eval/", "held_out"))}
@@ -41,7 +41,7 @@ def panels_of(lines: Lines) -> list[Panel]:
         Panel("Groups with equal rewards", "% of groups", {"zero_std_groups": ""}),
         Panel("Gradient norm", "before clipping", {"grad_norm": ""}),
     ]
-    if not any(line.get(CLIP_RATIO) for line in lines):  # on-policy nothing is clipped
+    if not any(line.get(CLIP_RATIO) for line in lines):  # on-policy, so nothing is clipped
         names = [name for name in names if name != CLIP_RATIO]
     return [panel for panel in panels if any(name in names for name in panel.curves)]
 
@@ -51,12 +51,12 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
 
     Args:
         run: The folder of a run, or its metrics file.
-        image: Default `curves.png` beside the metrics.
+        image: Default `curves.png` next to the metrics.
         title: Default the name of the folder.
 
     Raises:
         FileNotFoundError: There are no metrics.
-        ValueError: They hold no step, or are not JSON lines.
+        ValueError: They have no step, or are not JSON lines.
     """
     from matplotlib.figure import Figure
 
@@ -108,7 +108,7 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
         steps, values = [step for step, _ in points], [value for _, value in points]
         is_noisy = len(values) > 30
         smooth = moving_average(values, 9) if is_noisy else values
-        style: dict[str, Any] = {"color": colors.get(name, INK), "clip_on": False}  # a line on the edge keeps its width
+        style: dict[str, Any] = {"color": colors.get(name, INK), "clip_on": False}  # a line at the edge keeps its width
         axes.plot(steps, values, alpha=0.25 if is_noisy else 1.0, **style)
         axes.plot(steps, smooth, linewidth=2, marker="" if is_noisy else "o", label=label, **style)
     axes.set_title(panel.title, loc="left", fontsize=11, color=INK, fontweight="bold")

@@ -1,4 +1,4 @@
-"""The policy's side of a rollout: hidden states that predict the completion, and their log-probabilities."""
+"""The policy: hidden states that predict a rollout's completions, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_promp
 
 
 class Policy:
-    """A causal LM as the loss sees it: hidden states that predict each token, and a head that the loss multiplies by.
+    """A causal LM as input of the loss: hidden states that predict each token, and the head that multiplies them.
 
     Args:
         model: Hugging Face causal LM, not yet wrapped or sharded: its head is checked now.
-        accelerator: Whose autocast and processes apply. `model` of this class is what it made of the model.
+        accelerator: For its autocast and processes. `model` of this class is the prepared model.
         config: The options of the run.
 
     Raises:
@@ -42,7 +42,7 @@ class Policy:
             check_shared_prompts(model, self._separate_states)
 
     def head(self) -> dict[str, Any]:
-        """Keywords of the fused functions. Ask for each pass: a folded adapter's graph lives for one backward."""
+        """Keywords of the fused functions. Call it for each pass: a folded adapter's graph exists for one backward."""
         head = self.unwrapped.get_output_embeddings()
         if not isinstance(head.weight, DTensor):
             return dict(lm_head_inputs(self.unwrapped))
@@ -53,8 +53,8 @@ class Policy:
     def hidden_states(self, rollout: Rollout) -> Tensor:
         """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`.
 
-        Runs the model up to its head, so that no logits are made. The state of the last prompt token predicts the first
-        completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding moves
+        Runs the model up to its head, so no logits are computed. The state of the last prompt token predicts the first
+        completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding changes
         nothing. With `config.share_prompts` each prompt is computed once.
         """
         if self.config.share_prompts:
@@ -90,8 +90,8 @@ class Policy:
     def micro_batches(self, rollout: Rollout, rows: Tensor) -> list[tuple[Tensor, Rollout]]:
         """`rows` of the rollout in micro-batches (indices, sequences), as many as the process with most of them has.
 
-        Processes that share weights or gradients run in step. What is added is the first sequence, masked
-        throughout: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
+        Processes that share weights or gradients run in step. Added micro-batches are the first sequence,
+        completely masked: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
         """
         whole = self.config.loss.top_entropy_quantile < 1
         limit = sys.maxsize if whole else self.config.micro_batch_tokens
@@ -115,7 +115,7 @@ Reference = Callable[[Rollout, Tensor], Tensor]
 
 
 def make_reference(policy: Policy) -> Reference:
-    """With an adapter it is the policy itself without the adapter, which costs no memory; else a frozen copy."""
+    """With an adapter it is the policy without the adapter, which costs no memory; else a frozen copy."""
     model = policy.unwrapped
     if hasattr(model, "disable_adapter"):
 

@@ -1,4 +1,4 @@
-"""A prompt is a text or a list of chat messages: checking it, encoding it, showing it."""
+"""A prompt is a text or a list of chat messages: checks, encoding and display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_prompt(prompt: object, where: str) -> None:
 
     Args:
         prompt: Anything.
-        where: Begins the message of the error, such as "row 3 of train_dataset".
+        where: The first words of the error, such as "row 3 of train_dataset".
 
     Raises:
         TypeError: It is neither a str nor a list of at least one chat message.
@@ -39,7 +39,7 @@ def check_prompt(prompt: object, where: str) -> None:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, ready for the completion to follow.
+    """Token ids of a prompt, up to where the completion starts.
 
     A text is encoded as the tokenizer does by default. Chat messages go through the tokenizer's chat template, which
     opens the assistant's turn.
@@ -52,13 +52,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         At least one id.
 
     Raises:
-        ValueError: There is no chat template, the template refuses the messages, or no token comes out.
+        ValueError: There is no chat template, the template refuses the messages, or the result has no token.
     """
     if isinstance(prompt, str):
         encoding: Any = tokenizer(prompt)
     else:
         try:
-            # `return_dict` is said because its default is False in transformers 4 and True in 5
+            # `return_dict` is given because its default is False in transformers 4 and True in 5
             encoding = tokenizer.apply_chat_template(
                 [dict(message) for message in prompt], add_generation_prompt=True, tokenize=True, return_dict=True
             )
@@ -79,7 +79,7 @@ def completion_for(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt for people to read; a chat has one paragraph a message, `role: content`."""
+    """The prompt as readable text; a chat has one paragraph for each message, `role: content`."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

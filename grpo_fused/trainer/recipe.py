@@ -1,4 +1,4 @@
-"""A run as a file: everything that `grpo-fused train` needs, as one dataclass, and the trainer that it describes."""
+"""A run as a file: all inputs of `grpo-fused train` as one dataclass, and its trainer."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Reward:
 
     Args:
         name: A built-in one: format, exact_answer, math_accuracy, countdown, ...
-        function: One of your own, "module:function" or "path/to/file.py:function"; `grpo-fused train` finds modules of
-            the folder that it is called in, too.
+        function: A custom one, "module:function" or "path/to/file.py:function"; `grpo-fused train` also finds modules
+            in the current folder.
         model: Path or name of a sequence-classification model with one label.
-        weight: Of this reward in the sum.
+        weight: The weight of this reward in the sum.
         options: Keyword options of the function.
     """
 
@@ -51,7 +51,7 @@ class Reward:
             raise ValueError(f"rewards must each have exactly one of name, function and model; got {given}")
 
     def load(self) -> RewardFunction:
-        """The function, or the model behind one."""
+        """The function, or a reward model."""
         if self.name is not None:
             return built_in(self.name, **self.options)
         if self.model is not None:
@@ -69,7 +69,7 @@ class LoRA:
     Args:
         r: Rank.
         alpha: The adapter is scaled by alpha / r.
-        target_modules: Names of the layers that get one, or "all-linear" (all but the head).
+        target_modules: Names of the layers that get one, or "all-linear" (all except the head).
     """
 
     r: int = 16
@@ -86,22 +86,22 @@ class Recipe(GRPOTrainerConfig):
         rewards: The reward functions.
         dataset: A .json, .jsonl, .parquet or .csv file, or the name of a data set of the `datasets` library. Default
             that of the task.
-        task: What the raw rows are, and how they become prompts: gsm8k or countdown. Default: the rows have a "prompt"
+        task: The form of the raw rows, which become prompts: gsm8k or countdown. Default: the rows have a "prompt"
             already, text or chat messages.
         subset: Of a `datasets` name.
         split: Of a `datasets` name.
-        limit: Take the first rows only.
-        eval_dataset: Held-out rows, like `dataset`; `subset` and `split` count for it only if it is a `datasets` name.
-        eval_split: Of a `datasets` name, default `split`; alone it takes the held-out rows from `dataset`.
-        eval_limit: Take the first held-out rows only.
+        limit: Number of first rows to take.
+        eval_dataset: Held-out rows, like `dataset`; `subset` and `split` apply only if it is a `datasets` name.
+        eval_split: Of a `datasets` name, default `split`; without `eval_dataset` the rows come from `dataset`.
+        eval_limit: Number of first held-out rows to take.
         system_prompt: Put before each prompt; default that of the task.
         chat: Prompts of a task are chat messages; false for base models without a chat template.
-        dtype: Of the weights: "float32" (see `mixed_precision`), "bfloat16", or "auto" for that of the files.
+        dtype: Of the weights: "float32" (see `mixed_precision`), "bfloat16", or "auto" for the dtype of the files.
         attn_implementation: Attention of the model: "sdpa", "flash_attention_2", ...; None leaves it to transformers.
         lora: Train a low-rank adapter instead of all weights.
-        rollout: What samples: "hf" is the policy's own `generate`, "vllm" a vLLM in this process.
+        rollout: The rollout engine: "hf" is the policy's own `generate`, "vllm" a vLLM in this process.
         vllm_options: Options of `vllm.LLM` (gpu_memory_utilization, max_model_len, ...).
-        output_dir: Where metrics, checkpoints and curves go.
+        output_dir: Folder of metrics, checkpoints and curves.
     """
 
     model: str
@@ -168,7 +168,7 @@ def with_system_prompt(row: Row, system_prompt: str) -> Row:
 
 
 class Parts(NamedTuple):
-    """What a recipe names, loaded: arguments of `GRPOTrainer`."""
+    """The loaded parts of a recipe: arguments of `GRPOTrainer`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -179,12 +179,12 @@ class Parts(NamedTuple):
 
 
 def load_parts(recipe: Recipe) -> Parts:
-    """Everything that the recipe names; data and reward functions first, since they are quick to be wrong."""
+    """Loads the parts of a recipe; data and reward functions first, since their errors show quickly."""
     check_trackers(recipe.report_to)
     for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.rollout == "vllm")):
         if is_used and find_spec(package) is None:
             raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
-    set_seed(recipe.seed)  # of the adapter, and of weights that a model's files lack
+    set_seed(recipe.seed)  # for the adapter, and for weights that a model's files lack
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
     attention = recipe.attn_implementation
     with nullcontext() if sys.stderr.isatty() else quiet():
@@ -201,7 +201,7 @@ def load_parts(recipe: Recipe) -> Parts:
 
 
 def with_adapter(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
-    """The model with a fresh adapter on it."""
+    """The model with a new adapter."""
     if lora is None:
         return model
     from peft import LoraConfig, get_peft_model  # slow to import
@@ -214,7 +214,7 @@ def with_adapter(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
 def build_trainer(
     recipe: Recipe, parts: Parts | None = None, *, resume: bool = False, overwrite: bool = False
 ) -> GRPOTrainer:
-    """The trainer of a recipe; `parts` in place of what it names, if given."""
+    """The trainer of a recipe; `parts`, if given, replace those that it names."""
     parts = parts or load_parts(recipe)
     return GRPOTrainer(
         **parts._asdict(),
@@ -239,7 +239,7 @@ def load_function(place: str) -> RewardFunction:
         )
     except (ImportError, OSError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f'function must be "module:function" or "path/to/file.py:function", and be there; got {place!r} '
+            f'function must be "module:function" or "path/to/file.py:function", and exist; got {place!r} '
             f"({type(error).__name__}: {error})"
         ) from error
     return function

@@ -1,4 +1,4 @@
-"""A rollout: prompts in, sampled completions out, padded, and how they are cut into micro-batches."""
+"""A rollout: prompts in, sampled completions out, padded, and split into micro-batches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from grpo_fused.trainer.config import GRPOTrainerConfig
 
 
 class Rollout(NamedTuple):
-    """B sequences, the samples of one prompt side by side.
+    """B sequences, the samples of one prompt next to each other.
 
-    Everything an update reads, so a recorded rollout can be replayed on another model or with another engine.
+    It has all inputs of an update, so a recorded rollout can be replayed on another model or with another engine.
     """
 
     prompt_ids: Tensor  # [B, P] int64, padded on the left: all completions start in the same column
@@ -38,7 +38,7 @@ class Rollout(NamedTuple):
     completion_ids: Tensor  # [B, T] int64, padded on the right
     completion_mask: Tensor  # [B, T] bool, True up to and including the EOS
     sampling_logps: Tensor | None = None  # [B, T] fp32, nats, by a rollout engine that is not the policy itself
-    candidates: CandidateSets | None = None  # of B * T positions; None where all tokens could be sampled
+    candidates: CandidateSets | None = None  # of B * T positions; None if all tokens could be sampled
 
     def rows(self, index: slice | Tensor) -> Rollout:
         """Some of the sequences, without the columns that are padding in all of them."""
@@ -62,7 +62,7 @@ class Rollout(NamedTuple):
         return torch.arange(shape.numel(), device=self.completion_ids.device).view(shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name, for a file."""
+        """The tensors that are not None, by name, for a file."""
         found = self._asdict() | {"candidates": None}
         if self.candidates is not None:
             found |= {"candidate_ids": self.candidates.ids, "candidate_offsets": self.candidates.offsets}
@@ -73,13 +73,13 @@ class Rollout(NamedTuple):
         return Rollout._make(None if tensor is None else tensor.to(device) for tensor in self)
 
     def completions(self) -> list[list[int]]:
-        """The ids of each completion, EOS included, padding left out."""
+        """The ids of each completion, with EOS, without padding."""
         rows, lengths = self.completion_ids.tolist(), self.completion_mask.sum(1).tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Ids [B, P] int64 and mask [B, P] bool, padded on the left. The mask is of lengths: a pad token may be an EOS."""
+    """Ids [B, P] int64 and mask [B, P] bool, padded on the left. The mask is made of lengths: a pad may be an EOS."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in prompts])
     return ids, length_mask(torch.tensor([len(row) for row in prompts]), width).flip(1)
@@ -91,12 +91,12 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prompts: bool = False) -> list[Tensor]:
-    """Cuts sequences into batches of at most `max_tokens` tokens, padding included, those of like length together.
+    """Splits sequences into batches of at most `max_tokens` tokens, padding included, by similar length.
 
     Args:
         rollout: B sequences.
-        rows: [n] int64 on the CPU, ascending: the sequences to cut.
-        max_tokens: The budget; a sequence that is longer than it is a batch of its own.
+        rows: [n] int64 on the CPU, ascending: the sequences to split.
+        max_tokens: The budget; a longer sequence is a batch of one.
         share_prompts: The sequences of one prompt are one, in which the prompt counts once.
 
     Returns:
@@ -129,10 +129,10 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prom
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample: the options of `GRPOTrainerConfig` that a rollout engine must know, and the tokens that end.
+    """How to sample: the options of `GRPOTrainerConfig` for a rollout engine, and the tokens that end a completion.
 
-    `greedy` takes the most likely token instead, for evaluation. `seed` is for engines with a generator of their own:
-    the first completion's, those of the others follow it.
+    `greedy` takes the most likely token instead, for evaluation. `seed` is for engines with their own generator: the
+    first completion's; the others have the numbers after it.
     """
 
     num_generations: int
@@ -151,7 +151,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.truncates and self.repetition_penalty != 1:
             raise ValueError(
-                "top_p, top_k and min_p must be off with a repetition_penalty: the loss knows the tokens that were "
+                "top_p, top_k and min_p must be off with a repetition_penalty: the loss has the tokens that were "
                 f"kept, but not their changed logits; got repetition_penalty {self.repetition_penalty}"
             )
 
@@ -169,11 +169,11 @@ class Sampling:
 
 
 class Generation(NamedTuple):
-    """Completions of P prompts, `num_generations` for each, side by side: B = P * num_generations rows."""
+    """Completions of P prompts, `num_generations` consecutive rows for each: B = P * num_generations rows."""
 
     ids: Tensor  # [B, T] int64, padded on the right
     mask: Tensor  # [B, T] bool, True up to and including the token that ended the completion
-    sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None where the policy itself sampled
+    sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None if the policy itself sampled
     candidates: CandidateSets | None = None  # of B * T positions: the tokens that could be sampled; None: all
 
     @staticmethod
@@ -183,7 +183,7 @@ class Generation(NamedTuple):
         pad_token_id: int,
         candidates: Sequence[CandidateSets] | None = None,
     ) -> Generation:
-        """From rows of different lengths, as engines give them; `candidates` of each row."""
+        """From rows of different lengths; `candidates` of each row."""
         width = max(1, *map(len, ids))
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
         scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
@@ -199,7 +199,7 @@ class Generation(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """What the trainer asks of a rollout engine."""
+    """The interface of a rollout engine."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """Samples completions of the prompts' token ids."""
@@ -211,7 +211,7 @@ class RolloutEngine(Protocol):
 
 
 def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollout:
-    """The engine's completions beside their prompts, checked: an engine may be anybody's code.
+    """The engine's completions with their prompts, checked: an engine may be external code.
 
     Raises:
         ValueError: Shapes or dtypes are not those of `Generation`, or a completion has no token.
@@ -228,8 +228,8 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             continue
         if tensor.shape != (rows, ids.shape[-1]) or (dtype and tensor.dtype != dtype):
             raise ValueError(
-                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, T alike; "
-                f"got {tuple(tensor.shape)}, {tensor.dtype}"
+                f"a rollout engine must return {name} of shape ({rows}, T){f', {dtype}' if dtype else ''}, "
+                f"with the same T for all tensors; got {tuple(tensor.shape)}, {tensor.dtype}"
             )
     lengths = mask.sum(1)
     if not torch.equal(mask, length_mask(lengths, mask.shape[1])) or not (lengths > 0).all():
@@ -245,7 +245,7 @@ class HuggingFaceEngine:
     """Samples with the policy itself, by `model.generate`.
 
     Args:
-        model: The policy, in any mode: it samples in eval mode and is put back.
+        model: The policy, in any mode: it samples in eval mode, then the mode is restored.
         tokenizer: For stop strings.
         batch_size: Completions at a time; None takes all at once.
         synced: All processes take the same number of forward passes (FSDP needs it).
@@ -262,7 +262,7 @@ class HuggingFaceEngine:
         self.model, self.tokenizer, self.batch_size, self.synced = model, tokenizer, batch_size, synced
 
     def sync_weights(self, model: PreTrainedModel) -> None:
-        """Nothing: the policy's own weights sample."""
+        """Does nothing: the policy itself samples."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
@@ -295,7 +295,7 @@ class HuggingFaceEngine:
 
 
 class _Kept(LogitsProcessor):
-    """Temperature, top-k, top-p and min-p as `generate` has them, and a record of the tokens that they keep."""
+    """Temperature, top-k, top-p and min-p as in `generate`, and a record of the tokens that they keep."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
@@ -312,14 +312,14 @@ class _Kept(LogitsProcessor):
 
     def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:
         """The sets of each row, as many as it has tokens."""
-        every, rows = CandidateSets.cat(self.steps), len(lengths)  # step by step, all rows of a step side by side
+        every, rows = CandidateSets.cat(self.steps), len(lengths)  # ordered by step, then by row
         return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
 
 
 class _Ends(StoppingCriteria):
-    """Ends a sequence at an EOS or a stop string, and remembers where.
+    """Ends a sequence at an EOS or a stop string, and records where.
 
-    Lengths cannot be read off the ids afterwards: `generate` may pad with an EOS, and a stop string leaves none.
+    Lengths cannot be computed from the ids afterwards: `generate` may pad with an EOS, and a stop string adds none.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt_ids: Tensor) -> None:
@@ -336,8 +336,8 @@ class _Ends(StoppingCriteria):
         done = torch.isin(input_ids[:, -1], self.eos_token_id)
         length = input_ids.shape[1] - self.prompt_length
         if self.stop_strings:
-            # of the completion alone: a prompt may hold a stop string, or end with the beginning of one. transformers'
-            # own criterion matches vocabularies in advance, and refuses tokenizers that do not know "abcdef"
+            # only the completion is searched: a prompt may contain a stop string, or end with its first part.
+            # transformers' own criterion matches the vocabulary in advance, and fails for tokenizers without "abcdef"
             tails = self.tokenizer.batch_decode(input_ids[:, -min(self.tail, length) :])
             found = [any(stop in tail for stop in self.stop_strings) for tail in tails]
             done |= torch.tensor(found, device=done.device)
@@ -350,7 +350,7 @@ def _generation_config(sampling: Sampling) -> GenerationConfig:
     if sampling.truncates:
         options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # `_Kept` does the rest
     elif not sampling.greedy:
-        # all of them, always: `generate` replaces what is None by its own defaults, a top_k of 50 among them
+        # always all of them: `generate` replaces None by its own defaults, such as a top_k of 50
         options = {
             "do_sample": True,
             "temperature": sampling.temperature,
@@ -371,7 +371,7 @@ def _generation_config(sampling: Sampling) -> GenerationConfig:
 def _as_sampler(model: PreTrainedModel) -> Iterator[None]:
     """In eval mode, and without the model's own generation config.
 
-    `generate` would fill in what that says (Qwen: top_p 0.8, repetition penalty 1.05).
+    `generate` would use its values (Qwen: top_p 0.8, repetition penalty 1.05).
     """
     was_training, before = model.training, model.generation_config
     model.eval()

@@ -1,4 +1,4 @@
-"""Scoring completions: what reward functions are called with, and refusing what they must not return."""
+"""Scoring completions: the arguments of reward functions, and checks of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_REWARD = torch.finfo(torch.float32).max  # beyond it a finite reward would 
 
 
 def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
-    """One name for each function: its `__name__`, numbered where two functions share it.
+    """One name for each function: its `__name__`, numbered if two functions share it.
 
     Raises:
         TypeError: One of them cannot be called, or is a bare Hugging Face model.
@@ -44,7 +44,7 @@ def reward_weights_of(reward_functions: Sequence[RewardFunction], weights: Seque
     """One weight for each function, default 1.
 
     Raises:
-        ValueError: There is no function, another number of weights, or one that is NaN or infinite.
+        ValueError: There is no function, the number of weights is wrong, or one is NaN or infinite.
     """
     if not reward_functions:
         raise ValueError("reward_functions must hold at least one function; got none")
@@ -66,24 +66,24 @@ def score_completions(
 ) -> Tensor:
     """Calls each function as `f(prompts=..., completions=..., completion_ids=..., **columns)`.
 
-    A function may be `async def`; those of one call run concurrently. One without `**columns` gets what it names.
+    A function may be `async def`; those of one call run concurrently. One without `**columns` gets only its parameters.
 
     Args:
-        reward_functions: F functions under their names.
+        reward_functions: F functions by name.
         rows: N rows of the data set, one for each completion; each has a "prompt", its other keys become columns.
         completions: N texts or chat completions (`[{"role": "assistant", "content": "..."}]`).
         completion_ids: N lists of token ids; not passed on if None.
-        timeout: Seconds that each function may take, default any time. A sync function is interrupted in the main
+        timeout: Seconds that each function may take, default no limit. A sync function is interrupted in the main
             thread on Unix, unless it stays inside one C call; elsewhere the limit is found exceeded when it returns.
 
     Returns:
-        [N, F] float32; NaN where a function answered None, "not judged".
+        [N, F] float32; NaN where a function returned None, "not judged".
 
     Raises:
         RewardError: A function raised (its exception is the cause) or took longer than `timeout`.
-        TypeError: A function returned no list, or something in it that is neither a number nor None.
-        ValueError: A function needs a column that the rows have not, returned another number of rewards, or one that
-            is NaN, infinite or too large for fp32; or the rows do not fit the completions.
+        TypeError: A function returned no list, or a list with an element that is neither a number nor None.
+        ValueError: A function needs a column that the rows do not have, returned a wrong number of rewards, or one
+            that is NaN, infinite or too large for fp32; or rows and completions differ in number.
     """
     check_time_limit("timeout", timeout)
     if not completions and not rows:

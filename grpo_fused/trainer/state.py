@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, checkpoints, and the batch of a loss that was not finite; and how it goes on."""
+"""The output of a run: metrics, checkpoints, and the batch of a loss that was not finite; and how a run is resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_fused.trainer.update import NonFiniteError, Updater
 
 
 class RunState:
-    """The part of `GRPOTrainer` that a reader of its loop can do without. The trainer sets what has no value here."""
+    """The parts of `GRPOTrainer` besides its loop. The trainer sets the attributes without a value here."""
 
     config: GRPOTrainerConfig
     accelerator: Accelerator
@@ -42,23 +42,23 @@ class RunState:
     _saved_at: int = 0
     _rows_printed: int = 0
     _remembered: dict[str, Any] | None = None
-    _all_failed: bool = False  # all processes are on their way out
+    _all_failed: bool = False  # all processes have failed and will exit
 
     def save(self) -> Path | None:
-        """Writes a checkpoint of the steps done, if there is an `output_dir` and no such one; all processes call it.
+        """Writes a checkpoint of the steps done, unless it exists or `output_dir` is None; all processes call it.
 
         Raises:
-            CheckpointError: It could not be written; the older ones are still there.
+            CheckpointError: It could not be written; the older ones still exist.
         """
         if self.output_dir is None or self._saved_at == self.steps_done:
             return None
         final = self.output_dir / f"{checkpoint.PREFIX}{self.steps_done:06d}"
         model, adamw = self.policy.model, self.optimizer.optimizer
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        # collective where the model is sharded; what comes is whole on the main process and empty on the others
+        # collective if the model is sharded; the result is complete on the main process and empty on the others
         weights = dcp.get_model_state_dict(model, options=options)
         optimizer_state: dict[str, Any] = {"state": {}}
-        # of an optimizer that has not stepped, torch would make moments by a step with zero gradients, which counts
+        # for an optimizer without a step, torch would create moments by a step with zero gradients, which counts
         if adamw.state:
             optimizer_state = dcp.get_optimizer_state_dict(model, adamw, options=options)
         random_states = gather_object([checkpoint.random_states()])
@@ -78,7 +78,7 @@ class RunState:
         if self.accelerator.is_main_process:
             try:
                 checkpoint.publish(final, write, self.config.save_total_limit)
-            except Exception as error:  # the others wait for this process
+            except Exception as error:  # the other processes wait for this one
                 failure[0] = str(error)
         if broadcast_object_list(failure)[0]:
             raise CheckpointError(failure[0])
@@ -94,11 +94,11 @@ class RunState:
         }
 
     def _remember(self) -> None:
-        """What a checkpoint of the steps done holds beside the weights, for `_save_after_failure`."""
+        """The content of a checkpoint of the steps done, except the weights, for `_save_after_failure`."""
         self._remembered = self._state() | {"random": checkpoint.random_states()}
 
     def _open(self, resume: bool, overwrite: bool) -> None:
-        """Begins in `output_dir`, or goes on from its newest checkpoint."""
+        """Starts in `output_dir`, or continues from its newest checkpoint."""
         if resume and overwrite:
             raise ValueError("resume continues a run and overwrite removes it: give one of them; got both")
         if self.output_dir is None:
@@ -107,7 +107,7 @@ class RunState:
             return
         found = checkpoint.checkpoints(self.output_dir)
         if found and resume:
-            hint = f" (an older one is there: {found[-2].name})" if len(found) > 1 else ""
+            hint = f" (an older one exists: {found[-2].name})" if len(found) > 1 else ""
             with checkpoint.naming(f"cannot resume from {found[-1]}{hint}"):
                 self._go_on_from(found[-1])
             return
@@ -121,11 +121,11 @@ class RunState:
             metrics.write_text("", encoding="utf-8")
 
     def _go_on_from(self, newest: Path) -> None:
-        """Puts back weights, optimizer, random states, the place in the data and the metrics so far."""
+        """Restores weights, optimizer, random states, the position in the data and the metrics so far."""
         state = checkpoint.read_state(newest)
         if state["processes"] != self.accelerator.num_processes:
             raise CheckpointError(
-                f"{state['processes']} processes wrote it, each with a random state of its own; "
+                f"{state['processes']} processes wrote it, each with its own random state; "
                 f"got {self.accelerator.num_processes}"
             )
         model = self.policy.model
@@ -146,7 +146,7 @@ class RunState:
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        """Seeds and trackers; and where something fails, a checkpoint of what was trained."""
+        """Seeds and trackers; and if something fails, a checkpoint of the training so far."""
         if self.steps_done == 0:
             set_seed(self.config.seed, device_specific=True)
         if self.config.report_to:
@@ -166,13 +166,13 @@ class RunState:
                 tracker.finish()
 
     def _save_after_failure(self) -> None:
-        """Several processes can only save where all of them have failed."""
+        """Several processes can only save if all of them have failed."""
         remembered = self._remembered
         if remembered is None or (self.accelerator.num_processes > 1 and not self._all_failed):
             return
         checkpoint.set_random_states(remembered["random"])
         self.batches.load_state_dict(remembered["batches"])
-        # a step that failed after its first optimizer step is taken again, from the weights that it has moved
+        # a step that failed after its first optimizer step is repeated, from the weights that it has changed
         self.update.optimizer_steps = remembered["optimizer_steps"]
         try:
             path = self.save()
@@ -184,7 +184,7 @@ class RunState:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Where one process fails, all of them do, so that none waits for it and they can save together."""
+        """If one process fails, all of them raise, so that none waits for it and they can save together."""
         error = None
         try:
             yield
@@ -192,11 +192,11 @@ class RunState:
             error = own
         self._all_failed = self._any(error is not None)
         if self._all_failed:
-            raise error or RuntimeError("the step failed on another process, which says why")
+            raise error or RuntimeError("the step failed on another process, whose error has the reason")
 
     @contextmanager
     def _explained(self, rollout: Rollout, advantages: Tensor) -> Iterator[None]:
-        """Writes down the batch whose loss is not finite."""
+        """Saves the batch whose loss is not finite."""
         try:
             yield
         except NonFiniteError as error:
@@ -222,7 +222,7 @@ class RunState:
             self._rows_printed += "reward" in metrics
 
     def _due(self, interval: int) -> bool:
-        """Whether something that is done every so many steps, and after the last one, is to be done now."""
+        """Whether an action that is due every `interval` steps, and after the last one, is due now."""
         return self.steps_done == self.config.steps or (interval > 0 and self.steps_done % interval == 0)
 
     def _any(self, flag: bool) -> bool:

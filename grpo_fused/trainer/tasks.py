@@ -1,4 +1,4 @@
-"""The tasks that come with the trainer, GSM8K and countdown: raw rows of their data sets in, prompts out."""
+"""The built-in tasks, GSM8K and countdown: raw rows of their data sets in, prompts out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_fused.trainer.data import Row
 
-# DeepSeek-R1 (arXiv 2501.12948, table 1), whose tags `grpo_fused.rewards` looks for.
+# DeepSeek-R1 (arXiv 2501.12948, table 1), whose tags `grpo_fused.rewards` reads.
 THINK_THEN_ANSWER = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
     "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
@@ -19,14 +19,14 @@ THINK_THEN_ANSWER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What turns the raw rows of one data set into rows to train on.
+    """Converts the raw rows of one data set into rows to train on.
 
     Args:
         name: The key in `TASKS`.
         source: Name of the data set, for `load_rows`.
         subset: Its configuration, for `load_rows`.
-        default_system_prompt: Where the user gives none.
-        read: A raw row's question, in words, and the columns that the reward functions get. Raises KeyError,
+        default_system_prompt: Used if the user gives none.
+        read: Returns a raw row's question, as text, and the columns for the reward functions. Raises KeyError,
             AttributeError, TypeError or ValueError for a row of another shape.
         examples: A few raw rows of the data set's shape, for runs without it.
     """
@@ -44,13 +44,13 @@ def format_rows(task: Task, rows: Sequence[Row], system_prompt: str | None = Non
 
     Args:
         task: The task.
-        rows: Raw rows, as `load_rows(task.source, subset=task.subset)` gives them.
+        rows: Raw rows, as `load_rows(task.source, subset=task.subset)` returns them.
         system_prompt: Default None for the task's own; "" for none at all.
         chat: Chat messages. False for one text, `{system prompt}\\nUser: {question}\\nAssistant:`, for a base model
             whose tokenizer has no chat template.
 
     Raises:
-        ValueError: A row, named, is not of the task's shape.
+        ValueError: A row does not have the task's form; the message names it.
     """
     system = task.default_system_prompt if system_prompt is None else system_prompt
     formatted: list[Row] = []
@@ -70,9 +70,9 @@ def format_rows(task: Task, rows: Sequence[Row], system_prompt: str | None = Non
 
 
 def final_answer(worked_answer: str) -> str:
-    """What follows the last `####` of a GSM8K answer, without commas: "1200" of "... #### 1,200".
+    """The text after the last `####` of a GSM8K answer, without commas: "1200" for "... #### 1,200".
 
-    Source: GSM8K (arXiv 2110.14168), whose answers end so.
+    Source: the format of GSM8K (arXiv 2110.14168).
     """
     _, marker, answer = worked_answer.rpartition("####")
     answer = answer.strip().replace(",", "")
@@ -88,7 +88,7 @@ def _gsm8k(raw: Any) -> tuple[str, dict[str, object]]:
 
 
 def _countdown(raw: Any) -> tuple[str, dict[str, object]]:
-    """In the words of TinyZero (github.com/Jiayi-Pan/TinyZero), but for the tags, which the system prompt explains."""
+    """The text of TinyZero (github.com/Jiayi-Pan/TinyZero), without the tags, which the system prompt explains."""
     nums, target = list(raw["nums"]), raw["target"]
     if not nums or any(type(number) is not int for number in (*nums, target)):
         raise TypeError("expected nums, a list of ints, and target, an int")

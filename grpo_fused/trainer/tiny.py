@@ -25,9 +25,9 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte of UTF-8 and three special ones, 259 in all; decoding gives every text back as it was.
+    """One token for each byte of UTF-8 and three special ones, 259 in all; decoding returns every text unchanged.
 
-    Saved beside a Qwen2 and loaded with `AutoTokenizer` it has the same tokens, but composes characters (NFC) first:
+    Saved with a Qwen2 and loaded with `AutoTokenizer` it has the same tokens, but composes characters (NFC) first:
     transformers 5 loads the tokenizer of every Qwen2 as a `Qwen2Tokenizer`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable character for each of the 256 bytes
@@ -53,7 +53,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCau
 
     Args:
         tokenizer: Gives the size of the vocabulary and the EOS and pad tokens.
-        seed: Of the weights; torch's own generator is left as it was.
+        seed: For the weights; torch's global generator is not changed.
     """
     return _seeded(Qwen2ForCausalLM, tokenizer, seed)
 

@@ -35,8 +35,8 @@ class Updater:
     """Takes the optimizer steps on a rollout.
 
     Args:
-        policy: What sampled the rollout, dropout off; trained in place.
-        reference: Scores under the frozen reference, or None if `config.loss.beta` is 0.
+        policy: The policy that sampled the rollout, dropout off; trained in place.
+        reference: Log-probs under the frozen reference, or None if `config.loss.beta` is 0.
         optimizer: Over the parameters of the policy, as accelerate prepared it.
         config: The options of the run.
     """
@@ -56,7 +56,7 @@ class Updater:
     def __call__(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
         """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
 
-        Sequences whose gradient is known to be zero (no spread in their group's rewards, and no KL or entropy term)
+        Sequences whose gradient is known to be zero (equal rewards in their group, and no KL or entropy term)
         are left out: they count in the normaliser, and cost nothing.
 
         Args:
@@ -75,7 +75,7 @@ class Updater:
         rows = torch.arange(len(advantages)) if always else advantages.nonzero().flatten().cpu()
         window = Window.of(rollout, rows, self.accelerator)
         if window.trained_sequences == 0:
-            self.optimizer_steps += self.config.num_iterations  # the schedule goes on
+            self.optimizer_steps += self.config.num_iterations  # the schedule continues
             return []
         ref_logps = None if self.reference is None else self.reference(rollout, rows)
         old_logps, ratio, corrections = None, None, Metrics()
@@ -84,7 +84,7 @@ class Updater:
             ratio, corrections = self.correct_sampling(rollout, rows, old_logps, rollout.sampling_logps)
         history = []
         for _ in range(self.config.num_iterations):
-            # on-policy the old log-probs are those of this very pass: None says so, and the next iteration gets them
+            # on-policy the old log-probs are those of this pass: None means that, and the next iteration gets them
             metrics, logps = self.accumulate_gradients(rollout, rows, advantages, window, old_logps, ref_logps, ratio)
             old_logps = logps if old_logps is None else old_logps
             metrics |= self.step_optimizer(metrics["loss"])
@@ -107,7 +107,7 @@ class Updater:
         tokens, values = mask.sum().float(), correction.metrics
         mine = torch.stack([tokens, torch.full_like(tokens, len(rows)), *(value.float() for value in values.values())])
         table = self.accelerator.gather(mine[None]).double().cpu()  # [processes, 2 + metrics]
-        table = table[table[:, 1] > 0]  # those that train on something
+        table = table[table[:, 1] > 0]  # processes with tokens to train on
         metrics = {}
         for column, name in enumerate(values, start=2):
             weights = table[:, int("ratio" in name and mode.startswith("sequence"))]
@@ -138,7 +138,7 @@ class Updater:
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
         pieces = self.policy.micro_batches(rollout, rows)
-        self.policy.model.train(config.gradient_checkpointing)  # dropout is off; checkpointing asks for training mode
+        self.policy.model.train(config.gradient_checkpointing)  # dropout is off; checkpointing needs training mode
         for position, (batch, micro) in enumerate(pieces):
             index, width = batch.to(device), micro.completion_ids.shape[1]
             share, loss_config = window.share_of(micro, config.loss)
@@ -159,7 +159,7 @@ class Updater:
                     config=loss_config,
                     impl=config.impl,
                 )
-                # processes average their gradients: the sum over them wants their number
+                # processes average their gradients: multiplied by their number, this is the sum
                 self.accelerator.backward(out.loss * (share * self.accelerator.num_processes))
             add_rows(logps, batch, out.per_token_logps)
             found = [name for name in AVERAGED if name in out.metrics]
@@ -176,7 +176,7 @@ class Updater:
         """Clips, checks and takes one optimizer step; its learning rate and gradient norm."""
         norm = self.accelerator.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm)
-        scaled = self.config.mixed_precision == "fp16"  # there a gradient that overflows is the scaler's business
+        scaled = self.config.mixed_precision == "fp16"  # the scaler handles gradients that overflow
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(
@@ -191,7 +191,7 @@ class Updater:
         return {"grad_norm": grad_norm, "learning_rate": rate}
 
     def _synchronised(self, *, last: bool) -> AbstractContextManager[None]:
-        """DDP sums gradients in the last backward of a window only. FSDP does in each: it keeps no whole gradient."""
+        """DDP sums gradients only in the last backward of a window, FSDP in each: it keeps no whole gradient."""
         replicated = self.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         if last or not replicated:
             return nullcontext()
@@ -199,7 +199,7 @@ class Updater:
 
 
 class Window:
-    """What a loss over all micro-batches and processes divides by."""
+    """The divisors of a loss over all micro-batches and processes."""
 
     def __init__(self, tokens: float, sequences: float, trained_tokens: float, trained_sequences: float) -> None:
         self.tokens, self.sequences = max(tokens, 1.0), max(sequences, 1.0)
@@ -216,7 +216,7 @@ class Window:
         return Window(*accelerator.reduce(counts, "sum").tolist())
 
     def share_of(self, micro: Rollout, loss: GRPOLossConfig) -> tuple[float, GRPOLossConfig]:
-        """The weight of a micro-batch's loss, and the loss's options with its entropy bonus weighed likewise.
+        """The weight of a micro-batch's loss, and the loss's options with the entropy bonus weighted the same way.
 
         Token-normalised losses divide by the window's tokens themselves; the others are means over the micro-batch, of
         its tokens or of its sequences. The bonus is always a mean over its tokens.
@@ -235,7 +235,7 @@ class Window:
 
 
 def learning_rate(optimizer_step: int, config: GRPOTrainerConfig) -> float:
-    """Of the optimizer step with that number, from 0: a linear warm-up, then as `config.lr_scheduler_type` says."""
+    """The learning rate of an optimizer step, counted from 0: a linear warm-up, then `config.lr_scheduler_type`."""
     total = config.steps * config.num_iterations
     if optimizer_step < config.warmup_steps:
         factor = (optimizer_step + 1) / config.warmup_steps

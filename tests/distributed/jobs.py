@@ -1,4 +1,4 @@
-"""What ranks do in the tests; results are plain numbers and arrays."""
+"""The jobs of ranks in the tests; results are plain numbers and arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_fused.parallel import counting
 
 
 def plain(result: Result, traffic: Any) -> dict[str, Any]:
-    """Tensors as arrays, for the way between processes."""
+    """Tensors as arrays, to send between processes."""
     out = result.out
     values = {"loss": out.loss, "logps": out.per_token_logps, **result.gradients(), **out.metrics}
     if out.entropies is not None:
@@ -101,7 +101,7 @@ def token_loss(
 
 
 def disagreeing(rank: int, group: Any, case: Case, configs: list, changes: list[dict]) -> str:
-    """The error that a rank sees when its call is not the others'."""
+    """The error on a rank whose call differs from that of the others."""
     mine = of_vocabulary(case, slices([15, 14])[rank])
     for name, value in changes[rank].items():
         setattr(mine, name, value)
@@ -114,7 +114,7 @@ def disagreeing(rank: int, group: Any, case: Case, configs: list, changes: list[
 
 
 def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
-    """Rank 1 alone is given something wrong; what every rank raises."""
+    """Only rank 1 gets a wrong argument; returns the error of every rank."""
     if how == "grid":  # rank 2 t + v has slice v of the vocabulary and part t of the batch
         from distributed.workers import PAIRS
 
@@ -128,9 +128,9 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
     options: dict[str, Any] = {}
     if how == "packed" and rank == 0:
         mine = pack(mine)
-    if rank == 1 and what == "dtype":  # seen by the public function
+    if rank == 1 and what == "dtype":  # found by the public function
         mine.completion_ids = mine.completion_ids.float()
-    elif rank == 1 and what == "id":  # seen by the operator
+    elif rank == 1 and what == "id":  # found by the operator
         mine.completion_ids = torch.where(mine.completion_mask, 29, mine.completion_ids)
     elif rank == 1 and what == "advantage":
         mine.advantages = mine.advantages * torch.nan
@@ -140,7 +140,7 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
         empty = torch.full((count - 2,), count)
         mine.options["cu_seqlens"] = torch.cat([mine.options["cu_seqlens"], empty])
         mine.advantages = torch.ones(count)
-    elif rank == 1 and what == "scratch":  # seen after the handshake
+    elif rank == 1 and what == "scratch":  # found after the handshake
         options["max_scratch_bytes"] = 1
     elif rank == 1 and what == "score":
         options["impl"] = "chunked"
@@ -161,7 +161,7 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
 
 
 def logprobs_of_one_fail(rank: int, group: Any, case: Case) -> str:
-    """Ranks with other tokens have no part in log-probs: rank 1 raises by itself, and waits for nobody."""
+    """Log-probs do not depend on ranks with other tokens: only rank 1 raises, and does not wait for others."""
     ids = case.completion_ids.float() if rank == 1 else case.completion_ids
     try:
         fused_linear_logprobs(
@@ -177,7 +177,7 @@ def logprobs_of_one_fail(rank: int, group: Any, case: Case) -> str:
 
 
 def _fail_once(what: str, owner: type, name: str) -> None:
-    """The next call of a method in this process fails, as where its memory is full."""
+    """The next call of a method in this process fails, as if memory were full."""
     original = getattr(owner, name)
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -240,7 +240,7 @@ class SmallModel(torch.nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def forward(self, case: Case) -> torch.Tensor:
-        """The loss of a case, whose ids stand for its prompt too."""
+        """The loss of a case; its ids are also the prompt."""
         hidden = self.layer(self.embedding(case.completion_ids)).tanh()
         return fused_linear_grpo_loss(
             hidden, self.lm_head.weight, case.completion_ids, case.advantages.float(), case.completion_mask,
@@ -302,7 +302,7 @@ def clipped_objective(logps: torch.Tensor, entropies: torch.Tensor | None, **inp
 
 
 def custom_loss(rank: int, group: Any, case: Case, impl: str, how: str, parts: list[slice]) -> dict:
-    """An objective of one's own, with slices of the head or some of the sequences on every rank."""
+    """A custom objective, with slices of the head or some of the sequences on every rank."""
     shape, mask = case.completion_ids.shape, case.completion_mask
     case.options = {
         "old": case.options["old_per_token_logps"], "advantages": case.advantages.view(-1, 1).expand(shape),

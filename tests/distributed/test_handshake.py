@@ -1,4 +1,4 @@
-"""What ranks say of a call, and what of it must be alike: no processes, the call alone."""
+"""The fields of a call that ranks compare, and which must be equal; without processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def contents(**changes):
     return contents_of(made, made.forward.mask)
 
 
-def test_form_is_of_options_and_of_which_tensors_there_are():
+def test_form_has_options_and_which_tensors_are_given():
     same = call(ids=IDS + 1)
     assert form_of(same) == form_of(call())
     assert form_of(call(compact=False)) != form_of(call())
@@ -32,7 +32,7 @@ def test_form_is_of_options_and_of_which_tensors_there_are():
     assert form_of(call().forward) != form_of(call())
 
 
-def test_contents_are_of_active_positions():
+def test_contents_cover_active_positions_only():
     changed = IDS.clone()
     changed[0, 2] = -100  # masked
     assert contents(ids=changed) == contents()
@@ -44,7 +44,7 @@ def test_contents_are_of_active_positions():
     assert contents(mask=torch.ones_like(MASK)) != contents()
 
 
-def test_coefficients_count_by_where_they_are_0():
+def test_coefficients_are_compared_by_the_positions_of_zeros():
     g = torch.tensor([[0.5, 0.0, 7.0], [1.0, 2.0, 3.0]])
     assert contents(dlogps=g) == contents(dlogps=-2 * g)
     assert contents(dlogps=g) != contents(dlogps=g + 1)
@@ -53,7 +53,7 @@ def test_coefficients_count_by_where_they_are_0():
     assert contents(dlogps=g) == contents(dlogps=masked)
 
 
-def test_checksums_are_numbers_that_a_collective_can_carry():
+def test_checksums_are_numbers_that_a_collective_can_send():
     assert checksum(None, None) == 0
     huge = checksum(torch.full((1000,), torch.finfo(torch.float64).max, dtype=torch.float64), None)
     assert torch.tensor(huge, dtype=torch.int64) == huge

@@ -1,4 +1,4 @@
-"""The cost model's communication is what process groups are seen to communicate; the example runs under torchrun."""
+"""The cost model's communication equals that of real process groups; the example runs under torchrun."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_token_ranks(workers):
         assert got["numbers"]["objective"] == communication(21, 21, 12, Layout(vocab=1, data=2)).objective
 
 
-def test_model_keeps_its_proportions():
+def test_model_scales_with_the_layout():
     """Twice the ranks halve the products; within a node, slices cost links and save the weight's gradient."""
     machine = Machine()
     one, two = (step(2**20, 4096, 151936, Layout(1, n), machine) for n in (64, 128))
@@ -54,7 +54,7 @@ def test_example_under_torchrun():
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.vocab_parallel", "--small"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    # the ranks' lines may run into each other
+    # lines of the ranks may be mixed
     errors = re.findall(r"relative errors dH ([0-9.e+-]+), dW ([0-9.e+-]+);", done.stdout)
     assert len(errors) == 2
     assert all(float(error) < 1e-2 for pair in errors for error in pair)

@@ -103,7 +103,7 @@ FAILURES = {
 @pytest.mark.parametrize("how", ["vocab", "tokens", "grid"])
 @pytest.mark.parametrize("what", FAILURES)
 def test_an_error_on_one_rank_is_raised_on_all(what, how, workers):
-    """At once, with the rank and its reason, and the group can be used again."""
+    """At once, with the rank and its reason; the group can be used again."""
     ranks = 4 if how == "grid" else 2
     got = workers.run(one_fails, ranks, make_case(5).to(torch.float32), how, what)
     assert got[1].startswith(FAILURES[what]), got
@@ -115,7 +115,7 @@ def test_an_error_on_one_rank_is_raised_on_all(what, how, workers):
 
 
 def test_a_reading_that_is_ambiguous_on_one_rank_is_refused_on_all(workers):
-    """Packed, as many tokens as sequences on rank 1 alone."""
+    """Packed, as many tokens as sequences on rank 1 only."""
     got = workers.run(one_fails, 2, make_case(5).to(torch.float32), "packed", "reading")
     reason = "could be one for each of 13 tokens or one for each of as many sequences"
     assert got[1].startswith("ValueError: advantages of shape (13,) "), got
@@ -123,7 +123,7 @@ def test_a_reading_that_is_ambiguous_on_one_rank_is_refused_on_all(workers):
     assert got[0].startswith("PeerError: rank 1 "), got
 
 
-def test_an_error_in_log_probs_is_of_one_rank_where_tokens_are_split(workers):
+def test_an_error_in_log_probs_stays_on_one_rank_if_tokens_are_split(workers):
     got = workers.run(logprobs_of_one_fail, 2, make_case(5).to(torch.float32))
     assert got == ["no error", "token_ids must have an integer dtype; got torch.float32"]
 
@@ -140,7 +140,7 @@ def test_wrong_groups_are_refused():
         TypeError, match="process_group must be a torch.distributed.ProcessGroup or ParallelGroups; got"
     ):
         case.run(make_config("dapo"), process_group="tp")
-    with pytest.raises(ValueError, match="impl='reference' is of one process; got a process_group"):
+    with pytest.raises(ValueError, match="impl='reference' supports one process only; got a process_group"):
         case.run(make_config("dapo"), process_group=ParallelGroups(), impl="reference")
     plain = case.run(make_config("dapo"))
     assert np.array_equal(case.run(make_config("dapo"), process_group=ParallelGroups()).dweight, plain.dweight)
@@ -200,7 +200,7 @@ def test_every_difference_between_slices_is_named(name, change, workers):
 
 @pytest.mark.parametrize("impl", ["chunked", "triton"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_ranks_whose_sequences_do_not_fit_a_chunk_take_the_others_along(level, impl, workers):
+def test_all_ranks_score_first_if_sequences_of_one_do_not_fit_a_chunk(level, impl, workers):
     """One rank has a long sequence, one a short one, one none: all score first, or none does."""
     dtype, tol = PRECISION[impl]
     case = make_case(10, B=4, T=30, masked=0.0).to(dtype)
@@ -230,7 +230,7 @@ def test_a_slice_without_a_possible_entry(workers):
 
 
 def test_a_target_in_a_slice_without_a_possible_entry(workers):
-    """Its log-prob is -inf; what its rank makes of a slice of -inf is no NaN of the model's."""
+    """Its log-prob is -inf; the statistics of a slice of -inf must not look like a NaN of the model."""
     case = make_case(14, extras=False).to(torch.float32)
     case.options["lm_head_bias"] = torch.where(torch.arange(29) < 15, 0.0, -torch.inf)
     case.completion_ids[:] %= 15

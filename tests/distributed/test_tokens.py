@@ -26,7 +26,7 @@ COLUMNS = [[slice(0, 3), slice(3, 7)], [slice(0, 1), slice(1, 4), slice(4, 5), s
 
 
 def assert_is_one_process(results, want, part_of, tol) -> None:
-    """`part_of(rank, x)`: what of a per-token tensor of the whole batch is a rank's."""
+    """`part_of(rank, x)`: a rank's part of a per-token tensor of the whole batch."""
     total = sum(got["dweight"] for got in results)
     close(total, want.dweight.numpy(), tol, "dweight")
     worked = {float(got["gradient_tokens"]) for got in results}
@@ -60,7 +60,7 @@ def test_sequences_on_several_ranks(parts, config, impl, workers):
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 @pytest.mark.parametrize("parts", COLUMNS, ids=["2-ranks", "4-ranks"])
 def test_positions_on_several_ranks(parts, config, impl, workers):
-    """Context parallelism: ratios, means and masks of a sequence see all of it."""
+    """Context parallelism: ratios, means and masks cover the whole sequence."""
     if impl == "triton" and len(parts) == 4:
         pytest.skip("as on 2 ranks")
     dtype, tol = PRECISION[impl]
@@ -81,7 +81,7 @@ def test_packed_sequences_and_small_budgets(workers):
                 close(got["loss"], want.out.loss.detach().numpy(), 1e-10, "loss")
 
 
-def test_helpers_cut_the_batch():
+def test_helpers_split_the_batch():
     case = make_case(4, B=6)
     assert torch.equal(rows_of(case, slice(1, 3)).completion_ids, case.completion_ids[1:3])
     assert torch.equal(columns_of(case, slice(1, 3)).hidden_states, case.hidden_states[:, 1:3])
@@ -99,7 +99,7 @@ def test_communication_is_counted(workers):
 
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("how", ["vocab", "tokens"])
-def test_an_objective_of_ones_own(how, impl, workers):
+def test_a_custom_objective(how, impl, workers):
     dtype, tol = PRECISION[impl]
     case = make_case(4, B=6, extras=False).to(dtype)
     want = custom_loss(0, None, make_case(4, B=6, extras=False), "reference", "vocab", [slice(None)])

@@ -43,7 +43,7 @@ def assert_is_one_process(results, want, sizes, tol) -> None:
         for name, value in want.out.metrics.items():
             if name != "gradient_tokens":
                 close(got[name], value.double().numpy(), max(tol, 1e-6), name)
-    for got in results[1:]:  # ranks must take the same decisions: the same bits
+    for got in results[1:]:  # ranks must take the same branches: the same bits
         assert np.array_equal(got["logps"], results[0]["logps"])
         assert np.array_equal(got["loss"], results[0]["loss"])
 
@@ -118,7 +118,7 @@ def test_communication_is_counted(workers):
 
 
 class Slices:
-    """In place of the ranks: doubles what it is given, and counts the sums that have begun and not ended."""
+    """A test double of the ranks: doubles its input, and counts the sums that have started and not ended."""
 
     def __init__(self) -> None:
         self.running = self.most = 0

@@ -1,4 +1,4 @@
-"""Processes that stay: each runs what it is given, as a rank of a gloo group."""
+"""Worker processes for several jobs: each runs jobs as a rank of a gloo group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT = 60  # seconds for a job of all ranks; the first one waits for imports
 
 
 PAIRS: dict[tuple[int, int], Any] = {}
-"""In a process of four: groups of two. All ranks make them together, before jobs on some ranks make groups of theirs."""
+"""In a process of four: groups of two. All ranks create them together, before some ranks create further groups."""
 
 
 class Workers:
@@ -53,7 +53,7 @@ class Workers:
         return [results[rank][1] for rank in range(ranks)]
 
     def stop(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes at once."""
         for inbox in self.inboxes:
             inbox.put(None)
         for process in self.processes:

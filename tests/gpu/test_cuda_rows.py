@@ -1,4 +1,4 @@
-"""The CUDA C++ row kernel on a chip: every mode, option, layout over thread blocks and size, against fp64 (make gpu)."""
+"""The CUDA C++ row kernel on a GPU: every mode, option, layout over thread blocks and size, against fp64 (make gpu)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _available():
 
 
 def work_for(variant: str, vocab_size: int) -> CudaRows:
-    """Row work laid out as `variant` says, where such a cluster exists and holds a row."""
+    """Row work with the layout of `variant`, if such a cluster exists and holds a row."""
     blocks, threads = VARIANTS[variant]
     if blocks > 0 and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("no clusters before sm_90")
@@ -209,7 +209,7 @@ def test_no_rows():
 
 
 @pytest.mark.parametrize("variant", ["auto", "stream"])
-def test_twice_is_bitwise_the_same_and_rows_do_not_matter_to_each_other(variant):
+def test_two_runs_are_bitwise_equal_and_rows_are_independent(variant):
     work = work_for(variant, 151936)
     values, targets = map(on_gpu, make_rows((64, 151936)))
     results = []
@@ -225,7 +225,7 @@ def test_twice_is_bitwise_the_same_and_rows_do_not_matter_to_each_other(variant)
 
 
 def test_runs_on_the_current_stream():
-    """The kernel waits for what its stream does, here a long sleep before the logits are there."""
+    """The kernel waits for earlier work of its stream, here a long sleep before the logits are written."""
     work = CudaRows()
     values, targets = map(on_gpu, make_rows((64, 151936)))
     want = statistics(work, values, targets, PLAIN).logp

@@ -1,10 +1,10 @@
-"""The Triton head kernel on a chip: real sizes, tensor-core products, the same bits in any company (make gpu)."""
+"""The Triton head kernel on a GPU: real sizes, tensor-core products, bitwise scores in any batch (make gpu)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from gpu.test_chip import big_case, exact_rows, on_cpu, on_gpu
+from gpu.test_engines import big_case, exact_rows, on_cpu, on_gpu
 from helpers import assert_same, config_id, covering_configs, frobenius_error, make_case, make_config
 
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
@@ -52,7 +52,7 @@ def test_head_options_at_real_size(options):
 
 @pytest.mark.parametrize(("H", "V"), [(896, 151936), (903, 1009)])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_a_score_does_not_depend_on_its_company(H, V, softcap):
+def test_a_score_does_not_depend_on_the_batch(H, V, softcap):
     case = big_case(1024, H, V, torch.bfloat16)
     hidden, ids = case.hidden_states.reshape(1024, H), case.completion_ids.reshape(1024)
 
@@ -75,7 +75,7 @@ def test_a_score_does_not_depend_on_its_company(H, V, softcap):
 
 
 def test_confident_tokens_are_exact():
-    """Targets whose probability is 1 to fp32: their logit is summed like the row's maximum, so nothing is left over."""
+    """Targets whose probability rounds to 1 in fp32: their logit is summed like the maximum: both are equal."""
     weight = torch.randn(151936, 896, device="cuda").bfloat16()
     ids = torch.randint(0, 151936, (512,), device="cuda")
     logps = fused_linear_logprobs(weight[ids] * 0.25, weight, ids, impl="triton").logps
@@ -104,7 +104,7 @@ def test_beyond_two_to_the_31_logits():
     assert got.dweight.isfinite().all()
 
 
-def test_twice_is_bitwise_the_same():
+def test_two_runs_are_bitwise_equal():
     case = big_case(2048, 896, 151936, torch.bfloat16)
     first, again = (case.run(GRPOLossConfig(), impl="triton") for _ in range(2))
     assert torch.equal(first.dhidden, again.dhidden)

@@ -1,4 +1,4 @@
-"""The peers, where they are installed."""
+"""The peers, if they are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def liger_triton():
 
 @pytest.fixture
 def nothing_said(monkeypatch):
-    """As in a fresh process, for what is said once in one."""
+    """As in a new process, for warnings that are given once in a process."""
     from grpo_fused.integrations.liger import options
 
     monkeypatch.setattr(options, "_said", set())

@@ -1,4 +1,4 @@
-"""Problems by Liger's names, how they are run, and what their results are held against."""
+"""Problems with Liger's names, how they are run, and their expected results."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TOL = {"rtol": 3e-5, "atol": 3e-6}
 
 
 def unread(loss_type):
-    """Those of `CHANGED` that the loss type does not read."""
+    """The options of `CHANGED` that the loss type does not read."""
     reads = {"cispo": ("epsilon_high",), "sapo": ("sapo",), "vespo": ("vespo",)}.get(loss_type, ("epsilon", "delta"))
     return {name: value for name, value in CHANGED.items() if not name.startswith(reads)}
 
 
 def problem(seed=0, dtype=torch.float32, **shape):
-    """Tensors of a call by Liger's names, with a bias; every sequence has tokens."""
+    """Tensors of a call with Liger's names, with a bias; every sequence has tokens."""
     case = make_case(seed, dtype=dtype, **{"B": 4, "T": 7, "H": 12, "V": 29, **shape})
     case.completion_mask[:, 0] = True
     g = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def relative_error(got, want):
 def logits_problem(seed=0, dtype=torch.float32):
     inputs = problem(seed)
     logits = inputs["_input"] @ inputs["lin_weight"].T
-    logits = torch.cat([logits, torch.randn_like(logits[:, :1])], 1)  # the position that predicts nothing here
+    logits = torch.cat([logits, torch.randn_like(logits[:, :1])], 1)  # the position that is not used
     return {
         "logits": logits.to(dtype),
         "old_logp": inputs["old_per_token_logps"],
@@ -107,7 +107,7 @@ def logits_problem(seed=0, dtype=torch.float32):
 
 
 def run_logits(function, inputs, upstream, **options):
-    """All results, and the gradient of the first towards `upstream`."""
+    """All results, and the gradient of the first for `upstream`."""
     leaf = inputs["logits"].detach().clone().requires_grad_()
     out = function(**{**inputs, "logits": leaf * 1.0}, **options)
     out[0].backward(upstream)

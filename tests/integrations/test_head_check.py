@@ -1,4 +1,4 @@
-"""The self-check: it refuses what is not the linear form, can fail, runs once, and leaves the model alone."""
+"""The self-check: it refuses heads that are not linear, can fail, runs once, and does not change the model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def broken(z: Tensor) -> Tensor:
     return z * float("nan")
 
 
-LIES = {
+TRANSFORMS = {
     scaled: "to 1.001 times",
     capped: "falling: a softcap",
     masked: r"nats, most at token 7\. ",
@@ -82,31 +82,31 @@ LIES = {
 }
 
 
-class Liar(Qwen2ForCausalLM):
-    """Does in secret what its config does not say."""
+class Undeclared(Qwen2ForCausalLM):
+    """Transforms its logits in a way that its config does not name."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        out.logits = self.lie(out.logits)
+        out.logits = self.transform(out.logits)
         return out
 
 
 @pytest.mark.parametrize("sharp", [True, False], ids=["sharp", "as-initialised"])
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_a_model_that_lies_is_refused(lie: Any, sharp: bool) -> None:
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
+def test_an_undeclared_transform_is_refused(transform: Any, sharp: bool) -> None:
     """On a freshly initialised model too, whose logits are too small to show a cap of 50."""
     torch.manual_seed(0)
-    model = Liar(build("qwen2").config).eval()
-    model.lie = lambda z: z
+    model = Undeclared(build("qwen2").config).eval()
+    model.transform = lambda z: z
     if sharp:
         sharpen(model)
     check_head(model, cached=False)
-    model.lie = lie
-    with pytest.raises(ValueError, match=LIES[lie]) as caught:
+    model.transform = transform
+    with pytest.raises(ValueError, match=TRANSFORMS[transform]) as caught:
         check_head(model, cached=False)
-    assert "Liar" in str(caught.value)
+    assert "Undeclared" in str(caught.value)
     assert "logit_scale=1, softcap=None, vocab_size=120 (no field of the config)" in str(caught.value)
-    assert lm_head_inputs(model, check=False)["logit_scale"] == 1.0  # who skips the check is believed
+    assert lm_head_inputs(model, check=False)["logit_scale"] == 1.0  # without the check the config is trusted
 
 
 def test_the_message_names_fields_and_values() -> None:
@@ -136,7 +136,7 @@ def test_a_head_module_that_computes_something_else_is_refused() -> None:
 
 
 def test_directions_that_no_state_takes_are_checked_too() -> None:
-    """Half of the rows are random: eight tokens span little of what training will reach."""
+    """Half of the rows are random: eight tokens span only a small part of the state space."""
 
     class Crooked(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_directions_that_no_state_takes_are_checked_too() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_states_that_say_nothing_are_replaced(value: float) -> None:
+def test_states_without_information_are_replaced(value: float) -> None:
     model = LinearLM()
     torch.nn.init.constant_(model.table.weight, value)
     assert check_head(model).logit_scale == 1.0
@@ -167,7 +167,7 @@ def test_the_fused_function_itself_is_checked(monkeypatch: pytest.MonkeyPatch) -
         check_head(LinearLM())
 
 
-def test_a_field_that_the_model_does_not_read_is_not_believed() -> None:
+def test_a_field_that_the_model_does_not_read_is_not_used() -> None:
     model = build("qwen2")
     model.config.final_logit_softcapping = 5.0
     model.config.logit_scale = 0.1
@@ -192,7 +192,7 @@ def test_what_the_linear_form_cannot_express_is_refused() -> None:
 
 
 class Packed(nn.Parameter):
-    """As quantisation libraries do: a subclass that says it is floating point."""
+    """As in quantisation libraries: a subclass that reports a floating-point dtype."""
 
 
 def test_weights_that_are_not_plain_are_refused() -> None:
@@ -203,7 +203,7 @@ def test_weights_that_are_not_plain_are_refused() -> None:
         (nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False), TypeError, "float8"),
         (weight.detach().as_subclass(Packed), TypeError, "Packed"),
         (nn.Parameter(torch.empty(0)), ValueError, r"shape \(0,\) on cpu: gather a sharded one"),
-        (nn.Parameter(weight.flatten()), ValueError, r"must be \[V, H\].*gather a sharded one"),
+        (nn.Parameter(weight.flatten()), ValueError, r"must have a weight \[V, H\].*gather a sharded one"),
         (nn.Parameter(weight.to("meta")), ValueError, "on meta: .*load an offloaded one"),
     ):
         model.lm_head.weight = bad
@@ -219,7 +219,7 @@ def test_an_unknown_adapter_is_refused_even_while_it_is_zero() -> None:
 
 
 class Snapshot:
-    """Everything that a look at a model must leave alone."""
+    """All state of a model that the check must not change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modes = [m.training for m in model.modules()]
@@ -239,12 +239,12 @@ class Snapshot:
 
 
 @pytest.mark.parametrize("way_out", ["passes", "refuses", "raises"])
-def test_the_model_is_left_as_it_was(way_out: str) -> None:
+def test_the_model_is_not_changed(way_out: str) -> None:
     torch.manual_seed(0)
-    model = Liar(build("qwen2", attention_dropout=0.5).config).bfloat16().train()
+    model = Undeclared(build("qwen2", attention_dropout=0.5).config).bfloat16().train()
     model.model.layers[0].eval()
     model.gradient_checkpointing_enable()
-    model.lie = {"passes": lambda z: z, "refuses": lambda z: z * 2, "raises": lambda z: z.no_such}[way_out]
+    model.transform = {"passes": lambda z: z, "refuses": lambda z: z * 2, "raises": lambda z: z.no_such}[way_out]
     before = Snapshot(model)
     with torch.enable_grad():
         if way_out == "passes":
@@ -282,7 +282,7 @@ def test_the_check_runs_once() -> None:
     lm_head_inputs(model)
     lm_head_inputs(model)
     assert model.calls == 1
-    model.config.final_logit_softcapping = 9.0  # another config: two meanings to ask about
+    model.config.final_logit_softcapping = 9.0  # another config: two meanings to check
     lm_head_inputs(model)
     assert model.calls == 3
     model.lm_head = nn.Linear(16, 40)

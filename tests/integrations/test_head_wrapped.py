@@ -1,4 +1,4 @@
-"""Heads of models that something stands around or in: compilation, parallelism, mixed precision, fused attention."""
+"""Heads of wrapped models: compilation, parallelism, mixed precision, fused attention."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def accelerator() -> Any:
 
 
 def test_a_model_that_accelerate_has_prepared(accelerator: Any) -> None:
-    """Its forward turns autocast on, whatever is around the call."""
+    """Its forward turns autocast on, also outside of an autocast block."""
     model = accelerator.prepare_model(build("gemma2"), evaluation_mode=True)
     given = lm_head_inputs(model)
     assert given["softcap"] == 20.0

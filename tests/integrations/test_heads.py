@@ -1,4 +1,4 @@
-"""The heads of real models: what lm_head_inputs reads gives the model's own log-probs, or it raises."""
+"""The heads of real models: lm_head_inputs gives the model's own log-probs, or it raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOL = 1e-4  # the contract while |z| <= 32
 
 
 def assert_right(model: Any, ids: Tensor | None = None) -> None:
-    """Fused log-probs of given tokens are those of the model's own logits, which do not lie near zero."""
+    """Fused log-probs of given tokens are those of the model's own logits, which are not near zero."""
     ids = token_ids() if ids is None else ids
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -41,12 +41,12 @@ def test_log_probs_are_the_models_own(name: str) -> None:
     assert inputs["lm_head_weight"].shape[0] == want.vocab_size
     with torch.no_grad():
         peak = float(model(input_ids=token_ids(), use_cache=False).logits.abs().max())
-    assert peak > 0.9 * (want.softcap or 5.0)  # the case can tell a cap from none
+    assert peak > 0.9 * (want.softcap or 5.0)  # large enough that a cap has an effect
     assert_right(model)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "hyperclovax", "falcon_h1", "inkling2_text"])
-def test_the_config_at_its_word(name: str) -> None:
+def test_the_config_without_the_check(name: str) -> None:
     """Without the check, fields have their usual meaning, which depends on the model for logits_scaling."""
     model = build(name)
     unchecked, checked = lm_head_inputs(model, check=False), lm_head_inputs(model)
@@ -72,7 +72,7 @@ def test_the_cases_can_fail(name: str) -> None:
     [
         ("muse_glimmer", {"output_multiplier": 0.4, "final_logit_softcapping": 22.0}, (0.4, 22.0)),
         ("hyperclovax_vision_v2", {"logits_scaling": 0.5}, (0.5, None)),
-        ("gemma3", {"final_logit_softcapping": 22.0}, (1.0, None)),  # the field is there, and this class does not cap
+        ("gemma3", {"final_logit_softcapping": 22.0}, (1.0, None)),  # the field exists, but this class does not cap
         ("qwen3_vl", {}, (1.0, None)),
     ],
     ids=["muse_glimmer", "hyperclovax_vision_v2", "gemma3", "qwen3_vl"],
@@ -112,7 +112,7 @@ def test_an_fp32_head_over_a_bf16_body(name: str) -> None:
     assert lm_head_inputs(model)["lm_head_weight"].dtype == torch.float32
     assert head_hidden_states(model, token_ids()).dtype == torch.bfloat16
     bare = fused(model, token_ids())
-    # the model itself cannot run so: a trainer that makes such a head also widens its input
+    # the model itself cannot run this way: a trainer that creates such a head also widens its input
     head.register_forward_pre_hook(widen_head_input)
     torch.testing.assert_close(fused(model, token_ids()), bare, rtol=0, atol=0)
     assert_right(model)

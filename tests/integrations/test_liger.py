@@ -1,4 +1,4 @@
-"""Liger's module on our kernels, held against Liger 0.8.5 itself on the CPU.
+"""Liger's module on our kernels, compared with Liger 0.8.5 itself on the CPU.
 
 Where Liger is wrong the test shows that it differs from float64 autograd of the formula, and that we do not.
 """
@@ -72,11 +72,11 @@ def test_module(liger, loss_type, level, name):
 @pytest.mark.usefixtures("nothing_said")
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "luspo"])  # see test_luspo
 def test_options_that_the_loss_type_does_not_read(liger, loss_type):
-    """Liger ignores them in silence. We say so, of each once in a process, and ignore them."""
+    """Liger ignores them without a warning. We ignore them too, with one warning for each in a process."""
     options = {"loss_type": loss_type, **REQUIRED.get(loss_type, {}), **unread(loss_type)}
-    with pytest.warns(UserWarning, match="is ignored, as in Liger: loss_type=") as told:
+    with pytest.warns(UserWarning, match="is ignored, as in Liger: loss_type=") as caught:
         ours = FusedLinearGRPOLoss(**options)
-    assert sorted(str(warning.message).split()[0] for warning in told) == sorted(unread(loss_type))
+    assert sorted(str(warning.message).split()[0] for warning in caught) == sorted(unread(loss_type))
     FusedLinearGRPOLoss(**options)
     inputs = problem(4, B=6, drift=0.7)
     assert_same(run(ours, inputs), run(liger(**options, compiled=False), inputs), **TOL)
@@ -92,7 +92,7 @@ def test_a_reference_that_is_not_read(liger, name):
     with pytest.warns(UserWarning, match=f"{name} is ignored, as in Liger: use_ref_model=False"):
         got = run(ours, inputs)
     assert_same(got, run(theirs, inputs), **TOL)
-    run(ours, inputs)  # says nothing again
+    run(ours, inputs)  # no second warning
 
 
 @pytest.mark.parametrize("shape", ["B", "B,1", "B,T"])
@@ -122,7 +122,7 @@ def test_num_items_in_batch(liger, monkeypatch, loss_type, processes, items):
 
 
 def pretend_distributed(monkeypatch, processes):
-    """As in a group of processes that all hold the same."""
+    """As in a group of processes with the same data."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, op=None: x.mul_(processes - 1))  # one has no tokens
@@ -137,7 +137,7 @@ def test_the_normaliser_is_averaged_over_processes(liger, monkeypatch):
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 def test_reference_model(liger, with_bias):
-    """Its log-probs from its own states and head, whose width may be another."""
+    """Its log-probs from its own states and head, which may have another width."""
     inputs = problem(4)
     ref = inputs.pop("ref_per_token_logps")
     inputs["ref_input"] = torch.randn(*ref.shape, 6)
@@ -153,7 +153,7 @@ def test_reference_model(liger, with_bias):
 
 
 def test_without_reference_model(liger):
-    """beta, 0.04 by default, then has no effect, and the KL metric is there and 0."""
+    """beta, 0.04 by default, then has no effect, and the KL metric exists and is 0."""
     inputs = problem(5)
     inputs["ref_per_token_logps"] = None
     theirs, ours = (module(use_ref_model=False, compiled=False) for module in (liger, FusedLinearGRPOLoss))
@@ -194,7 +194,7 @@ def test_engines(impl):
     assert max(relative_error(got, want).values()) < 3e-5
 
 
-def test_interfaces_are_liger_s(liger, liger_triton):
+def test_interfaces_are_those_of_liger(liger, liger_triton):
     def parameters(function):
         return [
             (p.name, p.default) for p in inspect.signature(function).parameters.values() if p.kind != p.KEYWORD_ONLY
@@ -237,7 +237,7 @@ def test_advantages_of_tokens(liger):
 
 
 def test_bf16_logits(liger):
-    """Liger rounds the logits of a bf16 head before the log-sum-exp, and its gradients show it."""
+    """Liger rounds the logits of a bf16 head before the log-sum-exp, with an effect on its gradients."""
     inputs = problem(10, dtype=torch.bfloat16, H=64, V=500, T=40, logit_std=4.8)
     want = oracle(inputs, loss_type="dapo", beta=0.0)
     ours = run(FusedLinearGRPOLoss(beta=0.0), inputs)
@@ -265,7 +265,7 @@ def test_overflowing_ratios(liger, where):
 
 
 def test_vespo_ratios_of_masked_tokens(liger):
-    """They do not count; in Liger's product over a sequence they do."""
+    """They do not count; Liger includes them in its product over a sequence."""
     inputs = {**problem(2), "vllm_is_ratio": torch.rand(4, 7) + 0.5}
     changed = dict(inputs, vllm_is_ratio=torch.where(inputs["attention_mask"] == 0, 1.7, inputs["vllm_is_ratio"]))
     theirs, ours = (module(loss_type="vespo", compiled=False) for module in (liger, FusedLinearGRPOLoss))
@@ -289,7 +289,7 @@ def test_sequence_level_that_liger_refuses(loss_type):
 
 
 def test_compiled_callers():
-    """A module within `torch.compile` gives what it gives without."""
+    """A module within `torch.compile` gives the same results as without."""
     inputs = problem(13)
     module = FusedLinearGRPOLoss(loss_type="grpo")
     assert_same(run(torch.compile(module, backend="aot_eager"), inputs), run(module, inputs), rtol=1e-6, atol=1e-7)

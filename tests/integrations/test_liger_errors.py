@@ -1,4 +1,4 @@
-"""Wrong calls of Liger's interfaces raise, and say what was expected."""
+"""Wrong calls of Liger's interfaces raise, and name what was expected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_wrong_options_of_one_of_them():
         FusedLinearGRPOLoss(loss_type="dr_grpo")
     with pytest.raises(ValueError, match="epsilon_low must be > 0; got 0"):
         FusedLinearGRPOLoss(epsilon_low=0)
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):  # Liger looks at them for all loss types
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):  # Liger checks them for all loss types
         with pytest.raises(ValueError, match=f"{name} must be > 0; got 0"):
             FusedLinearGRPOLoss(loss_type="vespo", **{name: 0})
     with pytest.raises(ValueError, match="epsilon_high must be a number; got None"):

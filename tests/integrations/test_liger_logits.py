@@ -1,4 +1,4 @@
-"""Liger's function of logits on our operators, held against its kernels, interpreted."""
+"""Liger's function of logits on our operators, compared with its kernels, interpreted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def triton_cases():
 
 
 def in_gate(loss_type, level, name, reduce):
-    """Every loss type, level and option; what is reduced and what is not take turns."""
+    """Every loss type, level and option; reduced and unreduced results in turns."""
     return name == "delta" or reduce == (name != "corrected-kl") or loss_type in ("dapo", "luspo", "vespo")
 
 
@@ -66,9 +66,9 @@ def test_from_logits(liger_triton, loss_type, level, name, reduce):
 def test_options_that_the_loss_type_does_not_read(liger_triton, loss_type):
     options = {name.replace("epsilon", "eps"): value for name, value in unread(loss_type).items() if name != "delta"}
     inputs = logits_problem(1)
-    with pytest.warns(UserWarning, match="is ignored, as in Liger: loss_type=") as told:
+    with pytest.warns(UserWarning, match="is ignored, as in Liger: loss_type=") as caught:
         ours, gradient = run_logits(grpo_loss_from_logits, inputs, torch.ones(4, 7), loss_type=loss_type, **options)
-    assert sorted(str(warning.message).split()[0] for warning in told) == sorted(options)
+    assert sorted(str(warning.message).split()[0] for warning in caught) == sorted(options)
     theirs, their_gradient = run_logits(liger_triton, inputs, torch.ones(4, 7), loss_type=loss_type, **options)
     assert_close(ours[0], theirs[0], **TOL)
     assert (gradient - their_gradient).norm() / their_gradient.norm() < 3e-5
@@ -107,7 +107,7 @@ def test_luspo_from_logits(liger_triton):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_delta_within_the_clip_range(liger_triton, level):
-    """delta < c < 1 + eps_high, A < 0: min(delta A, c A) is c A, whose gradient Liger's kernel takes for clipped."""
+    """delta < c < 1 + eps_high, A < 0: min(delta A, c A) is c A, whose gradient Liger's kernel treats as clipped."""
     inputs = logits_problem(3)
     inputs["advantages"] = -inputs["advantages"].abs()
     leaf = inputs["logits"].double().requires_grad_()
@@ -130,8 +130,8 @@ def test_delta_within_the_clip_range(liger_triton, level):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_logits_are_left_alone(dtype):
-    """`inplace=True`, Liger's default, overwrites them there; here they, and a second call, see no change."""
+def test_logits_are_not_changed(dtype):
+    """`inplace=True`, Liger's default, overwrites them there; here they do not change, so a second call agrees."""
     inputs = logits_problem(4, dtype)
     logits = inputs["logits"].requires_grad_()
     before = logits.detach().clone()

@@ -173,7 +173,7 @@ def test_lora_on_one_side_of_tied_embeddings(targets: list[str]) -> None:
     assert_right(model)
 
 
-def test_what_no_weight_expresses_is_refused() -> None:
+def test_heads_that_no_weight_expresses_are_refused() -> None:
     for options, match in (
         ({"use_dora": True}, "Dora.*not a plain LoRA"),
         ({"trainable_token_indices": {"lm_head": [3, 4]}, "target_modules": ["q_proj"]}, "replaced rows"),
@@ -194,7 +194,7 @@ def test_what_no_weight_expresses_is_refused() -> None:
             lm_head_inputs(model)
 
 
-def test_a_module_is_no_weight() -> None:
+def test_a_module_in_place_of_its_weight_is_refused() -> None:
     """The fused functions themselves refuse a head whose adapter was not folded in."""
     model, ids = adapted(), token_ids()
     with pytest.raises(TypeError, match="an adapter on the head must be merged"):
@@ -208,7 +208,7 @@ def test_prompt_tuning_moves_positions() -> None:
         head_hidden_states(model, token_ids())
 
 
-def test_the_check_leaves_the_adapters_alone() -> None:
+def test_the_check_does_not_change_the_adapters() -> None:
     model = adapted(lora_dropout=0.0).train()
     before = {n: (p.clone(), p.requires_grad) for n, p in model.named_parameters()}
     check_head(model)
@@ -217,7 +217,7 @@ def test_the_check_leaves_the_adapters_alone() -> None:
 
 
 def test_the_trainer_trains_an_adapted_head() -> None:
-    """Two micro-batches: each folds the adapter in anew, since a graph lives for one backward."""
+    """Two micro-batches: each folds the adapter in again, since a graph exists for one backward."""
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
 

@@ -1,8 +1,8 @@
 """`grpo_fused.objectives` against verl's own losses, rejection masks and advantage estimators, in float64.
 
 verl 0.9.1 has to be importable: `pip install --no-deps verl==0.9.1 codetiming omegaconf antlr4-python3-runtime==4.9.3
-hydra-core tensordict pyvers cloudpickle orjson torchdata pylatexenc`. Where `ray` is missing, which the functions that
-are called here do not use, an empty stand-in lets verl be imported; it is gone again after that.
+hydra-core tensordict pyvers cloudpickle orjson torchdata pylatexenc`. If `ray` is missing, which the functions that
+are called here do not use, an empty module replaces it while verl is imported.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def theirs(verl, name, r, aggregation="token-mean", policy_loss=None, old=None, 
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
         policy_loss=verl.PolicyLossConfig(**(policy_loss or {})), **options,
     )  # fmt: skip
-    # a rejected token counts in the average as 0, as where verl knows the global batch
+    # a rejected token counts as 0 in the average, as in verl with a known global batch size
     config.global_batch_info.update(batch_num_tokens=int(r.mask.sum()), global_batch_size=len(r.mask))
     logps = r.logps.clone().requires_grad_()
     old = r.old if old is None else old
@@ -103,7 +103,7 @@ CASES = {
 
 
 def average_of(name):
-    """The average that verl takes for a loss, ours and its name for it."""
+    """The average of a loss in verl: our name and its name."""
     if name in ("sapo", "geo_mean", "gspo"):
         return "grpo", "seq-mean-token-mean"
     return "bnpo", "token-mean"
@@ -182,7 +182,7 @@ def test_covers_every_rejection_of_verl(verl):
 
 @pytest.mark.parametrize("option", REJECTIONS)
 def test_rejection(verl, option):
-    """As bypass_mode has it (d follows the policy), and before the update (d of the old log-probs)."""
+    """As in bypass_mode (d changes with the policy), and before the update (d of the old log-probs)."""
     arguments, threshold, bounds = REJECTIONS[option]
     inner = objectives.vanilla(0.2, 0.2, 3.0)
     current = objectives.rollout_rejection(inner, *arguments, **bounds)

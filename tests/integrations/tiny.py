@@ -129,7 +129,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def build(name: str, **options: Any) -> Any:
-    """The architecture's model, in eval mode, with random weights whose logits reach well beyond its cap."""
+    """The architecture's model, in eval mode, with random weights whose logits are far above its cap."""
     if name not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     torch.manual_seed(0)
@@ -194,7 +194,7 @@ def fused(model: Any, ids: Tensor) -> Tensor:
 
 
 class LinearLM(nn.Module):
-    """A causal LM that nobody registered: a table and a head."""
+    """A causal LM that is not registered: an embedding table and a head."""
 
     def __init__(self) -> None:
         super().__init__()

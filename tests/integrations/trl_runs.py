@@ -1,4 +1,4 @@
-"""Short real training runs of TRL's trainers on a small model, to hold ours against stock ones."""
+"""Short real training runs of TRL's trainers on a small model, to compare ours with the original ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_small_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = t
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word is a token."""
+    """One token for each word."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "<eos>", *WORDS])}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left")
@@ -56,7 +56,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """The results of a run."""
 
     losses: list[float]
     logs: list[dict[str, float]]

@@ -1,6 +1,6 @@
-"""Every shipped row configuration compiles for every architecture, without a GPU, to what was meant.
+"""Every shipped row configuration compiles for every architecture, without a GPU, with the expected resources.
 
-Compiling needs triton as a compiler, not as an interpreter, so that this runs in a process of its own.
+Compiling needs triton as a compiler, not as an interpreter, so this runs in its own process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def row_in_gate(variant) -> bool:
-    """What a training step runs, and every kernel with all options, which fills the registers."""
+    """The kernels of a training step, and every kernel with all options, which needs the most registers."""
     return variant.arch in KINDS and (
         str(variant) in KEY_RESOURCES or ((variant.out == "bf16" or "statistics" in variant.kernel)
         and variant.options == "full")
@@ -71,7 +71,7 @@ def test_shared_memory_within_limits(evidence):
 
 
 def test_in_place_gradient_has_its_barrier(evidence):
-    """A load, a barrier, a store, in this order, in every iteration; without the barrier the check sees the race."""
+    """A load, a barrier, a store, in this order, in every iteration; without the barrier the check finds the race."""
     in_place = [row for row in evidence if row["kernel"] != "row_statistics_fwd_kernel" and row["arch"] != "gfx942"]
     assert in_place
     assert all(row["barrier_before_store"] for row in in_place)
@@ -89,7 +89,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
 class Driver:
-    "Stands for a GPU that is not here: warmup compiles for it and launches nothing."
+    "A test double of a GPU: warmup compiles for it and launches nothing."
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
     def get_current_device(self): return 0
     def get_current_stream(self, device=None): return 0
@@ -125,11 +125,11 @@ def test_one_compilation_for_all_lengths_temperatures_and_options():
     """Calls with other N, temperature, epsilon, beta and alignment of slices: each kernel is compiled once."""
     assert compiled(COUNT).split() == ["1", "1", "1"]
     compiled_in = COUNT.replace("    head = ", "    flags['BLOCK'] = 512 * (1 + tokens % 2)\n    head = ")
-    assert compiled(compiled_in).split() == ["2", "2", "2"], "the count must see what is compiled in"
+    assert compiled(compiled_in).split() == ["2", "2", "2"], "the count must include compiled-in arguments"
 
 
 def head_in_gate(variant) -> bool:
-    """Of each table and architecture what ships for scores; with most options what stores dlogits; each small kernel once.
+    """For each table and architecture the kernel for scores, that for dlogits with most options; all small kernels.
 
     Candidates are for the tuner.
     """
@@ -223,7 +223,7 @@ def test_head_kernel_compiles_once_for_all_lengths_and_temperatures():
     """Once for each of the three modes."""
     assert compiled("CONTROL = False\n" + COUNT_HEAD).split() == ["3", "1", "1"]
     assert compiled("CONTROL = True\n" + COUNT_HEAD).split() == ["6", "2", "2"], (
-        "the count must see what is compiled in"
+        "the count must include compiled-in arguments"
     )
 
 
@@ -243,13 +243,13 @@ KEY_RESOURCES = {
     "gfx942-bf16-score-plain-odd": (224, 34),
     "gfx942-bf16-exponentials-plain-odd": (232, 34),
 }
-"""Registers of a thread and KiB of shared memory that the kernels of a training step may take: what triton 3.7.1 makes of
-them (`python -m benchmarks.aot`), registers rounded up to the eights in which they are handed out. More is a regression:
+"""Registers of a thread and KiB of shared memory that the kernels of a training step may take: those of triton 3.7.1
+(`python -m benchmarks.aot`), registers rounded up to multiples of eight, as they are allocated. More is a regression:
 fewer programs fit a multiprocessor; lower the number when it falls. The sum that keeps a confident token's digits took
 sm_80 from 200 to 232 and gfx942 from 192 and 200 to 224 and 232: as many programs fit as before."""
 
 
-def test_key_kernels_take_no_more_than_they_did(evidence, head_evidence):
+def test_key_kernels_take_no_more_than_before(evidence, head_evidence):
     import triton
 
     from benchmarks import aot_head, aot_rows

@@ -1,4 +1,4 @@
-"""The chunked engine with Triton row work, interpreted: the whole way from hidden states to gradients."""
+"""The chunked engine with Triton row work, interpreted: from hidden states to gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_head_options_in_low_precision(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask_some", [False, True], ids=["all", "masked"])
-def test_selective_from_logits_as_they_lie(monkeypatch, dtype, mask_some):
+def test_selective_reads_logits_in_place(monkeypatch, dtype, mask_some):
     """bf16 and fp16 logits are read without a copy in fp32, and not changed."""
     from grpo_fused import logits as engine
     from grpo_fused import selective_logprobs
@@ -77,7 +77,7 @@ def test_selective_from_logits_as_they_lie(monkeypatch, dtype, mask_some):
 
 
 def test_whole_numbers_reach_the_kernel_as_floats():
-    """Triton would compile an int in, 1 as a constant of its own."""
+    """Triton would compile an int in, and 1 as another constant."""
     from grpo_fused import GRPOLossConfig
     from grpo_fused.engines.token_kernels import objective_numbers
 

@@ -1,4 +1,4 @@
-"""Head kernels, interpreted, against fp64: every mode, option and way of loading; scores bitwise in any company."""
+"""Head kernels, interpreted, against fp64: every mode, option and way of loading; the same scores in any batch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy):
 
 
 def dlogits_in_gate(option, with_entropy, way):
-    """Every option both ways to dlogits, with entropies; without them, and by descriptors, what differs in kind."""
+    """Every option both ways to dlogits, with entropies; without them, and by descriptors, one of each kind."""
     return option in ("plain", "all", "softcap") or (with_entropy and way != "known-descriptors")
 
 
@@ -133,7 +133,7 @@ def dlogits_in_gate(option, with_entropy, way):
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
 @pytest.mark.parametrize("way", ["exponentials", "known-pointers", "known-descriptors"])
 def test_dlogits(option, with_entropy, way):
-    """Both ways to dlogits, in fp32 against fp64; poisoned memory must be overwritten or left alone."""
+    """Both ways to dlogits, in fp32 against fp64; poisoned memory must be overwritten or not used."""
     N, H, V = 21, 40, 77
     hidden, weight, targets = case((N, H, V))
     transform = transform_of(option, N, V)
@@ -163,8 +163,8 @@ def test_dlogits(option, with_entropy, way):
 
 
 @pytest.mark.parametrize("way", ["exponentials", "known"])
-def test_confident_tokens_keep_their_gradient(way):
-    """Probability 1 - 1e-3 to 1 - 1e-9: the target's gradient is what the others take, not what rounding leaves of 1 - p."""
+def test_confident_tokens_have_accurate_gradients(way):
+    """Probability 1 - 1e-3 to 1 - 1e-9: the target's gradient is the sum of the others', not a rounded 1 - p."""
     H, V = 64, 48
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(V, H, generator=g)
@@ -189,10 +189,10 @@ def test_confident_tokens_keep_their_gradient(way):
 
 @pytest.mark.gate(keep=lambda config: config in (SMALL, CONFIGS["descriptors-persistent"]))
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_score_does_not_depend_on_its_company(config):
+def test_a_score_does_not_depend_on_the_batch(config):
     """Permuted, alone, among others, training or scoring, with or without entropy: the same bits.
 
-    Interpreted, this shows that nothing is chosen by N; that the chip's products round alike is shown by `make gpu`.
+    Interpreted, this shows that no choice depends on N; `make gpu` shows that products on a GPU round the same way.
     """
     hidden, weight, targets = case((25, 40, 131), torch.bfloat16)
     transform = transform_of("plain", 25, 131)
@@ -216,7 +216,7 @@ def test_a_score_does_not_depend_on_its_company(config):
 
 
 def test_panels_in_groups(monkeypatch):
-    """Panels go two by two, the last one alone: each is worked once, in every split."""
+    """Groups of two panels, the last one of one: each panel is computed once, in every split."""
     hidden, weight, targets = case((70, 40, 131))
     monkeypatch.setattr(head_launch, "GROUP_BYTES", 2 * SMALL.block_n * 40 * hidden.itemsize)
     transform = transform_of("plain", 70, 131)
@@ -255,7 +255,7 @@ def test_weights_that_a_descriptor_cannot_describe():
 
 
 def test_splits_cover_every_head():
-    """Tiles are covered once, whatever V and H; a token's partial statistics stay small; N has no say."""
+    """Tiles are covered once, for any V and H; a token's partial statistics stay small; N has no effect."""
     tables = [
         *HEAD_CONFIGS.values(),
         *UNALIGNED_CONFIGS.values(),
@@ -312,7 +312,7 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
 
 
 def test_fp16_exponentials_reach_far_below_their_maximum():
-    """Stored as they are, those 20 nats below their tile's maximum would be 0."""
+    """Without scaling, those 20 nats below their tile's maximum would be 0."""
     weight = torch.zeros(24, 8, dtype=torch.float16)
     weight[:, 0] = -20.0
     weight[0, 0] = 0.0
@@ -343,8 +343,8 @@ def test_a_tile_without_a_possible_entry():
     assert room.values[:, 32:64].eq(0).all()
 
 
-def test_softcap_takes_no_exponentials():
-    """Its slope does not survive their rounding: the engine goes the other way, and the launcher refuses."""
+def test_softcap_uses_no_exponentials():
+    """Their rounding loses its slope: the engine computes dlogits directly, and the launcher refuses exponentials."""
     hidden, weight, targets = case((4, 24, 20))
     transform = transform_of("softcap", 4, 20)
     room = Exponentials.empty(4, weight, torch.float32, transform, config=SMALL)
@@ -362,7 +362,7 @@ def test_softcap_takes_no_exponentials():
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every-other-column", "expanded-column", "every-other-row"])
-def test_weights_that_do_not_lie_row_by_row(layout):
+def test_weights_without_contiguous_rows(layout):
     weight = {
         "transposed": torch.randn(16, 29).T,
         "every-other-column": torch.randn(29, 32)[:, ::2],
@@ -377,8 +377,8 @@ def test_weights_that_do_not_lie_row_by_row(layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_traced_without_looking_at_memory(dtype):
-    """What torch.compile knows of the operators must not hang on a pointer."""
+def test_tracing_reads_no_pointers(dtype):
+    """The operators' fake results for torch.compile must not depend on a pointer."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

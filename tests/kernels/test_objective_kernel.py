@@ -41,7 +41,7 @@ CALLS = ((0, False, False), (1, True, False), (2, False, True))  # seed, on_poli
 
 
 def covering(cases):
-    """What shows a pair of options for the first time; a policy's terms and a KL's are made apart, and added."""
+    """Cases that have a pair of options for the first time; policy and KL terms are computed separately and added."""
     seen, chosen = set(), []
     for config, call in cases:
         policy = ("policy", POLICIES[config.loss_type])
@@ -49,7 +49,7 @@ def covering(cases):
         clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
         bonus = ("bonus", config.entropy_coef)
         pairs = {(policy, kl), (policy, bonus), (kl, bonus), (policy, call), (kl, call)}
-        if not call[1]:  # on-policy nothing is clipped
+        if not call[1]:  # on-policy, nothing is clipped
             pairs |= {(policy, clip), (clip, bonus)}
         if not pairs <= seen:
             chosen.append((config, call))
@@ -93,7 +93,7 @@ def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
     return TokenBatch.build(inputs, layout, config, torch.float32), logits, targets
 
 
-# what is off is inf, and inf * 0 is taken and thrown away by a where
+# an option that is off is inf; inf * 0 is computed and discarded by a where
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
 @pytest.mark.parametrize(("config", "call"), covering(CASES), ids=case_id)
 def test_matches_the_torch_objective(config, call):
@@ -135,8 +135,8 @@ def assert_matches_torch(config, calls):
         assert (out.double() - raw.grad).abs().max() <= 2e-6 * scale
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN is what is tested
-def test_an_impossible_token_has_no_gradient_and_nan_is_seen():
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN is tested here
+def test_an_impossible_token_has_no_gradient_and_nan_propagates():
     config = make_config("dapo", beta=0.1)
     batch, logits, targets = batch_and_logits(config)
     active = batch.mask.nonzero().squeeze(1)

@@ -25,7 +25,7 @@ def row_gradient(logits, out, targets, statistics, dlogp, dentropy, transform):
 
 
 def padded_logits(values: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
-    """[R, V] view of rows padded to `PAD` elements, whose padding holds NaN."""
+    """[R, V] view of rows padded to `PAD` elements; the padding is NaN."""
     rows, vocab_size = values.shape
     width = (vocab_size + PAD - 1) // PAD * PAD
     slab = torch.full((rows, width), torch.nan, dtype=dtype)
@@ -95,7 +95,7 @@ def test_statistics(shape, name, dtype):
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 256), (2, 299)], ids=str)
 def test_gradient_in_place(shape, name, with_entropy, out_dtype):
-    """The gradient lands in the memory of the logits, in fp32 or over their first halves in bf16."""
+    """The gradient is written to the memory of the logits, in fp32 or over their first halves in bf16."""
     values, targets = case(shape)
     transform = transforms(*shape)[name]
     g = torch.Generator().manual_seed(1)
@@ -131,8 +131,8 @@ def test_unpadded_rows_and_a_separate_buffer():
 def test_gradient_refuses_memory_that_it_would_overwrite_too_early():
     values, targets = case((4, 32))
     stats = row_statistics(values, targets, Transform(None, 1.0, None, 1.0), with_entropy=False)
-    wrong = values.view(torch.bfloat16).view(-1)[: 4 * 32].view(4, 32)  # rows packed: row 1 lands in row 0
-    with pytest.raises(ValueError, match="row upon row"):
+    wrong = values.view(torch.bfloat16).view(-1)[: 4 * 32].view(4, 32)  # rows packed: row 1 is written to row 0
+    with pytest.raises(ValueError, match="row by row"):
         row_gradient(values, wrong, targets, stats, torch.ones(4), None, Transform(None, 1.0, None, 1.0))
 
 
@@ -179,7 +179,7 @@ def test_impossible_tokens():
 
 
 def test_certain_tokens():
-    """log-probs are never above 0, and a confident token's gradient keeps its digits."""
+    """log-probs are never above 0, and a confident token's gradient is accurate."""
     values = torch.zeros(3, 64)
     values[:, 7] = torch.tensor([12.0, 16.0, 200.0])
     targets = torch.full((3,), 7)

@@ -1,5 +1,5 @@
-// What the row kernels take from CUDA, on a CPU: every thread of a cluster is a real thread, barriers are real barriers,
-// shuffles exchange through memory. A bulk copy happens only when somebody waits for it, as late as it may, and shared
+// The CUDA functions of the row kernels, on a CPU: every thread of a cluster is a real thread, barriers are real,
+// shuffles exchange through memory. A bulk copy happens as late as possible, when a thread waits for it, and shared
 // memory is NaN before: a kernel that reads too early, or stores before all is read, gets wrong numbers or hangs.
 #pragma once
 
@@ -90,7 +90,7 @@ template <typename Body>
 void emulated::launch(int blocks, int threads, unsigned first, size_t scratch_bytes, size_t row_bytes, Body body) {
   Cluster all(blocks, threads, scratch_bytes, row_bytes);
   std::vector<std::thread> running;
-  // the last block first: in place, its stores land on what the blocks before it hold
+  // the last block first: in place, its stores overwrite logits of the blocks before it
   for (int i = blocks * threads - 1; i >= 0; --i) {
     running.emplace_back([&, i] {
       cluster = &all;
@@ -111,7 +111,7 @@ inline int cluster_size() { return int(emulated::cluster->blocks.size()); }
 inline void cluster_arrive() { emulated::token = emulated::cluster->meeting.arrive(); }
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
 inline void cluster_wait() {
-  if (!emulated::token) std::abort();  // nobody waits before it has arrived
+  if (!emulated::token) std::abort();  // a thread must arrive before it waits
   emulated::cluster->meeting.wait(std::move(*emulated::token));
   emulated::token.reset();
 }

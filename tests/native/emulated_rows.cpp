@@ -1,4 +1,4 @@
-// The row kernels themselves, csrc/cuda/row_kernel.cuh as it is, on a CPU's threads.
+// The unchanged row kernels, csrc/cuda/row_kernel.cuh, on threads of a CPU.
 #include "emulated.h"
 
 #include "cuda/row_kernel.cuh"
@@ -35,7 +35,7 @@ int run(RowMode mode, const RowArguments& a, int blocks, int threads) {
 }  // namespace
 }  // namespace grpo_fused
 
-// As run_rows of row_harness.cpp.
+// Like run_rows of row_harness.cpp.
 extern "C" int run_rows(int mode, int logits, int out, const grpo_fused::RowArguments* a, int blocks, int threads) {
   using namespace grpo_fused;
   const auto what = static_cast<RowMode>(mode);

@@ -19,7 +19,7 @@ STATISTICS, GRADIENT, LOSS = 0, 1, 2
 
 
 class Layout(NamedTuple):
-    """How a row is laid over thread blocks."""
+    """How a row is split over thread blocks."""
 
     blocks: int
     """of a cluster; 0 streams"""
@@ -67,7 +67,7 @@ class Harness:
     def plan(
         self, vocab_size: int, itemsize: int, *, clusters: bool, block_kib: int, processor_kib: int, blocks: int = 0
     ) -> Layout | None:
-        """How rows are laid over thread blocks on a device with such limits; None where that cannot be."""
+        """How rows are split over thread blocks on a device with such limits; None if that is impossible."""
         chosen = (ctypes.c_int * 2)()
         limits = (ctypes.c_bool(clusters), block_kib * 1024, processor_kib * 1024)
         self._library.plan.restype = ctypes.c_bool
@@ -75,7 +75,7 @@ class Harness:
         return Layout(*chosen) if possible else None
 
     def held_bytes(self, vocab_size: int, itemsize: int, blocks: int) -> int:
-        """Shared memory that a block of a cluster holds of a row."""
+        """Shared memory for the part of a row in a block of a cluster."""
         self._library.held.restype = ctypes.c_int64
         return self._library.held(vocab_size, itemsize, blocks)
 

@@ -1,8 +1,8 @@
-// The row kernels on a CPU: the same functions that the device runs, with blocks and threads simulated. What is not the
-// same is what a CPU has not: barriers, bulk copies, shuffles and launches.
+// The row kernels on a CPU: the same functions that the device runs, with simulated blocks and threads. Only barriers,
+// bulk copies, shuffles and launches differ, since a CPU does not have them.
 //
 // A cluster's blocks and threads run one after the other, phase by phase as its barriers divide them. The streaming
-// kernel, whose threads meet at a barrier in every stride, runs on real threads that really meet.
+// kernel, whose threads wait at a barrier in every stride, runs on real threads with a real barrier.
 #include <barrier>
 #include <cstring>
 #include <thread>
@@ -101,7 +101,7 @@ void run_cluster(Mode mode, const RowArguments& a, int64_t row, int blocks, int 
       if (c.zero) {
         thread_zeros(part(rank).count, thread, out + length * rank, a.wide_out);
       } else {
-        // a chunk that arrives again after a store would bring what was stored: in place, only the first may copy
+        // a chunk that is copied again after a store would hold stored values: in place, only the first copy is valid
         if (i == 0 || mode != GRADIENT) {
           thread_gradient(part(rank), thread, t, c, out + length * rank, a.wide_out, arrived, nothing);
         } else {
@@ -176,7 +176,7 @@ extern "C" int run_rows(int mode, int logits, int out, const RowArguments* a, in
 
 extern "C" int size_of_arguments() { return int(sizeof(RowArguments)); }
 
-// Returns whether the plan can be; its blocks and threads are written to `plan`.
+// Returns whether the plan is possible; its blocks and threads are written to `plan`.
 extern "C" bool plan(int vocab_size, int itemsize, bool clusters, int block_bytes, int processor_bytes, int blocks,
                      int threads, int* plan) {
   RowPlan chosen;

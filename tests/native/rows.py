@@ -35,7 +35,7 @@ def make_rows(shape: tuple[int, int], std: float = 4.0) -> tuple[Tensor, Tensor]
 
 
 def padded(values: Tensor, dtype: torch.dtype = torch.float32, pad: int = PAD) -> Tensor:
-    """[R, V] view of rows padded to `pad` elements, whose padding holds NaN."""
+    """[R, V] view of rows padded to `pad` elements, whose padding is NaN."""
     rows, vocab_size = values.shape
     width = -(-vocab_size // pad) * pad
     slab = torch.full((rows, width), torch.nan, dtype=dtype, device=values.device)
@@ -44,7 +44,7 @@ def padded(values: Tensor, dtype: torch.dtype = torch.float32, pad: int = PAD) -
 
 
 def in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, V] view of `dtype` in the memory of the logits, row upon row."""
+    """[R, V] view of `dtype` in the memory of the logits, row by row."""
     slab = logits.as_strided((logits.shape[0], logits.stride(0)), (logits.stride(0), 1))
     return slab.view(dtype)[:, : logits.shape[1]]
 
@@ -87,4 +87,4 @@ def assert_gradient(got: Tensor, want: Tensor) -> None:
     largest = want.abs().amax(1, keepdim=True)
     error = (got.double() - want).abs()
     allowed = 6e-6 * largest + rounding * want.abs() * 1.001 + tiny
-    assert (error <= allowed).all(), f"error exceeds what is allowed by {float((error - allowed).max()):.3g}"
+    assert (error <= allowed).all(), f"the error exceeds its bound by {float((error - allowed).max()):.3g}"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.cpu` runs from its options to the file of a run, with the native engine in it."""
+"""`python -m benchmarks.cpu` writes the file of a run, with the native engine in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_small_mode_writes_a_result(tmp_path, monkeypatch):
     assert case["shares"] == {"active": 1.0, "gradient": 1.0}
 
 
-def test_nothing_new_is_started_when_the_time_is_up(tmp_path):
+def test_nothing_is_started_after_the_time_limit(tmp_path):
     out = tmp_path / "r.json"
     cpu.main(["--small", "--seconds", "0", "--out", str(out)])
     section = load(out).sections["loss"]

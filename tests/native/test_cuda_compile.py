@@ -1,6 +1,6 @@
-"""The CUDA row kernels, compiled without a GPU: to what was meant, and what their operators refuse.
+"""The CUDA row kernels, compiled without a GPU: their machine code, and what their operators refuse.
 
-What runs on no CPU (bulk copies, barriers, launches) is seen here in the machine code only; tests/gpu runs it.
+Bulk copies, barriers and launches, which do not run on a CPU, are checked in the machine code; tests/gpu runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STREAM_STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { 
 
 @pytest.fixture(scope="session")
 def architectures(request):
-    """The gate compiles for one, which has all kernels."""
+    """The gate compiles for one architecture, which has all kernels."""
     return list(aot_rows.CUDA_ARCHITECTURES) if request.config.getoption("--full") else ["sm_90a"]
 
 
@@ -51,7 +51,7 @@ def evidence(library):
     return aot_rows.inspect_library(library)
 
 
-def test_every_kernel_is_there(evidence, architectures):
+def test_every_kernel_exists(evidence, architectures):
     assert {e.arch for e in evidence} == set(architectures)
     with_clusters = [arch for arch in architectures if arch != "sm_80"]
     assert len(evidence) == 10 * len(architectures) + 10 * len(with_clusters), (
@@ -71,7 +71,7 @@ def test_accesses_are_16_bytes_wide(evidence):
         assert e.wide_stores >= 1 or e.mode == "statistics", e
 
 
-def test_clusters_copy_in_bulk_and_meet(evidence):
+def test_clusters_copy_in_bulk_and_synchronise(evidence):
     """Statistics and losses: a barrier before the shared memory of others is written, one after."""
     for e in evidence:
         if e.kernel == "stream":
@@ -83,14 +83,14 @@ def test_clusters_copy_in_bulk_and_meet(evidence):
         assert e.stores_follow_barrier or e.mode == "gradient", e  # its rows of zeros are not read, so need none
 
 
-def test_shared_memory_beside_the_row(evidence):
+def test_shared_memory_besides_the_row(evidence):
     for e in evidence:
         assert e.static_shared <= 512 + 1024, f"more than SCRATCH_BYTES of csrc/row_plan.h and the system's: {e}"
 
 
 @pytest.fixture
 def operators(library):
-    """The operators, where no GPU could run them: everything that they check comes before the device."""
+    """The operators without a GPU: all their checks come before the check of the device."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: tests/gpu runs the operators")
     if not hasattr(torch.ops.grpo_fused_C, "row_loss"):
@@ -164,13 +164,13 @@ def test_gradient_refuses_wrong_inputs(operators, changes, message):
 def test_gradient_refuses_memory_that_it_would_overwrite_too_early(operators):
     logits = padded(make_rows((ROWS, COLUMNS))[0])
     slab = logits.as_strided((ROWS * logits.stride(0),), (1,))
-    packed = slab.view(torch.bfloat16)[: ROWS * COLUMNS].view(ROWS, COLUMNS)  # row 1 lands in row 0
+    packed = slab.view(torch.bfloat16)[: ROWS * COLUMNS].view(ROWS, COLUMNS)  # row 1 is written to row 0
     shifted = slab.view(torch.bfloat16)[2:][: 3 * 96].view(3, 96)[:, :COLUMNS]
     for rows, out in ((ROWS, packed), (3, shifted)):
         call = gradient_call(logits=logits[:rows], out=out)
         for name in ("targets", "max", "log_sum", "logp", "dlogp"):
             call[name] = call[name][:rows]
-        with pytest.raises(RuntimeError, match="out may share the memory of logits only row upon row"):
+        with pytest.raises(RuntimeError, match="out may share the memory of logits only row by row"):
             operators.row_gradient(**call)
 
 
@@ -222,7 +222,7 @@ def test_calls_of_the_engine_pass_every_check_but_the_device(operators):
         work.gradient(Rows(logits, targets, PLAIN), Coefficients(stats, row, None), logits, picked=targets)
 
 
-def test_schemas_say_what_is_written(operators):
+def test_schemas_name_written_arguments(operators):
     written = {
         "row_statistics": {"max", "log_sum", "logp", "entropy"},
         "row_gradient": {"out"},

@@ -1,7 +1,7 @@
 """The row kernels themselves on a CPU's threads: barriers, late copies, shuffles and clusters emulated (emulated.h).
 
 A missing barrier, a copy that is read before it is waited for, or a store on logits that another block has not read
-yet gives NaN, wrong numbers or a hang. What remains for a chip is whether its instructions do what is emulated.
+yet gives NaN, wrong numbers or a hang. Only a GPU can show that its instructions do what is emulated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_statistics(kernels, functions, shape, dtype, layout):
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradient_in_place(kernels, shape, out_dtype, layout):
-    """Stores of one block land on the logits of others."""
+    """Stores of one block overwrite the logits of others."""
     values, targets = make_rows(shape)
     dlogp, dentropy = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(1))
     logits = padded(values)

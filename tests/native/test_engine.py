@@ -1,4 +1,4 @@
-"""The native engine against the fp64 reference, and what it promises beside: bitwise scores, bounded scratch."""
+"""The native engine against the fp64 reference, bitwise reproducible scores, and bounded scratch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cpu_extension")
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads, and puts it back."""
+    """Sets the number of threads, and restores it."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -42,8 +42,8 @@ def test_objectives_in_fp32(config):
 
 
 @pytest.mark.parametrize(("hidden_size", "vocab"), [(64, 20000), (1024, 2000)], ids=["long in V", "long in H"])
-def test_long_sums_in_fp32_are_as_exact_as_the_library_s(hidden_size, vocab):
-    """One chain of additions over all of V or H, rounded at each, is off by 2e-6."""
+def test_long_sums_in_fp32_are_as_exact_as_those_of_the_library(hidden_size, vocab):
+    """One chain of additions over all of V or H, rounded at each, has an error of 2e-6."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, hidden_size) * 16 / hidden_size**0.5, torch.randn(vocab, hidden_size) / 4
     ids, upstream = torch.randint(0, vocab, (64,)), torch.randn(64)
@@ -59,7 +59,7 @@ def test_long_sums_in_fp32_are_as_exact_as_the_library_s(hidden_size, vocab):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_products_of_the_library_in_between(dtype):
-    """On a processor with AMX both configure the tiles: one that relies on the other's dies of an illegal instruction."""
+    """On a processor with AMX both configure the tiles: use of the other's configuration is an illegal instruction."""
     hidden, weight = torch.randn(200, 96, dtype=dtype), torch.randn(320, 96, dtype=dtype)
     ids = torch.randint(0, 320, (200,))
     first = fused_linear_logprobs(hidden, weight, ids, impl="native").logps
@@ -198,7 +198,7 @@ def test_packed_and_not_contiguous():
 
 
 def test_banned_tokens_and_masked_garbage():
-    """A bias of -inf bans a token; masked positions may hold anything."""
+    """A bias of -inf bans a token; masked positions may have any values."""
     case = make_case(9, B=3, T=30, H=16, V=300, dtype=torch.float32, extras=False)
     case.options["lm_head_bias"] = torch.where(torch.arange(300) < 290, 0.0, -torch.inf)
     case.completion_ids.clamp_(max=280)
@@ -222,8 +222,8 @@ def test_all_logits_far_from_0(offset):
         assert_same(case.run(some, impl="native"), want, tol=1e-4)  # a logit of 150 has ulps of 1.5e-5
 
 
-def test_nan_in_a_row_of_the_head_is_seen():
-    """It makes every log-prob NaN, whoever's target it is."""
+def test_nan_in_a_row_of_the_head_propagates():
+    """It makes every log-prob NaN, for any target."""
     case = make_case(19, B=2, T=9, H=16, V=300, dtype=torch.float32, extras=False)
     case.lm_head_weight[100] = torch.nan
     case.completion_ids.clamp_(max=99)
@@ -235,7 +235,7 @@ def test_nan_in_a_row_of_the_head_is_seen():
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gradient_of_the_bias_in_low_precision(dtype):
-    """A sum over tokens of each row of dz, whose two neighbours share a word in bf16."""
+    """A sum over tokens of each row of dz; in bf16 two neighbours share a word."""
     case = make_case(20, B=3, T=30, H=24, V=301, dtype=dtype, extras=False)
     case.options["lm_head_bias"] = torch.linspace(-1, 1, 301).to(dtype)
     want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
@@ -268,7 +268,7 @@ def test_rows_without_a_coefficient_cost_no_gradient(dtype, scratch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_score_does_not_depend_on_its_company_or_the_threads(dtype, threads):
+def test_a_score_does_not_depend_on_the_batch_or_the_threads(dtype, threads):
     case = make_case(12, B=1, T=333, H=100, V=3001, dtype=dtype, masked=0.0, extras=False)
     hidden, ids = case.hidden_states[0], case.completion_ids[0]
 
@@ -359,12 +359,12 @@ def test_scratch_is_bounded():
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
         pytest.skip(f"the peak cannot be reset here: {error}")
-    root = Path(engines.__file__).parents[2]  # where the tested package is, and its extension
+    root = Path(engines.__file__).parents[2]  # the folder of the tested package and its extension
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (
         2**20 < int(done.stdout) <= (24 + 4) * 2**20
-    )  # beside scratch: per-token vectors, the backward's copies of dH
+    )  # besides scratch: per-token vectors, the backward's copies of dH
 
 
 def test_named_engine_says_why_it_cannot_run(monkeypatch):

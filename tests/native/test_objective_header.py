@@ -117,8 +117,8 @@ def test_matches_the_reference_by_autograd(config):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
 @pytest.mark.parametrize("where", ["logp", "old", "ref", "advantages"])
-def test_nan_of_an_active_token_is_seen(loss_type, where):
-    """In the loss always, in the coefficient wherever torch has it there."""
+def test_nan_of_an_active_token_propagates(loss_type, where):
+    """To the loss always, to the coefficient where torch has NaN too."""
     config = make_config(loss_type, beta=0.1)
     logp, mask, _, _, batch = make_tokens(config, torch.float32)
     logp = logp.float().flatten()
@@ -140,8 +140,8 @@ def test_an_impossible_token_has_a_loss_but_no_coefficient():
     assert dlogp[3 * 12 + 2] == 0
 
 
-def test_bounds_belong_to_the_live_side():
-    """Exactly at a clip bound either side is right; torch and the header must take the same one."""
+def test_bounds_count_as_not_clipped():
+    """Exactly at a clip bound both sides are right; torch and the header must take the same one."""
     config = make_config("dapo", epsilon=0.5, epsilon_high=0.5, delta=2.0)
     logp = torch.tensor([0.5, 1.5, 2.0]).log().repeat(2).double()
     batch = TokenBatch.build(
@@ -151,7 +151,7 @@ def test_bounds_belong_to_the_live_side():
     torch.testing.assert_close(token_objective(logp, batch, config)[1], evaluate(logp, None, batch, config).dlogp)
 
 
-def test_torch_sees_through_the_operator():
+def test_torch_opcheck():
     """Schema, fake implementation and compiled calls, by torch's own checks."""
     register_fakes()
     row = torch.randn(5)

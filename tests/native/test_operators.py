@@ -1,4 +1,4 @@
-"""The operators themselves: their fake implementations, and that a wrong call is refused before memory is touched."""
+"""The operators: fake implementations, and refusal of a wrong call before memory is used."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_block_plan_agrees_with_the_kept_layout(dtype):
 
 
 @pytest.mark.parametrize(("vocab", "hidden"), [(300, 0), (0, 40), (-1, 40)])
-def test_a_plan_of_nothing_is_refused(vocab, hidden):
+def test_a_plan_of_an_empty_head_is_refused(vocab, hidden):
     """An integer division by zero would kill the process."""
     with pytest.raises(RuntimeError, match=r"at least one row and one column; got \["):
         torch.ops.grpo_fused_C.head_plan(vocab, hidden, True)

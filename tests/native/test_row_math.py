@@ -1,8 +1,8 @@
 """The row kernels' arithmetic, compiled for the CPU with simulated blocks and threads, against fp64.
 
-Everything but barriers, bulk copies, shuffles and launches: partition, partial statistics and their merge, chunk order,
-the objective, gradient elements, 16-byte and single accesses, in place and not. Shared memory is NaN until a chunk has
-been waited for, and so is the padding of rows.
+All except barriers, bulk copies, shuffles and launches: partition, partial statistics and their merge, chunk order,
+the objective, gradient elements, 16-byte and single accesses, in place and not. Shared memory is NaN until the wait for
+a chunk, and so is the padding of rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_statistics(rows, shape, name, dtype, layout):
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradient_in_place(rows, shape, name, with_entropy, out_dtype, layout):
-    """The gradient lands in the memory of the logits, in fp32 or over their first halves."""
+    """The gradient is written to the memory of the logits, in fp32 or over their first halves."""
     values, targets = make_rows(shape)
     transform = make_transform(name, *shape)
     dlogp, dentropy = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(1))
@@ -171,7 +171,7 @@ def test_impossible_tokens(rows, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
-def test_nan_is_seen_and_kept_to_its_row(rows, layout):
+def test_nan_propagates_within_its_row(rows, layout):
     values, targets = make_rows((3, 5000))
     values[1, 4999] = math.nan
     logits = padded(values)
@@ -185,7 +185,7 @@ def test_nan_is_seen_and_kept_to_its_row(rows, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
-def test_rows_without_a_coefficient_are_zeros_whatever_they_hold(rows, layout):
+def test_rows_without_a_coefficient_are_zeros_for_any_logits(rows, layout):
     values, targets = make_rows((2, 5000))
     logits = padded(values)
     stats = rows.statistics(logits, targets, PLAIN, layout)
@@ -198,7 +198,7 @@ def test_rows_without_a_coefficient_are_zeros_whatever_they_hold(rows, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 def test_certain_tokens(rows, layout):
-    """log-probs are never above 0, and a confident token's gradient keeps its digits."""
+    """log-probs are never above 0, and a confident token's gradient is accurate."""
     values = torch.zeros(3, 64)
     values[:, 7] = torch.tensor([12.0, 16.0, 200.0])
     targets = torch.full((3,), 7)
@@ -212,7 +212,7 @@ def test_certain_tokens(rows, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 def test_an_id_outside_the_vocabulary_is_nan_and_not_read(rows, layout):
-    logits = torch.randn(3, 112)[:, :100]  # what lies beyond is finite, so that reading it would show
+    logits = torch.randn(3, 112)[:, :100]  # the values after it are finite, so that reading them would be detected
     stats = rows.statistics(logits, torch.tensor([-100, 100, 1 << 40]), PLAIN, layout)
     assert stats.logp.isnan().all()
     assert stats.log_sum.isfinite().all()

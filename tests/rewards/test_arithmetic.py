@@ -1,4 +1,4 @@
-"""The bounded evaluator: exact, small, and indifferent to hostility."""
+"""The bounded evaluator: exact, small, and safe for hostile input."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_hostile_code_ends_soon(code: str) -> None:
         assert code_format_reward([f"<code>{code}</code>"])[0] in (0.0, 0.3, 1.0)
 
 
-def test_invalid_escapes_warn_nobody() -> None:
+def test_invalid_escapes_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert code_format_reward([r"<code>x = '\d'</code>"]) == [1.0]

@@ -1,4 +1,4 @@
-"""The format rewards: what counts as the format, strictly and softly, and text written to break them."""
+"""The format rewards: strict and soft formats, and hostile text."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def test_tag_count(completion: str, expected: float) -> None:
         pytest.param([{"role": "user", "content": "q"}, *as_chat("<think>")], {}, True, id="assistant-prefix"),
         pytest.param([{"role": "user", "content": "open with <think>"}], {}, False, id="user-mentions-it"),
         pytest.param([{"role": "user", "content": "q"}], {"think_opened": True}, True, id="template-opens-it"),
-        pytest.param("q <think>", {"think_opened": False}, False, id="told-otherwise"),
+        pytest.param("q <think>", {"think_opened": False}, False, id="option-says-closed"),
     ],
 )
-def test_who_opened_the_think_block(prompt: object, options: dict[str, bool], opened: bool) -> None:
+def test_whether_the_prompt_opened_the_think_block(prompt: object, options: dict[str, bool], opened: bool) -> None:
     rest = "7+8=15, and then 3+5+1=9</think><answer>95</answer>"
     for reward in (format_reward, soft_format_reward, tag_count_reward):
         inside, whole = reward(prompts=[prompt] * 2, completions=[rest, "<think>" + rest], **options)  # type: ignore[operator]
         assert (inside == 1.0) is opened
-        if reward is not soft_format_reward:  # which looks for the format anywhere
+        if reward is not soft_format_reward:  # which accepts the format anywhere
             assert (whole == 1.0) is not opened
 
 

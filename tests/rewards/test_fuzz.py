@@ -1,4 +1,4 @@
-"""Any text into any built-in function: a reward in its range, no exception, no long wait."""
+"""Any text in any built-in function: a reward in its range, no exception, no long wait."""
 
 from __future__ import annotations
 

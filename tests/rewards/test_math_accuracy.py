@@ -1,4 +1,4 @@
-"""Mathematical answers: numbers exactly, formulas through math-verify, hostile formulas in no time."""
+"""Mathematical answers: numbers exactly, formulas by math-verify, hostile formulas within limits."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_expression_is_not_its_value(answer: str) -> None:
     for right in ("42", 42, r"42 \text{ cm}"):
         assert math_accuracy_reward([rf"<answer>{answer}</answer>", rf"\boxed{{{answer}}}"], [right] * 2) == [0.0] * 2
     assert not is_one_number(answer)
-    assert math_accuracy_reward([f"<answer>{answer}</answer>"], [answer]) == [1.0]  # the very text
+    assert math_accuracy_reward([f"<answer>{answer}</answer>"], [answer]) == [1.0]  # the same text
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_expressions_where_they_are_accepted(answer: str, right: str) -> None:
         math_accuracy_reward(["4"], ["4"], accept_expressions=1)  # type: ignore[arg-type]
 
 
-def test_formulas_outside_the_main_thread_and_beside_an_alarm() -> None:
+def test_formulas_outside_the_main_thread_and_with_another_alarm() -> None:
     """math-verify by itself would refuse the thread, and cancel the alarm."""
     pytest.importorskip("math_verify")
     results: list[list[float | None]] = []
@@ -206,9 +206,9 @@ HOSTILE = {
 
 @pytest.mark.full
 def test_hostile_formulas_end_and_take_little_memory() -> None:
-    """In a process of its own with little more address space than torch maps; each formula is given half a second.
+    """In a process with little more address space than torch maps; each formula gets half a second.
 
-    What is recognised, or too long, is not even asked for.
+    Recognised hostile formulas, and too long ones, are not sent to the worker.
     """
     pytest.importorskip("math_verify")
     program = f"""
@@ -238,7 +238,7 @@ def test_hostile_formulas_end_and_take_little_memory() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
-    """What it was asked is not equal, in time; the next question meets a new process."""
+    """Its question counts as not equal, within the limit; the next question gets a new process."""
     pytest.importorskip("math_verify")
     assert math_accuracy_reward([r"\boxed{x^3}"], ["xxx"]) == [1.0]
     worker = math_verifier._worker()
@@ -253,7 +253,7 @@ def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
 
 
 def test_a_call_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left when the time is used up is not judged; numbers still are."""
+    """After the time is used up, the rest is not judged; numbers still are."""
     monkeypatch.setattr(math_accuracy.math_verifier, "equal", lambda *_: time.sleep(0.3) or False)
     completions = [r"\boxed{x}", r"\boxed{y}", r"\boxed{4}"]
     options = {"accept_expressions": True, "use_math_verify": True, "total_seconds": 0.2}

@@ -25,7 +25,7 @@ def test_each_function_judges_its_task() -> None:
     assert judged.tolist() == [[1.0, -1.0], [-1.0, 1.0], [0.0, -1.0]]
 
 
-def test_a_function_sees_its_samples_alone() -> None:
+def test_a_function_gets_only_its_samples() -> None:
     def spy(
         prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]
     ) -> list[float]:
@@ -42,7 +42,7 @@ def test_a_function_sees_its_samples_alone() -> None:
     assert math.isnan(judged[1, 0])
 
 
-def test_async_functions_and_what_a_trainer_passes_beside_columns() -> None:
+def test_async_functions_and_further_arguments_of_a_trainer() -> None:
     async def later(completions: list[str], trainer_state: object, **columns: Any) -> list[float]:
         assert trainer_state == "state"
         return [1.0] * len(completions)
@@ -53,7 +53,7 @@ def test_async_functions_and_what_a_trainer_passes_beside_columns() -> None:
     assert asyncio.run(rewards) == [1.0, None]  # type: ignore[arg-type]
 
 
-def test_no_sample_of_the_task_is_no_call() -> None:
+def test_no_call_without_samples_of_the_task() -> None:
     assert only_for(lambda **_: pytest.fail("called"), "chess")(completions=["a"], task=["math"]) == [None]
 
 

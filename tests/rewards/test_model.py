@@ -68,14 +68,14 @@ MODELS = [
 
 @pytest.mark.parametrize(("make", "cls"), MODELS)
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_batches_equal_the_model_called_alone(make: Any, cls: bool, batch_size: int) -> None:
+def test_batches_equal_single_calls_of_the_model(make: Any, cls: bool, batch_size: int) -> None:
     model, tokenizer = make(), make_tokenizer(cls=cls)
     expected = []
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
         ids = tokenizer(prompt + " " + completion, return_tensors="pt").input_ids
         assert (ids[0, 0] == 2) == cls
         expected.append(model.eval()(input_ids=ids).logits[0, 0].item())
-    assert len({round(value, 4) for value in expected}) == len(expected)  # weights that tell the texts apart
+    assert len({round(value, 4) for value in expected}) == len(expected)  # weights that give the texts different scores
     pad = model.config.pad_token_id
     reward = RewardModel(model.train(), tokenizer, batch_size=batch_size)
     assert not model.training
@@ -95,7 +95,7 @@ def test_texts_that_end_with_eos_are_read_to_their_end() -> None:
 def test_chat_goes_through_the_models_own_template() -> None:
     model, tokenizer = make_decoder(), make_tokenizer(template=TEMPLATE, cls=True)
     reward = RewardModel(model, tokenizer)
-    expected = reward([""], ["user: a b assistant: good <eos>"])  # with <cls> in front, which a template has not
+    expected = reward([""], ["user: a b assistant: good <eos>"])  # with <cls> in front, which a template does not add
     ids = tokenizer("user: a b assistant: good <eos>", add_special_tokens=False, return_tensors="pt").input_ids
     alone = model(input_ids=ids).logits.item()
     assert expected != pytest.approx([alone], abs=1e-4)
@@ -112,7 +112,7 @@ def test_max_length_keeps_the_completion() -> None:
     assert reward(["a b c d"], [" good bad"]) == pytest.approx(reward(["d"], [" good bad"]), abs=1e-5)
 
 
-def test_a_path_brings_model_tokenizer_and_name(tmp_path: Path) -> None:
+def test_a_path_gives_model_tokenizer_and_name(tmp_path: Path) -> None:
     path = tmp_path / "my-judge"
     model = make_decoder()
     model.save_pretrained(path)
@@ -133,7 +133,7 @@ def test_a_path_keeps_the_dtype_of_its_weights(tmp_path: Path) -> None:
     assert all(isinstance(value, float) for value in reward(PROMPTS, COMPLETIONS))
 
 
-def test_beside_reward_functions() -> None:
+def test_with_other_reward_functions() -> None:
     def relative_length(completions: list[str], **_: Any) -> list[float]:
         return [len(c) / sum(map(len, completions)) for c in completions]
 

@@ -21,7 +21,7 @@ def test_every_built_in_is_called_by_trls_convention(name: str) -> None:
         answer=["7", "7"],
         target=[7, 7],
         nums=[[7], [7]],
-        unit=["kg", "kg"],  # called like an option of the length reward
+        unit=["kg", "kg"],  # the name of an option of the length reward
         task=["a", "b"],
     )
     assert isinstance(rewards, list)
@@ -42,7 +42,7 @@ def test_a_bound_function_can_be_sent_to_another_process() -> None:
     assert again.__name__ == "length"
 
 
-def test_wrong_names_and_options_say_what_there_is() -> None:
+def test_errors_list_names_and_options() -> None:
     with pytest.raises(ValueError, match="built-in rewards are format, soft_format, .*, code_format; got 'fromat'"):
         built_in("fromat")
     with pytest.raises(TypeError, match="options of the length reward are target_length, unit; got target"):

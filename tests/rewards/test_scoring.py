@@ -1,4 +1,4 @@
-"""What reward functions are called with, and what they must not return."""
+"""The arguments of reward functions, and checks of their results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_chat_formatted_completions_and_prompts() -> None:
         pytest.param(lambda completions, level=1.0: [level] * len(completions), id="default"),
     ],
 )
-def test_a_function_without_columns_gets_what_it_names(function: Any) -> None:
+def test_a_function_without_columns_gets_its_parameters(function: Any) -> None:
     assert score(function) == [1.0, 1.0]
 
 
@@ -89,7 +89,7 @@ def test_a_function_that_raises_is_named_and_its_error_kept() -> None:
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_an_interrupt_from_the_keyboard_passes() -> None:
+def test_a_keyboard_interrupt_propagates() -> None:
     def interrupted(**_: Any) -> list[float]:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Chat messages and texts, and what is neither."""
+"""Chat messages and texts, and wrong inputs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_text_of(given: object, expected: str) -> None:
         pytest.param([{"role": "assistant", "content": 7}], "must be a str or a list of parts; got 7", id="number"),
     ],
 )
-def test_what_is_neither(given: object, message: str) -> None:
+def test_wrong_inputs(given: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         text_of(given)  # type: ignore[arg-type]

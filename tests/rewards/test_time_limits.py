@@ -1,4 +1,4 @@
-"""Time limits and async functions: interrupted, named, concurrent, and nothing left behind."""
+"""Time limits and async functions: interrupted, named, concurrent, with clean-up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_slow_function_is_interrupted_and_named() -> None:
     assert "forever" not in RAN_TO_ITS_END
 
 
-def test_nothing_is_left_behind() -> None:
+def test_timers_and_handlers_are_restored() -> None:
     rung: list[int] = []
     previous = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
     try:
@@ -63,7 +63,7 @@ def test_nothing_is_left_behind() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_somebody_elses_alarm_that_was_due_rings_afterwards() -> None:
+def test_an_earlier_alarm_that_was_due_fires_afterwards() -> None:
     rung: list[int] = []
     previous = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
     try:
@@ -77,7 +77,7 @@ def test_somebody_elses_alarm_that_was_due_rings_afterwards() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_a_function_that_takes_the_alarm_is_found_late_when_it_returns() -> None:
+def test_a_function_that_replaces_the_alarm_is_reported_when_it_returns() -> None:
     """As math-verify does."""
 
     def thief(**_: Any) -> list[float]:
@@ -89,7 +89,7 @@ def test_a_function_that_takes_the_alarm_is_found_late_when_it_returns() -> None
         score(0.1, thief=thief)
 
 
-def test_a_function_that_catches_everything_is_found_late_when_it_returns() -> None:
+def test_a_function_that_catches_everything_is_reported_when_it_returns() -> None:
     def stubborn(**_: Any) -> list[float]:
         with contextlib.suppress(BaseException):
             time.sleep(1)
@@ -99,7 +99,7 @@ def test_a_function_that_catches_everything_is_found_late_when_it_returns() -> N
         score(0.1, stubborn=stubborn)
 
 
-def test_other_threads_look_at_the_time_afterwards() -> None:
+def test_other_threads_check_the_time_afterwards() -> None:
     caught: list[BaseException] = []
 
     def run() -> None:
@@ -130,8 +130,8 @@ def test_wrong_limits(timeout: Any, error: type[Exception]) -> None:
         score(timeout)
 
 
-def test_async_functions_run_side_by_side_and_beside_sync_ones() -> None:
-    """Each waits until all three have started: one after the other they would wait for ever."""
+def test_async_functions_run_concurrently_and_with_sync_ones() -> None:
+    """Each waits until all three have started: one after the other they would wait forever."""
     started: list[str] = []
 
     def make(name: str, reward: float) -> Any:
@@ -193,7 +193,7 @@ def test_async_functions_that_raise_are_named_and_their_error_kept() -> None:
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
-def test_an_async_function_that_blocks_the_loop_is_given_up() -> None:
+def test_an_async_function_that_blocks_the_loop_is_abandoned() -> None:
     async def blocker(**_: Any) -> list[float]:
         time.sleep(3)
         return [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a small policy, its tokenizer and a data set."""
+"""Fixtures of the trainer's tests: a small policy, its tokenizer and a data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.arithmetic.model import build_tokenizer
 
 @pytest.fixture(autouse=True)
 def _new_accelerator() -> None:
-    """Accelerate keeps its set-up for the life of a process, and these tests want different ones."""
+    """Accelerate keeps its set-up until the process ends, and these tests need different ones."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Weights large enough that its answers differ and its log-probabilities are not flat."""
+    """Weights large enough that its answers differ and its distribution is not uniform."""
     return build_small_model(len(tokenizer))
 
 

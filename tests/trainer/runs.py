@@ -1,4 +1,4 @@
-"""Programs that tests start as processes of their own: a run that is killed, resumed, or shared by two processes."""
+"""Programs that tests start as subprocesses: a run that is killed, resumed, or shared by two processes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OPTIONS: dict[str, Any] = {
 
 
 def count_ones(completions: list[str], **columns: object) -> list[float]:
-    """A reward that an untrained model can climb."""
+    """A reward that an untrained model can increase."""
     return [text.count("1") - 0.1 * len(text) for text in completions]
 
 
 class Recording:
-    """An engine that "samples" the same completions for a prompt whoever asks, of different lengths and log-probs."""
+    """An engine that always returns the same completions for a prompt, with different lengths and log-probs."""
 
     def generate(self, prompts: Any, sampling: Any) -> Generation:
         rows = []
@@ -50,7 +50,7 @@ class Recording:
         return Generation.of_lists(rows, logps, sampling.pad_token_id)
 
     def sync_weights(self, model: Any) -> None:
-        """Nothing depends on the weights."""
+        """Does nothing: no result depends on the weights."""
 
 
 def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **options: Any) -> GRPOTrainer:
@@ -69,7 +69,7 @@ def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **op
 
 
 def killed_while_saving(folder: str, step: str) -> None:
-    """Dies in the middle of the save after that step, with the weights written and the rest not."""
+    """Is killed during the save after that step, with the weights written and the rest not."""
     whole = state.save_file
 
     def die(tensors: Any, path: Path) -> None:
@@ -118,12 +118,12 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
     again = weights_of(resumed)
     assert all(torch.equal(again[name], value) for name, value in state.items())
     resumed.engine = HuggingFaceEngine(resumed.model, resumed.tokenizer, synced=kind == "fsdp")
-    assert resumed.step()["completion_length"] > 0  # sampling works on whatever accelerate has made of the model
+    assert resumed.step()["completion_length"] > 0  # sampling works on the model that accelerate prepared
     leave(accelerator)
 
 
 def leave(accelerator: Accelerator) -> None:
-    """Ends the process where there are several: gloo was seen to wait for ever in the destructors of DDP's reducers."""
+    """Ends the process if there are several: gloo may wait forever in the destructors of DDP's reducers."""
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
         sys.stdout.flush()
@@ -137,7 +137,7 @@ def fails_on_one(folder: str) -> None:
 
     def breaks(**columns: Any) -> Any:
         if trainer.steps_done == 2 and trainer.accelerator.is_last_process:
-            raise ConnectionError("the judge is away")
+            raise ConnectionError("the judge is offline")
         return whole(**columns)
 
     trainer.reward_functions = {"count_ones": breaks}
@@ -145,7 +145,7 @@ def fails_on_one(folder: str) -> None:
 
 
 def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    """Whole, on the main process."""
+    """All weights, on the main process."""
     state = trainer.accelerator.get_state_dict(trainer.policy.model)
     return {name: tensor.clone() for name, tensor in (state or {}).items()}
 

@@ -7,7 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def build_small_model(vocab_size: int, seed: int = 0, *, tied: bool = False) -> Qwen2ForCausalLM:
-    """The same weights for the same seed; large ones, so that its log-probabilities are not flat."""
+    """The same weights for the same seed; large ones, so that its distribution is not uniform."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocab_size,

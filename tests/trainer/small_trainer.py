@@ -1,4 +1,4 @@
-"""A trainer of the small policy, and a reward that it can climb."""
+"""A trainer of the small policy, and a reward that it can increase."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {
 
 
 def count_ones(completions: list[str], **columns: object) -> list[float]:
-    """A reward that an untrained model can climb."""
+    """A reward that an untrained model can increase."""
     return [float(text.count("1")) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""Broken checkpoints: whatever is wrong with one, resuming from it is a CheckpointError that names the file."""
+"""Broken checkpoints: for any defect, resuming is a CheckpointError that names the file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DAMAGE: dict[str, Break] = {
     "first-byte": lambda path: flip(path, 0.0),
     "middle-byte": lambda path: flip(path, 0.5),
     "last-byte": lambda path: flip(path, 1.0),
-    "text": lambda path: path.write_text("not what it was"),
+    "text": lambda path: path.write_text("other content"),
     "deep": lambda path: path.write_bytes(DEEP),
     "pickle": lambda path: path.write_bytes(pickle.dumps({"step": 2})),
     "folder": into_a_folder,
@@ -55,7 +55,7 @@ DAMAGE: dict[str, Break] = {
 
 
 def seal(checkpoint: Path) -> None:
-    """As if the files were written so: with right checksums, what they hold must be found wrong."""
+    """With right checksums for the changed files, so that the check of their content must find the defect."""
     state = json.loads((checkpoint / STATE).read_bytes())
     (checkpoint / STATE).unlink()
     (checkpoint / SEAL).unlink()
@@ -90,7 +90,7 @@ def content(data: bytes) -> Break:
 
 
 def field(name: str, value: object) -> Break:
-    """Another value in `state.json`; none for `...`."""
+    """Another value in `state.json`; `...` removes it."""
 
     def apply(checkpoint: Path) -> None:
         state = json.loads((checkpoint / STATE).read_bytes())
@@ -204,7 +204,7 @@ def test_a_broken_one_is_named(run: Path, case: str) -> None:
     damage(run / NEWEST)
     with pytest.raises(
         CheckpointError,
-        match=rf"(?s)cannot resume .*{NEWEST} \(an older one is there: checkpoint-000001\): .*({named})",
+        match=rf"(?s)cannot resume .*{NEWEST} \(an older one exists: checkpoint-000001\): .*({named})",
     ):
         make(run, steps=3, resume=True)
 
@@ -224,8 +224,8 @@ def test_a_checkpoint_under_another_name_is_refused(run: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_is_no_checkpoint_is_not_passed_over(run: Path, kind: str) -> None:
-    """Going on from an older one, or from the beginning, would lose steps without a word."""
+def test_an_invalid_checkpoint_is_not_skipped(run: Path, kind: str) -> None:
+    """Resuming from an older one, or from the start, would lose steps without a message."""
     other = run / "checkpoint-000009"
     other.touch() if kind == "file" else other.mkdir()
     with pytest.raises(CheckpointError, match="checkpoint-000009.*: state.json: (NotADirectory|FileNotFound)Error"):

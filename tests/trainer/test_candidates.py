@@ -1,4 +1,4 @@
-"""Rollouts by top-p, top-k or min-p know the tokens that could be sampled, and are scored by the same distribution."""
+"""Rollouts by top-p, top-k or min-p record the tokens that could be sampled; the same distribution scores them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits_of(model: Qwen2ForCausalLM, rollout: Rollout) -> Tensor:
 
 @pytest.mark.parametrize("options", TRUNCATED, ids=lambda o: "+".join(o))
 @pytest.mark.parametrize("batch_size", [None, 5])
-def test_the_sets_are_what_could_be_sampled(
+def test_the_sets_are_the_tokens_that_could_be_sampled(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int | None, options: dict[str, Any]
 ) -> None:
     rollout = rollout_of(model, tokenizer, batch_size, **options)
@@ -69,7 +69,7 @@ def test_no_truncation_needs_no_sets(model: Qwen2ForCausalLM, tokenizer: PreTrai
     assert rollout_of(model, tokenizer, top_p=0.5, greedy=True).candidates is None
 
 
-def test_scores_are_those_that_sampled(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_scores_equal_the_sampling_log_probs(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Importance ratios between sampler and policy are 1 with the sets, and not without."""
     rollout = rollout_of(model, tokenizer, top_p=0.7)
     z = logits_of(model, rollout).double() / 0.9
@@ -109,7 +109,7 @@ def test_a_repetition_penalty_with_sets_is_refused() -> None:
         Sampling(num_generations=1, max_completion_length=4, top_p=0.9, repetition_penalty=1.1)
 
 
-def test_a_rollout_with_sets_is_written_down(
+def test_a_rollout_with_sets_is_saved(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Any
 ) -> None:
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was stopped, killed or failed goes on as if nothing had happened."""
+"""Checkpoints: a run that was stopped, killed or failed resumes bit-exactly."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TIMES = {"seconds", "tokens_per_second"}
 
 
 def outcome(trainer: GRPOTrainer, folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Final weights, and what the run wrote down, times left out."""
+    """Final weights, and the run's metrics without times."""
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in read_jsonl(folder / "metrics.jsonl")]
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}, rows
 
 
 def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
-    """To the bit."""
+    """Bit-exact equality."""
     assert one[1] == other[1]
     assert one[0].keys() == other[0].keys()
     for name, value in one[0].items():
@@ -45,7 +45,7 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    AcceleratorState._reset_state(reset_partial_state=True)  # of a whole module, it is made before each test's own
+    AcceleratorState._reset_state(reset_partial_state=True)  # a module's fixture runs before a test's own
     folder = tmp_path_factory.mktemp("unbroken")
     trainer = make(folder)
     trainer.train()
@@ -53,8 +53,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stop", [1, 4])
-def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, unbroken: tuple[Any, Any], stop: int) -> None:
-    """Ctrl-C after some step: the run ends after it, with a checkpoint; the resumed one is the unbroken one."""
+def test_a_stopped_run_resumes_bit_exactly(tmp_path: Path, unbroken: tuple[Any, Any], stop: int) -> None:
+    """Ctrl-C after some step: the run ends after it, with a checkpoint; the resumed run equals an uninterrupted one."""
     trainer = make(tmp_path)
     step, done = trainer.step, []
 
@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, unbroken: tuple[Any, A
 
 
 @pytest.mark.full
-def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
+def test_a_run_that_was_killed_during_a_save_resumes_bit_exactly(
     tmp_path: Path, unbroken: tuple[Any, Any], repo_root: Path
 ) -> None:
     """kill -9 with half of checkpoint 4 on the disk: the run resumes from 3."""
@@ -87,8 +87,8 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002", "checkpoint-000003"]
-    assert list(tmp_path.glob(".unfinished-*"))  # what it left behind
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 4  # step 4 had been written down
+    assert list(tmp_path.glob(".unfinished-*"))  # its partial checkpoint
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 4  # step 4 was already written
     resumed = make(tmp_path, resume=True, save_steps=1)
     assert resumed.steps_done == 3
     resumed.train()
@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_bit(
     [{"adapter": True}, {"tied": True}, {"gradient_checkpointing": True}],
     ids=["lora", "tied", "checkpointing"],
 )
-def test_every_kind_of_model_goes_on_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_every_kind_of_model_resumes_bit_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
     whole = make(tmp_path / "whole", steps=4, **options)
     whole.train()
     first = make(tmp_path / "parts", steps=4, save_steps=2, save_total_limit=None, **options)
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
     assert {path.suffix for path in newest.iterdir()} <= {".safetensors", ".json", ".jinja", ".sha256"}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(newest), AutoTokenizer.from_pretrained(newest)
     ids = torch.tensor([tokenizer("1+2=").input_ids])
-    torch.testing.assert_close(model(ids).logits, trainer.model(ids).logits, rtol=0, atol=1e-5)  # files are not aligned
+    torch.testing.assert_close(model(ids).logits, trainer.model(ids).logits, rtol=0, atol=1e-5)  # other alignment
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
     monkeypatch.setattr(state, "save_file", full)
     with pytest.raises(
         CheckpointError,
-        match=r"could not write .*checkpoint-000002 \(older checkpoints are as they were\): .*No space left",
+        match=r"could not write .*checkpoint-000002 \(older checkpoints are unchanged\): .*No space left",
     ):
         make(tmp_path, steps=3, save_steps=1).train()
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-000001"]
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes
     else:
         (newest / file).write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=r"cannot resume from .*checkpoint-000002 \(an older one is there: checkpoint-000001\): "
+        CheckpointError, match=r"cannot resume from .*checkpoint-000002 \(an older one exists: checkpoint-000001\): "
     ):
         make(tmp_path, steps=3, resume=True)
 
@@ -195,22 +195,22 @@ def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None
         make(tmp_path / "early", steps=1)
     with pytest.raises(ValueError, match="resume needs the output_dir"):
         make(None, resume=True)
-    assert make(tmp_path / "new", resume=True).steps_done == 0  # nothing there yet: a job that may be restarted
+    assert make(tmp_path / "new", resume=True).steps_done == 0  # no run yet: a job that may be restarted
 
 
 def test_a_failing_step_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
-    """The reward function breaks in step 3: there is a checkpoint of step 2, from which the run goes on to the bit."""
+    """The reward function breaks in step 3: there is a checkpoint of step 2, from which the run resumes bit-exactly."""
     trainer = make(tmp_path)
     whole, calls = trainer.reward_functions["count_ones"], []
 
     def breaks(**columns: Any) -> list[float]:
         calls.append(None)
         if len(calls) == 3:
-            raise ConnectionError("the judge is away")
+            raise ConnectionError("the judge is offline")
         return whole(**columns)
 
     trainer.reward_functions = {"count_ones": breaks}
-    with pytest.raises(RuntimeError, match="count_ones.*the judge is away"):
+    with pytest.raises(RuntimeError, match="count_ones.*the judge is offline"):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
     resumed = make(tmp_path, resume=True)
@@ -239,12 +239,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt], ids=lambda error: error.__name__)
 def test_a_failing_evaluation_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any], error: type) -> None:
-    """It comes after the weights of its step have changed, and before the step is saved or written down."""
+    """It runs after the weights of its step have changed, and before the step is saved or written."""
     trainer = make(tmp_path, eval_steps=3)
 
     def fails() -> dict[str, float]:
         if trainer.steps_done == 3:
-            raise error("the held-out judge is away")
+            raise error("the held-out judge is offline")
         return {}
 
     trainer.evaluate_too = fails
@@ -273,7 +273,7 @@ def test_a_failing_second_iteration_loses_no_earlier_step(tmp_path: Path, monkey
 
 
 def test_saving_before_the_first_optimizer_step_changes_nothing(tmp_path: Path) -> None:
-    """A first rollout without spread leaves the optimizer without moments; a resumed run has none either."""
+    """A first rollout with equal rewards leaves the optimizer without moments; a resumed run has none either."""
 
     def trained(name: str, **options: Any) -> GRPOTrainer:
         trainer = make(tmp_path / name, steps=3, loss=GRPOLossConfig(), **options)
@@ -306,8 +306,8 @@ def test_resume_and_overwrite_contradict_each_other(tmp_path: Path) -> None:
         make(tmp_path, resume=True, overwrite=True)
 
 
-def test_training_goes_on_in_the_same_process(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
-    """In a notebook: Ctrl-C, a look at the rows, `train()` again. It neither seeds anew nor evaluates as step 0."""
+def test_training_continues_in_the_same_process(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
+    """In a notebook: Ctrl-C, then `train()` again. It does not set the seed again, nor evaluate as step 0."""
     trainer = make(tmp_path)
     whole = trainer.reward_functions["count_ones"]
 
@@ -335,7 +335,7 @@ def test_a_tokenizer_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch
         trainer.train()
 
 
-def test_random_states_come_back() -> None:
+def test_random_states_are_restored() -> None:
     def draw() -> list[float]:
         return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
 

@@ -41,7 +41,7 @@ loss: {{beta: 0.04, epsilon: 0.3}}
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe file with a model and data beside it."""
+    """A recipe file with a model and data next to it."""
     tokenizer = tiny_tokenizer()
     tiny_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -271,7 +271,7 @@ def test_what_a_run_prints(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert len(first) == len(second) == len(titles)
     assert rewards.split()[0] == "length"
     assert max(map(len, lines[6:-1])) <= 100
-    assert "GRPO" not in errors  # no bar where the output is no terminal
+    assert "GRPO" not in errors  # no progress bar if the output is not a terminal
 
 
 def test_rows_stay_aligned_and_short() -> None:
@@ -294,8 +294,8 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BOMB, "at most 20000 values, aliases written out"),
-        (BOMB + "rewards: *a29\n", "at most 20000 values, aliases written out"),
+        (BOMB, "at most 20000 values with aliases expanded"),
+        (BOMB + "rewards: *a29\n", "at most 20000 values with aliases expanded"),
         ("vllm_options: " + "[" * 10_000, "must not be nested deeply"),
         ("vllm_options: " + "{a: " * 10_000, "must not be nested deeply"),
         ("vllm_options: &a {b: *a}", "alias of itself"),
@@ -329,8 +329,8 @@ def test_a_recipe_may_have_aliases(recipe: Path) -> None:
     ],
     ids=["data", "reward"],
 )
-def test_a_dry_run_finds_what_is_not_there(recipe: Path, arguments: list[str], message: str) -> None:
-    """A misspelt file is not taken for the name of a data set."""
+def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], message: str) -> None:
+    """A misspelt file is not treated as the name of a data set."""
     with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{message}"):
         main(["train", "--config", str(recipe), "--dry-run", *arguments])
 
@@ -344,7 +344,7 @@ def test_a_dry_run_finds_what_is_not_there(recipe: Path, arguments: list[str], m
     ],
     ids=["reward", "data", "function"],
 )
-def test_what_cannot_be_loaded_is_named(recipe: Path, change: dict[str, Any], message: str) -> None:
+def test_parts_that_cannot_be_loaded_are_named(recipe: Path, change: dict[str, Any], message: str) -> None:
     from dataclasses import replace
 
     from grpo_fused.trainer.recipe import build_trainer
@@ -372,7 +372,7 @@ def test_the_seed_draws_the_adapter(recipe: Path) -> None:
         assert not torch.equal(value, other[name])
 
 
-def test_functions_are_found_by_place(tmp_path: Path) -> None:
+def test_functions_are_found_by_path(tmp_path: Path) -> None:
     assert load_function("grpo_fused.rewards:format_reward").__name__ == "format_reward"
     with pytest.raises(ValueError, match='must be "module:function"'):
         load_function("format_reward")
@@ -381,7 +381,7 @@ def test_functions_are_found_by_place(tmp_path: Path) -> None:
         load_function(f"{tmp_path / 'x.py'}:other")
 
 
-def test_a_module_of_the_folder_that_it_is_called_in(
+def test_a_module_of_the_current_folder(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rewards_of_mine.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
@@ -430,7 +430,7 @@ def test_the_plot_has_integer_steps_and_no_empty_panel() -> None:
     ] == "Clip ratio"
 
 
-def test_plot_says_what_is_missing(tmp_path: Path) -> None:
+def test_plot_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error: .*metrics.jsonl"):
         main(["plot", str(tmp_path)])
     (tmp_path / "metrics.jsonl").write_text("")

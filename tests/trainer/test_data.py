@@ -1,4 +1,4 @@
-"""The rows of a run: where they come from, what is refused, what is dropped, and in which order they come."""
+"""The rows of a run: sources, errors, dropped rows, and their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_parquet(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def test_a_list_stays_as_it_is() -> None:
+def test_a_list_is_not_changed() -> None:
     assert load_rows(ROWS) == ROWS
     assert load_rows(tuple(ROWS), limit=3) == ROWS[:3]
     assert load_rows(datasets.Dataset.from_list(ROWS)) == ROWS
@@ -107,8 +107,8 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     ["rows.jsonl", "folder/rows.CSV", "./rows", "~/no-such-rows", Path("openai/gsm8k")],
     ids=["suffix", "upper-case-suffix", "relative", "home", "path"],
 )
-def test_a_missing_file_is_not_looked_for_elsewhere(in_tmp_path: Path, source: Any) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"expected a file at '{source}'; got a path where nothing is"):
+def test_a_missing_file_is_not_a_data_set_name(in_tmp_path: Path, source: Any) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"expected a file at '{source}'; got a path that does not exist"):
         load_rows(source)
 
 
@@ -225,7 +225,7 @@ def test_an_epoch_has_every_row_once_and_the_next_another_order() -> None:
 
 
 def test_orders_are_the_same_in_every_process() -> None:
-    """Were they not, a resumed run would see other batches; the numbers are what this code gave when it was written."""
+    """Otherwise a resumed run would get other batches; the numbers are the first recorded output of this code."""
     assert epoch_order(6, 0, 0) == (0, 4, 3, 1, 5, 2)
 
 
@@ -245,13 +245,13 @@ def test_a_resumed_order_is_the_same_order(taken: int) -> None:
     state = json.loads(json.dumps(batches.state_dict()))
     epoch, expected = batches.epoch, indices(batches, 8)
     resumed = Batches(ROWS, 3, seed=4)
-    indices(resumed, 5)  # wherever it was before
+    indices(resumed, 5)  # its earlier position does not matter
     resumed.load_state_dict(state)
     assert resumed.epoch == epoch
     assert indices(resumed, 8) == expected
 
 
-def test_a_state_goes_on_with_another_batch_size() -> None:
+def test_a_state_works_with_another_batch_size() -> None:
     batches = Batches(ROWS, 2)
     before = flat(indices(batches, 2))
     resumed = Batches(ROWS, 3)

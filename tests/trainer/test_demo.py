@@ -14,7 +14,7 @@ from examples.arithmetic.task import demonstrate, split_questions
 from grpo_fused.rewards import exact_answer_reward, format_reward
 
 
-def test_questions_are_disjoint_and_rightly_demonstrated() -> None:
+def test_questions_are_disjoint_and_demonstrations_right() -> None:
     split = split_questions(3000, 400)
     parts = [{row["prompt"] for row in part} for part in split]
     assert [len(part) for part in parts] == [3000, 12_195 - 3400, 400]

@@ -1,4 +1,4 @@
-"""Evaluation: greedy answers, pass@k, and processes that keep step."""
+"""Evaluation: greedy answers, pass@k, and processes in step."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_evaluation_is_greedy_and_pass_at_k(
     ("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)]
 )
 def test_pass_at_k(samples: int, right: int, k: int, chance: float) -> None:
-    """1 - C(n - c, k) / C(n, k): of 5 with 2 right, 1 of the 10 triples holds none."""
+    """1 - C(n - c, k) / C(n, k): of 5 with 2 right, 1 of the 10 triples has none."""
     assert pass_at_k(samples, right, k) == pytest.approx(chance)
 
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_processes_evaluate_in_step(process: int) -> None:
-    """Five rows for two processes, three at a time: each asks for as many completions as the other."""
+    """Five rows for two processes, three at a time: both sample the same number of completions."""
     asked: list[int] = []
 
     def sample(rows: Any, sampling: Sampling) -> tuple[None, Tensor]:

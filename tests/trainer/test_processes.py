@@ -41,14 +41,14 @@ def launch(repo_root: Path, processes: int, *arguments: str) -> Any:
     """A program of `trainer.runs`."""
     path = os.pathsep.join([str(repo_root), str(repo_root / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    # not `accelerate launch --cpu`, which starts one process whatever the number it is given
+    # not `accelerate launch --cpu`, which always starts one process
     launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
     command = [sys.executable, "-m", *launcher, "-m", "trainer.runs", *arguments]
     return subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=180)
 
 
 def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Weights and metrics that `runs.shared` wrote, as so many processes."""
+    """Weights and metrics of `runs.shared` with this number of processes."""
     assert {len(list(saved.glob("rng-*"))) for saved in (folder / "run").glob("checkpoint-*")} == {processes}
     return torch.load(folder / "weights.pt", weights_only=True), json.loads((folder / "history.json").read_text())
 
@@ -62,7 +62,7 @@ def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list
         pytest.param("lora", "bnpo", id="ddp-lora-bnpo", marks=pytest.mark.full),
     ],
 )
-def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_type: str) -> None:
+def test_two_processes_equal_one(repo_root: Path, tmp_path: Path, kind: str, loss_type: str) -> None:
     one_kind = "plain" if kind == "fsdp" else kind
     weights, history = run(repo_root, tmp_path / "one", 1, one_kind, loss_type)
     other_weights, other_history = run(repo_root, tmp_path / "two", 2, kind, loss_type)
@@ -81,9 +81,9 @@ def test_two_processes_are_one(repo_root: Path, tmp_path: Path, kind: str, loss_
 
 
 @pytest.mark.full
-def test_what_fails_on_one_process_loses_nothing(repo_root: Path, tmp_path: Path) -> None:
-    """The other one neither waits for it nor leaves without what was trained."""
+def test_a_failure_on_one_process_loses_no_training(repo_root: Path, tmp_path: Path) -> None:
+    """The other one does not wait for it, and both save the training so far."""
     done = launch(repo_root, 2, "fails_on_one", str(tmp_path))
     assert done.returncode != 0
-    assert "RewardError: reward function 'count_ones' raised ConnectionError: the judge is away" in done.stderr
+    assert "RewardError: reward function 'count_ones' raised ConnectionError: the judge is offline" in done.stderr
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]

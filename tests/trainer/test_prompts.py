@@ -1,4 +1,4 @@
-"""Prompts as text and as chat messages: what is refused, what is encoded, what a completion looks like."""
+"""Prompts as text and as chat messages: errors, encoding, and the form of a completion."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_bad_prompts_are_named(prompt: Any, error: type[Exception], message: str
         check_prompt(prompt, "row 3 of train_dataset")
 
 
-def test_text_is_encoded_as_it_is() -> None:
+def test_text_is_encoded_unchanged() -> None:
     tokenizer = tiny_tokenizer()
     assert encode_prompt(tokenizer, "1+1=") == tokenizer("1+1=").input_ids
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1=")) == "1+1="
@@ -71,7 +71,7 @@ def test_chat_messages_open_the_turn_of_the_assistant() -> None:
 
 
 def test_a_template_adds_the_special_tokens_once() -> None:
-    """A tokenizer that begins every text with a BOS must not begin a rendered chat, which has its own, with another."""
+    """A tokenizer that adds a BOS to every text must not add another one to a rendered chat, which has its own."""
     tokenizer = tiny_tokenizer()
     bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -87,7 +87,7 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
         encode_prompt(tokenizer, CHAT)
 
 
-def test_a_template_that_refuses_says_which_roles() -> None:
+def test_an_error_of_a_template_names_the_roles() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match=r"roles \['system', 'user'\]: System role not supported"):
@@ -107,6 +107,6 @@ def test_a_completion_has_the_form_of_its_prompt() -> None:
     assert completion_for(CHAT, "2") == [{"role": "assistant", "content": "2"}]
 
 
-def test_prompts_for_people() -> None:
+def test_prompts_as_readable_text() -> None:
     assert prompt_text("1+1=") == "1+1="
     assert prompt_text(CHAT) == "system: Be brief.\n\nuser: 1+1?"

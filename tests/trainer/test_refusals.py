@@ -1,4 +1,4 @@
-"""What the trainer refuses, and in which words."""
+"""Errors of the trainer, and their texts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_other_ways_to_share_a_model_are_refused(
     kind: DistributedType,
     message: str,
 ) -> None:
-    """They shard the head that the loss reads; said at set-up and not after the first rollout."""
+    """They shard the head that the loss reads; the error comes at set-up, not after the first rollout."""
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
     with pytest.raises(ValueError, match=message):
         make_trainer(model, tokenizer, rows)
@@ -119,7 +119,7 @@ def test_a_tracker_without_its_package_is_named(
     rows: list[dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Accelerate goes on without it."""
+    """Accelerate would continue without it."""
     monkeypatch.setattr(tracking, "get_available_trackers", list)
     for name in ("wandb", "comet_ml"):
         with pytest.raises(ImportError, match=f"packages are installed; got '{name}': pip install {name}"):

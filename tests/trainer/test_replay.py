@@ -30,7 +30,7 @@ class Recording(NamedTuple):
 
 
 def make_trainer(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], **options: Any) -> GRPOTrainer:
-    """A trainer of a model that is the same every time."""
+    """A trainer of a model with the same weights each time."""
 
     def count_ones(completions: list[str], **columns: object) -> list[float]:
         return [float(text.count("1")) - 0.1 * len(text) for text in completions]
@@ -69,12 +69,12 @@ def replay(trainer: GRPOTrainer, recordings: list[Recording], name: str = "loss"
 def test_the_first_ten_losses_agree_with_the_reference(
     tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss: GRPOLossConfig
 ) -> None:
-    """Two trainings on the same rollouts; 1e-4 is the promise of the trainer for ten steps, errors accumulating."""
+    """Two trainings on the same rollouts; 1e-4 is the trainer's bound for ten steps, with accumulated errors."""
     recordings = record(tokenizer, rows)
     fused = replay(make_trainer(tokenizer, rows, loss=loss), recordings)
     reference = replay(make_trainer(tokenizer, rows, loss=loss, impl="reference"), recordings)
     assert len(fused) == 10
-    assert max(abs(value) for value in fused) > 1e-3  # the losses are not zero, agreement means something
+    assert max(abs(value) for value in fused) > 1e-3  # the losses are not zero, so the comparison is meaningful
     torch.testing.assert_close(torch.tensor(fused), torch.tensor(reference), rtol=0, atol=1e-4)
 
 
@@ -86,7 +86,7 @@ def test_micro_batches_do_not_change_the_update(
     """12 sequences at once or in batches of a few: the same losses and gradient norms up to fp32 rounding."""
     more = {"max_completion_length": 8} if loss_type == "dr_grpo" else {}
     if loss_type in ("dapo", "grpo"):
-        more["entropy_coef"] = 0.1  # a mean over tokens beside one over sequences
+        more["entropy_coef"] = 0.1  # a mean over tokens and one over sequences
     loss = GRPOLossConfig(loss_type=loss_type, beta=0.05, **more)  # type: ignore[arg-type]
     recordings = record(tokenizer, rows)[:2]
     for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio/region_mean"):

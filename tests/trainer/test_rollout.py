@@ -1,4 +1,4 @@
-"""Rollouts: what is padded where, what counts as completion, which states predict it, how it is cut."""
+"""Rollouts: padding, the end of completions, the states that predict them, micro-batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_any_token_of_the_list_ends(model: Qwen2ForCausalLM, tokenizer: PreTrain
 def test_a_stop_string_ends_without_an_eos(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pad_is_eos: bool
 ) -> None:
-    """What `generate` pads with afterwards is not part of the completion, even where that is an EOS."""
+    """The padding of `generate` after it is not part of the completion, also if it is an EOS."""
     pad = {"pad_token_id": EOS} if pad_is_eos else {}
     bias_towards(model, tokenizer.convert_tokens_to_ids("7"), 6.0)
     rollout = sampled(
@@ -80,7 +80,7 @@ def test_a_stop_string_ends_without_an_eos(
     assert all("77" not in text[:-1] for text in texts)  # nor does the prompt's own 77 end anything
 
 
-def test_batches_of_generate_are_put_together(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_batches_of_generate_are_concatenated(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     bias_towards(model, EOS)
     rollout = sampled(model, tokenizer, ["1+2=", "123+34=", "7="], batch_size=4, num_generations=3, greedy=True)
     alone = [sampled(model, tokenizer, [text], num_generations=3, greedy=True) for text in ("1+2=", "123+34=", "7=")]
@@ -119,7 +119,7 @@ def test_the_models_own_generation_config_is_not_used(
 def test_sampling_options_arrive(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: dict[str, float]
 ) -> None:
-    """Each of these leaves the most likely token alone."""
+    """Each of these leaves only the most likely token."""
     greedy = sampled(model, tokenizer, ["12+3="], greedy=True).completions()
     assert sampled(model, tokenizer, ["12+3="], num_generations=4, **options).completions() == greedy * 4
     assert sampled(model, tokenizer, ["12+3="], num_generations=4).completions() != greedy * 4
@@ -133,7 +133,7 @@ def test_a_repetition_penalty_arrives(model: Qwen2ForCausalLM, tokenizer: PreTra
     assert len(set(other)) == len(other)
 
 
-def test_the_ends_of_a_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_eos_tokens_of_a_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     model.generation_config = GenerationConfig(eos_token_id=[5, EOS])
     assert ending_token_ids(model, tokenizer) == (EOS, 5)
     tokenizer.eos_token = None
@@ -169,7 +169,7 @@ def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer
 
 
 class Recorded:
-    """An engine that returns what it was given."""
+    """An engine that returns a given result."""
 
     def __init__(self, ids: Tensor, mask: Tensor, logps: Tensor | None = None) -> None:
         self.generation = Generation(ids, mask, logps)
@@ -192,14 +192,14 @@ IDS, MASK = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[True, True, Fals
         pytest.param(Recorded(IDS, MASK[:, :2]), r"mask of shape \(2, T\).*; got \(2, 2\)", id="mask"),
         pytest.param(
             Recorded(IDS, MASK, torch.zeros(2, 1)),
-            r"sampling_logps of shape \(2, T\), T alike; got \(2, 1\)",
+            r"sampling_logps of shape \(2, T\), with the same T for all tensors; got \(2, 1\)",
             id="log-probs",
         ),
         pytest.param(Recorded(IDS, MASK.flip(1)), "True up to each completion's end", id="holes"),
         pytest.param(Recorded(IDS, MASK & False), r"first token at least; got a mask of lengths \[0, 0\]", id="empty"),
     ],
 )
-def test_what_an_engine_returns_is_checked(engine: Recorded, message: str) -> None:
+def test_results_of_an_engine_are_checked(engine: Recorded, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         roll_out(engine, [[3], [4]], Sampling(num_generations=1, max_completion_length=3))
 
@@ -223,13 +223,13 @@ def test_micro_batches_hold_every_row_once_and_the_budget(lengths: list[tuple[in
     for batch in batches:
         micro = rollout.rows(batch)
         assert len(batch) == 1 or micro.prompt_ids.numel() + micro.completion_ids.numel() <= budget
-        for row, original in enumerate(batch.tolist()):  # nothing but padding is cut off
+        for row, original in enumerate(batch.tolist()):  # only padding is removed
             prompt, completion = lengths[original]
             assert micro.prompt_ids[row][micro.prompt_mask[row]].tolist() == list(range(1, prompt + 1))
             assert micro.completions()[row] == list(range(101, 101 + completion))
 
 
-def test_micro_batches_of_like_length_waste_little() -> None:
+def test_micro_batches_of_similar_length_have_little_padding() -> None:
     rollout = rollout_of([(5, 1), (5, 100)] * 8)
     batches = micro_batches(rollout, torch.arange(16), 420)
     padded = sum(rollout.rows(batch).completion_ids.numel() for batch in batches)

@@ -1,4 +1,4 @@
-"""The small recipes learn: each reward rises, from the command line, on a model that is made here."""
+"""The small recipes learn: each reward rises, from the command line, on a model that is created here."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_examples_are_rows_of_their_task(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_default_system_prompt_names_the_tags(name: str) -> None:
-    """They are what the rewards of `grpo_fused.rewards` look for."""
+    """The rewards of `grpo_fused.rewards` read them."""
     for tag in ("<think>", "</think>", "<answer>", "</answer>"):
         assert tag in TASKS[name].default_system_prompt
 

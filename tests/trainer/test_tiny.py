@@ -1,4 +1,4 @@
-"""The tiny models of dry runs: a tokenizer that loses nothing, and a folder that the Auto classes can load."""
+"""The tiny models of dry runs: a lossless tokenizer, and a folder that the Auto classes can load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_byte_has_its_own_token() -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_weights_follow_from_the_seed_and_disturb_nobody() -> None:
+def test_weights_depend_on_the_seed_and_leave_the_global_generator() -> None:
     tokenizer = tiny_tokenizer()
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -66,10 +66,10 @@ def test_samples_differ_and_the_loss_accepts_the_head() -> None:
     assert len(set(map(tuple, rollout.completions()))) == 8
     with torch.no_grad():
         logps = model(rollout.prompt_ids[:1]).logits[0, -1].log_softmax(-1)
-    assert logps.max() - logps.min() > 2  # nats: no flat distribution
+    assert logps.max() - logps.min() > 2  # nats: not a uniform distribution
 
 
-def test_a_saved_folder_loads_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_folder_loads_unchanged(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, seed=3)
     model.save_pretrained(tmp_path)

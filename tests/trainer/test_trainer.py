@@ -1,4 +1,4 @@
-"""The loop: what it writes, what its options change, and that it learns."""
+"""The loop: its output, the effects of its options, and that it learns."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_reward_functions_get_their_columns(
     assert len(call["completions"]) == 8
     right = {row["prompt"]: row["answer"] for row in rows}
     assert [right[prompt] for prompt in call["prompts"]] == call["answer"]
-    assert call["prompts"] == [prompt for prompt in call["prompts"][::4] for _ in range(4)]  # groups side by side
+    assert call["prompts"] == [prompt for prompt in call["prompts"][::4] for _ in range(4)]  # contiguous groups
     assert metrics["rewards/spy"] == 0.0
     assert metrics["unjudged"] == 0  # the other function judged them all
 
 
-def test_a_sample_that_nobody_judged_is_counted_and_harmless(
+def test_an_unjudged_sample_is_counted_and_has_no_effect(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -86,7 +86,7 @@ def test_a_reference_exists_only_with_beta(
 def test_the_loop_learns(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
-    """From about 0.2 ones in 4 tokens to nearly all; half of that is far beyond chance."""
+    """From about 0.2 ones in 4 tokens to nearly all; half of that is far above random."""
     options = {"steps": 40, "num_generations": 8, "learning_rate": 1e-2, "num_iterations": 2}
     history = make_trainer(model, tokenizer, rows, **options).train()
     assert history[0]["reward"] < 1.0
@@ -103,10 +103,10 @@ def test_the_same_seed_gives_the_same_run(tokenizer: PreTrainedTokenizerFast, ro
     assert run(0) != run(1)
 
 
-def test_groups_without_spread_cost_no_pass_of_the_model(
+def test_groups_with_equal_rewards_need_no_pass_of_the_model(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
-    """Two groups of four, one of them rewarded alike: four sequences pass through the model, not eight."""
+    """Two groups of four, one with equal rewards: four sequences pass through the model, not eight."""
     seen: list[int] = []
     trainer = make_trainer(model, tokenizer, rows, [lambda **columns: [1.0] * 4 + [1.0, 0.0] * 2])
     hidden_states = trainer.policy.hidden_states
@@ -228,7 +228,7 @@ def test_long_prompts_are_left_out_and_counted(
 
 
 def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
-    """An engine whose probabilities are lower by a factor of e^0.1 a token: the truncated ratio weighs the gradient."""
+    """An engine whose probabilities are lower by a factor of e^0.1 a token: the truncated ratio scales the gradient."""
 
     class Shifted(HuggingFaceEngine):
         def generate(self, prompts: Any, sampling: Any) -> Any:
@@ -259,7 +259,7 @@ def test_sequences_that_are_left_out_do_not_dilute_the_sampling_metrics(
         assert metrics[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(math.exp(0.1), rel=1e-4)
 
 
-def test_the_engine_gets_new_weights_when_there_are_any(
+def test_the_engine_gets_new_weights_after_an_update(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
     events: list[str] = []

@@ -1,4 +1,4 @@
-"""The vLLM engine against a stand-in of the package: what it asks for, and what it makes of the answers."""
+"""The vLLM engine with a test double of the package: its requests, and its use of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEng
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """As much of the package as the engine uses; records the calls."""
+    """The part of the package that the engine uses; records the calls."""
     module = ModuleType("vllm")
     calls: dict[str, Any] = {"loaded": {}, "resets": 0}
 
@@ -126,8 +126,8 @@ def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, row
         )
 
 
-def test_truncated_sampling_asks_for_the_tokens_that_were_kept(vllm: Any) -> None:
-    """The stand-in returns two tokens of 100: no candidate set."""
+def test_truncated_sampling_requests_the_tokens_that_were_kept(vllm: Any) -> None:
+    """The test double returns two tokens of 100: no candidate set."""
     sampling = Sampling(num_generations=1, max_completion_length=8, top_p=0.9, eos_token_ids=(1,))
     with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
         VLLMEngine("folder").generate([[3]], sampling)

@@ -8,18 +8,18 @@ are Liger's. Its defaults are not TRL's: `beta` 0.04 (TRL 0), `use_bias_correcti
 `grpo_loss_from_logits` also `temperature` 0.9 and `eps_high` 0.4 (TRL 1.0 and 0.2). For cispo `epsilon_high` is the
 bound on the ratio itself, and Liger's default of 0.2 (0.4) clips nearly everything: set it.
 
-What differs from Liger, on purpose:
+Intended differences from Liger:
 
 - logits of bf16 and fp16 models are not rounded before the log-sum-exp (Liger's log-probs are off by up to 0.08 nats);
 - luspo is the mean over sequences of their summed losses, masked, as in TRL. Liger weights each token by its sequence's
   length, divides by the padded length and, in `LigerFusedLinearGRPOLoss`, counts masked positions;
-- advantages may be `[B, T]`; Liger mixes the sequences of a chunk up wherever `chunk_size` > 1;
+- advantages may be `[B, T]`; Liger mixes up the sequences of a chunk if `chunk_size` > 1;
 - any number of tokens in a sequence; Liger's kernels stop at 65,535, CUDA's limit on that axis of a grid;
-- masked positions add nothing and get no gradient whatever they hold; log-ratios are clamped at +-20 before they are
+- masked positions add nothing and get no gradient, for any values; log-ratios are clamped at +-20 before they are
   exponentiated, where Liger overflows to inf and NaN;
 - a bad token with a ratio between `delta` and 1 + `eps_high` keeps its gradient, which `triton_grpo_loss` drops;
 - vespo's `vllm_is_ratio` counts on active tokens only;
-- an argument that has no effect and is set all the same gets a warning, once in a process;
+- an argument that is set but has no effect gets a warning, once in a process;
 - cispo, sapo and vespo work at `importance_sampling_level="sequence"`, too, which Liger refuses.
 """
 

@@ -26,8 +26,8 @@ from grpo_fused.integrations.liger.options import (
 class FusedLinearGRPOLoss(torch.nn.Module):
     """`liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` (0.8.5), computed by `fused_linear_grpo_loss`.
 
-    An option that the loss type does not read is ignored, as in Liger; one that is set to other than its default gets a
-    warning, once in a process (not `max_completion_length`: trainers always pass it). Options are attributes, read at
+    An option that the loss type does not read is ignored, as in Liger; a value other than its default gets a warning,
+    once in a process (not `max_completion_length`: trainers always pass it). Options are attributes, read at
     each call.
 
     Args:
@@ -143,23 +143,23 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             attention_mask: `[B, T]`, bool or 0/1.
             advantages: `[B]` or `[B, T]`.
             bias: `[V]`.
-            ref_per_token_logps: `[B, T]`, nats; needed (or `ref_input`) where beta is not 0.
+            ref_per_token_logps: `[B, T]`, nats; needed (or `ref_input`) if beta is not 0.
             old_per_token_logps: `[B, T]`, nats; None means on-policy.
-            ref_input: `[B, T, H']`: the reference model's states, read where `ref_per_token_logps` is None.
+            ref_input: `[B, T, H']`: the reference model's states, read if `ref_per_token_logps` is None.
             ref_weight: `[V, H']`, its head, needed with `ref_input`.
             ref_bias: `[V]`, its bias.
             vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0; see `importance_sampling_correction`.
-            num_items_in_batch: What dapo, cispo and vespo divide by, over all processes: it is divided by their number
+            num_items_in_batch: The divisor of dapo, cispo and vespo, over all processes: it is divided by their number
                 and counts as at least 1. The other loss types do not read it. By default the active tokens of the call,
-                averaged over processes (a collective call) where `torch.distributed` is initialised.
+                averaged over processes (a collective call) if `torch.distributed` is initialised.
 
         Returns:
             `(loss, metrics)`: a 0-d fp32 loss (fp64 for fp64 inputs), differentiable in `_input`, `lin_weight` and
-            `bias`, and a tuple of 0-d metrics: where beta is not 0 the KL, then the share of active tokens that are
+            `bias`, and a tuple of 0-d metrics: the KL if beta is not 0, then the share of active tokens that are
             clipped (before `delta`).
 
         Raises:
-            ValueError: Shapes or ranges that are wrong; no reference where one is needed.
+            ValueError: Shapes or ranges that are wrong; no reference although one is needed.
             TypeError: A wrong type or dtype.
         """
         config = self._config()
@@ -193,7 +193,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref if config.beta != 0.0 else None,
             importance_sampling_ratio=ratio, num_items_in_batch=items, temperature=self.temperature, config=config,
             impl=self.impl,
-            with_metrics=ratio is not None,  # a ratio of 0 would leave tokens unscored whose clipping counts
+            with_metrics=ratio is not None,  # with a ratio of 0, tokens that count as clipped would not be scored
         )  # fmt: skip
         inputs = LossInputs(advantages, attention_mask, old_per_token_logps, ref if config.beta != 0.0 else None)
         metrics = liger_metrics(out.per_token_logps, inputs, config)

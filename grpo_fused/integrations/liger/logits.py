@@ -1,4 +1,4 @@
-"""`triton_grpo_loss`, from logits that exist already."""
+"""`triton_grpo_loss`, from given logits."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def grpo_loss_from_logits(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Tensor, list[Tensor]] | tuple[Tensor, Tensor | None, Tensor]:
-    """`liger_kernel.transformers.grpo_loss.triton_grpo_loss` (0.8.5), on any device: GRPO from logits you already have.
+    """`liger_kernel.transformers.grpo_loss.triton_grpo_loss` (0.8.5), on any device: GRPO from given logits.
 
         logp_t = log_softmax(logits_t / temperature)[completion_ids_t];  objectives as in `GRPOLossConfig`
 
     Args:
-        logits: `[B, L + 1, V]`, any float dtype; the last position predicts nothing here. Never changed.
+        logits: `[B, L + 1, V]`, any float dtype; the last position is not used. Never changed.
         old_logp: `[B, L]`, nats; None means on-policy.
-        ref_logp: `[B, L]`, nats; needed where beta is not 0.
+        ref_logp: `[B, L]`, nats; needed if beta is not 0.
         completion_ids: `[B, L]` integers in `[0, V)` where active.
         advantages: `[B]` or `[B, L]`.
         completion_mask: `[B, L]`, bool or 0/1, default all active.
@@ -83,12 +83,12 @@ def grpo_loss_from_logits(
 
     Returns:
         With `reduce=True` `(loss, metrics)`: 0-d, differentiable in the logits, and the list `[kl, clip_ratio]`
-        (`[clip_ratio]` where beta is 0), means over active tokens. With `reduce=False`
+        (`[clip_ratio]` if beta is 0), means over active tokens. With `reduce=False`
         `(per_token_loss, per_token_kl, is_clipped)`, `[B, L]` each and 0 where masked: the first differentiable in the
-        logits, before any averaging; the second None where beta is 0; the last 0 or 1. fp32 (fp64 for fp64 logits).
+        logits, before any averaging; the second None if beta is 0; the last 0 or 1. fp32 (fp64 for fp64 logits).
 
     Raises:
-        ValueError: Shapes, ranges, unknown options, delta where the loss type has no clip, beta without `ref_logp`.
+        ValueError: Shapes, ranges, unknown options, delta with a loss type without a clip, beta without `ref_logp`.
         TypeError: A wrong type or dtype.
 
     Source: liger-kernel 0.8.5, `liger_kernel/transformers/grpo_loss.py`, for the interface.
@@ -126,7 +126,7 @@ def grpo_loss_from_logits(
                         vllm_is_ratio=vllm_is_ratio)  # fmt: skip
     check.check_loss_values(inputs, layout)
 
-    # one masked token more in each sequence, rather than a slice whose backward would make the gradient twice
+    # one more masked token in each sequence: the backward of a slice would copy the gradient
     with_last = torch.nn.functional.pad
     logps = selective_logprobs(
         logits, with_last(completion_ids, (0, 1)), with_last(mask != 0, (0, 1)), temperature=temperature
@@ -143,7 +143,7 @@ def grpo_loss_from_logits(
 
 
 class _PerTokenLoss(torch.autograd.Function):
-    """[B, T] losses of tokens, with the analytic derivative towards any upstream gradient."""
+    """[B, T] losses of tokens, with the analytic derivative for any upstream gradient."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:

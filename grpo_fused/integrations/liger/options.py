@@ -1,4 +1,4 @@
-"""What Liger's options, normaliser, ratios and metrics are in ours."""
+"""Liger's options, normaliser, ratios and metrics, converted to ours."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def as_config(
 
 
 def warn_ignored(name: str, why: str) -> None:
-    """Say once in a process that an argument which Liger takes in silence has no effect."""
+    """Warn once in a process that an argument has no effect; Liger ignores it without a warning."""
     if (name, why) not in _said:
         _said.add((name, why))
         warnings.warn(f"{name} is ignored, as in Liger: {why}", stacklevel=2)
@@ -71,7 +71,7 @@ _said: set[tuple[str, str]] = set()
 
 
 def num_items(value: float | Tensor | None, mask: Tensor, config: GRPOLossConfig) -> float | Tensor | None:
-    """What this process divides by: Liger's normaliser is the mean over processes, at least 1."""
+    """This process's divisor: Liger's normaliser is the mean over processes, at least 1."""
     if config.loss_type not in TOKEN_NORMALIZED:
         return None
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -100,13 +100,13 @@ def rollout_ratio(ratio: Tensor | None, mask: Tensor, config: GRPOLossConfig) ->
         ratio = ratio.unsqueeze(1)
     if config.loss_type != "vespo" or ratio.shape[1] == T:
         return ratio
-    # VESPO multiplies the ratios of a sequence's tokens: the first has it all
+    # VESPO multiplies the ratios of a sequence's tokens: the first token gets the whole ratio
     active = mask != 0
     return torch.where(active & (active.cumsum(1) == 1), ratio, torch.ones_like(ratio))
 
 
 def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> list[Tensor]:
-    """Liger's: the KL where it is penalised, and the clipped share, over active tokens."""
+    """Liger's metrics: the KL if it is penalised, and the clipped share, over active tokens."""
     inputs = inputs._replace(importance_sampling_ratio=None, num_items_in_batch=None)
     batch = TokenBatch.build(inputs, Layout.of(logps, None), config, logps.dtype)
     tokens = objective.token_loss(logps.reshape(-1), batch, config)
@@ -117,7 +117,7 @@ def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> 
 
 
 def is_clipped(tokens: objective.TokenLoss, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
-    """[R] bool: active tokens whose ratio, before delta, lies beyond the bound that their advantage meets."""
+    """[R] bool: active tokens whose ratio, before delta, is beyond the bound for the sign of their advantage."""
     good, bad = batch.advantages > 0, batch.advantages < 0
     if config.loss_type in ("sapo", "vespo"):
         return torch.zeros_like(batch.mask)

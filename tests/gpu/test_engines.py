@@ -1,4 +1,4 @@
-"""What only a chip can show: real sizes, tensor-core products, the Triton kernels compiled, streams, graphs (make gpu)."""
+"""Tests that need a GPU: real sizes, tensor-core products, compiled Triton kernels, streams, graphs (make gpu)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_gpu(case: Case) -> Case:
 
 
 def big_case(N: int, H: int, V: int, dtype: torch.dtype, **options) -> Case:
-    """Made on the device; logits of standard deviation 4, old log-probs near the policy's."""
+    """Created on the device; logits of standard deviation 4, old log-probs near the policy's."""
     g = torch.Generator(device="cuda").manual_seed(0)
     hidden = torch.randn(4, N // 4, H, generator=g, device="cuda").to(dtype)
     weight = (torch.randn(V, H, generator=g, device="cuda") * (4.0 / H**0.5)).to(dtype)
@@ -111,7 +111,7 @@ def test_beyond_two_to_the_31_logits():
     assert (last - want).abs().max() <= 1e-4
 
 
-def test_twice_is_bitwise_the_same():
+def test_two_runs_are_bitwise_equal():
     case = big_case(2048, 896, 151936, torch.bfloat16)
     first, again = case.run(GRPOLossConfig()), case.run(GRPOLossConfig())
     assert torch.equal(first.out.per_token_logps, again.out.per_token_logps)
@@ -155,6 +155,6 @@ def test_largest_allocation_stays_within_the_budget():
     head = Head(case.lm_head_weight, None, 1.0, None, torch.bfloat16)
     cost = engine.cost(head, int(case.completion_mask.sum()), budget)
     assert cost.scratch_bytes <= budget
-    # dW is made bf16 when the slab is gone
+    # dW is converted to bf16 after the slab is freed
     most = cost.accumulator_bytes + max(cost.scratch_bytes, got.dweight.nbytes)
     assert peak <= most + 2 * got.dhidden.nbytes + 64 * 2**20
