@@ -134,6 +134,11 @@ def test_different_operators_are_named(workers):
         assert "operator; got rank 0: Loss, rank 1: Logprobs" in got, got
 
 
+def test_ranks_with_other_tokens_give_one_normaliser(workers):
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "items"):
+        assert "must give the same num_items; got rank 0: " in got, got
+
+
 def test_wrong_groups_are_refused():
     case = make_case(6)
     with pytest.raises(
