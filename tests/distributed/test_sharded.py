@@ -261,7 +261,9 @@ def test_a_column_of_a_rank_may_be_one_advantage_or_one_for_each_token(workers):
 def test_metrics_of_advantages_for_each_token_are_means_over_tokens(workers):
     case = make_case(12, per_token_advantages=True)
     want = case.run(make_config("vespo"), impl="reference").out.metrics["vespo/phi_seq_mean"]
-    for got in workers.run(token_loss, 2, case, make_config("vespo"), "chunked", [slice(0, 1), slice(1, 4)], "rows", {}):
+    for got in workers.run(
+        token_loss, 2, case, make_config("vespo"), "chunked", [slice(0, 1), slice(1, 4)], "rows", {}
+    ):
         close(got["vespo/phi_seq_mean"], want.numpy(), 1e-10, "phi")
 
 

@@ -113,6 +113,7 @@ def test_gradient_in_place(shape, name, with_entropy, out_dtype):
     tol = 2e-6 if out_dtype == torch.float32 else 2**-7  # the interpreter truncates to bf16
     scale = raw.grad.abs().amax(1, keepdim=True)
     assert ((out.double() - raw.grad).abs() <= tol * scale + 1e-6).all()
+    assert (slab.view(out_dtype)[:, shape[1] : slab.shape[1]] == 0).all(), "the padding of a row"
 
 
 def test_unpadded_rows_and_a_separate_buffer():
