@@ -77,6 +77,7 @@ def _with_all_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
     chosen, shown = set(items) - set(marked), set()
     for item in sorted(marked, key=lambda item: zlib.crc32(item.nodeid.encode())):  # neighbours are much alike
         values = [(name, id(value)) for name, value in item.callspec.params.items()]
+        assert len(values) > 1, f"{item.nodeid}: `pairs` needs two parameters"
         new = {(item.parent, item.originalname, *pair) for pair in itertools.combinations(values, 2)}
         if not new <= shown:
             chosen.add(item)

@@ -126,6 +126,13 @@ def test_a_set_of_one_token(impl):
     torch.testing.assert_close(got.out.loss, want.float())
 
 
+def test_tokens_with_a_gradient_of_their_entropy_alone_are_counted():
+    case = with_sets(make_case(0), sizes=(3, 9), whole=0.3)
+    case.advantages.zero_()
+    got = case.run(make_config("dapo", entropy_coef=0.1), impl="chunked")
+    assert got.out.metrics["gradient_tokens"] == case.completion_mask.sum()
+
+
 @pytest.mark.parametrize("impl", BITWISE)
 def test_a_token_is_the_same_in_any_batch_and_with_any_threads(impl):
     H = 40 if impl == "triton" else 200

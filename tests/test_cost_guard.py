@@ -19,7 +19,7 @@ from grpo_fused.calls import HeadCall, LossCall, LossInputs, Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.products import Head
 from grpo_fused.layout import Layout
-from grpo_fused.pipeline import run_logprobs, run_loss
+from grpo_fused.pipeline import run_logprobs, run_loss, sequence_chunks
 from grpo_fused.tools.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640
@@ -98,6 +98,11 @@ def test_one_more_product_if_a_sequence_does_not_fit(config):
     assert engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch) < T
     assert count(case, "chunked", config, scratch=scratch)[0].products(2 * T, H, V) == 4
     assert count(case, "chunked", TOKEN[0], scratch=scratch)[0].products(2 * T, H, V) == 3
+
+
+def test_a_chunk_is_as_many_whole_sequences_as_fit():
+    assert sequence_chunks([3, 5, 8, 0, 1], 8) == (slice(0, 8), slice(8, 16), slice(16, 17))
+    assert sequence_chunks([3, 9], 8) is None
 
 
 @pytest.mark.parametrize("impl", LIBRARY)

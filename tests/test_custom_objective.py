@@ -206,12 +206,33 @@ def test_impossible_tokens_have_no_gradient():
     case = make_case(7, dtype=torch.float32, extras=False)
     bias = torch.zeros(29)
     bias[case.completion_ids[0, 0]] = -torch.inf
+
+    def loss(hidden, mask):
+        return fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, lambda logps, entropies: -logps,
+                                      mask, lm_head_bias=bias, impl="chunked").loss  # fmt: skip
+
+    mask, hidden = case.completion_mask, case.hidden_states.requires_grad_()
+    value = loss(hidden, mask)
+    assert value.isfinite()
+    torch.testing.assert_close(loss(hidden.detach(), mask), value.detach())  # where no gradient is wanted
+    (got,) = torch.autograd.grad(value, hidden)
+    (want,) = torch.autograd.grad(loss(hidden, mask & bias.isfinite()[case.completion_ids]), hidden)
+    torch.testing.assert_close(got, want)
+
+
+def test_an_objective_may_leave_out_entropies_or_log_probs():
+    case = make_case(7, dtype=torch.float32, extras=False)
     hidden = case.hidden_states.requires_grad_()
-    out = fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, lambda logps, entropies: -logps,
-                                 case.completion_mask, lm_head_bias=bias, impl="chunked")  # fmt: skip
-    out.loss.backward()
-    assert out.loss.isfinite()
-    assert hidden.grad.isfinite().all()
+
+    def gradient(objective, with_entropy):
+        out = fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, objective, case.completion_mask,
+                                     with_entropy=with_entropy, impl="chunked")  # fmt: skip
+        return torch.autograd.grad(out.loss, hidden)[0]
+
+    logps_alone = gradient(lambda logps, entropies: -logps, True)
+    torch.testing.assert_close(logps_alone, gradient(lambda logps, entropies: -logps, False))
+    both = gradient(lambda logps, entropies: entropies - logps, True)
+    torch.testing.assert_close(gradient(lambda logps, entropies: entropies, True), both - logps_alone)
 
 
 def test_under_autocast_checkpointing_and_compile():

@@ -118,6 +118,21 @@ def test_hand_computed_tokens(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_ratio_at_its_bound_has_a_gradient(impl):
+    """1.5 with A > 0 and 0.5 with A < 0 at epsilon = 0.5, as autograd has it in TRL."""
+    logps = torch.tensor([[1.5], [0.5]], dtype=torch.float64).log().requires_grad_()
+    out = grpo_loss(
+        logps,
+        torch.tensor([1.0, -1.0]).double(),
+        old_per_token_logps=torch.zeros(2, 1).double(),
+        config=make_config("dapo", epsilon=0.5),
+        impl=impl,
+    )
+    out.loss.backward()
+    torch.testing.assert_close(logps.grad, torch.tensor([[-0.75], [0.25]]).double())
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_two_sided_bounds(impl):
     """epsilon below, epsilon_high above: a ratio between the two distances is live above 1 and clipped below it."""
     logps = torch.tensor([[1.2], [0.8]], dtype=torch.float64).log().requires_grad_()
@@ -155,6 +170,17 @@ def test_vespo_s_rate_has_a_floor(bound, impl):
     grpo_loss(logps, advantages, old_per_token_logps=old, config=config, impl=impl).loss.backward()
     phi = [math.exp(1e-4 + k * 10.0 - 1e-4 * math.exp(10.0)) for k in (2.0, 3.0)]
     torch.testing.assert_close(logps.grad, torch.tensor([[-phi[0] / 2], [phi[1] / 2]]).double())
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_vespo_s_ratio_of_a_sequence_has_a_floor(impl):
+    """Two log-ratios of -15 make log w = log 1e-8, and not -30, which a small k shows."""
+    logps = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    old = torch.full((1, 2), 15.0, dtype=torch.float64)
+    config = make_config("vespo", vespo_k_pos=0.1, vespo_lambda_pos=2.0)
+    grpo_loss(logps, torch.ones(1).double(), old_per_token_logps=old, config=config, impl=impl).loss.backward()
+    phi = math.exp(2.0 + 0.1 * math.log(1e-8) - 2.0 * 1e-8)
+    torch.testing.assert_close(logps.grad, torch.full((1, 2), -phi / 2).double())
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

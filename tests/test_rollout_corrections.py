@@ -108,6 +108,13 @@ def test_by_hand(mode, clip_max, clip_min, want):
     assert {name: pytest.approx(float(value)) for name, value in got.metrics.items()} == expected
 
 
+@pytest.mark.parametrize("bound", ["clip_min", "clip_max"])
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+def test_a_ratio_at_its_bound_is_kept(mode, bound):
+    old = torch.full((2, 3), -2.0)
+    assert importance_sampling_correction(old, old, mode=mode, **{"clip_max": None, bound: 1.0}).ratio.eq(1).all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_is_padded(mode):
     old, sampling, mask = rollout(3)

@@ -140,6 +140,8 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
         empty = torch.full((count - 2,), count)
         mine.options["cu_seqlens"] = torch.cat([mine.options["cu_seqlens"], empty])
         mine.advantages = torch.ones(count)
+    elif what == "items":
+        mine.options["num_items_in_batch"] = 3.0 + rank
     elif rank == 1 and what == "scratch":  # found after the handshake
         options["max_scratch_bytes"] = 1
     elif rank == 1 and what == "score":

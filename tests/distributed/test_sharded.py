@@ -134,6 +134,11 @@ def test_different_operators_are_named(workers):
         assert "operator; got rank 0: Loss, rank 1: Logprobs" in got, got
 
 
+def test_ranks_with_other_tokens_give_one_normaliser(workers):
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "items"):
+        assert "must give the same num_items; got rank 0: " in got, got
+
+
 def test_wrong_groups_are_refused():
     case = make_case(6)
     with pytest.raises(
@@ -251,6 +256,15 @@ def test_a_column_of_a_rank_may_be_one_advantage_or_one_for_each_token(workers):
     results = workers.run(token_loss, 2, case, make_config("dapo"), "chunked", parts, "split", {})
     for got in results:
         close(got["loss"], want.out.loss.detach().numpy(), 1e-10, "loss")
+
+
+def test_metrics_of_advantages_for_each_token_are_means_over_tokens(workers):
+    case = make_case(12, per_token_advantages=True)
+    want = case.run(make_config("vespo"), impl="reference").out.metrics["vespo/phi_seq_mean"]
+    for got in workers.run(
+        token_loss, 2, case, make_config("vespo"), "chunked", [slice(0, 1), slice(1, 4)], "rows", {}
+    ):
+        close(got["vespo/phi_seq_mean"], want.numpy(), 1e-10, "phi")
 
 
 def test_a_dtensor_among_slices_of_the_vocabulary_is_refused(workers):

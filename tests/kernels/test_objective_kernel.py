@@ -107,8 +107,8 @@ def test_matches_the_torch_objective_on_the_whole_grid(config):
     assert_matches_torch(config, CALLS)
 
 
-def row_loss(batch, logits, targets, config, out):
-    rows = Rows(logits, targets, Transform())
+def row_loss(batch, logits, targets, config, out, temperature=1.0):
+    rows = Rows(logits, targets, Transform(temperature=temperature))
     return TritonRows().loss(rows, token_inputs(batch, config), objective_numbers(config), out, with_entropy=True)
 
 
@@ -151,6 +151,18 @@ def test_an_impossible_token_has_no_gradient_and_nan_propagates():
     assert stats.logp[active[1]].isnan()
     assert loss[active[1]].isnan()
     assert dlogp[active[1]].isnan()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
+def test_each_token_may_have_its_own_temperature():
+    config, temperature = make_config("dapo"), torch.linspace(0.5, 2, 12)
+    batch, logits, targets = batch_and_logits(config)
+    divided = logits / temperature.unsqueeze(1)
+    got, want = (
+        row_loss(batch, x, targets, config, torch.empty_like(x), t) for x, t in ((logits, temperature), (divided, 1.0))
+    )
+    torch.testing.assert_close(got[0].logp, want[0].logp)
+    torch.testing.assert_close(got[1], want[1])
 
 
 def test_options_are_not_compiled_in():
