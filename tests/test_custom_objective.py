@@ -320,3 +320,21 @@ def test_a_scope_that_is_too_narrow_is_refused():
     case = make_case(12, dtype=torch.float32, extras=False)
     with pytest.raises(ValueError, match="must be called with scope='sequence'; got 'token'"):
         fused_linear_objective(case.hidden_states, case.lm_head_weight, case.completion_ids, objectives.gspo())
+
+
+def test_empty_sequences_are_in_exactly_one_part():
+    lengths, seen = [0, 2, 0, 3, 0, 0, 1], []
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(29, 8)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+    def objective(logps, entropies, *, cu_seqlens):
+        seen.append(cu_seqlens.diff().tolist())
+        return -logps
+
+    ids = torch.randint(0, 29, (6,))
+    fused_linear_objective(
+        hidden, weight, ids, objective, scope="sequence", cu_seqlens=offsets, impl="chunked", max_scratch_bytes=3700
+    )
+    assert len(seen) > 1
+    assert sorted(length for part in seen for length in part) == sorted(lengths)
+    assert [length for part in seen for length in part if length] == [2, 3, 1]
