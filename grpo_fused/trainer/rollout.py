@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -24,6 +26,7 @@ from transformers import (
 )
 
 from grpo_fused import CandidateSets
+from grpo_fused.heads.hidden import accepts
 from grpo_fused.trainer.config import GRPOTrainerConfig
 
 
@@ -283,6 +286,7 @@ class HuggingFaceEngine:
                     stopping_criteria=StoppingCriteriaList([ends]),
                     logits_processor=LogitsProcessorList([kept] if sampling.truncates else []),
                     synced_gpus=self.synced,
+                    **self._prompt_cache(ids, mask),
                 )
                 completions = sequences[:, ids.shape[1] :].tolist()
                 cut = [row[:length] for row, length in zip(completions, ends.lengths.tolist(), strict=True)]
@@ -292,6 +296,32 @@ class HuggingFaceEngine:
         device = self.model.device
         candidates = None if generation.candidates is None else generation.candidates.to(device)
         return Generation(generation.ids.to(device), generation.mask.to(device), None, candidates)
+
+    def _prompt_cache(self, ids: Tensor, mask: Tensor) -> dict[str, Cache]:
+        """The argument of `generate` for keys and values of prompts [B, P]: those of equal neighbours, computed once.
+
+        The last token of a prompt is left to `generate`, which needs its logits.
+        """
+        new = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        new[1:] = (torch.where(mask, ids, -1).diff(dim=0) != 0).any(1)
+        if ids.shape[1] < 2 or bool(new.all()) or layer_kinds(self.model) != {"full_attention"}:
+            return {}
+        ids, mask = ids[new, :-1], mask[new, :-1].long()
+        cache = DynamicCache(config=self.model.config)
+        options = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": 1}
+        options = {name: value for name, value in options.items() if accepts(self.model, name)}
+        self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        cache.batch_select_indices(new.cumsum(0) - 1)
+        return {"past_key_values": cache}
+
+
+def layer_kinds(model: PreTrainedModel) -> set[str]:
+    """What a model's layers are, by its config: "full_attention", "sliding_attention", "linear_attention", ..."""
+    config = model.config.get_text_config()
+    if kinds := getattr(config, "layer_types", None):
+        return set(kinds)
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return {"sliding_attention" if sliding else "full_attention"}
 
 
 class _Kept(LogitsProcessor):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused import head_hidden_states
-from grpo_fused.trainer.rollout import Rollout, length_mask
+from grpo_fused.trainer.rollout import Rollout, layer_kinds, length_mask
 
 
 def prompt_groups(rollout: Rollout) -> list[range]:
@@ -82,16 +82,12 @@ def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
     Raises:
         ValueError: The model has layers that are not full attention, or its states or gradients differ.
     """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        kinds = {"sliding_attention"}
-    if others := kinds - {"full_attention"}:
+    if others := layer_kinds(model) - {"full_attention"}:
         raise ValueError(
             f"share_prompts needs full attention in every layer; got {', '.join(sorted(others))} in "
             f"{type(model).__name__}"
         )
-    rollout = _example(config.vocab_size, model.device)
+    rollout = _example(model.config.get_text_config().vocab_size, model.device)
     trained = [p for p in model.parameters() if p.requires_grad][:1]  # the first: its gradient comes through all layers
     results: list[list[Tensor]] = []
     wanted = separate(rollout)

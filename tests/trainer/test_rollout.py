@@ -149,6 +149,30 @@ def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: Pre
     assert rollout.completion_ids.item() == logits.argmax().item()
 
 
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_prompt_is_computed_once_for_its_completions(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, batch_size: int | None
+) -> None:
+    """The same completions, greedy and sampled, and fewer prompt tokens through the model; groups may be cut."""
+    texts, seen = ["1+2=", "123+34=", "5"], []
+    model.model.register_forward_pre_hook(lambda _m, _a, kwargs: seen.append(kwargs), with_kwargs=True)
+    for greedy in (True, False):
+        found = []
+        for patched in (False, True):
+            if patched:
+                monkeypatch.setattr(HuggingFaceEngine, "_prompt_cache", lambda *_: {})
+            seen.clear()
+            rollout = sampled(model, tokenizer, texts, batch_size, num_generations=4, greedy=greedy)
+            states = [
+                kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+                for kwargs in seen
+            ]
+            found.append((rollout.completion_ids, sum(x.shape[0] * x.shape[1] for x in states)))
+            monkeypatch.undo()
+        assert torch.equal(found[0][0], found[1][0])
+        assert found[0][1] < found[1][1]
+
+
 def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Scores of a left-padded batch are those of each sequence alone, with the model's own head."""
     rollout = sampled(
