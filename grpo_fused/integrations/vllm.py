@@ -9,6 +9,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -64,12 +66,16 @@ class VLLMEngine:
             raise ImportError(f"vllm must be {OLDEST} or newer; got {vllm.__version__}")
         self.vllm, self.max_logprob_difference = vllm, max_logprob_difference
         self.synced = False
+        # vLLM makes a process group of one if there is none, and the trainer's processes would not find each other
+        if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
+            options = {"distributed_executor_backend": "external_launcher"} | options  # on the GPU of LOCAL_RANK
         self.llm = vllm.LLM(
             model=model,
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # after temperature and truncation, as they sampled
             **({"max_logprobs": MOST_CANDIDATES, "load_format": "dummy"} | options),
         )
+        self.vocab_size = self.llm.model_config.get_vocab_size()
 
     def sync_weights(self, model: PreTrainedModel) -> None:
         """Hands the policy's weights to vLLM, adapters merged in, and compares a few log-probs with the policy's.
@@ -86,8 +92,7 @@ class VLLMEngine:
     @torch.no_grad()
     def _compare(self, model: PreTrainedModel) -> None:
         """Scores a short greedy completion once more with the policy: weights that did not arrive show there."""
-        vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
-        prompt = [vocab_size * index // 8 for index in range(8)]
+        prompt = [self.vocab_size * index // 8 for index in range(8)]
         parameters = self.vllm.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
         output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
         completion = output[0].outputs[0]
@@ -141,7 +146,7 @@ class VLLMEngine:
             stop_token_ids=list(sampling.eos_token_ids),
             seed=seed,
             # 0: of the sampled token only
-            logprobs=(sampling.top_k or MOST_CANDIDATES) if sampling.truncates else 0,
+            logprobs=min(sampling.top_k or MOST_CANDIDATES, self.vocab_size) if sampling.truncates else 0,
             detokenize=bool(sampling.stop_strings),
         )
 
@@ -201,11 +206,12 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Tied weights come once. The model stays as it is to the bit: nothing is added to its weights and subtracted again.
     """
     seen: set[int] = set()
+    saved = f".modules_to_save.{getattr(model, 'active_adapter', None)}."  # layers that are trained whole, beside LoRA
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if "lora_" in name or "modules_to_save.default" in name.replace("original_module", "") or id(tensor) in seen:
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(saved, ".")
+        if id(tensor) in seen or any(part in plain for part in (".lora_", ".original_module.", ".modules_to_save.")):
             continue
         seen.add(id(tensor))
-        plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
         layer, adapted, _ = name.rpartition(".base_layer.")
         with _merged(model.get_submodule(layer)) if adapted else nullcontext():
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -21,11 +21,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """As much of the package as the engine uses; records the calls."""
     module = ModuleType("vllm")
     module.__version__ = "0.32.0"
-    calls: dict[str, Any] = {"loaded": {}, "resets": 0}
+    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21}
 
     class LLM:
         def __init__(self, **options: Any) -> None:
             calls["options"] = options
+            self.model_config = SimpleNamespace(get_vocab_size=lambda: calls["vocab_size"])
 
         def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
             calls["loaded"].update(kwargs["weights_iterator"])
@@ -114,7 +115,10 @@ def test_adapters_are_merged_while_weights_are_read() -> None:
 
     base = build_small_model(21)
     names = list(dict(base.named_parameters()))
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    )
+    torch.nn.init.normal_(model.get_output_embeddings().weight)  # as if it were trained
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weights = dict(named_weights(model))
     assert list(weights) == names
@@ -151,9 +155,11 @@ def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, row
 
 
 def test_truncated_sampling_asks_for_the_tokens_that_were_kept(vllm: Any) -> None:
-    """The stand-in returns two tokens of 100: no candidate set."""
+    """The stand-in returns two tokens of many: no candidate set."""
     sampling = Sampling(num_generations=1, max_completion_length=8, top_p=0.9, eos_token_ids=(1,))
-    with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
-        synced_engine().generate([[3]], sampling)
-    assert vllm.calls["parameters"][0].logprobs == 1024
+    for vocab_size, asked in ((50_000, 1024), (21, 21)):
+        vllm.calls["vocab_size"] = vocab_size
+        with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
+            synced_engine().generate([[3]], sampling)
+        assert vllm.calls["parameters"][0].logprobs == asked
     assert vllm.calls["options"]["max_logprobs"] == 1024
