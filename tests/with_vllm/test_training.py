@@ -106,14 +106,25 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert all(row[f"{RATIO}/mean"] == pytest.approx(1, abs=1e-3) for row in rows)
 
 
-def test_two_processes_train_together(tmp_path: Path) -> None:
-    """vLLM starts before the trainer, and would make a process group of its own in each process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def launch(*program: str) -> None:
+    """The program as two processes."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = subprocess.run(
-        [*launcher, "-m", "grpo_fused", "train", *recipe(tmp_path)],
-        env=environment, capture_output=True, text=True, timeout=400, cwd=Path(__file__).parents[2],
+        [*launcher, *program], env=environment, capture_output=True, text=True, timeout=400, cwd=root
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_two_processes_train_together(tmp_path: Path) -> None:
+    """vLLM starts before the trainer, and would make a process group of its own in each process."""
+    launch("grpo_fused", "train", *recipe(tmp_path))
     assert len(list((tmp_path / "run" / "checkpoint-000002").glob("rng-*"))) == 2  # one of each process
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
+    launch("with_vllm.sharded", save(build_policy(), tmp_path / "policy"), str(tmp_path))
+    assert len(list(tmp_path.glob("synced-*"))) == 2
