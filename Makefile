@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint wheel bench bench-cpu sanitize gpu aot clean
+.PHONY: help demo test test-full lint wheel bench bench-cpu sanitize vllm gpu aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -71,6 +71,17 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" tests/native
 
+vllm: .venv-vllm/.made  ## the trainer and TRL on rollouts of vLLM itself, on a CPU (installs 3.5 GB in .venv-vllm)
+	.venv-vllm/bin/python -m pytest -q tests/with_vllm
+
+# It wants Python 3.11 and torch's CPU build, which is on PyPI for few machines: name PyTorch's CPU index (TORCH_INDEX_URL).
+# What it brings for images and sound was built for another torch, and fails where it is imported.
+.venv-vllm/.made: tests/with_vllm/requirements.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $< $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
@@ -93,7 +104,7 @@ aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel
 	$(BIN)/python -m benchmarks.aot
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }

@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused import CandidateSets
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Generation, Sampling
+
+OLDEST = "0.32"
+"""Of the versions of vLLM whose `reload_weights` takes tensors, the first that was tested."""
 
 MOST_CANDIDATES = 1024
 """Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens."""
@@ -25,36 +32,91 @@ class VLLMEngine:
     vLLM's kernels round otherwise than the trainer's, so that its probabilities are not quite the policy's: the trainer
     scores the rollout once more and weighs it by `importance_sampling_correction`.
 
+    vLLM begins with random weights: all that it samples with has come from `sync_weights`, which compares its log-probs
+    with the policy's.
+
     Args:
-        model: Path or name of the policy that vLLM loads; its weights are replaced before each rollout.
+        model: Path or name of the policy, for its configuration and tokenizer.
         gpu_memory_utilization: Share of the GPU's memory that vLLM may take; the trainer needs the rest.
-        **options: Further options of `vllm.LLM` (max_model_len, tensor_parallel_size, ...).
+        max_logprob_difference: Nats by which vLLM's log-probs may differ from the policy's after a sync, mean of a few
+            tokens. Rounding to bf16 makes about 0.02.
+        **options: Further options of `vllm.LLM` (max_model_len, dtype, enforce_eager, ...).
 
     Raises:
-        ImportError: vllm is not installed.
+        ImportError: vllm is not installed, or older than 0.32.
+        ValueError: Options ask for more than one worker: weights are handed over within the process.
     """
 
-    def __init__(self, model: str, *, gpu_memory_utilization: float = 0.3, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        gpu_memory_utilization: float = 0.3,
+        max_logprob_difference: float = 0.5,
+        **options: Any,
+    ) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if options.get(name, 1) != 1:
+                raise ValueError(f"{name} must be 1: vLLM runs in the trainer's process; got {options[name]}")
         # the engine core in this process: weights are handed over as tensors
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm  # optional
 
-        self.vllm = vllm
+        if Version(vllm.__version__) < Version(OLDEST):
+            raise ImportError(f"vllm must be {OLDEST} or newer; got {vllm.__version__}")
+        self.vllm, self.max_logprob_difference = vllm, max_logprob_difference
+        self.synced = False
+        # vLLM makes a process group of one if there is none, and the trainer's processes would not find each other
+        if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
+            options = {"distributed_executor_backend": "external_launcher"} | options  # on the GPU of LOCAL_RANK
         self.llm = vllm.LLM(
             model=model,
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # after temperature and truncation, as they sampled
-            **({"max_logprobs": MOST_CANDIDATES} | options),
+            **({"max_logprobs": MOST_CANDIDATES, "load_format": "dummy"} | options),
         )
+        self.vocab_size = self.llm.model_config.get_vocab_size()
 
     def sync_weights(self, model: PreTrainedModel) -> None:
-        """Hands the policy's weights to vLLM, adapters merged in."""
-        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
-        runner.model.load_weights(named_weights(model))
+        """Hands the policy's weights to vLLM, adapters merged in, and compares a few log-probs with the policy's.
+
+        Raises:
+            RuntimeError: vLLM's log-probs are not the policy's: some of its weights are not those of `model`.
+        """
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(model)})
+        self.llm.apply_model(_pack_tied_head)
         self.llm.reset_prefix_cache()  # what it holds was computed with other weights
+        self._compare(model)
+        self.synced = True
+
+    @torch.no_grad()
+    def _compare(self, model: PreTrainedModel) -> None:
+        """Scores a short greedy completion once more with the policy: weights that did not arrive show there."""
+        prompt = [self.vocab_size * index // 8 for index in range(8)]
+        parameters = self.vllm.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+        output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
+        completion = output[0].outputs[0]
+        ids = torch.tensor([[*prompt, *completion.token_ids]], device=model.device)
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).flatten().tolist()
+        pairs = list(zip(sampled_logprobs(completion), expected, strict=True))
+        difference = math.fsum(abs(theirs - ours) for theirs, ours in pairs) / len(pairs)
+        if not difference <= self.max_logprob_difference:
+            raise RuntimeError(
+                "vLLM must sample from the policy, but after its weights were handed over the log-probs of "
+                f"{len(pairs)} tokens differ by {difference:.3g} nats on average (at most "
+                f"{self.max_logprob_difference:g}, max_logprob_difference). Some weights of vLLM are not those of the "
+                f"model, or its dtype or quantization is much coarser (vLLM {self.vllm.__version__})"
+            )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
-        """Samples completions of the prompts' token ids, with their log-probs."""
+        """Samples completions of the prompts' token ids, with their log-probs.
+
+        Raises:
+            RuntimeError: `sync_weights` was not called: the weights are random.
+        """
+        if not self.synced:
+            raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             sampling_params=[self._parameters(sampling, number) for number in range(len(prompts))],
@@ -84,7 +146,7 @@ class VLLMEngine:
             stop_token_ids=list(sampling.eos_token_ids),
             seed=seed,
             # 0: of the sampled token only
-            logprobs=(sampling.top_k or MOST_CANDIDATES) if sampling.truncates else 0,
+            logprobs=min(sampling.top_k or MOST_CANDIDATES, self.vocab_size) if sampling.truncates else 0,
             detokenize=bool(sampling.stop_strings),
         )
 
@@ -139,17 +201,43 @@ def candidates_of(completion: Any) -> CandidateSets:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of the model without adapters, LoRA merged in while they are read."""
-    adapted: Any = model if hasattr(model, "merge_adapter") else None
-    if adapted is not None:
-        adapted.merge_adapter()
+    """The tensors of a checkpoint of the model without adapters, LoRA merged into copies.
+
+    Tied weights come once. The model stays as it is to the bit: nothing is added to its weights and subtracted again.
+    """
+    seen: set[int] = set()
+    saved = f".modules_to_save.{getattr(model, 'active_adapter', None)}."  # layers that are trained whole, beside LoRA
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(saved, ".")
+        if id(tensor) in seen or any(part in plain for part in (".lora_", ".original_module.", ".modules_to_save.")):
+            continue
+        seen.add(id(tensor))
+        layer, adapted, _ = name.rpartition(".base_layer.")
+        with _merged(model.get_submodule(layer)) if adapted else nullcontext():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            merged = full.detach()
+        yield plain, merged
+
+
+@contextmanager
+def _merged(layer: Any) -> Iterator[None]:
+    """Within it the base layer of an adapted one has merged weights; they are new tensors."""
+    own = {name: (parameter, parameter.data) for name, parameter in layer.get_base_layer().named_parameters()}
+    layer.merge(safe_merge=True)
     try:
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save.default" in name.replace("original_module", ""):
-                continue
-            plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
-            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            yield plain, full.detach()
+        yield
     finally:
-        if adapted is not None:
-            adapted.unmerge_adapter()
+        for parameter, data in own.values():
+            parameter.data = data
+        layer.merged_adapters.clear()
+
+
+def _pack_tied_head(model: Any) -> None:
+    """On CPUs vLLM multiplies by a packed copy of the head, which `reload_weights` renews only if it is not tied."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

@@ -145,7 +145,7 @@ class GRPOTrainer(RunState):
             model, tokenizer, batch_size=config.generation_batch_size, synced=sharded
         )
         self.stopped_by: int | None = None
-        self._synced_at = 0  # the optimizer step whose weights the engine has
+        self._synced_at: int | None = None  # the optimizer step whose weights the engine has
         self._open(resume, overwrite)
 
     def train(self) -> list[Metrics]:

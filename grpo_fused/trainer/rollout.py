@@ -209,7 +209,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sync_weights(self, model: PreTrainedModel) -> None:
-        """Called before a rollout whenever the policy has changed; `model` is the unwrapped policy."""
+        """Called before the first rollout and whenever the policy has changed; `model` is the unwrapped policy."""
         ...
 
 

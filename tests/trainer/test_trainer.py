@@ -259,7 +259,7 @@ def test_sequences_that_are_left_out_do_not_dilute_the_sampling_metrics(
         assert metrics[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(math.exp(0.1), rel=1e-4)
 
 
-def test_the_engine_gets_new_weights_after_an_update(
+def test_the_engine_gets_the_weights_first_and_whenever_they_are_new(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
     events: list[str] = []
@@ -275,7 +275,7 @@ def test_the_engine_gets_new_weights_after_an_update(
     trainer = make_trainer(model, tokenizer, rows, eval_dataset=rows[:1], eval_steps=1)
     trainer.engine = Spy(model, tokenizer)
     trainer.train()
-    assert events == ["generate", "generate", "sync", "generate", "generate", "sync", "generate"]
+    assert events == ["sync", "generate", "generate", "sync", "generate", "generate", "sync", "generate"]
 
 
 def test_autocast_trains_fp32_weights(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:

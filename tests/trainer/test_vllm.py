@@ -20,19 +20,25 @@ from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEng
 def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The part of the package that the engine uses; records the calls."""
     module = ModuleType("vllm")
-    calls: dict[str, Any] = {"loaded": {}, "resets": 0}
+    module.__version__ = "0.32.0"
+    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21}
 
     class LLM:
         def __init__(self, **options: Any) -> None:
             calls["options"] = options
-            model = SimpleNamespace(load_weights=lambda pairs: calls["loaded"].update(pairs))
-            runner = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
-            self.llm_engine = SimpleNamespace(model_executor=runner)
+            self.model_config = SimpleNamespace(get_vocab_size=lambda: calls["vocab_size"])
+
+        def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+            calls["loaded"].update(kwargs["weights_iterator"])
+
+        def apply_model(self, function: Any) -> None:
+            calls["applied"] = function
 
         def reset_prefix_cache(self) -> None:
             calls["resets"] += 1
 
-        def generate(self, prompts: list[dict[str, Any]], sampling_params: list[Any], use_tqdm: bool) -> list[Any]:
+        def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+            sampling_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
             calls["prompts"], calls["parameters"] = prompts, sampling_params
 
             def position(token: int) -> dict[int, Any]:
@@ -42,7 +48,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
                 SimpleNamespace(
                     outputs=[
                         SimpleNamespace(token_ids=ids, logprobs=[position(token) for token in ids])
-                        for ids in ([5, 1], [6, 7, 1])[: parameters.n]
+                        for ids in ([5, 1], [6, 7, 1])[: vars(parameters).get("n", 1)]
                     ]
                 )
                 for parameters in sampling_params
@@ -55,8 +61,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def synced_engine(**options: Any) -> VLLMEngine:
+    engine = VLLMEngine("folder", **options)
+    engine.synced = True
+    return engine
+
+
 def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> None:
-    engine = VLLMEngine("folder", max_model_len=64)
+    engine = synced_engine(max_model_len=64)
     sampling = Sampling(
         num_generations=2,
         max_completion_length=8,
@@ -88,11 +100,14 @@ def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> Non
     torch.testing.assert_close(rollout.sampling_logps[:2], torch.tensor([[-0.5, -0.1, 0.0], [-0.6, -0.7, -0.1]]))
 
 
-def test_weights_are_handed_over(vllm: Any) -> None:
-    model = build_small_model(21)
-    VLLMEngine("folder").sync_weights(model)
+def test_an_engine_whose_log_probs_are_not_the_policys_is_refused(vllm: Any) -> None:
+    model, engine = build_small_model(21), VLLMEngine("folder")
+    with pytest.raises(RuntimeError, match="log-probs of 2 tokens differ by .* nats on average .at most 0.5"):
+        engine.sync_weights(model)
     assert vllm.calls["resets"] == 1
     assert vllm.calls["loaded"].keys() == dict(model.named_parameters()).keys()
+    with pytest.raises(RuntimeError, match="sync_weights must be called before generate"):
+        engine.generate([[3]], Sampling(num_generations=1, max_completion_length=8))
 
 
 def test_adapters_are_merged_while_weights_are_read() -> None:
@@ -100,10 +115,15 @@ def test_adapters_are_merged_while_weights_are_read() -> None:
 
     base = build_small_model(21)
     names = list(dict(base.named_parameters()))
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    )
+    torch.nn.init.normal_(model.get_output_embeddings().weight)  # as if it were trained
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    weights = {name: value.clone() for name, value in named_weights(model)}
+    weights = dict(named_weights(model))
     assert list(weights) == names
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
     merged = model.merge_and_unload().state_dict()
     for name, value in weights.items():
         torch.testing.assert_close(value, merged[name], rtol=0, atol=1e-6)
@@ -117,6 +137,14 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         VLLMEngine("folder")
 
 
+def test_what_vllm_cannot_do_is_refused(vllm: Any) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1: .*; got 2"):
+        VLLMEngine("folder", tensor_parallel_size=2)
+    vllm.__version__ = "0.31.1"
+    with pytest.raises(ImportError, match=r"vllm must be 0.32 or newer; got 0.31.1"):
+        VLLMEngine("folder")
+
+
 def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:
     tokenizer = build_tokenizer()
     config = GRPOTrainerConfig(repetition_penalty=1.1, prompts_per_step=2)
@@ -127,9 +155,11 @@ def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, row
 
 
 def test_truncated_sampling_requests_the_tokens_that_were_kept(vllm: Any) -> None:
-    """The test double returns two tokens of 100: no candidate set."""
+    """The test double returns two tokens of many: no candidate set."""
     sampling = Sampling(num_generations=1, max_completion_length=8, top_p=0.9, eos_token_ids=(1,))
-    with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
-        VLLMEngine("folder").generate([[3]], sampling)
-    assert vllm.calls["parameters"][0].logprobs == 1024
+    for vocab_size, asked in ((50_000, 1024), (21, 21)):
+        vllm.calls["vocab_size"] = vocab_size
+        with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
+            synced_engine().generate([[3]], sampling)
+        assert vllm.calls["parameters"][0].logprobs == asked
     assert vllm.calls["options"]["max_logprobs"] == 1024

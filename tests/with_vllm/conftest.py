@@ -1,0 +1,49 @@
+"""Tests against vLLM itself, on a CPU: `make vllm` installs it beside the other tests' environment, which has none.
+
+The folder's name is not that of the package, which a folder on the path would hide.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
+
+if find_spec("vllm") is not None:
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing to compile for models of this size
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of an engine
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from accelerate.state import AcceleratorState
+from with_vllm.models import build_policy, save
+
+from grpo_fused.trainer import VLLMEngine
+
+OPTIONS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 32}
+
+
+@pytest.fixture(autouse=True)
+def _new_accelerator() -> None:
+    """Accelerate keeps its set-up for the life of a process."""
+    AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VLLMEngine]:
+    """One engine of a kind for the whole run: it starts in 10 to 30 seconds."""
+
+    @cache
+    def make(dtype: str = "float32", tied: bool = False) -> VLLMEngine:
+        return VLLMEngine(save(build_policy(tied=tied), tmp_path_factory.mktemp("policy")), dtype=dtype, **OPTIONS)
+
+    return make
+
+
+@pytest.fixture
+def engine(engine_of: Callable[..., VLLMEngine]) -> VLLMEngine:
+    return engine_of()

@@ -1,0 +1,33 @@
+"""A program for two processes: a policy that FSDP2 shards, handed to a vLLM in each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from with_vllm.models import build_policy
+
+from grpo_fused.trainer import VLLMEngine
+
+
+def main(model: str, folder: str) -> None:
+    """`sync_weights` compares the log-probs; each process says that it got there."""
+    engine = VLLMEngine(model, dtype="float32", max_logprob_difference=1e-4, enforce_eager=True, max_model_len=64)
+    policy, mesh = build_policy(1), init_device_mesh("cpu", (2,))
+    for layer in policy.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    assert isinstance(policy.lm_head.weight, DTensor)
+    engine.sync_weights(policy)
+    Path(folder, f"synced-{mesh.get_rank()}").touch()
+    torch.distributed.barrier()
+    os._exit(0)  # gloo was seen to wait for ever in its destructors
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
