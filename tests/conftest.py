@@ -68,7 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _only_in_full(item: pytest.Item) -> bool:
     gate = item.get_closest_marker("gate")
-    return item.get_closest_marker("full") is not None or (gate is not None and not gate.kwargs["keep"](**item.callspec.params))
+    return item.get_closest_marker("full") is not None or (
+        gate is not None and not gate.kwargs["keep"](**item.callspec.params)
+    )
 
 
 def _with_all_pairs(items: list[pytest.Item]) -> set[pytest.Item]:

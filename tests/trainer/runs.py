@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 from trainer.small_model import build_small_model
 
 from examples.arithmetic.model import build_tokenizer
@@ -93,6 +95,10 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
         )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        if accelerator.num_processes > 1:  # accelerate applies the plugin on accelerators only
+            accelerator.state.distributed_type = DistributedType.FSDP
+            accelerator.state.fsdp_plugin = plugin
+            assert accelerator.is_fsdp2
     options: dict[str, Any] = {
         "adapter": kind == "lora",
         "steps": 2,
@@ -103,6 +109,8 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         "loss": GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
     }
     trainer = make(Path(folder) / "run", save_steps=1, **options)
+    sharded = any(isinstance(x, DTensor) for x in trainer.policy.model.parameters())
+    assert sharded == (kind == "fsdp" and accelerator.num_processes > 1)
     history = trainer.train()
     state = weights_of(trainer)
     if accelerator.is_main_process:
@@ -145,9 +153,9 @@ def fails_on_one(folder: str) -> None:
 
 
 def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    """All weights, on the main process."""
-    state = trainer.accelerator.get_state_dict(trainer.policy.model)
-    return {name: tensor.clone() for name, tensor in (state or {}).items()}
+    """All weights, whole, on every process."""
+    state = trainer.accelerator.unwrap_model(trainer.policy.model).state_dict()
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in state.items()}
 
 
 if __name__ == "__main__":
