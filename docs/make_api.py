@@ -21,6 +21,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "grpo_fused.trainer": (),
     "grpo_fused.trainer.recipe": ("Recipe", "Reward", "LoRA"),
     "grpo_fused.integrations.trl": (),
+    "grpo_fused.integrations.verl": ("SUPPORTED", "patch_verl", "unpatch_verl"),
     "grpo_fused.integrations.liger": (),
 }
 """Public modules, and the names to document; none means those of `__all__`."""

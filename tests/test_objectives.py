@@ -1,6 +1,6 @@
 """`grpo_fused.objectives` on flat log-probs: against formulas written out token by token, in float64.
 
-tests/integrations/test_verl_objectives.py compares most of them with verl's own code.
+tests/with_verl/test_objectives.py compares most of them with verl's own code.
 """
 
 from __future__ import annotations

@@ -14,11 +14,13 @@ _OWN = ("weight", "bias", "parametrizations")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` and (distributed) data parallel wrappers."""
+    """The module inside `torch.compile`, (distributed) data parallel wrappers and DeepSpeed's engine."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    is_parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-    inner = model.module if is_parallel else getattr(model, "_orig_mod", None)  # of torch.compile
+    is_parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or any(
+        kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__
+    )
+    inner: Any = model.module if is_parallel else getattr(model, "_orig_mod", None)  # of torch.compile
     return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 

@@ -1,1 +1,1 @@
-"""Other libraries' programs on our kernels: `integrations.trl`, `integrations.liger`."""
+"""Other libraries' programs on our kernels: `integrations.trl`, `integrations.verl`, `integrations.liger`."""

@@ -24,6 +24,7 @@ from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.statistics import extra_statistics
+from grpo_fused.integrations.trl.zero import gathered
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -184,6 +185,8 @@ def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
 def check_trl_reads_the_head(model: Any) -> None:
     """Raise unless what TRL's fused forward makes of a model's head is the model's own.
 
+    Where DeepSpeed ZeRO-3 has partitioned the model, all ranks must call this; they gather a layer at a time.
+
     Args:
         model: One that `add_fused_lm_head` has patched; its base, if it is peft's.
 
@@ -192,7 +195,6 @@ def check_trl_reads_the_head(model: Any) -> None:
             does. TRL 1.16 does so without a word (recurrent_gemma, modernbert-decoder, Inkling: off by several nats).
         ValueError: The head is none that the fused form can express, see `grpo_fused.check_head`.
     """
-    head = lm_head_inputs(model)
     name = type(model).__name__
     module: Any = output_head(model)
     if hasattr(module, "base_layer") and not module.merged:
@@ -202,21 +204,23 @@ def check_trl_reads_the_head(model: Any) -> None:
         )
     base: Any = unwrap(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
-    rows = module.weight.shape[0]
-    ids = torch.arange(1, 5, device=module.weight.device).remainder(rows).unsqueeze(0)
-    with undisturbed(base):
-        theirs = _what_trl_takes(base, ids)
-        own = head_hidden_states(base, ids)[0, :-1]
+    with gathered(base, module):
+        head = lm_head_inputs(model)
+        rows, logits = module.weight.shape[0], head["lm_head_weight"].shape[0]
+        ids = torch.arange(1, 5, device=module.weight.device).remainder(rows).unsqueeze(0)
+        with undisturbed(base):
+            theirs = _what_trl_takes(base, ids)
+            own = head_hidden_states(base, ids)[0, :-1]
     for field in ("logit_scale", "softcap"):
         if theirs[field] != head[field]:  # type: ignore[literal-required]
             raise RuntimeError(
                 f"TRL's fused head takes {field}={theirs[field]} for {name}, whose own head has {head[field]}: "  # type: ignore[literal-required]
                 "its log-probs would be wrong"
             )
-    if rows != head["lm_head_weight"].shape[0]:
+    if rows != logits:
         raise RuntimeError(
-            f"TRL's fused head takes all {rows} rows of the head of {name}, which has "
-            f"{head['lm_head_weight'].shape[0]} logits: its log-probs would be wrong"
+            f"TRL's fused head takes all {rows} rows of the head of {name}, which has {logits} logits: its log-probs "
+            "would be wrong"
         )
     hidden = theirs["hidden"]
     if own.shape != hidden.shape or not torch.allclose(own.float(), hidden.float(), rtol=1e-3, atol=1e-3):

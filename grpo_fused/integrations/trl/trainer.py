@@ -17,7 +17,7 @@ from trl.experimental.gmpo import GMPOTrainer
 
 from grpo_fused import engines
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.integrations.trl.head import FusedLogProbFunction, check_trl_reads_the_head, use_fused_head
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 
 _MODEL_MEAN = ("dapo", "cispo", "vespo")
@@ -37,16 +37,14 @@ class _FusedLoss:
         self._head: type[FusedLogProbFunction] = type(
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
         )
-        super().__init__(*args, **kwargs)
+        with use_fused_head(self._head):  # which checks the heads before DeepSpeed wraps a model
+            super().__init__(*args, **kwargs)
         if self.args.use_liger_kernel and self.args.device.type == "cpu":  # type: ignore[attr-defined]
             raise ValueError(
                 "use_liger_kernel must be False on the CPU; got True. TRL then puts Liger's Triton kernels into the "
                 "layers of the model, and they run on a GPU only. The loss does not need them: "
                 f"{type(self).__name__} makes it by its own kernels"
             )
-        for model in (self.model, self.ref_model):  # type: ignore[attr-defined]
-            if model is not None:
-                check_trl_reads_the_head(model)
         self._announced = False  # whether the loss of this training step was, and its tokens were scored here
         self._warned = False
 

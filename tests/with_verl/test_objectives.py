@@ -1,21 +1,14 @@
-"""`grpo_fused.objectives` against verl's own losses, rejection masks and advantage estimators, in float64.
-
-verl 0.9.1 has to be importable: `pip install --no-deps verl==0.9.1 codetiming omegaconf antlr4-python3-runtime==4.9.3
-hydra-core tensordict pyvers cloudpickle orjson torchdata pylatexenc`. If `ray` is missing, which the functions that
-are called here do not use, an empty module replaces it while verl is imported.
-"""
+"""`grpo_fused.objectives` against verl's own losses, rejection masks and advantage estimators, in float64: `make verl`."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
-import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from with_verl.ray_double import import_verl
 
 from grpo_fused import objectives
 from grpo_fused.objectives import estimators
@@ -28,17 +21,12 @@ EXACT = {"rtol": 1e-6, "atol": 1e-9}
 @pytest.fixture(scope="module")
 def verl():
     if importlib.util.find_spec("verl") is None:
-        pytest.skip("verl is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("ray") is None:
-            ray = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec("ray", None))
-            patch.setitem(sys.modules, "ray", ray)
-        try:
-            from verl.trainer.config import AlgoConfig, RolloutCorrectionConfig
-            from verl.trainer.ppo import core_algos, rollout_corr_helper
-            from verl.workers.config import ActorConfig, PolicyLossConfig
-        except ImportError as error:
-            pytest.skip(f"verl cannot be imported: {error}")
+        pytest.skip("verl is not installed (make verl)")
+    import_verl("verl.trainer.config", "verl.trainer.ppo.core_algos", "verl.workers.config")
+    from verl.trainer.config import AlgoConfig, RolloutCorrectionConfig
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
     return SimpleNamespace(
         core=core_algos, rollout=rollout_corr_helper, AlgoConfig=AlgoConfig, ActorConfig=ActorConfig,
         PolicyLossConfig=PolicyLossConfig, RolloutCorrectionConfig=RolloutCorrectionConfig,

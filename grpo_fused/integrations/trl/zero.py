@@ -1,0 +1,49 @@
+"""Models whose parameters DeepSpeed ZeRO-3 has partitioned, before an engine gathers them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from trl.trainer import utils
+
+from grpo_fused.heads.hidden import replaced_forward
+
+_gather = utils.maybe_gather_lm_head_ctx
+
+
+@contextmanager
+def gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
+    """The parameters of the head whole for a block, and those of any other module while its own forward runs.
+
+    So the model can run in the block, in the memory of its head and one more layer. All ranks must enter it. Nothing
+    happens to parameters that DeepSpeed has not partitioned.
+    """
+    of_head = set(head.modules())
+    with ExitStack() as stack:
+        # TRL's forward gathers the head, and fails for a model that was made before DeepSpeed's configuration was read
+        stack.callback(setattr, utils, "maybe_gather_lm_head_ctx", utils.maybe_gather_lm_head_ctx)
+        utils.maybe_gather_lm_head_ctx = lambda *parameters: nullcontext()
+        for module in model.modules():
+            parameters = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_status")]
+            if parameters and module in of_head:
+                stack.enter_context(_whole(parameters))
+            elif parameters:
+                stack.enter_context(replaced_forward(module, _gathering(module.forward, parameters)))
+        yield
+
+
+def _gathering(forward: Callable[..., Any], parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def gathering_forward(*args: Any, **kwargs: Any) -> Any:
+        with _whole(parameters):
+            return forward(*args, **kwargs)
+
+    return gathering_forward
+
+
+def _whole(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+    return _gather(*parameters)  # any parameters, and of them those that are not whole yet

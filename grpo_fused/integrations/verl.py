@@ -1,0 +1,207 @@
+"""verl on our kernels: one line in place of its fused heads (torch, liger, triton), for its FSDP workers.
+
+    from grpo_fused.integrations.verl import patch_verl
+    patch_verl()                      # in every worker, before it builds its model; model.use_fused_kernels=True
+
+`unpatch_verl()` undoes it. Releases of verl that are known: see `SUPPORTED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fused import fused_linear_logprobs
+from grpo_fused.heads import HeadForm, check_head, head_hidden_states, lm_head_inputs
+from grpo_fused.heads.check import undisturbed
+from grpo_fused.heads.form import candidate_forms
+from grpo_fused.heads.hidden import replaced_forward
+from grpo_fused.heads.modules import output_head
+
+SUPPORTED = {"0.9": "FusedLinearForPPO, linear_cross_entropy, patch_forward_with_backends"}
+"""Release (all patch releases of it) to what of it is replaced."""
+
+BACKENDS = ("torch", "liger", "triton")
+OWN_BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5", "qwen3_5_moe")
+"""Model types whose backbone gets forwards of verl's own, for a GPU: not run here. Their heads are plain products."""
+
+_replaced: list[tuple[Any, str, Any]] = []
+_forwards: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""Of a class of models: its own forward, and verl's fused one."""
+_form: ContextVar[HeadForm | None] = ContextVar("grpo_fused_verl_head", default=None)
+
+
+def patch_verl() -> None:
+    """Score tokens by `fused_linear_logprobs` wherever verl's FSDP workers use fused kernels, until `unpatch_verl`.
+
+    Log-probs and entropies are fp32 and differentiable, for padded, packed and Ulysses-sliced inputs. A scale or cap of
+    the logits, which verl's fused forwards leave out (Gemma 2, Cohere, Granite), is applied. When verl patches a model,
+    its head is held against the model's own forward.
+
+    Raises:
+        ImportError: verl is not installed, or is no release of `SUPPORTED`.
+        ValueError, TypeError, RuntimeError: Later, when verl patches a model or runs it: a head that the fused form
+            does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on the head);
+            Megatron, whose fused forward sums the gradient of the hidden states itself.
+    """
+    try:
+        installed = version("verl")
+    except PackageNotFoundError:
+        raise ImportError("patch_verl needs verl (0.9.*); it is not installed") from None
+    if ".".join(installed.split(".")[:2]) not in SUPPORTED:
+        known = ", ".join(f"{release}.*" for release in SUPPORTED)
+        raise ImportError(f"patch_verl knows the fused heads of verl {known}; found verl {installed}")
+    if _replaced:
+        return
+    products = importlib.import_module("verl.utils.experimental.torch_functional")
+    kernels = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    patches = importlib.import_module("verl.models.transformers.monkey_patch")
+    checked = _checking(patches.patch_forward_with_backends)
+    for module, name, value in (
+        (products, "FusedLinearForPPO", FusedLinearForPPO),
+        (kernels, "linear_cross_entropy", linear_cross_entropy),
+        (patches, "patch_forward_with_backends", checked),
+    ):
+        own = getattr(module, name)
+        for bound_in in [m for key, m in list(sys.modules.items()) if key.split(".")[0] == "verl"]:
+            if vars(bound_in).get(name) is own:
+                _replaced.append((bound_in, name, own))
+                setattr(bound_in, name, value)
+
+
+def unpatch_verl() -> None:
+    """Put back what `patch_verl` replaced; models that verl has patched keep verl's own fused forward."""
+    while _replaced:
+        module, name, value = _replaced.pop()
+        setattr(module, name, value)
+    while _forwards:
+        kind, (_, fused) = _forwards.popitem()
+        kind.forward = fused  # type: ignore[attr-defined]
+
+
+class FusedLinearForPPO(nn.Module):
+    """Stands for `verl.utils.experimental.torch_functional.FusedLinearForPPO`; its arguments have no effect."""
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        super().__init__()
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies in fp32, each shaped like input_ids `[..., T]`, of states `[..., T, H]`."""
+        form = _form.get() or HeadForm(1.0, None, vocab_weights.shape[0])
+        if form.vocab_size < vocab_weights.shape[0]:
+            vocab_weights = vocab_weights[: form.vocab_size]
+        out = fused_linear_logprobs(
+            hidden_states,
+            vocab_weights,
+            input_ids,
+            temperature=temperature,
+            logit_scale=form.logit_scale,
+            softcap=form.softcap,
+            with_entropy=True,
+        )
+        assert out.entropies is not None
+        return out.logps, out.entropies
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Stands for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`: log-probs and entropies, fp32, `[N]`.
+
+    Raises:
+        ValueError: A process group: Megatron's forward sums the gradient of the hidden states over it by itself. A
+            reduction other than "none".
+    """
+    if dist_process_group is not None:
+        raise ValueError(
+            "patch_verl supports verl's FSDP workers; Megatron's fused forward sums the gradient of the hidden states "
+            "over its ranks by itself: run it without patch_verl"
+        )
+    if reduction != "none":
+        raise ValueError(f'reduction must be "none", as in all of verl; got {reduction!r}')
+    return FusedLinearForPPO()(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
+
+
+def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(patch_forward_with_backends)
+    def patch_checked_forward(
+        model: nn.Module, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
+    ) -> None:
+        kind = type(model)
+        own = _forwards[kind][0] if getattr(kind.forward, "is_fused", False) else kind.forward
+        patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
+        if use_fused_kernels and fused_kernels_backend in BACKENDS:
+            _forwards[kind] = own, kind.forward
+            model._grpo_fused_form = _read_head(model, own, kind.forward)  # type: ignore[assignment]
+            kind.forward = _with_form(kind.forward)  # type: ignore[method-assign]
+
+    return patch_checked_forward
+
+
+def _with_form(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's forward, which hands its head the weight alone, with the rest of the head known."""
+
+    @functools.wraps(forward)
+    def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self.lm_head, "base_layer"):
+            raise ValueError(
+                "verl's fused forward multiplies by the weight under the adapter on the head, and would never train "
+                "the adapter: leave the head out of target_modules"
+            )
+        token = _form.set(getattr(self, "_grpo_fused_form", None))
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _form.reset(token)
+
+    fused_forward.is_fused = True  # type: ignore[attr-defined]
+    return fused_forward
+
+
+@torch.no_grad()
+def _read_head(model: nn.Module, own: Callable[..., Any], fused: Callable[..., Any]) -> HeadForm:
+    """The form of the head, held against the model's own forward where its weights are here."""
+    name, head = type(model).__name__, output_head(model)
+    if head is not getattr(model, "lm_head", None) or getattr(head, "bias", None) is not None:
+        raise ValueError(
+            f"verl's fused forward multiplies by model.lm_head.weight alone; {name} must have this head, without a bias"
+        )
+    form = candidate_forms(model, head.weight.shape[0])[0]  # type: ignore[union-attr]
+    backbone = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if backbone in OWN_BACKBONES or any(p.is_meta for p in model.parameters()):  # FSDP: weights on the first rank only
+        return form
+    ids = torch.arange(1, 9, device=head.weight.device).remainder(form.vocab_size).unsqueeze(0)  # type: ignore[union-attr]
+    with replaced_forward(model, functools.partial(own, model)):
+        confirmed = check_head(model)
+        with undisturbed(model):
+            hidden = head_hidden_states(model, ids)
+        want = fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps
+    if confirmed[:3] != form[:3]:  # the ranks without weights take the first
+        raise ValueError(f"the head of {name} is {confirmed}, which is not the usual meaning of its config: {form}")
+    token = _form.set(form)
+    try:
+        with undisturbed(model):
+            got = fused(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
+    finally:
+        _form.reset(token)
+    if not torch.allclose(got.view(ids.shape)[:, :-1], want, rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"verl's fused forward takes the backbone's last hidden states, and {name} does something to them before "
+            "its head: its log-probs would be wrong"
+        )
+    return form
