@@ -38,6 +38,11 @@ def cuda_available() -> str | None:
     return reason
 
 
+def instruction_set() -> str:
+    """What the CPU operators multiply bf16 with; the environment variable `GRPO_FUSED_ISA` can choose another."""
+    return torch.ops.grpo_fused_C.probe()[1]
+
+
 def missing() -> str | None:
     """Why the CPU operators are missing though this processor could run them, with the command that builds them.
 
@@ -103,7 +108,10 @@ def _load_cpu() -> tuple[str | None, bool]:
     if reason is None:
         _register_fakes()
         _fakes.register_fakes()
-        return torch.ops.grpo_fused_C.probe()[0] or None, False
+        missing = torch.ops.grpo_fused_C.probe()[0]
+        if missing.startswith("GRPO_FUSED_ISA"):  # a wish that cannot be met is not passed over
+            raise ValueError(missing)
+        return missing or None, False
     unfit = _unfit()
     return unfit or reason, unfit is None
 
@@ -118,7 +126,7 @@ def _unfit() -> str | None:
     except OSError as error:
         return f"the processor's instruction sets are not known: {error}"
     if not {"avx2", "fma", "f16c"} <= set(flags):
-        return "the native engine needs AVX2 and FMA (with F16C), which this processor lacks"
+        return "the native engine needs AVX2 and FMA (with F16C), which this machine lacks"
     return None
 
 

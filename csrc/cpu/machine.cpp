@@ -55,7 +55,7 @@ Machine probe(const std::string& wanted) {
   }
   if (needs.empty()) return without("GRPO_FUSED_ISA must be avx2, avx512 or amx; got '" + wanted + "'");
   return without((best ? "the native engine needs " : "GRPO_FUSED_ISA=" + wanted + " needs ") + needs +
-                 ", which this processor lacks");
+                 ", which this machine lacks");
 }
 
 #else

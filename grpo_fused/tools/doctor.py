@@ -63,7 +63,7 @@ def report(shape: Shape, *, measure: bool = True) -> str:
     """The text that `doctor` prints."""
     found = findings()
     lines = [f"grpo_fused {__version__}", "", *_table(versions()), "", *_table(devices()), ""]
-    lines += _table([(name, f"no: {reason}" if reason else "runs") for name, reason in found.items()])
+    lines += _table([(name, f"no: {reason}" if reason else _runs(name)) for name, reason in found.items()])
     missing = [(f"  {name}", BRINGS[name]) for name, reason in found.items() if reason]
     lines += ["", "what is missing would bring", *_table(missing)] if missing else []
     for device in map(torch.device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)):
@@ -113,6 +113,10 @@ def findings() -> dict[str, str | None]:
         "Triton row kernels": rows,
         "CUDA row kernels": _native.cuda_available(),
     }
+
+
+def _runs(name: str) -> str:
+    return f"runs on {_native.instruction_set()}" if name == "engine native" else "runs"
 
 
 def _auto(device: torch.device) -> str:
