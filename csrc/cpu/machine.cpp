@@ -64,9 +64,13 @@ Machine probe(const std::string&) { return without("the native engine is written
 
 #endif
 
+std::string wanted() {
+  const char* isa = std::getenv("GRPO_FUSED_ISA");
+  return isa == nullptr ? "" : isa;
+}
+
 Machine& chosen() {
-  const char* wanted = std::getenv("GRPO_FUSED_ISA");
-  static Machine found = probe(wanted == nullptr ? "" : wanted);
+  static Machine found = probe(wanted());
   return found;
 }
 

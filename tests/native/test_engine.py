@@ -331,6 +331,20 @@ def test_gradients_do_not_depend_on_the_threads(dtype, scratch, threads):
             assert torch.equal(gradient, first[name]), (name, count)
 
 
+@on_each_isa
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_products_and_sums_of_single_rows(dtype):
+    """Of any length, from any address."""
+    for columns in (1, 8, 63, 201):
+        a, b = (torch.randn(7, columns + 1).to(dtype)[:, 1:] for _ in range(2))
+        i, j, factor = torch.randint(0, 7, (50,)), torch.randint(0, 7, (50,)), torch.randn(50)
+        products = torch.ops.grpo_fused_C.pair_products(a, b, i, j)
+        assert (products - (a[i].double() * b[j].double()).sum(1)).abs().max() < 1e-4
+        sums = torch.ops.grpo_fused_C.segment_sums(b, j, factor, torch.tensor([0, 20, 20, 50]))
+        want = [(b[j[part]].double() * factor[part, None]).sum(0) for part in map(slice, (0, 20, 20), (20, 20, 50))]
+        assert (sums - torch.stack(want)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("isa", ["avx2"], indirect=True)
 def test_avx2_differs_from_avx512_in_rounding_alone(isa):
     """Another order of the same sums; and it shows that another set can be chosen."""

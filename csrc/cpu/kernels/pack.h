@@ -28,17 +28,17 @@ void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t r
                Operand kind, uint32_t* out, int64_t words) {
   for (int64_t r = 0; r < rows; r++) {
     uint32_t* to = out + r * words;
-    const int64_t columns = words * per_word(kind);
-    for (int64_t k = 0; k < columns; k += kWidth) {
-      // a lane that is not there is not accessed: the source may end here
-      const Floats given = k >= depth ? all(0.0f) : load_as(source, dtype, r * source_stride + k, depth - k);
-      const Floats x = rounded_to(given, compute);
+    const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Floats x = rounded_to(load_as(source, dtype, r * source_stride + k, count), compute);
       if (holds_pairs(kind)) {
         store(reinterpret_cast<uint16_t*>(to + k / 2), narrow(bf16_words(x)));
       } else {
         store(to + k, (Words)x);
       }
-    }
+    };
+    int64_t k = 0;
+    for (; k + kWidth <= depth; k += kWidth) pack(k, kWidth);
+    for (; k < words * per_word(kind); k += kWidth) pack(k, depth - k);  // the source may end here
   }
 }
 
@@ -96,16 +96,18 @@ void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64
 
 void store_gradient(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out, int64_t out_stride) {
   for (int64_t r = 0; r < rows; r++) {
-    for (int64_t j = 0; j < columns; j += kWidth) {
+    const auto convert = [&](int64_t j, int64_t count) __attribute__((always_inline)) {
       const Floats x = load(panel + r * kLanes + j);
       const int64_t at = r * out_stride + j;
       if (dtype == Dtype::fp32) {
-        store_first(static_cast<float*>(out) + at, columns - j, x);
+        store_first(static_cast<float*>(out) + at, count, x);
       } else {
-        const Halves halves = dtype == Dtype::bf16 ? narrow(bf16_words(x)) : to_fp16(x);
-        store_first(static_cast<uint16_t*>(out) + at, columns - j, halves);
+        store_first(static_cast<uint16_t*>(out) + at, count, dtype == Dtype::bf16 ? narrow(bf16_words(x)) : to_fp16(x));
       }
-    }
+    };
+    int64_t j = 0;
+    for (; j + kWidth <= columns; j += kWidth) convert(j, kWidth);
+    if (j < columns) convert(j, columns - j);
   }
 }
 

@@ -8,23 +8,29 @@ namespace {
 template <Dtype Kind>
 float dot(const void* a, const void* b, int64_t columns) {
   Floats sums[4] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
-  for (int64_t start = 0; start < columns; start += 4 * kWidth) {
+  const auto add = [&](int j, int64_t at, int64_t count) __attribute__((always_inline)) {
+    sums[j] = multiply_add(load_as(a, Kind, at, count), load_as(b, Kind, at, count), sums[j]);
+  };
+  int64_t at = 0;
+  for (; at + 4 * kWidth <= columns; at += 4 * kWidth) {
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      const int64_t at = start + kWidth * j;
-      sums[j] = multiply_add(load_as(a, Kind, at, columns - at), load_as(b, Kind, at, columns - at), sums[j]);
-    }
+    for (int j = 0; j < 4; j++) add(j, at + kWidth * j, kWidth);
+  }
+  if (at < columns) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) add(j, at + kWidth * j, columns - at - kWidth * j);
   }
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 template <Dtype Kind>
 void add(float* out, const void* x, float factor, int64_t columns) {
-  const Floats f = all(factor);
-  for (int64_t at = 0; at < columns; at += kWidth) {
-    const Floats sum = multiply_add(f, load_as(x, Kind, at, columns - at), load_first(out + at, columns - at));
-    store_first(out + at, columns - at, sum);
-  }
+  const auto add_at = [&](int64_t at, int64_t count) __attribute__((always_inline)) {
+    store_first(out + at, count, multiply_add(all(factor), load_as(x, Kind, at, count), load_first(out + at, count)));
+  };
+  int64_t at = 0;
+  for (; at + kWidth <= columns; at += kWidth) add_at(at, kWidth);
+  if (at < columns) add_at(at, columns - at);
 }
 
 float row_product(Dtype dtype, const void* a, const void* b, int64_t columns) {

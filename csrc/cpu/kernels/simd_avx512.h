@@ -31,18 +31,20 @@ inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline void store(uint32_t* to, Words x) { _mm512_storeu_si512(to, (__m512i)x); }
 inline void store(uint16_t* to, Halves x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
 
-inline Mask first_lanes(int64_t count) {
-  return count >= kWidth ? 0xffff : static_cast<Mask>(count <= 0 ? 0 : (1u << count) - 1);
-}
+inline Mask first_lanes(int64_t count) { return static_cast<Mask>(count <= 0 ? 0 : (1u << count) - 1); }
 
 // The first `count` lanes, from none to more than all; the others are 0, and not accessed.
-inline Floats load_first(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), from); }
-inline Halves load_first(const uint16_t* from, int64_t count) {
-  return _mm256_maskz_loadu_epi16(first_lanes(count), from);
+inline Floats load_first(const float* from, int64_t count) {
+  return count >= kWidth ? load(from) : _mm512_maskz_loadu_ps(first_lanes(count), from);
 }
-inline void store_first(float* to, int64_t count, Floats x) { _mm512_mask_storeu_ps(to, first_lanes(count), x); }
+inline Halves load_first(const uint16_t* from, int64_t count) {
+  return count >= kWidth ? load(from) : _mm256_maskz_loadu_epi16(first_lanes(count), from);
+}
+inline void store_first(float* to, int64_t count, Floats x) {
+  count >= kWidth ? store(to, x) : _mm512_mask_storeu_ps(to, first_lanes(count), x);
+}
 inline void store_first(uint16_t* to, int64_t count, Halves x) {
-  _mm256_mask_storeu_epi16(to, first_lanes(count), x);
+  count >= kWidth ? store(to, x) : _mm256_mask_storeu_epi16(to, first_lanes(count), x);
 }
 
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }       // a b + c
