@@ -1,7 +1,7 @@
 // All kernels, for the instruction set whose vectors are already declared.
 //
-// They are plain functions of pointers in an unnamed namespace: an inline function of the standard library, say, that is
-// compiled here may be what the linker picks for everybody, on machines without this instruction set too.
+// They are plain functions of pointers in an unnamed namespace: an inline function (of the standard library, say) that
+// is compiled here may be what the linker picks for everybody, on machines without this instruction set too.
 #pragma once
 
 #include "math.h"
