@@ -165,7 +165,7 @@ def _native_kernel() -> str:
     """The instructions of the native engine's bf16 products, or why it cannot run."""
     from grpo_fused import _native
 
-    return _native.cpu_available() or torch.ops.grpo_fused_C.probe()[1]
+    return _native.cpu_available() or _native.instruction_set()
 
 
 def _version(name: str) -> str | None:

@@ -38,10 +38,15 @@ def cuda_available() -> str | None:
     return reason
 
 
+def instruction_set() -> str:
+    """What the CPU operators multiply bf16 with; the environment variable `GRPO_FUSED_ISA` can choose another."""
+    return torch.ops.grpo_fused_C.probe()[1]
+
+
 def missing() -> str | None:
     """Why the CPU operators are missing although this processor could run them, with the command that builds them.
 
-    None if they are loaded, or could not run here: not Linux on x86-64, or no AVX-512.
+    None if they are loaded, or could not run here: not Linux on x86-64, or no AVX2.
     """
     return _cpu_reason if _mended_by_a_build else None
 
@@ -103,7 +108,10 @@ def _load_cpu() -> tuple[str | None, bool]:
     if reason is None:
         _register_fakes()
         _fakes.register_fakes()
-        return torch.ops.grpo_fused_C.probe()[0] or None, False
+        missing = torch.ops.grpo_fused_C.probe()[0]
+        if missing.startswith("GRPO_FUSED_ISA"):  # a wish that cannot be met is not passed over
+            raise ValueError(missing)
+        return missing or None, False
     unfit = _unfit()
     return unfit or reason, unfit is None
 
@@ -117,8 +125,8 @@ def _unfit() -> str | None:
             flags = next((line.split() for line in processors if line.startswith("flags")), [])
     except OSError as error:
         return f"the processor's instruction sets are not known: {error}"
-    if not {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
-        return "this processor has no AVX-512 (F, BW, VL, DQ)"
+    if not {"avx2", "fma", "f16c"} <= set(flags):
+        return "the native engine needs AVX2 and FMA (with F16C), which this machine lacks"
     return None
 
 
@@ -151,16 +159,16 @@ LANES = 64
 def kept_layout(hidden: Tensor, weight: Tensor, kept: Tensor, spill: Tensor) -> tuple[int, int]:
     """(vocabulary rows of a block, tokens whose exponentials fit dW's storage and the spill)."""
     vocab, width = weight.shape
-    block_rows, item = head_plan(vocab, width, hidden.dtype)
+    block_rows, _, item = head_plan(vocab, width, hidden.dtype)
     panels = -(-hidden.shape[0] // LANES)
     in_gradient = min(kept.shape[0] * width * kept.element_size() // (LANES * item * vocab), panels)
     return block_rows, LANES * (in_gradient + min(spill.shape[0] // (LANES * item * vocab), panels - in_gradient))
 
 
-def head_plan(vocab: int, width: int, compute_dtype: torch.dtype) -> tuple[int, int]:
-    """(vocabulary rows of a block, bytes of a kept exponential) for a head [vocab, width]."""
-    block_rows, item = torch.ops.grpo_fused_C.head_plan(vocab, width, compute_dtype == torch.bfloat16)
-    return block_rows, item
+def head_plan(vocab: int, width: int, compute_dtype: torch.dtype) -> tuple[int, int, int]:
+    """(vocabulary rows of a block, bytes of an operand's element, bytes of a kept exponential) for a head [V, H]."""
+    block_rows, operand, kept = torch.ops.grpo_fused_C.head_plan(vocab, width, compute_dtype == torch.bfloat16)
+    return block_rows, operand, kept
 
 
 _cpu_reason, _mended_by_a_build = _load_cpu()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fused import __main__, engines
+from grpo_fused import __main__, _native, engines
 from grpo_fused.tools import doctor, predictions
 from grpo_fused.tools.predictions import MEASURED, MEASURED_IN, Ratios, Shape
 
@@ -31,6 +31,8 @@ def test_report_agrees_with_choose():
     assert f"torch         {torch.__version__}" in text
     assert "40 tokens, H = 32, V = 500, float32" in text
     assert "FLOP/s, measured now" in text
+    if _native.cpu_available() is None:
+        assert f"engine native       runs on {_native.instruction_set()}\n" in text
     assert max(map(len, text.splitlines())) <= 140
 
 
@@ -63,6 +65,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_predictions_are_products_times_ratios(monkeypatch):
+    monkeypatch.setattr(predictions, "has_products_in", lambda dtype, device: True)
     for p in predictions.predict(SHAPE, CPU):
         assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16))
         assert p.ratios == MEASURED.get((p.engine, torch.bfloat16))
@@ -71,6 +74,13 @@ def test_predictions_are_products_times_ratios(monkeypatch):
     (low, high), (fast, slow) = MEASURED["chunked", torch.bfloat16]
     times = re.escape(f"{6 * low:.2g} to {6 * high:.2g} s ({low:.2f}-{high:.2f} x 3 bare)")
     assert re.search(rf"chunked .*{times} +{re.escape(f'{2 * fast:.2g} to {2 * slow:.2g} s')}", doctor.report(SHAPE))
+
+
+def test_nothing_is_predicted_where_bare_products_are_a_slow_fallback(monkeypatch):
+    monkeypatch.setattr(predictions, "has_products_in", lambda dtype, device: dtype != torch.bfloat16)
+    assert all(p.ratios is None for p in predictions.predict(SHAPE, CPU))
+    shape = SHAPE._replace(dtype=torch.float32)
+    assert all(p.ratios == MEASURED.get((p.engine, torch.float32)) for p in predictions.predict(shape, CPU))
 
 
 def test_the_table_equals_the_committed_run():

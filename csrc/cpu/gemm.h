@@ -1,4 +1,4 @@
-// Small products, one panel of 64 lanes wide, and the instructions that this machine multiplies with.
+// Small products, one panel of 64 lanes wide.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,9 @@ constexpr int64_t kLanes = 64;
 using Gemm = void (*)(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
                       int64_t ldc, bool add);
 
-struct Machine {
-  const char* missing;  // why the engine cannot run here, or nullptr
-  const char* name;     // what multiplies bf16
-  Gemm fp32;
-  Gemm bf16;  // nullptr: bf16 inputs are widened
-};
-
-// Probed once.
-const Machine& machine();
-
-// AVX-512 kernels (gemm_avx512.cpp); `avx512_bf16` needs AVX512-BF16.
-void gemm_avx512_fp32(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                      int64_t ldc, bool add);
-void gemm_avx512_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                      int64_t ldc, bool add);
+// bf16 by AVX512-BF16 (kernels_avx512.cpp).
+void multiply_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
+                   int64_t ldc, bool add);
 
 // PyTorch's own micro-kernel for AMX (brgemm.cpp), or nullptr where it is missing or fails its self-test.
 Gemm find_brgemm_bf16();

@@ -86,12 +86,12 @@ class ColumnPanels {
           std::fill(to, to + width, 0u);
           continue;
         }
-        pack_rows(static_cast<const char*>(inputs.hidden) + g.rows[first + i] * row_bytes, inputs.compute, plan.hidden,
-                  1, plan.hidden, inputs.compute, plan.kind, to, width);
+        const char* row = static_cast<const char*>(inputs.hidden) + g.rows[first + i] * row_bytes;
+        plan.kernels->pack_rows(row, inputs.compute, plan.hidden, 1, plan.hidden, inputs.compute, plan.kind, to, width);
       }
       uint32_t* out = words_.get() + first / pair_ * panels_ * kLanes;
       for (int64_t p = 0; p < panels_; p++) {
-        interleave_panel(rows, count, width, p * kLanes, plan.kind, out + p * (count / pair_) * kLanes);
+        plan.kernels->interleave_panel(rows, count, width, p * kLanes, plan.kind, out + p * (count / pair_) * kLanes);
       }
     });
   }
@@ -144,8 +144,9 @@ class Gradient {
     const int64_t out_panels = padded_ / kLanes;
     parallel_tasks(out_panels, worker_count(out_panels), [&](int64_t panel, int64_t) {
       const int64_t token = panel * kLanes;
-      transpose_gradient(dhidden_.get() + token * plan_.hidden, plan_.hidden, std::min(kLanes, g_.count - token),
-                         g_.dhidden + token * plan_.hidden, plan_.hidden);
+      plan_.kernels->transpose_gradient(dhidden_.get() + token * plan_.hidden, plan_.hidden,
+                                        std::min(kLanes, g_.count - token), g_.dhidden + token * plan_.hidden,
+                                        plan_.hidden);
     });
   }
 
@@ -156,8 +157,8 @@ class Gradient {
     uint32_t* weight = weights_.get() + worker * plan_.block_rows * plan_.stride;
     if (g_.dhidden != nullptr || kept_panels_ < panels_) pack_weight_block(plan_, in_, block, weight);
     if (g_.dhidden != nullptr) {
-      transpose_block(weight, round_up(rows, 32), plan_.stride, plan_.words, plan_.kind, transposed_.get() + column,
-                      transposed_stride_);
+      plan_.kernels->transpose_block(weight, round_up(rows, 32), plan_.stride, plan_.words, plan_.kind,
+                                     transposed_.get() + column, transposed_stride_);
     }
     float* row_sums = g_.dbias == nullptr ? nullptr : g_.dbias + first;
     if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);
@@ -175,10 +176,10 @@ class Gradient {
           const int64_t row = lanes_.target(begin + lane + j) - first;
           targets[j] = row >= 0 && row < rows ? static_cast<int32_t>(row) : -1;
         }
-        gradient_tile(kept, stride, rows, plan_.kind, lanes_.at(begin + lane, offset, targets),
-                      across == nullptr ? nullptr : across + lane / pair_, across_stride_,
-                      g_.dhidden == nullptr ? nullptr : along_.get() + (begin + lane) * along_depth_ + column * kLanes,
-                      row_sums);
+        plan_.kernels->gradient_tile(
+            kept, plan_.kept, stride, rows, plan_.kind, lanes_.at(begin + lane, offset, targets),
+            across == nullptr ? nullptr : across + lane / pair_, across_stride_,
+            g_.dhidden == nullptr ? nullptr : along_.get() + (begin + lane) * along_depth_ + column * kLanes, row_sums);
       }
       if (across != nullptr) weight_gradient(block, begin, length, across, worker);
     }
@@ -194,8 +195,8 @@ class Gradient {
       plan_.multiply(rows, length / pair_, across, across_stride_, columns_.at(begin, length, p), sum, kLanes,
                      begin > 0);
       if (begin + length == padded_) {
-        store_gradient(sum, rows, std::min(kLanes, plan_.hidden - p * kLanes), g_.dweight_dtype,
-                       out + p * kLanes * item, plan_.hidden);
+        plan_.kernels->store_gradient(sum, rows, std::min(kLanes, plan_.hidden - p * kLanes), g_.dweight_dtype,
+                                      out + p * kLanes * item, plan_.hidden);
       }
     }
   }
@@ -220,7 +221,7 @@ class Gradient {
 
   // Gather the tokens [begin, end) of `rows` from the panels that hold them.
   void gather(int64_t block, int64_t begin, int64_t end, int64_t worker) {
-    const int64_t rows = plan_.rows_of(block), size = plan_.element_size();
+    const int64_t rows = plan_.rows_of(block), size = plan_.kept_size();
     char* stage = stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4;
     float* offsets = stage_offsets_.get() + worker * (chunk_ + kLanes);
     for (int64_t i = begin; i < end;) {
@@ -233,7 +234,7 @@ class Gradient {
         mask |= uint64_t{1} << lane;
         offsets[i - begin] = offset[lane];
       }
-      compress_tile(tile, rows, plan_.kind, mask, stage + (start - begin) * size, stage_stride_);
+      plan_.kernels->compress_tile(tile, rows, plan_.kept, mask, stage + (start - begin) * size, stage_stride_);
     }
     const int64_t used = end - begin, padding = round_up(used, kLanes) - used;
     std::fill(offsets + used, offsets + used + padding, 0.0f);
@@ -243,7 +244,7 @@ class Gradient {
   const void* staged(int64_t lane, int64_t worker, const float** offset, int64_t* stride) {
     *offset = stage_offsets_.get() + worker * (chunk_ + kLanes) + lane;
     *stride = stage_stride_;
-    return stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4 + lane * plan_.element_size();
+    return stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4 + lane * plan_.kept_size();
   }
 
   // dH^T [hidden, tokens] += W^T [hidden, superblock] dz^T [superblock, tokens], a fixed depth at a time: how a

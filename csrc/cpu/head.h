@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "rows.h"
+#include "machine.h"
 
 namespace grpo {
 
@@ -33,7 +33,9 @@ class Buffer {
 
 // How a head is split, by its size and types only: a score must not depend on the other tokens of the batch.
 struct Plan {
+  const Kernels* kernels;
   Operand kind;
+  Dtype kept;  // of exponentials
   Gemm multiply;
   int64_t vocab, hidden;
   int64_t words;         // of a packed row of weight or hidden states, a multiple of 16
@@ -45,7 +47,7 @@ struct Plan {
   static Plan of(int64_t vocab, int64_t hidden, Dtype compute);
 
   int64_t rows_of(int64_t block) const { return std::min(block_rows, vocab - block * block_rows); }
-  int64_t element_size() const { return kind == Operand::bf16 ? 2 : 4; }
+  int64_t kept_size() const { return kept == Dtype::bf16 ? 2 : 4; }
 };
 
 // Where exponentials are kept: tiles [rows of the block, 64] of the leading token panels, one after the other in the
@@ -57,10 +59,10 @@ struct Store {
 
   // The tile of a panel, numbered within this store.
   char* tile(const Plan& plan, int64_t block, int64_t panel) const {
-    return base + block * plan.block_rows * row_bytes + panel * plan.rows_of(block) * kLanes * plan.element_size();
+    return base + block * plan.block_rows * row_bytes + panel * plan.rows_of(block) * kLanes * plan.kept_size();
   }
   static Store of(char* base, int64_t row_bytes, const Plan& plan, int64_t token_panels) {
-    return {base, row_bytes, std::min(row_bytes / (kLanes * plan.element_size()), token_panels)};
+    return {base, row_bytes, std::min(row_bytes / (kLanes * plan.kept_size()), token_panels)};
   }
 };
 

@@ -1,5 +1,9 @@
-// The instructions that this machine multiplies with: probed once, at the first use.
-#include "gemm.h"
+// The instruction set, and what multiplies bf16: probed at the first use.
+#include "machine.h"
+
+#include <cstdlib>
+
+#include "pairs.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -8,37 +12,85 @@
 namespace grpo {
 namespace {
 
+Machine without(const std::string& missing) { return {missing, "none", nullptr, nullptr}; }
+
 #if defined(__x86_64__)
+
+// Compilers differ in the names that __builtin_cpu_supports knows.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+}
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
 
 bool has_amx_bf16() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & (1u << 22)) && (d & (1u << 24));
 }
 
-Machine probe() {
+// `wanted`: as in GRPO_FUSED_ISA.
+Machine probe(const std::string& wanted) {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-    return {"this processor has no AVX-512 (F, BW, VL, DQ)", "none", nullptr, nullptr};
+  const bool best = wanted.empty(), avx512 = has_avx512();
+  std::string needs;
+  if (best || wanted == "amx") {
+    needs = "AVX-512, AMX and PyTorch's brgemm";
+    const Gemm brgemm = avx512 && has_amx_bf16() ? find_brgemm_bf16() : nullptr;
+    if (brgemm != nullptr) return {"", "AMX (brgemm)", &kernels_avx512, brgemm};
   }
-  if (has_amx_bf16()) {
-    if (const Gemm brgemm = find_brgemm_bf16()) return {nullptr, "AMX (brgemm)", gemm_avx512_fp32, brgemm};
+  if (best || wanted == "avx512") {
+    needs = "AVX-512 (F, BW, VL, DQ)";
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) return {"", "AVX512-BF16", &kernels_avx512, multiply_bf16};
+    if (avx512) return {"", "AVX-512, bf16 widened", &kernels_avx512, nullptr};
   }
-  if (__builtin_cpu_supports("avx512bf16")) return {nullptr, "AVX512-BF16", gemm_avx512_fp32, gemm_avx512_bf16};
-  return {nullptr, "AVX-512, bf16 widened", gemm_avx512_fp32, nullptr};
+  if (best || wanted == "avx2") {
+    needs = "AVX2 and FMA (with F16C)";
+    if (has_avx2()) return {"", "AVX2, bf16 widened", &kernels_avx2, nullptr};
+  }
+  if (needs.empty()) return without("GRPO_FUSED_ISA must be avx2, avx512 or amx; got '" + wanted + "'");
+  return without((best ? "the native engine needs " : "GRPO_FUSED_ISA=" + wanted + " needs ") + needs +
+                 ", which this machine lacks");
 }
 
 #else
 
-Machine probe() { return {"the native engine is written for x86-64", "none", nullptr, nullptr}; }
+Machine probe(const std::string&) { return without("the native engine is written for x86-64"); }
 
 #endif
 
+std::string wanted() {
+  const char* isa = std::getenv("GRPO_FUSED_ISA");
+  return isa == nullptr ? "" : isa;
+}
+
+Machine& chosen() {
+  static Machine found = probe(wanted());
+  return found;
+}
+
 }  // namespace
 
-const Machine& machine() {
-  static const Machine found = probe();
-  return found;
+const Machine& machine() { return chosen(); }
+
+void use_instruction_set(const std::string& name) { chosen() = probe(name); }
+
+float row_product(Dtype dtype, const void* a, const void* b, int64_t columns) {
+  return machine().kernels->row_product(dtype, a, b, columns);
+}
+
+void add_row(Dtype dtype, float* out, const void* x, float factor, int64_t columns) {
+  machine().kernels->add_row(dtype, out, x, factor, columns);
+}
+
+void prefetch_row(const void* row, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(row) + at);
 }
 
 }  // namespace grpo

@@ -22,7 +22,7 @@ using torch::stable::Tensor;
 using namespace grpo;
 
 void check_machine() {
-  STD_TORCH_CHECK(machine().missing == nullptr, "the native engine cannot run here: ", machine().missing);
+  STD_TORCH_CHECK(machine().missing.empty(), "the native engine cannot run here: ", machine().missing);
 }
 
 Dtype dtype_of(const Tensor& x, const char* name) {
@@ -260,23 +260,27 @@ void add_segment_sums_of(Tensor out, Tensor rows, Tensor x, Tensor index, Tensor
                    segments_of(offsets, count), segments);
 }
 
-// (vocabulary rows of a block, bytes of a kept exponential), for a compute dtype of 4 or 2 bytes that is bf16 or not.
+// (vocabulary rows of a block, bytes of an operand's element, bytes of a kept exponential), for a compute dtype that is
+// bf16 or not.
 std::vector<int64_t> head_plan(int64_t vocab, int64_t hidden, bool bf16) {
   check_machine();
   STD_TORCH_CHECK(vocab >= 1 && hidden >= 1, "a head has at least one row and one column; got [", vocab, ", ", hidden, "]");
   const Plan plan = Plan::of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
-  return {plan.block_rows, plan.element_size()};
+  return {plan.block_rows, 4 / per_word(plan.kind), plan.kept_size()};
 }
 
 // (why the engine cannot run here, or nothing; what multiplies bf16)
 std::tuple<std::string, std::string> probe() {
-  return {machine().missing == nullptr ? "" : machine().missing, machine().name};
+  return {machine().missing, machine().name};
 }
+
+void use_isa(std::string name) { use_instruction_set(name); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
   m.def("probe() -> (str, str)");
+  m.def("_use_isa(str name) -> ()");  // for tests
   m.def(
       "set_scores(Tensor hidden, Tensor weight, Tensor index, Tensor ids, Tensor offsets, Tensor targets, Tensor? bias, "
       "Tensor temperature, float scale, float softcap, bool with_entropy) -> (Tensor, Tensor)");
@@ -296,6 +300,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
   m.impl("probe", TORCH_BOX(&probe));
+  m.impl("_use_isa", TORCH_BOX(&use_isa));
   m.impl("head_plan", TORCH_BOX(&head_plan));
 }
 

@@ -15,7 +15,7 @@ struct Matrix {
   int64_t row_bytes() const { return columns * (dtype == Dtype::fp32 ? 4 : 2); }
 };
 
-// AVX-512: one product, out += factor * x, and a row on its way to the cache.
+// One product, out += factor * x, and a row on its way to the cache.
 float row_product(Dtype dtype, const void* a, const void* b, int64_t columns);
 void add_row(Dtype dtype, float* out, const void* x, float factor, int64_t columns);
 void prefetch_row(const void* row, int64_t bytes);

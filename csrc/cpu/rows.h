@@ -32,14 +32,6 @@ struct TileStatistics {
   float* weighted;  // of exp(z - max) * (z - max), or nullptr
 };
 
-// Turn raw products [rows, 64] into z in place, with their statistics; `kept` (nullptr: not needed) receives
-// exp(z - max) [rows, 64] in the operand's type.
-void score_tile(float* z, int64_t rows, const Transform& transform, const TileStatistics& out, Operand kind,
-                void* kept);
-
-// total = total and tile together, in this order.
-void merge_tile(const TileStatistics& total, const TileStatistics& tile);
-
 // Inputs of the gradient for 64 tokens, [64] each. `scale`: logit scale / temperature.
 struct GradientLanes {
   const float* offset;       // the maximum that the kept exponentials were taken against
@@ -54,35 +46,59 @@ struct GradientLanes {
   float softcap;                // 0: none
 };
 
-// dL/d(product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
-// `across` (nullptr: not needed): row-major over tokens, `across_stride` words a row: a of the dW product.
-// `along` (nullptr: not needed): [rows in words, 64]: b of the dH product.
-// `row_sums` (nullptr: not needed): sums over the tokens are added, [rows].
-void gradient_tile(const void* kept, int64_t stride, int64_t rows, Operand kind, const GradientLanes& lanes,
-                   uint32_t* across, int64_t across_stride, uint32_t* along, float* row_sums);
+// Row work, packing and products: written once, in kernels/, and compiled for each instruction set.
+struct Kernels {
+  // The product of fp32 words.
+  Gemm multiply;
 
-// Append the lanes of `mask` of each row [rows, 64] to rows of `out`; each row may be written up to 64 elements beyond.
-void compress_tile(const void* tile, int64_t rows, Operand kind, uint64_t mask, void* out, int64_t out_stride);
+  // Turn raw products [rows, 64] into z where they stand, with their statistics; `kept` (nullptr: not wanted) receives
+  // exp(z - max) [rows, 64] in fp32 or bf16.
+  void (*score_tile)(float* z, int64_t rows, const Transform& transform, const TileStatistics& out, Dtype kept_dtype,
+                     void* kept);
 
-// Rows of any dtype, rounded to `compute` and written as words; zeros up to `words` a row. The depth may be odd.
-void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
-               Operand kind, uint32_t* out, int64_t words);
+  // total = total and tile together, in this order.
+  void (*merge_tile)(const TileStatistics& total, const TileStatistics& tile);
 
-// out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
-void transpose_panel(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);
+  // dL/d(product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
+  // `across` (nullptr: not wanted): row-major over tokens, `across_stride` words a row: a of the dW product.
+  // `along` (nullptr: not wanted): [rows in words, 64]: b of the dH product.
+  // `row_sums` (nullptr: not wanted): sums over the tokens are added, [rows].
+  void (*gradient_tile)(const void* kept, Dtype kept_dtype, int64_t stride, int64_t rows, Operand kind,
+                        const GradientLanes& lanes, uint32_t* across, int64_t across_stride, uint32_t* along,
+                        float* row_sums);
 
-// out [columns][..., at `at`] = transpose of packed rows [rows][stride], with vocabulary neighbours in a word.
-// rows: a multiple of 32; depth: a multiple of 16 words.
-void transpose_block(const uint32_t* rows, int64_t count, int64_t stride, int64_t depth, Operand kind, uint32_t* out,
-                     int64_t out_stride);
+  // Append the lanes of `mask` of each row [rows, 64] to rows of `out`; each row may be written up to 64 elements
+  // beyond.
+  void (*compress_tile)(const void* tile, int64_t rows, Dtype dtype, uint64_t mask, void* out, int64_t out_stride);
 
-// out [tokens in words][64] = columns [first, first + 64) of packed rows, neighbouring rows in a word.
-void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, Operand kind, uint32_t* out);
+  // Rows of any dtype, rounded to `compute` and written as words; zeros up to `words` a row. The depth may be odd.
+  void (*pack_rows)(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
+                    Operand kind, uint32_t* out, int64_t words);
 
-// A panel of dW [rows, 64] (stride 64) rounded into `columns` columns of the result.
-void store_gradient(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out, int64_t out_stride);
+  // out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
+  void (*transpose_panel)(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);
 
-// out [64][columns] = the transpose of a panel of dH^T [columns, 64].
-void transpose_gradient(const float* panel, int64_t columns, int64_t tokens, float* out, int64_t out_stride);
+  // out [columns][..., at `at`] = transpose of packed rows [rows][stride], with vocabulary neighbours in a word.
+  // rows: a multiple of 32; depth: a multiple of 16 words.
+  void (*transpose_block)(const uint32_t* rows, int64_t count, int64_t stride, int64_t depth, Operand kind,
+                          uint32_t* out, int64_t out_stride);
+
+  // out [tokens in words][64] = columns [first, first + 64) of packed rows, neighbouring rows in a word.
+  void (*interleave_panel)(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, Operand kind,
+                           uint32_t* out);
+
+  // A panel of dW [rows, 64] (stride 64) rounded into `columns` columns of the result.
+  void (*store_gradient)(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out,
+                         int64_t out_stride);
+
+  // out [64][columns] = the transpose of a panel of dH^T [columns, 64].
+  void (*transpose_gradient)(const float* panel, int64_t columns, int64_t tokens, float* out, int64_t out_stride);
+
+  // See pairs.h.
+  float (*row_product)(Dtype dtype, const void* a, const void* b, int64_t columns);
+  void (*add_row)(Dtype dtype, float* out, const void* x, float factor, int64_t columns);
+};
+
+extern const Kernels kernels_avx512, kernels_avx2;
 
 }  // namespace grpo

@@ -8,8 +8,10 @@ namespace grpo {
 Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   const Machine& here = machine();
   Plan plan{};
+  plan.kernels = here.kernels;
   plan.kind = compute == Dtype::bf16 && here.bf16 != nullptr ? Operand::bf16 : Operand::fp32;
-  plan.multiply = plan.kind == Operand::bf16 ? here.bf16 : here.fp32;
+  plan.kept = compute == Dtype::bf16 ? Dtype::bf16 : Dtype::fp32;
+  plan.multiply = plan.kind == Operand::bf16 ? here.bf16 : here.kernels->multiply;
   plan.vocab = vocab;
   plan.hidden = hidden;
   plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
@@ -29,18 +31,19 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
   parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
     uint32_t* packed = rows.get() + worker * kLanes * plan.words;
-    pack_rows(static_cast<const char*>(inputs.hidden) + token * row_bytes, inputs.compute, plan.hidden, count,
-              plan.hidden, inputs.compute, plan.kind, packed, plan.words);
+    plan.kernels->pack_rows(static_cast<const char*>(inputs.hidden) + token * row_bytes, inputs.compute, plan.hidden,
+                            count, plan.hidden, inputs.compute, plan.kind, packed, plan.words);
     std::fill(packed + count * plan.words, packed + kLanes * plan.words, 0u);
-    transpose_panel(packed, plan.words, plan.words, words_.get() + task * size_);
+    plan.kernels->transpose_panel(packed, plan.words, plan.words, words_.get() + task * size_);
   });
 }
 
 void pack_weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* out) {
   const int64_t item = inputs.weight_dtype == Dtype::fp32 ? 4 : 2;
   const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
-  pack_rows(static_cast<const char*>(inputs.weight) + first * inputs.weight_stride * item, inputs.weight_dtype,
-            inputs.weight_stride, rows, plan.hidden, inputs.compute, plan.kind, out, plan.stride);
+  plan.kernels->pack_rows(static_cast<const char*>(inputs.weight) + first * inputs.weight_stride * item,
+                          inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute, plan.kind, out,
+                          plan.stride);
   // the transposition takes 32 rows at a time
   std::fill(out + rows * plan.stride, out + round_up(rows, 32) * plan.stride, 0u);
 }
@@ -56,7 +59,7 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint
   plan.multiply(rows, plan.words, packed_weight, plan.stride, token_panel, z, kLanes, false);
   const Transform transform{inputs.bias == nullptr ? nullptr : inputs.bias + block * plan.block_rows, inputs.scale,
                             inputs.softcap, inverse_temperature};
-  score_tile(z, rows, transform, out, plan.kind, kept);
+  plan.kernels->score_tile(z, rows, transform, out, plan.kept, kept);
 }
 
 namespace {
@@ -126,7 +129,7 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
         if (kept != nullptr) {
           std::copy(tile.max, tile.max + kLanes, offsets + (block * kept_panels + panel) * kLanes);
         }
-        if (block != begin) merge_tile(partial.at(panel), tile);
+        if (block != begin) plan.kernels->merge_tile(partial.at(panel), tile);
         for (int64_t t = panel * kLanes; t < std::min((panel + 1) * kLanes, inputs.tokens); t++) {
           const int64_t row = inputs.targets[t] - first;
           if (row >= 0 && row < rows) target_logit.get()[t] = z[row * kLanes + t % kLanes];
@@ -138,7 +141,7 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
   const Partial total{partials.get(), padded, out.with_entropy};
   for (int64_t split = 1; split < splits; split++) {
     const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
-    for (int64_t panel = 0; panel < panels; panel++) merge_tile(total.at(panel), partial.at(panel));
+    for (int64_t panel = 0; panel < panels; panel++) plan.kernels->merge_tile(total.at(panel), partial.at(panel));
   }
   finish(inputs, out, total, target_logit.get());
 }

@@ -198,7 +198,7 @@ class _Plan(NamedTuple):
     def of(cls, head: Head, count: int, kept: Tensor, budget: int) -> _Plan:
         """Exponentials get the budget that operands, partial results and the threads' blocks do not use."""
         vocab, width = head.weight.shape
-        block_rows, item = _native.head_plan(vocab, width, _product_dtype(head))
+        block_rows, item, kept_item = _native.head_plan(vocab, width, _product_dtype(head))
         threads = torch.get_num_threads()
         lanes = _native.LANES
         panels = -(-count // lanes)
@@ -218,11 +218,11 @@ class _Plan(NamedTuple):
         fixed = superblock * block_bytes + threads * per_thread
         # hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
         fixed += tokens * columns * (2 * item + 8) + tokens * (min(blocks, 96) * 12 + 64)
-        in_gradient = kept.numel() * kept.element_size() // (lanes * item * vocab)
-        panel_bytes = lanes * (vocab * item + blocks * 4)
+        in_gradient = kept.numel() * kept.element_size() // (lanes * kept_item * vocab)
+        panel_bytes = lanes * (vocab * kept_item + blocks * 4)
         fixed += min(in_gradient, panels) * lanes * blocks * 4
         spill = min(max(budget - fixed, 0) // panel_bytes, max(panels - in_gradient, 0))
-        return cls(superblock, spill * lanes * vocab * item, fixed, min((in_gradient + spill) * lanes, count))
+        return cls(superblock, spill * lanes * vocab * kept_item, fixed, min((in_gradient + spill) * lanes, count))
 
 
 def _product_dtype(head: Head) -> torch.dtype:
@@ -239,7 +239,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     head = work.head
     if work.needs.need_weight or work.whole_chunks:
         return work.chunks
-    item = _native.head_plan(head.vocab_size, head.weight.shape[1], _product_dtype(head))[1]
+    item = _native.head_plan(head.vocab_size, head.weight.shape[1], _product_dtype(head))[2]
     rows = max(budget // 2 // (_native.LANES * head.vocab_size * item), 1) * _native.LANES
     return tuple(
         slice(start, min(start + rows, chunk.stop))

@@ -98,7 +98,7 @@ def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def _has_products_in(dtype: torch.dtype, device: torch.device) -> bool:
+def has_products_in(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the library's products in `dtype` are fast: on a CPU bf16 needs instructions for it."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
@@ -165,7 +165,7 @@ class Head:
     def gradient_dtype(self) -> torch.dtype:
         """Operand dtype of the two gradient products."""
         converts = self.weight.dtype != self.compute_dtype  # block by block: their products must not be rounded
-        if not self._has_fp32_output and (converts or not _has_products_in(self.compute_dtype, self.weight.device)):
+        if not self._has_fp32_output and (converts or not has_products_in(self.compute_dtype, self.weight.device)):
             return self.statistics_dtype
         return self.compute_dtype
 

@@ -31,7 +31,7 @@ INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 BRINGS = {
-    "engine native": "on the CPU about twice the speed of chunked in bf16; scores bitwise the same in any batch",
+    "engine native": "on the CPU twice the speed of chunked by bf16 products; scores bitwise the same in any batch",
     "engine chunked": "library products on any device",
     "engine triton": "on a GPU scores without vocab-sized memory, bitwise the same in any batch",
     "Triton row kernels": "on a GPU the row work of chunked in one launch; torch operations without",
@@ -63,7 +63,7 @@ def report(shape: Shape, *, measure: bool = True) -> str:
     """The text that `doctor` prints."""
     found = findings()
     lines = [f"grpo_fused {__version__}", "", *_table(versions()), "", *_table(devices()), ""]
-    lines += _table([(name, f"no: {reason}" if reason else "runs") for name, reason in found.items()])
+    lines += _table([(name, f"no: {reason}" if reason else _runs(name)) for name, reason in found.items()])
     missing = [(f"  {name}", BRINGS[name]) for name, reason in found.items() if reason]
     lines += ["", "what is missing would add", *_table(missing)] if missing else []
     for device in map(torch.device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)):
@@ -113,6 +113,10 @@ def findings() -> dict[str, str | None]:
         "Triton row kernels": rows,
         "CUDA row kernels": _native.cuda_available(),
     }
+
+
+def _runs(name: str) -> str:
+    return f"runs on {_native.instruction_set()}" if name == "engine native" else "runs"
 
 
 def _auto(device: torch.device) -> str:

@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 
 from grpo_fused import engines
 from grpo_fused.engines.base import Cost
-from grpo_fused.engines.products import Head
+from grpo_fused.engines.products import Head, has_products_in
 
 ENGINES = ("native", "chunked", "triton")
 
@@ -72,9 +72,10 @@ MEASURED_IN = "benchmarks/results/amd-epyc-2-cores/2026-11-21-94bf6d3.json"
 def predict(shape: Shape, device: torch.device) -> list[Prediction]:
     """The predictions for each engine that runs on `device`."""
     auto, head, found = engines.fastest(device, shape.dtype), shape.head(device), []
+    as_measured = device.type == "cpu" and has_products_in(shape.dtype, device)  # else bare products are very slow
     for name in ENGINES:
         if engines.unavailable(name, device, shape.dtype) is None:
-            ratios = MEASURED.get((name, shape.dtype)) if device.type == "cpu" else None
+            ratios = MEASURED.get((name, shape.dtype)) if as_measured else None
             cost = engines.engine(name).cost(head, shape.tokens, None)
             found.append(Prediction(name, name == auto, cost, ratios))
     return found

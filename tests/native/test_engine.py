@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,18 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["", "avx2"], ids=["best", "avx2"])
+def isa(request, cpu_extension):
+    """The instruction set: that of the other tests, then AVX2."""
+    if request.param:
+        torch.ops.grpo_fused_C._use_isa(request.param)
+    yield
+    torch.ops.grpo_fused_C._use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+
+
+on_each_isa = pytest.mark.usefixtures("isa")
+
+
 @pytest.mark.parametrize("config", covering_configs(), ids=config_id)
 def test_objectives_in_fp32(config):
     case = make_case(1, B=5, T=40, H=33, V=301, dtype=torch.float32)
@@ -41,6 +54,7 @@ def test_objectives_in_fp32(config):
     assert_same(case.run(config, impl="native"), want, tol=2e-5)
 
 
+@on_each_isa
 @pytest.mark.parametrize(("hidden_size", "vocab"), [(64, 20000), (1024, 2000)], ids=["long in V", "long in H"])
 def test_long_sums_in_fp32_are_as_exact_as_those_of_the_library(hidden_size, vocab):
     """One chain of additions over all of V or H, rounded at each, has an error of 2e-6."""
@@ -81,6 +95,8 @@ HEADS = {
 }
 
 
+@on_each_isa
+@pytest.mark.pairs
 @pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("entropy", [0.0, 0.05], ids=["", "entropy"])
 @pytest.mark.parametrize("head", HEADS)
@@ -96,6 +112,8 @@ def test_heads_in_fp32(head, entropy, scratch):
 SHAPES = [(1, 1, 1), (3, 5, 1), (1, 7, 3), (65, 33, 257), (130, 200, 5000), (1100, 70, 300)]
 
 
+@on_each_isa
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape, dtype):
@@ -118,6 +136,8 @@ def test_shapes(shape, dtype):
             assert not got.gradients()[name].any()
 
 
+@on_each_isa
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("entropy", [0.0, 0.05], ids=["", "entropy"])
 @pytest.mark.parametrize("softcap", [None, 20.0], ids=["", "softcap"])
@@ -134,6 +154,7 @@ def test_low_precision_keeps_the_contract(dtype, entropy, softcap):
             assert frobenius_error(got.gradients()[name], want.gradients()[name]) <= 2 * error, name
 
 
+@on_each_isa
 @pytest.mark.parametrize(
     ("hidden", "weight"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)],
@@ -233,6 +254,7 @@ def test_nan_in_a_row_of_the_head_propagates():
     assert got.dweight.isnan().any()
 
 
+@on_each_isa
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gradient_of_the_bias_in_low_precision(dtype):
     """A sum over tokens of each row of dz; in bf16 two neighbours share a word."""
@@ -251,6 +273,8 @@ def test_nothing_active():
     assert all((gradient == 0).all() for gradient in got.gradients().values())
 
 
+@on_each_isa
+@pytest.mark.pairs
 @pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_without_a_coefficient_cost_no_gradient(dtype, scratch):
@@ -267,6 +291,7 @@ def test_rows_without_a_coefficient_cost_no_gradient(dtype, scratch):
             assert frobenius_error(got.gradients()[name], want.gradients()[name]) <= 2 * error, name
 
 
+@on_each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_score_does_not_depend_on_the_batch_or_the_threads(dtype, threads):
     case = make_case(12, B=1, T=333, H=100, V=3001, dtype=dtype, masked=0.0, extras=False)
@@ -288,6 +313,8 @@ def test_a_score_does_not_depend_on_the_batch_or_the_threads(dtype, threads):
     assert torch.equal(score(everything), whole)
 
 
+@on_each_isa
+@pytest.mark.pairs
 @pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_do_not_depend_on_the_threads(dtype, scratch, threads):
@@ -302,6 +329,48 @@ def test_gradients_do_not_depend_on_the_threads(dtype, scratch, threads):
     for count in (1, 2, 5):
         for name, gradient in run(count).items():
             assert torch.equal(gradient, first[name]), (name, count)
+
+
+@on_each_isa
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_products_and_sums_of_single_rows(dtype):
+    """Of any length, from any address."""
+    for columns in (1, 8, 63, 201):
+        a, b = (torch.randn(7, columns + 1).to(dtype)[:, 1:] for _ in range(2))
+        j, factor = torch.randint(0, 7, (50,)), torch.randn(50)
+        sizes, offsets = torch.tensor([20, 0, 30, 0, 0, 0, 0]), torch.tensor([0, 20, 20, 50, 50, 50, 50, 50])
+        targets, ones = torch.zeros(7, dtype=torch.int64), torch.ones(7)
+        z, _ = torch.ops.grpo_fused_C.set_scores(a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True)
+        assert (z - (a.repeat_interleave(sizes, 0).double() * b[j].double()).sum(1)).abs().max() < 1e-4
+        sums = torch.zeros(7, columns)
+        torch.ops.grpo_fused_C.add_segment_sums(sums, torch.arange(7), b, j, factor, offsets)
+        want = [(b[j[part]].double() * factor[part, None]).sum(0) for part in map(slice, (0, 20, 20), (20, 20, 50))]
+        assert (sums[:3] - torch.stack(want)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("isa", ["avx2"], indirect=True)
+def test_avx2_differs_from_avx512_in_rounding_alone(isa):
+    """Another order of the same sums; and it shows that another set can be chosen."""
+    case = make_case(21, B=2, T=40, H=200, V=900, dtype=torch.float32, masked=0.0, extras=False)
+
+    def score():
+        return fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids, impl="native").logps
+
+    ours = score()
+    assert _native.instruction_set() == "AVX2, bf16 widened"
+    torch.ops.grpo_fused_C._use_isa("")
+    assert (score() - ours).abs().max() < 1e-5
+
+
+def test_an_unknown_instruction_set_is_refused():
+    """At import: one that is passed over would not be noticed."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import grpo_fused.engines"],
+        env={**os.environ, "GRPO_FUSED_ISA": "sse"}, cwd=Path(engines.__file__).parents[2],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1] == "ValueError: GRPO_FUSED_ISA must be avx2, avx512 or amx; got 'sse'"
 
 
 def test_on_policy_ratios_are_exactly_one():
@@ -374,8 +443,8 @@ def test_named_engine_says_why_it_cannot_run(monkeypatch):
     cuda = native.unavailable(torch.device("cuda", 0), torch.float32)
     assert cuda is not None
     assert "runs on the CPU" in cuda
-    monkeypatch.setattr(_native, "_cpu_reason", "this processor has no AVX-512")
-    with pytest.raises(RuntimeError, match="this processor has no AVX-512"):
+    monkeypatch.setattr(_native, "_cpu_reason", "the native engine needs AVX2 and FMA")
+    with pytest.raises(RuntimeError, match="needs AVX2 and FMA"):
         case.to(torch.float32).run(make_config("dapo"), impl="native")
     assert engines.choose("auto", torch.device("cpu"), torch.float32) == "chunked"
     case.to(torch.float32).run(make_config("dapo"))

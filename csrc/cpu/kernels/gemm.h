@@ -1,0 +1,85 @@
+// Products of a few rows x some vectors of lanes in registers.
+#pragma once
+
+namespace grpo {
+namespace {
+
+// Depth summed in one go, then added to what is there: a chain of roundings is as long as a slice and as the number of
+// slices, not as the vocabulary. Measured (fp32, H = 896, V = 32000; the library's products make 3.1e-6 and 7e-7):
+// |dlogp| 6.9e-6 in one chain, 5.0e-6 with 512, 2.0e-6 with 256, 1.9e-6 with 128; dH 3.4e-6, 1.0e-6, 0.8e-6, 0.7e-6 off.
+// Time (shortest calls): as one chain within 2 %; with 128, 2 to 6 % more.
+constexpr int64_t kDepth = 256;
+
+struct Fp32 {
+  PRODUCT static inline __attribute__((always_inline)) Floats step(Words a, Words b, Floats sum) {
+    return multiply_add((Floats)a, (Floats)b, sum);
+  }
+};
+
+template <int Rows, class Element>
+PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const uint32_t* a, int64_t lda,
+                                                           const uint32_t* b, float* c, int64_t ldc, bool add) {
+  Floats sum[Rows][kProductVectors];
+#pragma GCC unroll 6
+  for (int i = 0; i < Rows; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kProductVectors; j++) sum[i][j] = all(0.0f);
+  }
+  for (int64_t k = 0; k < depth; k++) {
+    Words right[kProductVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kProductVectors; j++) right[j] = load(b + k * kLanes + kWidth * j);
+#pragma GCC unroll 6
+    for (int i = 0; i < Rows; i++) {
+      const Words left = all_words(a[i * lda + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kProductVectors; j++) sum[i][j] = Element::step(left, right[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < Rows; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kProductVectors; j++) {
+      float* to = c + i * ldc + kWidth * j;
+      store(to, add ? load(to) + sum[i][j] : sum[i][j]);
+    }
+  }
+}
+
+template <class Element>
+PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_t depth, const uint32_t* a,
+                                                            int64_t lda, const uint32_t* b, float* c, int64_t ldc,
+                                                            bool add) {
+  int64_t k = 0;
+  do {
+    const int64_t length = depth - k < kDepth ? depth - k : kDepth;
+    const bool adds = add || k > 0;
+    for (int64_t lane = 0; lane < kLanes; lane += kProductVectors * kWidth) {
+      const uint32_t* slice = b + k * kLanes + lane;
+      const uint32_t* left = a + k;
+      float* to = c + lane;
+      int64_t i = 0;
+      for (; i + kProductRows <= rows; i += kProductRows) {
+        rows_of<kProductRows, Element>(length, left + i * lda, lda, slice, to + i * ldc, ldc, adds);
+      }
+      left += i * lda, to += i * ldc;
+      switch (rows - i) {
+        case 5: rows_of<5, Element>(length, left, lda, slice, to, ldc, adds); break;
+        case 4: rows_of<4, Element>(length, left, lda, slice, to, ldc, adds); break;
+        case 3: rows_of<3, Element>(length, left, lda, slice, to, ldc, adds); break;
+        case 2: rows_of<2, Element>(length, left, lda, slice, to, ldc, adds); break;
+        case 1: rows_of<1, Element>(length, left, lda, slice, to, ldc, adds); break;
+        default: break;
+      }
+    }
+    k += kDepth;
+  } while (k < depth);
+}
+
+PRODUCT void multiply_fp32(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
+                           int64_t ldc, bool add) {
+  multiply<Fp32>(rows, depth, a, lda, b, c, ldc, add);
+}
+
+}  // namespace
+}  // namespace grpo

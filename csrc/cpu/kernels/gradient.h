@@ -1,0 +1,136 @@
+// dL/d(product) of a tile from the exponentials that scoring kept, in the two orders that the gradient products read.
+#pragma once
+
+namespace grpo {
+namespace {
+
+constexpr float kTiny = 1.17549435e-38f;
+
+// One vector of tokens: a probability is exponential * factor.
+struct Vector {
+  Floats factor, log_factor, minus_dlogp, minus_dentropy, entropy, target_value, offset, per_cap;
+  Words target;
+};
+
+// Dense: neither entropy gradient nor softcap, so that a gradient is one multiplication.
+template <bool Dense>
+inline Floats gradient_of(Floats e, const Vector& v, bool with_entropy, bool with_softcap, int64_t row) {
+  Floats dz;
+  if constexpr (Dense) {
+    dz = e * v.factor;
+  } else {
+    const Floats log_e = log_positive(larger(all(kTiny), e));
+    Floats slope = v.minus_dlogp;
+    if (with_entropy) {
+      const Floats information = (log_e + v.log_factor) + v.entropy;
+      slope = multiply_add(v.minus_dentropy, information, slope);
+    }
+    dz = (e * v.factor) * slope;
+    if (with_softcap) {
+      const Floats capped = (log_e + v.offset) * v.per_cap;
+      dz = dz * minus_multiply_add(capped, capped, all(1.0f));
+    }
+  }
+  return select(equal(v.target, all_words(static_cast<uint32_t>(row))), v.target_value, dz);
+}
+
+template <Dtype Kept>
+inline Floats load_kept(const void* kept, int64_t at) {
+  if constexpr (Kept == Dtype::bf16) {
+    return from_bf16(load(static_cast<const uint16_t*>(kept) + at));
+  } else {
+    return load(static_cast<const float*>(kept) + at);
+  }
+}
+
+// The constants of a vector of tokens.
+Vector vector_of(const GradientLanes& lanes, int64_t lane, bool dense) {
+  const bool with_entropy = lanes.minus_dentropy != nullptr, with_softcap = lanes.softcap != 0.0f;
+  Vector v;
+  v.offset = load(lanes.offset + lane);
+  v.log_factor = (v.offset - load(lanes.max + lane)) - load(lanes.log_sum + lane);
+  v.minus_dlogp = load(lanes.minus_dlogp + lane);
+  v.factor = exp_nonpositive(v.log_factor);
+  if (dense) v.factor = v.factor * v.minus_dlogp;
+  v.minus_dentropy = with_entropy ? load(lanes.minus_dentropy + lane) : all(0.0f);
+  v.entropy = with_entropy ? load(lanes.entropy + lane) : all(0.0f);
+  v.per_cap = with_softcap ? load(lanes.temperature + lane) / all(lanes.softcap) : all(0.0f);
+  v.target_value = load(lanes.target_value + lane);
+  v.target = load(reinterpret_cast<const uint32_t*>(lanes.target + lane));
+  return v;
+}
+
+template <bool Dense, Operand Kind, Dtype Kept>
+void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& lanes, uint32_t* across,
+          int64_t across_stride, uint32_t* along, float* row_sums) {
+  const bool with_entropy = lanes.minus_dentropy != nullptr, with_softcap = lanes.softcap != 0.0f;
+  Vector vectors[kVectors];
+  for (int j = 0; j < kVectors; j++) vectors[j] = vector_of(lanes, kWidth * j, Dense);
+  const auto at = [&](int64_t row, int j) __attribute__((always_inline)) {
+    const Floats e = load_kept<Kept>(kept, row * stride + kWidth * j);
+    return gradient_of<Dense>(e, vectors[j], with_entropy, with_softcap, row);
+  };
+  for (int64_t r = 0; r < rows; r += per_word(Kind)) {
+    const bool paired = Kind == Operand::bf16 && r + 1 < rows;
+    Floats sum = all(0.0f), next_sum = all(0.0f);
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; j++) {
+      const int64_t lane = kWidth * j;
+      const Floats first = at(r, j);
+      sum = sum + first;
+      if constexpr (Kind == Operand::fp32) {
+        if (across != nullptr) store(across + r * across_stride + lane, (Words)first);
+        if (along != nullptr) store(along + r * kLanes + lane, (Words)first);
+      } else {
+        const Floats second = paired ? at(r + 1, j) : all(0.0f);
+        next_sum = next_sum + second;
+        const Words low = bf16_words(first), high = bf16_words(second);
+        if (along != nullptr) store(along + r / 2 * kLanes + lane, low | high << 16);
+        if (across != nullptr) {
+          uint32_t* to = across + r * across_stride + lane / 2;
+          store(reinterpret_cast<uint16_t*>(to), narrow(low));
+          if (paired) store(reinterpret_cast<uint16_t*>(to + across_stride), narrow(high));
+        }
+      }
+    }
+    if (row_sums != nullptr) {
+      row_sums[r] += sum_of(sum);
+      if (paired) row_sums[r + 1] += sum_of(next_sum);
+    }
+  }
+}
+
+template <Operand Kind, Dtype Kept>
+constexpr auto tile_of(bool dense) {
+  return dense ? tile<true, Kind, Kept> : tile<false, Kind, Kept>;
+}
+
+void gradient_tile(const void* kept, Dtype dtype, int64_t stride, int64_t rows, Operand kind,
+                   const GradientLanes& lanes, uint32_t* across, int64_t across_stride, uint32_t* along,
+                   float* row_sums) {
+  const bool dense = lanes.minus_dentropy == nullptr && lanes.softcap == 0.0f;
+  const auto work = holds_pairs(kind)      ? tile_of<Operand::bf16, Dtype::bf16>(dense)
+                    : dtype == Dtype::bf16 ? tile_of<Operand::fp32, Dtype::bf16>(dense)
+                                           : tile_of<Operand::fp32, Dtype::fp32>(dense);
+  work(kept, stride, rows, lanes, across, across_stride, along, row_sums);
+}
+
+void compress_tile(const void* tile, int64_t rows, Dtype dtype, uint64_t mask, void* out, int64_t out_stride) {
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t to = r * out_stride;
+    for (int j = 0; j < kVectors; j++) {
+      const uint32_t taken = mask >> (kWidth * j) & ((1u << kWidth) - 1);
+      const int64_t from = r * kLanes + kWidth * j;
+      if (dtype == Dtype::bf16) {
+        const Words x = widen(load(static_cast<const uint16_t*>(tile) + from));
+        store(static_cast<uint16_t*>(out) + to, narrow(compressed(taken, x)));
+      } else {
+        store(static_cast<uint32_t*>(out) + to, compressed(taken, load(static_cast<const uint32_t*>(tile) + from)));
+      }
+      to += __builtin_popcount(taken);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace grpo

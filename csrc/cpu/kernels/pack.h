@@ -1,0 +1,121 @@
+// Operands in the order that the products read them. Each is packed once, none in a product's inner loop.
+#pragma once
+
+namespace grpo {
+namespace {
+
+inline Floats rounded_to(Floats x, Dtype compute) {
+  switch (compute) {
+    case Dtype::fp32: return x;
+    case Dtype::bf16: return (Floats)(bf16_words(x) << 16);
+    default: return from_fp16(to_fp16(x));
+  }
+}
+
+// Words (low halves a, high halves b) of two rows of bf16 pairs: neighbours of the even columns, then of the odd ones.
+inline Words even_columns(Words a, Words b) { return (a & all_words(0xffff)) | b << 16; }
+inline Words odd_columns(Words a, Words b) { return a >> 16 | (b & all_words(0xffff0000)); }
+
+// Transpose kWidth x kWidth words.
+inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, int64_t out_stride) {
+  Words block[kWidth];
+  for (int i = 0; i < kWidth; i++) block[i] = load(from + i * stride);
+  transpose(block);
+  for (int i = 0; i < kWidth; i++) store(to + i * out_stride, block[i]);
+}
+
+void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
+               Operand kind, uint32_t* out, int64_t words) {
+  for (int64_t r = 0; r < rows; r++) {
+    uint32_t* to = out + r * words;
+    const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Floats x = rounded_to(load_as(source, dtype, r * source_stride + k, count), compute);
+      if (holds_pairs(kind)) {
+        store(reinterpret_cast<uint16_t*>(to + k / 2), narrow(bf16_words(x)));
+      } else {
+        store(to + k, (Words)x);
+      }
+    };
+    int64_t k = 0;
+    for (; k + kWidth <= depth; k += kWidth) pack(k, kWidth);
+    for (; k < words * per_word(kind); k += kWidth) pack(k, depth - k);  // the source may end here
+  }
+}
+
+void transpose_panel(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out) {
+  for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+    for (int64_t k = 0; k < depth; k += kWidth) {
+      transpose_words(rows + lane * stride + k, stride, out + k * kLanes + lane, kLanes);
+    }
+  }
+}
+
+void transpose_block(const uint32_t* rows, int64_t count, int64_t stride, int64_t depth, Operand kind, uint32_t* out,
+                     int64_t out_stride) {
+  for (int64_t k = 0; k < depth; k += kWidth) {
+    if (!holds_pairs(kind)) {
+      for (int64_t r = 0; r < count; r += kWidth) {
+        transpose_words(rows + r * stride + k, stride, out + k * out_stride + r, out_stride);
+      }
+      continue;
+    }
+    for (int64_t r = 0; r < count; r += 2 * kWidth) {
+      Words even[kWidth], odd[kWidth];
+      for (int i = 0; i < kWidth; i++) {
+        const Words a = load(rows + (r + 2 * i) * stride + k), b = load(rows + (r + 2 * i + 1) * stride + k);
+        even[i] = even_columns(a, b);
+        odd[i] = odd_columns(a, b);
+      }
+      transpose(even);
+      transpose(odd);
+      for (int i = 0; i < kWidth; i++) {
+        store(out + 2 * (k + i) * out_stride + r / 2, even[i]);
+        store(out + (2 * (k + i) + 1) * out_stride + r / 2, odd[i]);
+      }
+    }
+  }
+}
+
+void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, Operand kind, uint32_t* out) {
+  if (!holds_pairs(kind)) {
+    for (int64_t r = 0; r < count; r++) {
+      for (int64_t j = 0; j < kLanes; j += kWidth) store(out + r * kLanes + j, load(rows + r * stride + first + j));
+    }
+    return;
+  }
+  for (int64_t r = 0; r < count; r += 2) {
+    for (int64_t j = 0; j < kLanes; j += 2 * kWidth) {
+      const Words a = load(rows + r * stride + (first + j) / 2), b = load(rows + (r + 1) * stride + (first + j) / 2);
+      Words low, high;
+      interleave(even_columns(a, b), odd_columns(a, b), &low, &high);
+      store(out + r / 2 * kLanes + j, low);
+      store(out + r / 2 * kLanes + j + kWidth, high);
+    }
+  }
+}
+
+void store_gradient(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out, int64_t out_stride) {
+  for (int64_t r = 0; r < rows; r++) {
+    const auto convert = [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+      const Floats x = load(panel + r * kLanes + j);
+      const int64_t at = r * out_stride + j;
+      if (dtype == Dtype::fp32) {
+        store_first(static_cast<float*>(out) + at, count, x);
+      } else {
+        store_first(static_cast<uint16_t*>(out) + at, count, dtype == Dtype::bf16 ? narrow(bf16_words(x)) : to_fp16(x));
+      }
+    };
+    int64_t j = 0;
+    for (; j + kWidth <= columns; j += kWidth) convert(j, kWidth);
+    if (j < columns) convert(j, columns - j);
+  }
+}
+
+void transpose_gradient(const float* panel, int64_t columns, int64_t tokens, float* out, int64_t out_stride) {
+  for (int64_t h = 0; h < columns; h++) {
+    for (int64_t t = 0; t < tokens; t++) out[t * out_stride + h] = panel[h * kLanes + t];
+  }
+}
+
+}  // namespace
+}  // namespace grpo

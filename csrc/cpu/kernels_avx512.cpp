@@ -1,0 +1,41 @@
+// The kernels for AVX-512, and a product for AVX512-BF16.
+#include <immintrin.h>
+
+#include "rows.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+
+#include "kernels/simd_avx512.h"
+
+#include "kernels/all.h"
+
+namespace grpo {
+namespace {
+
+struct Bf16 {
+  PRODUCT static inline __attribute__((always_inline)) Floats step(Words a, Words b, Floats sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+
+}  // namespace
+
+PRODUCT void multiply_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
+                           int64_t ldc, bool add) {
+  multiply<Bf16>(rows, depth, a, lda, b, c, ldc, add);
+}
+
+const Kernels kernels_avx512 = kAll;
+
+}  // namespace grpo
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif

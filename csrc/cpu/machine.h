@@ -1,0 +1,23 @@
+// The kernels that this machine runs.
+#pragma once
+
+#include <string>
+
+#include "rows.h"
+
+namespace grpo {
+
+struct Machine {
+  std::string missing;  // why the engine cannot run here; empty if it can
+  const char* name;     // what multiplies bf16
+  const Kernels* kernels;
+  Gemm bf16;  // nullptr: bf16 inputs are widened
+};
+
+// Probed once: the best instruction set, or what the environment variable GRPO_FUSED_ISA names.
+const Machine& machine();
+
+// Changes it, for tests: avx2, avx512, amx, or empty for the best. No call may be running.
+void use_instruction_set(const std::string& name);
+
+}  // namespace grpo
