@@ -65,20 +65,20 @@ def training_step(folder: Path) -> str:
     if run is None or shares is None:
         return f"Time of a training step: {NOT_YET} (`{COMMANDS['cpu']}`)."
     section, of_head = run.sections["trl_steps"], shares.sections["end_to_end"]["head_flop_share"]
-    names = {"stock": "TRL alone", "patched": "with `patch_trl()`", "fused": "`FusedGRPOTrainer`"}
-    lines = [
-        f"{section['steps']} steps of TRL's trainer on a small Qwen2 (H = {section['hidden']}, {section['layers']} "
-        f"layers, V = {section['vocab']}), generation included, {section['threads']} thread ({where(run)}):",
-        "",
-        "| | time | processor time | peak memory of the process |",
-        "|---|---|---|---|",
-    ]
-    for name, row in section["trainers"].items():
-        seconds, processor = row["seconds"]["median"], row["processor_seconds"]["median"]
-        peak = row["peak_bytes"]["median"] / 2**20
-        lines.append(f"| {names[name]} | {seconds:.1f} s | {processor:.1f} s | {peak:.0f} MiB |")
+    rows = {
+        name: (row["seconds"]["median"], row["peak_bytes"]["median"] / 2**20)
+        for name, row in section["trainers"].items()
+    }
+    seconds, memory = ({name: row[i] for name, row in rows.items()} for i in (0, 1))
     others = ", ".join(f"{share:.0%} of {name}" for name, share in of_head.items() if name != "this model")
-    return "\n".join([*lines, "", f"Most of this model is head. The head is {others}: expect a smaller gain there."])
+    return (
+        f"{section['steps']} steps of TRL's trainer, generation included, on a small Qwen2 (H = {section['hidden']}, "
+        f"{section['layers']} layers, V = {section['vocab']}, {section['threads']} thread):\n"
+        f"{seconds['fused']:.1f} s with `FusedGRPOTrainer` and {seconds['patched']:.1f} s with `patch_trl()` instead of "
+        f"{seconds['stock']:.1f} s; peak memory of the process {memory['fused']:.0f} MiB instead of "
+        f"{memory['stock']:.0f} MiB\n({where(run)}). Most of this model is head. The head is {others}: expect a smaller "
+        "gain there."
+    )
 
 
 def speed(device: str, folder: Path) -> str:
