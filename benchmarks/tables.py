@@ -69,15 +69,15 @@ def training_step(folder: Path) -> str:
         name: (row["seconds"]["median"], row["peak_bytes"]["median"] / 2**20)
         for name, row in section["trainers"].items()
     }
-    seconds, memory = ({name: row[i] for name, row in rows.items()} for i in (0, 1))
+    time, memory = ({name: row[i] for name, row in rows.items()} for i in (0, 1))
     others = ", ".join(f"{share:.0%} of {name}" for name, share in of_head.items() if name != "this model")
     return (
         f"{section['steps']} steps of TRL's trainer, generation included, on a small Qwen2 (H = {section['hidden']}, "
         f"{section['layers']} layers, V = {section['vocab']}, {section['threads']} thread):\n"
-        f"{seconds['fused']:.1f} s with `FusedGRPOTrainer` and {seconds['patched']:.1f} s with `patch_trl()` instead of "
-        f"{seconds['stock']:.1f} s; peak memory of the process {memory['fused']:.0f} MiB instead of "
-        f"{memory['stock']:.0f} MiB\n({where(run)}). Most of this model is head. The head is {others}: expect a smaller "
-        "gain there."
+        f"{time['fused']:.1f} s with `FusedGRPOTrainer` and {time['patched']:.1f} s with `patch_trl()` instead of "
+        f"{time['stock']:.1f} s; peak memory of the process {memory['fused']:.0f} MiB instead of "
+        f"{memory['stock']:.0f} MiB\n({where(run)}). Most of this model is head. "
+        f"The head is {others}: expect a smaller gain there."
     )
 
 
