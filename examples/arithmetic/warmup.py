@@ -30,7 +30,7 @@ def warm_up(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     rng = random.Random(seed)
     loss = torch.tensor(float("nan"))
-    progress = tqdm(range(steps), desc="warm-up", unit="step", mininterval=1.0)
+    progress = tqdm(range(steps), desc="warm-up", unit="step", mininterval=1.0, disable=None)  # none into a file
     for step in progress:
         input_ids, attention_mask, labels = collate(tokenizer, rng.sample(demonstrations, batch_size))
         loss = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels).loss
