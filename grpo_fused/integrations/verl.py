@@ -44,7 +44,7 @@ def patch_verl() -> None:
 
     Log-probs and entropies are fp32 and differentiable, for padded, packed and Ulysses-sliced inputs. A scale or cap of
     the logits, which verl's fused forwards leave out (Gemma 2, Cohere, Granite), is applied. When verl patches a model,
-    its head is held against the model's own forward.
+    its head is compared with the model's own forward.
 
     Raises:
         ImportError: verl is not installed, or is no release of `SUPPORTED`.
@@ -88,7 +88,7 @@ def unpatch_verl() -> None:
 
 
 class FusedLinearForPPO(nn.Module):
-    """Stands for `verl.utils.experimental.torch_functional.FusedLinearForPPO`; its arguments have no effect."""
+    """Replaces `verl.utils.experimental.torch_functional.FusedLinearForPPO`; its arguments have no effect."""
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Stands for `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`: log-probs and entropies, fp32, `[N]`.
+    """Replaces `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`: log-probs and entropies, fp32, `[N]`.
 
     Raises:
         ValueError: A process group: Megatron's forward sums the gradient of the hidden states over it by itself. A
@@ -175,7 +175,7 @@ def _with_form(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.no_grad()
 def _read_head(model: nn.Module, own: Callable[..., Any], fused: Callable[..., Any]) -> HeadForm:
-    """The form of the head, held against the model's own forward where its weights are here."""
+    """The form of the head, compared with the model's own forward where its weights are here."""
     name, head = type(model).__name__, output_head(model)
     if head is not getattr(model, "lm_head", None) or getattr(head, "bias", None) is not None:
         raise ValueError(

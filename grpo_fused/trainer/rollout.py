@@ -93,6 +93,13 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
 
 
+def first_of_prompts(ids: Tensor, mask: Tensor) -> Tensor:
+    """[B] bool: where the prompt [B, P] is another one than that of the row before."""
+    new = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    new[1:] = (torch.where(mask, ids, -1).diff(dim=0) != 0).any(1)
+    return new
+
+
 def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prompts: bool = False) -> list[Tensor]:
     """Splits sequences into batches of at most `max_tokens` tokens, padding included, by similar length.
 
@@ -107,9 +114,10 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prom
     """
     prompts = rollout.prompt_mask.sum(1).tolist()
     completions = rollout.completion_mask.sum(1).tolist()
+    group = first_of_prompts(rollout.prompt_ids, rollout.prompt_mask).cumsum(0).tolist()
     units: list[list[int]] = []
     for row in rows.tolist():
-        if share_prompts and units and torch.equal(rollout.prompt_ids[units[-1][0]], rollout.prompt_ids[row]):
+        if share_prompts and units and group[units[-1][0]] == group[row]:
             together = prompts[row] + sum(completions[other] for other in (*units[-1], row))
             if together <= max_tokens:
                 units[-1].append(row)
@@ -302,8 +310,7 @@ class HuggingFaceEngine:
 
         The last token of a prompt is left to `generate`, which needs its logits.
         """
-        new = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        new[1:] = (torch.where(mask, ids, -1).diff(dim=0) != 0).any(1)
+        new = first_of_prompts(ids, mask)
         if ids.shape[1] < 2 or bool(new.all()) or layer_kinds(self.model) != {"full_attention"}:
             return {}
         ids, mask = ids[new, :-1], mask[new, :-1].long()

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused import head_hidden_states
-from grpo_fused.trainer.rollout import Rollout, layer_kinds, length_mask
+from grpo_fused.trainer.rollout import Rollout, first_of_prompts, layer_kinds, length_mask
 
 
 def prompt_groups(rollout: Rollout) -> list[range]:
     """Rows of the rollout that stand side by side and have the same prompt."""
-    ids = torch.where(rollout.prompt_mask, rollout.prompt_ids, -1)
-    new = (ids[1:] != ids[:-1]).any(1).nonzero().flatten() + 1
-    return [range(*pair) for pair in pairwise([0, *new.tolist(), len(ids)])]
+    starts = first_of_prompts(rollout.prompt_ids, rollout.prompt_mask).nonzero().flatten().tolist()
+    return [range(*pair) for pair in pairwise([*starts, len(rollout.prompt_ids)])]
 
 
 def shared_prompt_states(model: nn.Module, rollout: Rollout, *, additive_mask: bool) -> Tensor:

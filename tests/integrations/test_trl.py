@@ -1,4 +1,4 @@
-"""TRL's trainers on our head, held against stock ones: losses, logged metrics and weights after several steps."""
+"""TRL's trainers on our head, compared with stock ones: losses, logged metrics and weights after several steps."""
 
 from __future__ import annotations
 
