@@ -41,6 +41,8 @@ class TokenBatch:
     ref: Tensor | None
     sampling: Tensor | None
     is_ratio: Tensor | None
+    kl: Tensor | None = None
+    """[R] the exact KL, once it is known"""
 
     @classmethod
     def build(cls, inputs: LossInputs, layout: Layout, config: GRPOLossConfig, dtype: torch.dtype) -> TokenBatch:
@@ -107,7 +109,7 @@ class TokenBatch:
     def select(self, rows: Tensor | slice) -> TokenBatch:
         """The tokens at `rows` ([K] int64, ascending); lengths and weights stay those of the whole call."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("mask", "sequence", "advantages", "weight", "old", "ref", "sampling", "is_ratio"):
+        for name in ("mask", "sequence", "advantages", "weight", "old", "ref", "sampling", "is_ratio", "kl"):
             if values[name] is not None:
                 values[name] = values[name][rows]
         return TokenBatch(**values)

@@ -82,6 +82,26 @@ class HeadCall(NamedTuple):
         return self._replace(hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias)
 
 
+class OtherHead(NamedTuple):
+    """Hidden states and head of a frozen reference or teacher at the same tokens, if there is one."""
+
+    other_hidden_states: Tensor | None = None
+    """like the policy's; its width may differ"""
+    other_lm_head_weight: Tensor | None = None
+    other_lm_head_bias: Tensor | None = None
+    other_logit_scale: float = 1.0
+    other_softcap: float | None = None
+    other_compute_dtype: torch.dtype = torch.float32
+
+    def beside(self, head: HeadCall) -> HeadCall:
+        """As a call with the temperature, engine and scratch budget of the policy's."""
+        assert self.other_hidden_states is not None
+        assert self.other_lm_head_weight is not None
+        scale, compute = self.other_logit_scale, self.other_compute_dtype
+        head = head._replace(logit_scale=scale, softcap=self.other_softcap, compute_dtype=compute)
+        return head.on(self.other_hidden_states, self.other_lm_head_weight, self.other_lm_head_bias)
+
+
 class LossCall(NamedTuple):
     """The loss from hidden states and head."""
 
@@ -93,11 +113,18 @@ class LossCall(NamedTuple):
     """`GRPOLossConfig.encoded`"""
     with_metrics: bool
     needs: Needs
+    other: OtherHead = OtherHead()
+    """the reference of the exact KL"""
 
     @property
     def completion_mask(self) -> Tensor | None:
-        """The configuration of the inputs."""
+        """That of the inputs."""
         return self.inputs.completion_mask
+
+    @property
+    def with_kl(self) -> bool:
+        """Whether there is a reference, so that the KL is a metric."""
+        return self.inputs.ref_per_token_logps is not None or self.other.other_hidden_states is not None
 
 
 class LogprobsCall(NamedTuple):
@@ -132,26 +159,12 @@ class DivergenceCall(NamedTuple):
     weights: Tensor
     kind: str
     beta: float
-    other_hidden_states: Tensor | None
-    other_lm_head_weight: Tensor | None
-    other_lm_head_bias: Tensor | None
-    other_logit_scale: float
-    other_softcap: float | None
-    other_compute_dtype: torch.dtype
+    other: OtherHead
     other_ids: Tensor | None
     """[..., K]"""
     other_logprobs: Tensor | None
     """[..., K]"""
     needs: Needs
-
-    @property
-    def other_head(self) -> HeadCall | None:
-        """The other hidden states and head, at the same temperature."""
-        if self.other_hidden_states is None or self.other_lm_head_weight is None:
-            return None
-        head, scale, compute = self.head, self.other_logit_scale, self.other_compute_dtype
-        head = head._replace(logit_scale=scale, softcap=self.other_softcap, compute_dtype=compute)
-        return head.on(self.other_hidden_states, self.other_lm_head_weight, self.other_lm_head_bias)
 
 
 class Scores(NamedTuple):

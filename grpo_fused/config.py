@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "exact"]
 
 PPO_FAMILY = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 """Loss types with PPO's clipped objective; they differ only in how tokens are averaged."""
@@ -63,9 +63,12 @@ class GRPOLossConfig:
             `delta`.
         importance_sampling_level: `token` (a ratio for each token), `sequence` (GSPO: one for each sequence, the
             geometric mean) or `sequence_token` (the value of `sequence`, with each token's own gradient).
-        kl_estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence").
+        kl_estimator: `k1`, `k2` or `k3` (Schulman, "Approximating KL divergence") from the log-prob of the token; or
+            `exact`, the KL over the whole vocabulary, from hidden states and head of the reference
+            (`fused_linear_grpo_loss` only).
         use_bias_correction_kl: Multiply the KL estimate by the importance ratio (DeepSeek-V3.2); on, as TRL since 1.10.
-            `gmpo` has no corrected form and never applies it.
+            `gmpo` has no corrected form and never applies it. Nor does `exact`, which does not depend on the token
+            that was sampled.
         max_completion_length: The length, in tokens, that `dr_grpo` divides by; it requires this option.
         sapo_temperature_pos: SAPO's gate temperature for tokens with A > 0.
         sapo_temperature_neg: SAPO's gate temperature for the other tokens.

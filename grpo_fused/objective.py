@@ -242,8 +242,8 @@ def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch,
 def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor, Tensor]:
     """KL estimate, and its derivatives with respect to the token's log-prob and to the ratio ([R] each)."""
     zero = torch.zeros_like(logp)
-    if batch.ref is None:
-        return None, zero, zero
+    if batch.ref is None:  # the exact KL does not depend on these two: its gradient is the engine's
+        return batch.kl, zero, zero
     q = torch.where(batch.mask, batch.ref - logp, zero)
     if config.kl_estimator == "k3":
         bounded = q.clamp(max=MAX_LOG_RATIO)

@@ -37,7 +37,7 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Objective
 from grpo_fused.engines.base import Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
-from grpo_fused.engines.divergence import run_divergence
+from grpo_fused.engines.divergence import DivergenceEngine
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
@@ -45,7 +45,7 @@ from grpo_fused.layout import Layout, values_are_checked
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import ParallelGroups
-from grpo_fused.pipeline import run_logprobs, run_logprobs_gradient, run_loss, run_objective
+from grpo_fused.pipeline import run_divergence, run_logprobs, run_logprobs_gradient, run_loss, run_objective
 from grpo_fused.validation import check_candidates, check_loss_values, check_offsets, check_token_values
 
 
@@ -119,7 +119,9 @@ def linear_grpo_loss(*values: Any) -> LossResult:
         vocab, ranks = join(ParallelGroups.decode(head.groups), call, call.completion_ids, mask, check, layout)
         with failing_together(vocab, ranks):
             tokens = Tokens.of(head, call.completion_ids, mask, layout, vocab)
-            result = run_loss(_engine(head), tokens, layout, config, call, ranks)
+            exact = call.other.other_hidden_states is not None
+            engine = DivergenceEngine(head, call.other, mask, layout) if exact else _engine(head)
+            result = run_loss(engine, tokens, layout, config, call, ranks)
     metrics = [result.metrics[name].to(torch.float32) for name in _loss_metrics(call)]
     return LossResult(
         result.loss,
@@ -250,12 +252,10 @@ def _(*values: Any) -> HeadGradients:
 def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: DivergenceCall = build(DivergenceCall, iter(values))
-    ids = call.mask.new_zeros(call.mask.shape, dtype=torch.int64)  # there are no targets
-    layout = Layout.of_tokens(ids)
-    with _plain(ids.device):
-        check_token_values(ids, call.mask, 1, call.head.temperatures, layout)
-        dtype = _fake_gradients(call.head, ids, call.needs).dweight.dtype
-        loss, *each, gradients = run_divergence(call, ids, layout, dtype)
+    layout = Layout.of_tokens(call.mask)
+    with _plain(call.mask.device):
+        check_token_values(torch.zeros_like(call.mask), call.mask, 1, call.head.temperatures, layout)
+        loss, *each, gradients = run_divergence(call, layout)
     divergence, entropies = (x.view(layout.shape) for x in each)
     made = _head_gradients(call.head, gradients)
     return LossResult(loss, divergence, entropies, _nothing(loss), *made, _nothing(loss))
@@ -367,8 +367,7 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _loss_metrics(call: LossCall) -> tuple[str, ...]:
-    with_kl = call.inputs.ref_per_token_logps is not None
-    return loss_metric_names(GRPOLossConfig.decode(call.config), with_kl=with_kl, complete=call.with_metrics)
+    return loss_metric_names(GRPOLossConfig.decode(call.config), with_kl=call.with_kl, complete=call.with_metrics)
 
 
 def _objective_metrics(call: ObjectiveCall) -> tuple[str, ...]:

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from grpo_fused.batch import LOWEST_LOGP, TokenBatch
-from grpo_fused.calls import CustomCall, HeadCall, LossCall, Needs
+from grpo_fused.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Evaluation, Objective
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, values_are_checked
 from grpo_fused.metrics import compute_metrics
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import TokenParallel
@@ -66,6 +67,9 @@ def run_loss(
     own = batch  # the positions of this rank among those of all
     if mine is not None:
         own, matters = batch.select(mine), matters[mine]
+    exact_kl = engine if isinstance(engine, DivergenceEngine) else None
+    if exact_kl is not None:
+        exact_kl.weights = config.beta * batch.weight
     rows = _choose_rows(own, tokens.undecided, matters, layout, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
@@ -90,12 +94,16 @@ def run_loss(
         _score(engine, work, scores)
 
     logp, entropy = _of_all_ranks(scores, ranks)
+    if exact_kl is not None:
+        batch = replace(batch, kl=torch.where(batch.mask, exact_kl.divergence, 0.0))
+        check_finite(exact_kl.divergence, "exact KL")
     result = evaluate(logp, entropy, batch, config)
     if needs.any() and chunks is None:
         dlogp, dentropy = result.dlogp, result.dentropy
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
-        gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, how.compact))[1]
+        compact = how.compact and exact_kl is None  # all rows of `work` have a gradient of the KL
+        gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, compact))[1]
 
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
     metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
@@ -137,6 +145,27 @@ def run_objective(
     assert dlogp is not None
     gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, how.compact))[1]
     return evaluation.loss, scores, gradients
+
+
+def run_divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Gradients]:
+    """(loss, divergence [N], entropies [N], gradients): a product for each head, two for the gradients."""
+    how, mask, device = call.head, call.mask, call.mask.device
+    head, tokens = Head.of(how), Tokens.of(how, torch.zeros_like(mask, dtype=torch.int64), mask, layout, None)
+    weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
+    if values_are_checked(device) and not weights.isfinite().all():
+        raise ValueError("weights must be finite on active tokens; got inf or NaN")
+    top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
+    engine = DivergenceEngine(how, call.other, mask, layout, kind=call.kind, beta=call.beta, top_k=top_k)
+    engine.weights = weights
+    rows = tokens.mask.nonzero().squeeze(1) if how.compact else _everything(tokens)
+    work = Work(head, tokens, rows, True, how.max_scratch_bytes, needs=call.needs)
+    found, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
+    scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
+    _place(found, rows, tokens.mask, scores)
+    divergence = torch.where(tokens.mask, engine.divergence, 0.0)
+    check_finite(divergence, call.kind)
+    assert scores.entropy is not None
+    return (weights * divergence).sum(dtype=torch.float64).to(weights.dtype), divergence, scores.entropy, gradients
 
 
 def run_logprobs(engine: Engine, tokens: Tokens, call: HeadCall, *, with_entropy: bool) -> Statistics:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import validation as check
-from grpo_fused.calls import DivergenceCall, HeadCall, LossInputs
+from grpo_fused.calls import DivergenceCall, HeadCall, LossCall, LossInputs
 from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.divergence import check_finite
@@ -49,16 +49,32 @@ def _logits(head: HeadCall, active: Tensor) -> Tensor:
         return logits
 
 
+def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
+    """KL(policy || reference) of each token in the layout of the call, differentiable; None without a reference."""
+    if call.other.other_hidden_states is None:
+        return None
+    mask = torch.ones_like(call.completion_ids) if call.completion_mask is None else call.completion_mask
+    compared = DivergenceCall(call.head, mask, mask, "reverse_kl", 0.5, call.other, None, None, call.needs)
+    return _divergence(compared, layout)[0]
+
+
 def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
     """The divergence of a policy from another head, from all logits of both at once."""
+    each, entropies = _divergence(call, layout)
+    loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(each.dtype) * each).sum()
+    return DivergenceOutput(loss, each.detach(), entropies.detach())
+
+
+def _divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Divergences and entropies."""
     head, active, given, ids = call.head, call.mask != 0, call.other_logprobs, call.other_ids
     how = active, head.temperature, head.temperatures, layout
     log_p = _at_temperature(_logits(head, active), *how).log_softmax(-1)
     low = log_p.clamp(min=-1e4)
     entropies = -(low.exp() * low).sum(-1)
-    if call.other_head is not None:
-        log_q = _at_temperature(_logits(call.other_head, active).detach(), *how).log_softmax(-1)
-    elif given is not None and ids is not None:
+    if given is None or ids is None:
+        log_q = _at_temperature(_logits(call.other.beside(head), active).detach(), *how).log_softmax(-1)
+    else:
         log_q = torch.where(active.unsqueeze(-1), given.detach().to(log_p.dtype), -math.inf)
         log_p = log_p.gather(-1, torch.where(log_q.exp() > 0, ids.to(torch.int64), 0))
     if call.kind == "jsd":
@@ -69,8 +85,7 @@ def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
         each = _kl_divergence(log_q, log_p) if call.kind == "forward_kl" else _kl_divergence(log_p, log_q)
     each, entropies = torch.where(active, each, 0.0), torch.where(active, entropies, 0.0)
     check_finite(each.detach(), call.kind)
-    loss = (torch.where(active, call.weights.detach(), 0.0).to(each.dtype) * each).sum()
-    return DivergenceOutput(loss, each.detach(), entropies.detach())
+    return each, entropies
 
 
 def _kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -121,6 +136,8 @@ class Tokens(NamedTuple):
     ref: Tensor | None
     sampling: Tensor | None
     is_ratio: Tensor | None
+    kl: Tensor | None
+    """exact"""
 
     def select(self, chosen: Tensor) -> Tokens:
         """Those where `chosen` ([n] bool) is set."""
@@ -144,9 +161,14 @@ class TokenLosses(NamedTuple):
 
 
 def grpo_loss(
-    logps: Tensor, entropies: Tensor | None, inputs: LossInputs, layout: Layout, config: GRPOLossConfig
+    logps: Tensor,
+    entropies: Tensor | None,
+    inputs: LossInputs,
+    layout: Layout,
+    config: GRPOLossConfig,
+    kl: Tensor | None = None,
 ) -> GRPOLossOutput:
-    """The loss from log-probs and entropies in the layout of the call; differentiable in both."""
+    """The loss from log-probs, entropies and exact KL in the layout of the call; differentiable in all three."""
     sequence = layout.sequence_ids(logps.device)
     active = torch.ones(layout.num_tokens, dtype=torch.bool, device=logps.device)
     if inputs.completion_mask is not None:
@@ -171,6 +193,7 @@ def grpo_loss(
         ref=each(inputs.ref_per_token_logps, -1e4),
         sampling=each(inputs.sampling_per_token_logps, -1e4),
         is_ratio=each(inputs.importance_sampling_ratio),
+        kl=None if kl is None else kl.reshape(-1)[active],
     )
     owner = sequence[active]
     parts = []
@@ -185,7 +208,7 @@ def grpo_loss(
         assert entropy is not None
         loss = loss - config.entropy_coef * every.mean(torch.where(chosen, entropy, 0.0), chosen)
     metrics = {"policy_loss": policy_loss, "active_tokens": active.sum().to(logps.dtype)}
-    if every.ref is not None:
+    if every.ref is not None or kl is not None:
         metrics["kl"] = every.mean(torch.cat([part.kl for part in parts if part.kl is not None] or [every.logps]))
     if entropy is not None:
         metrics["entropy"] = every.mean(entropy)
@@ -226,11 +249,13 @@ def _token_losses(tokens: Tokens, config: GRPOLossConfig) -> TokenLosses:
         loss = torch.where(tokens.high_entropy, loss, 0.0)
     if tokens.is_ratio is not None and config.loss_type != "vespo":
         loss = loss * tokens.is_ratio
-    if tokens.ref is None:
+    kl = tokens.kl
+    if tokens.ref is not None:
+        kl = _kl(tokens.ref - logps, config.kl_estimator)
+        if config.use_bias_correction_kl and config.loss_type != "gmpo":
+            kl = kl * c
+    if kl is None:
         return TokenLosses(loss, None, seen, advantages)
-    kl = _kl(tokens.ref - logps, config.kl_estimator)
-    if config.use_bias_correction_kl and config.loss_type != "gmpo":
-        kl = kl * c
     return TokenLosses(loss + config.beta * kl if config.beta != 0.0 else loss, kl, seen, advantages)
 
 

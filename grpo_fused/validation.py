@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import HeadCall, LossInputs, named
+from grpo_fused.calls import HeadCall, LossCall, LossInputs, named
 from grpo_fused.candidates import CandidateSets, check_values
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout, values_are_checked
@@ -178,8 +178,8 @@ def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None
             raise ValueError(f"names in inputs must be valid argument names, not cu_seqlens; got {name!r}")
 
 
-def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig) -> None:
-    """Shapes and presence of everything the objective reads."""
+def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig, *, with_heads: bool = False) -> None:
+    """Shapes and presence of everything the objective reads; the exact KL needs heads."""
     if not isinstance(config, GRPOLossConfig):
         raise TypeError(f"config must be a GRPOLossConfig; got {type(config).__name__}")
     _check(inputs.advantages, "advantages", _FLOAT, *_spreadable(layout))
@@ -191,7 +191,12 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
             _check(value, name, _FLOAT, *([per_token, per_sequence] if is_spread else [per_token]))
 
     loss_type = f"loss_type={config.loss_type!r}"
-    if config.beta != 0.0 and inputs.ref_per_token_logps is None:
+    if config.kl_estimator == "exact" and not with_heads:
+        raise ValueError(
+            "kl_estimator='exact' needs hidden states and head of policy and reference, which fused_linear_grpo_loss "
+            "takes; here use k1, k2 or k3"
+        )
+    if config.beta != 0.0 and inputs.ref_per_token_logps is None and config.kl_estimator != "exact":
         raise ValueError(f"beta={config.beta} needs ref_per_token_logps {per_token}; got None")
     if inputs.sampling_per_token_logps is not None and config.off_policy_mask_threshold is None:
         raise ValueError(
@@ -208,6 +213,28 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
             f"{loss_type} needs one advantage a sequence, [{layout.num_sequences}]; "
             f"got shape {tuple(inputs.advantages.shape)}"
         )
+
+
+def check_exact_kl(
+    call: LossCall, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, impl: str, group: object
+) -> None:
+    """What a call with `kl_estimator="exact"` must have, and may not have; the reference's head comes as given."""
+    exact = "kl_estimator='exact'"
+    if hidden is None or weight is None:
+        given = [name for name, x in (("ref_hidden_states", hidden), ("ref_lm_head_weight", weight)) if x is not None]
+        raise ValueError(f"{exact} needs ref_hidden_states and ref_lm_head_weight; got {' and '.join(given) or 'none'}")
+    if (bias is None) != (call.head.lm_head_bias is None):
+        missing = "ref_lm_head_bias" if bias is None else "lm_head_bias"
+        raise ValueError(f"policy and reference must both have a bias or none; got no {missing} (zeros are none)")
+    if impl not in ("auto", "chunked", "reference"):
+        raise ValueError(f"{exact} runs with impl 'chunked' or 'reference'; got {impl!r}")
+    unused = {
+        "ref_per_token_logps": call.inputs.ref_per_token_logps, "candidates": call.head.candidates,
+        "process_group": group,
+    }  # fmt: skip
+    for name, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{exact} does not support {name}; pass None")
 
 
 def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor | None:

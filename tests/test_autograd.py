@@ -28,6 +28,7 @@ from grpo_fused.calls import (
     LossInputs,
     Needs,
     ObjectiveCall,
+    OtherHead,
     attach,
     detach,
     fields_of,
@@ -270,6 +271,10 @@ def _operator_calls():
     scored, logits = LogprobsCall(head, ids, mask, True), LogitsCall(h @ w.T, ids, mask, None, 0.9, True)
     flat_old = old.flatten()
     yield operators.linear_grpo_loss, LossCall(head, ids, inputs, None, config, True, needs)
+    exact = GRPOLossConfig(beta=0.1, kl_estimator="exact").encoded
+    other = OtherHead(h + 0.1, w)
+    no_ref = inputs._replace(ref_per_token_logps=None)
+    yield operators.linear_grpo_loss, LossCall(head, ids, no_ref, None, exact, True, needs, other)
     yield operators.linear_logprobs, scored
     yield (
         operators.linear_logprobs_gradient,

@@ -57,7 +57,7 @@ def test_is_frozen_and_keyword_only():
     [
         ({"loss_type": "ppo"}, "loss_type must be one of grpo, .*; got 'ppo'"),
         ({"importance_sampling_level": "group"}, "importance_sampling_level must be one of token, .*; got 'group'"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3; got 'k4'"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, exact; got 'k4'"),
         ({"beta": -0.1}, "beta must be >= 0; got -0.1"),
         ({"epsilon": 0.0}, "epsilon must be > 0; got 0.0"),
         ({"epsilon_high": -1.0}, "epsilon_high must be > 0; got -1.0"),

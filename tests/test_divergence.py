@@ -10,7 +10,7 @@ from helpers import frobenius_error
 from recording import AllocationRecorder, CostRecorder
 
 from grpo_fused import fused_linear_divergence
-from grpo_fused.calls import DivergenceCall, HeadCall, Needs, flat
+from grpo_fused.calls import DivergenceCall, HeadCall, Needs, OtherHead, flat
 from grpo_fused.operators import linear_divergence
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
@@ -465,10 +465,10 @@ def call_of(pair, needs, scratch, other_ids=None, other_logprobs=None):
     """The values of a call as its operator takes them."""
     dtype = pair.hidden.dtype
     head = HeadCall(pair.hidden, pair.weight, None, None, 1.0, 1.0, None, "chunked", dtype, scratch, True, "")
-    others = (pair.other, pair.other_weight) if other_ids is None else (None, None)
-    kind = "jsd" if other_ids is None else "forward_kl"
-    return flat(DivergenceCall(head, pair.mask, pair.weights, kind, 0.5, *others, None, 1.0, None, dtype, other_ids,
-                               other_logprobs, needs))  # fmt: skip
+    kind, other = "forward_kl", OtherHead()
+    if other_ids is None:
+        kind, other = "jsd", OtherHead(pair.other, pair.other_weight, other_compute_dtype=dtype)
+    return flat(DivergenceCall(head, pair.mask, pair.weights, kind, 0.5, other, other_ids, other_logprobs, needs))
 
 
 @pytest.mark.parametrize(("needs", "products"), [((True, True), 4), ((True, False), 3), ((False, True), 3),

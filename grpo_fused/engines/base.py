@@ -154,7 +154,8 @@ class TokenObjective:
         return known.dlogp, known.dentropy
 
 
-def _none(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def no_coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of scoring, which uses none."""
     raise AssertionError("scoring uses no coefficients")
 
 
@@ -170,7 +171,7 @@ class Work:
     max_scratch_bytes: int | None
     chunks: tuple[slice, ...] = ()
     """of `rows`: all coefficients of a chunk can be computed from its scores"""
-    coefficients: CoefficientsOf = _none
+    coefficients: CoefficientsOf = no_coefficients
     needs: Needs = NO_GRADIENT
     known: Statistics | None = None
     """the scores of `rows` if they are known: an engine may use them, or compute them again"""

@@ -1,4 +1,4 @@
-"""Divergence between two heads: token chunk x full vocabulary, by library products and torch operations on any device.
+"""Divergence from another head, beside the scores of a chunk: all of the vocabulary, in torch operations.
 
 With r_j = log p_j - log q_j, both KL and JSD are sums of terms that are 0 with slope 0 at r = 0:
 
@@ -12,72 +12,136 @@ digits. r comes from differences of logits. exp is only taken of -|r|, times the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import DivergenceCall
-from grpo_fused.engines.base import Gradients, Tokens, even_chunks
-from grpo_fused.engines.chunked import _Plan, _Slab
+from grpo_fused.calls import NO_GRADIENT, HeadCall, OtherHead
+from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
+from grpo_fused.engines.chunked import ChunkedEngine, _Plan, _Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head
-from grpo_fused.engines.rows import LOWEST_LOG_P, TorchRows, _chain_
-from grpo_fused.kernels.row_types import Rows, Statistics
+from grpo_fused.engines.rows import LOWEST_LOG_P, TorchRows, chain_, gradient_of_scores
+from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout, values_are_checked
 
 
-def run_divergence(
-    call: DivergenceCall, targets: Tensor, layout: Layout, weight_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Gradients]:
-    """(loss, divergence [N], entropies [N], gradients): a product for each head, two for the gradients.
+class DivergenceEngine(ChunkedEngine):
+    """`chunked`, which also computes the divergence of each token from another head. One for each call.
 
-    Args:
-        call: `head.max_scratch_bytes` is the budget for each head.
-        targets: int64 zeros in the shape of the tokens: there are none.
-        layout: of the tokens.
-        weight_dtype: of dW.
+    One product more than `ChunkedEngine`, that of the other head; its logits are a second chunk in memory.
     """
-    head, needs, row_work = Head.of(call.head), call.needs, TorchRows()
-    heads = [call.head] if call.other_head is None else [call.head, call.other_head]
-    tokens, *others = [Tokens.of(x, targets, call.mask, layout, None) for x in heads]
-    weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
-    if values_are_checked(targets.device) and not weights.isfinite().all():
-        raise ValueError("weights must be finite on active tokens; got inf or NaN")
-    rows = tokens.mask.nonzero().squeeze(1) if call.head.compact else torch.arange(len(weights), device=targets.device)
-    plan = _Plan.of(head, call.head.max_scratch_bytes)
-    # eight temporaries at most; `_Plan` counts three for each head
-    block_rows, longest = max(plan.block_rows // 2, 1), min(plan.chunk_rows, len(rows))
-    slabs = [_Slab(Head.of(x), longest, block_rows, row_work) for x in heads]
-    sums = GradientSums(head, tokens, needs, weight_dtype)
-    divergence, entropies = torch.zeros_like(weights), torch.zeros_like(weights)
-    for taken in rows.split(plan.chunk_rows):
-        chunk = [x.logits(of, taken) for x, of in zip(slabs, (tokens, *others), strict=True)]
-        out = slabs[0].dlogits(len(taken))
-        factor, scale = weights[taken], None
-        if head.gradient_dtype == torch.float16:
-            scale = fp16_scale(head, chunk[0].transform.temperature, factor, factor)
-            factor = factor * scale
-        for block in even_chunks(len(taken), block_rows):
-            parts = [Rows(x.raw[block], x.targets[block], x.transform.select(block), block_rows) for x in chunk]
-            found = [row_work.statistics(x, with_entropy=x is parts[0]) for x in parts]
-            z, where = parts[0].raw, taken[block]
-            if call.other_ids is not None and call.other_logprobs is not None:
-                ids, log_q = (x.flatten(0, -2)[where] for x in (call.other_ids, call.other_logprobs))
-                divergence[where], dz = _top_k(ids, log_q, tokens.mask[where], z, found[0])
-            else:
-                divergence[where], dz = _divergence(call, z, parts[1].raw, *found)
-            entropies[where] = found[0].entropy  # type: ignore[assignment]
-            at = z.argmax(1, keepdim=True)  # dz sums to 0; this keeps a confident token accurate
-            dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True))
+
+    weights: Tensor
+    """[N] dL/dD of each position, 0 where masked; set before a gradient"""
+
+    def __init__(
+        self,
+        head: HeadCall,
+        other: OtherHead,
+        mask: Tensor | None,
+        layout: Layout,
+        *,
+        kind: str = "reverse_kl",
+        beta: float = 0.5,
+        top_k: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            head: of the policy; its `max_scratch_bytes` is the budget for each head.
+            other: empty if `top_k` is given.
+            mask: of the call.
+            layout: of the call.
+            kind, beta: see `fused_linear_divergence`.
+            top_k: ids and log-probs of a teacher, [.., K] each.
+        """
+        super().__init__()
+        self.kind, self.beta = kind, beta
+        self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
+        self.others: list[tuple[Head, Tokens]] = []
+        device = head.hidden_states.device
+        if top_k is None:
+            call, no_ids = other.beside(head), torch.zeros(layout.shape, dtype=torch.int64, device=device)
+            self.others = [(Head.of(call), Tokens.of(call, no_ids, mask, layout, None))]
+        dtype = Head.of(head).statistics_dtype
+        self.divergence = torch.zeros(layout.num_tokens, dtype=dtype, device=device)
+        """[N]: D of the positions that were scored"""
+
+    def score(self, work: Work) -> Statistics:
+        """See `Engine.score`."""
+        chunks = even_chunks(len(work.rows), self.chunk_rows(work.head, work.max_scratch_bytes))
+        return self.fused(replace(work, chunks=chunks, coefficients=no_coefficients, needs=NO_GRADIENT))[0]
+
+    def fused(self, work: Work) -> tuple[Statistics, Gradients]:
+        """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
+        head, tokens, needs, rows = work.head, work.tokens, work.needs, TorchRows()
+        # eight temporaries at most; `_Plan` counts three for each head
+        block_rows = max(_Plan.of(head, work.max_scratch_bytes).block_rows // 2, 1)
+        heads = [(head, tokens), *self.others]
+        slabs = [_Slab(of, work.longest, block_rows, rows) for of, _ in heads]
+        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
+        sums, scores = GradientSums(head, tokens, needs, dtype), []
+        for part, taken in work.parts():
+            chunk = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
+            own, out = chunk[0], slabs[0].dlogits(len(taken))
+            found = [rows.statistics(x, with_entropy=work.with_entropy and x is own) for x in chunk]
+            scores.append(found[0])
+            dlogp, dentropy, factor, scale = None, None, None, None
             if needs.any():
-                out[block].copy_(_chain_(dz.mul_(factor[block].unsqueeze(1)), z, parts[0].transform))
-        slabs[0].clear_padding(len(taken))
-        if needs.any():
-            sums.add(taken, out, scale)
-    divergence, entropies = (torch.where(tokens.mask, x, 0.0) for x in (divergence, entropies))
-    check_finite(divergence, call.kind)
-    loss = (weights * divergence).sum(dtype=torch.float64).to(weights.dtype)
-    return loss, divergence, entropies, sums.result()
+                factor = self.weights[taken]
+                bound = factor.abs()
+                if work.coefficients is not no_coefficients:
+                    dlogp, dentropy = work.coefficients(part, found[0].logp, found[0].entropy)
+                    bound = bound + dlogp.abs()
+                if head.gradient_dtype == torch.float16:
+                    scale = fp16_scale(head, own.transform.temperature, bound, dentropy)
+            for block in even_chunks(len(taken), block_rows):
+                z, where, stats = own.raw[block], taken[block], found[0].select(block)
+                if self.top_k is not None:
+                    ids, log_q = (x[where] for x in self.top_k)
+                    value, dz = _top_k(ids, log_q, tokens.mask[where], z, stats)
+                else:
+                    value, dz = self._divergence(z, chunk[1].raw[block], stats, found[1].select(block))
+                self.divergence.index_copy_(0, where, value)
+                if factor is None:
+                    continue
+                at = z.argmax(1, keepdim=True)  # dz sums to 0; this keeps a confident token accurate
+                dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True)).mul_(factor[block].unsqueeze(1))
+                if dlogp is not None:
+                    bonus = None if dentropy is None else dentropy[block]
+                    dz.add_(gradient_of_scores(z, own.targets[block], stats, dlogp[block], bonus))
+                dz = chain_(dz, z, own.transform.select(block))
+                out[block].copy_(dz if scale is None else dz.mul_(scale))
+            slabs[0].clear_padding(len(taken))
+            if needs.any():
+                sums.add(taken, out, scale)
+        return Statistics.concatenate(scores, head.weight, work.with_entropy), sums.result()
+
+    def _divergence(self, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics) -> tuple[Tensor, Tensor]:
+        """(D [R], dD/dz [R, V]) from z of ours and w of the other head ([R, V] each); `w` is overwritten."""
+        forward, jsd = self.kind == "forward_kl", self.kind == "jsd"
+        offset = ((ours.max - theirs.max) + (ours.log_sum - theirs.log_sum)).unsqueeze(1)
+        r = (w - z).add_(offset) if forward else (z - w).sub_(offset)  # of the first distribution to the second
+        # entries that are 0 in both count 0, and so does log 0 of the first; a 0 in the second only is infinite in a KL
+        r.nan_to_num_(nan=0.0, posinf=-LOWEST_LOG_P if jsd else math.inf, neginf=LOWEST_LOG_P)
+        p = _log_probs(z, ours).exp_()
+        top = torch.maximum(p, _log_probs(w, theirs).exp_(), out=w)
+        if jsd:
+            a = r.abs()
+            u = torch.expm1(-a)
+            b = (r >= 0).to(z.dtype).mul_(2.0 * self.beta - 1.0).add_(1.0 - self.beta)
+            rest = a.mul_(u + 1.0).mul_(b)
+            bu = u.mul_(b)
+            log_mean = torch.log1p(bu)
+            value = rest.addcmul_(log_mean, bu.add_(1.0)).mul_(top).sum(1).neg_()
+            x = r.clamp_(max=0.0).sub_(log_mean).mul_(p).mul_(1.0 - self.beta)
+        else:
+            v = r.abs().neg_().expm1_().copysign_(r)  # (first - second) / top
+            value = (r - v).addcmul_(r.clamp(max=0.0), v).mul_(top).sum(1)
+            x = v.mul_(top).neg_() if forward else r.mul_(p)
+        # dz sums to 0: this removes an error common to all r
+        return value, x.addcmul_(p, x.sum(1, keepdim=True), value=-1.0)
 
 
 def check_finite(divergence: Tensor, kind: str) -> None:
@@ -91,34 +155,6 @@ def check_finite(divergence: Tensor, kind: str) -> None:
 
 def _log_probs(z: Tensor, found: Statistics) -> Tensor:
     return (z - found.max.unsqueeze(1)).sub_(found.log_sum.unsqueeze(1))
-
-
-def _divergence(
-    call: DivergenceCall, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics
-) -> tuple[Tensor, Tensor]:
-    """(D [R], dD/dz [R, V]) from z of ours and w of the other head ([R, V] each); `w` is overwritten."""
-    forward, jsd = call.kind == "forward_kl", call.kind == "jsd"
-    offset = ((ours.max - theirs.max) + (ours.log_sum - theirs.log_sum)).unsqueeze(1)
-    r = (w - z).add_(offset) if forward else (z - w).sub_(offset)  # of the first distribution to the second
-    # entries that are 0 in both count 0, and so does log 0 of the first; a 0 in the second only is infinite in a KL
-    r.nan_to_num_(nan=0.0, posinf=-LOWEST_LOG_P if jsd else math.inf, neginf=LOWEST_LOG_P)
-    p = _log_probs(z, ours).exp_()
-    top = torch.maximum(p, _log_probs(w, theirs).exp_(), out=w)
-    if jsd:
-        a = r.abs()
-        u = torch.expm1(-a)
-        b = (r >= 0).to(z.dtype).mul_(2.0 * call.beta - 1.0).add_(1.0 - call.beta)
-        rest = a.mul_(u + 1.0).mul_(b)
-        bu = u.mul_(b)
-        log_mean = torch.log1p(bu)
-        value = rest.addcmul_(log_mean, bu.add_(1.0)).mul_(top).sum(1).neg_()
-        x = r.clamp_(max=0.0).sub_(log_mean).mul_(p).mul_(1.0 - call.beta)
-    else:
-        v = r.abs().neg_().expm1_().copysign_(r)  # (first - second) / top
-        value = (r - v).addcmul_(r.clamp(max=0.0), v).mul_(top).sum(1)
-        x = v.mul_(top).neg_() if forward else r.mul_(p)
-    # dz sums to 0: this removes an error common to all r
-    return value, x.addcmul_(p, x.sum(1, keepdim=True), value=-1.0)
 
 
 def _top_k(ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, found: Statistics) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def z_(raw: Tensor, transform: Transform) -> Tensor:
     return raw
 
 
-def _chain_(dz: Tensor, z: Tensor, transform: Transform) -> Tensor:
+def chain_(dz: Tensor, z: Tensor, transform: Transform) -> Tensor:
     """dz/d(product) multiplied into `dz` [R, V], in place."""
     if not _is_one(transform.temperature):
         dz.div_(_column(transform, dz))
@@ -112,8 +112,8 @@ class TorchRows:
             # a block is computed before it is stored, and its stores overwrite only rows that have been read
             source = rows.raw[block] if picked is None else rows.raw.index_select(0, picked[block])
             coefficient = None if dentropy is None else dentropy[block]
-            dz = _gradient(source, rows.targets[block], stats.select(block), dlogp[block], coefficient)
-            out[block].copy_(_chain_(dz, source, rows.transform.select(block)))
+            dz = gradient_of_scores(source, rows.targets[block], stats.select(block), dlogp[block], coefficient)
+            out[block].copy_(chain_(dz, source, rows.transform.select(block)))
 
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
@@ -137,7 +137,10 @@ def _statistics(z: Tensor, targets: Tensor, with_entropy: bool) -> Statistics:
     return Statistics(maximum.squeeze(1), log_sum, logp, entropy)
 
 
-def _gradient(z: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def gradient_of_scores(
+    z: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor, dentropy: Tensor | None
+) -> Tensor:
+    """[R, V]: dL/dz from the coefficients on log-probs and entropies ([R] each)."""
     dz = (z - statistics.max.unsqueeze(1)).sub_(statistics.log_sum.unsqueeze(1)).clamp_(min=LOWEST_LOG_P)
     # 1 - p of the target from expm1: a confident token's gradient keeps its digits
     at_target = -torch.expm1(statistics.logp) * dlogp

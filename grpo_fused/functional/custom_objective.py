@@ -20,7 +20,7 @@ from grpo_fused.candidates import CandidateSets, checked
 from grpo_fused.custom import Evaluation, Objective, Scope
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
-from grpo_fused.functional.fused_linear import needs_of
+from grpo_fused.functional.head import needs_of
 from grpo_fused.handshake import refusing_together
 from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.outputs import ObjectiveOutput

@@ -10,10 +10,9 @@ from torch import Tensor
 from grpo_fused import reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearLoss
-from grpo_fused.calls import DivergenceCall, HeadCall
+from grpo_fused.calls import DivergenceCall, HeadCall, OtherHead
 from grpo_fused.engines.products import compute_dtype
-from grpo_fused.engines.scratch import scratch_budget
-from grpo_fused.functional.fused_linear import needs_of
+from grpo_fused.functional.head import beside, needs_of
 from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.outputs import DivergenceOutput
 from grpo_fused.parallel import ParallelGroups
@@ -119,22 +118,18 @@ def fused_linear_divergence(
     check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     check.check_scratch(max_scratch_bytes)
-    compute = other_compute = compute_dtype(hidden_states, lm_head_weight)
-    others = ("other_hidden_states", "other_lm_head_weight", "other_ids", "other_logprobs")
+    number, temperatures = split_temperature(temperature)
+    compute, other = compute_dtype(hidden_states, lm_head_weight), OtherHead()
+    head = HeadCall(
+        hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, "chunked",
+        compute, max_scratch_bytes, compact, ParallelGroups.encode(None),
+    )  # fmt: skip
     given = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
     if other_hidden_states is not None and other_lm_head_weight is not None and not any(given[2:]):
-        try:
-            check.check_head(other_hidden_states, other_lm_head_weight, other_lm_head_bias, tokens, "hidden_states")
-            check.check_head_numbers(1.0, other_logit_scale, other_softcap, layout)
-        except (TypeError, ValueError) as error:  # its argument names lack the prefix other_
-            raise type(error)(f"other head: {error}") from None
-        if other_lm_head_weight.shape[0] != lm_head_weight.shape[0]:
-            got = f"{lm_head_weight.shape[0]} and {other_lm_head_weight.shape[0]}"
-            raise ValueError(f"both heads must have the same vocabulary; got {got} rows")
-        other_compute = compute_dtype(other_hidden_states, other_lm_head_weight)
-        if torch.float64 in (compute, other_compute):  # differences of logits are taken in one dtype
-            compute = other_compute = torch.float64
-        max_scratch_bytes = scratch_budget(hidden_states.device, max_scratch_bytes) // 2
+        head, other = beside(
+            head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
+            other_logit_scale, other_softcap,
+        )  # fmt: skip
     elif other_ids is not None and other_logprobs is not None and not any(given[:2]):
         shape = (*layout.shape, other_ids.shape[-1])
         floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
@@ -145,18 +140,11 @@ def fused_linear_divergence(
                 f"kind='forward_kl'; got {got} and {kind!r}"
             )
     else:
-        raise ValueError(f"the first two or the last two of {', '.join(others)} must be given; got {given}")
-    number, temperatures = split_temperature(temperature)
-    head = HeadCall(
-        hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, "chunked",
-        compute, max_scratch_bytes, compact, ParallelGroups.encode(None),
-    )  # fmt: skip
+        names = "other_hidden_states, other_lm_head_weight, other_ids, other_logprobs"
+        raise ValueError(f"the first two or the last two of {names} must be given; got {given}")
     mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
-    call = DivergenceCall(
-        head, mask, weights, kind, beta, other_hidden_states, other_lm_head_weight, other_lm_head_bias,
-        other_logit_scale, other_softcap, other_compute, other_ids, other_logprobs, needs_of(head),
-    )  # fmt: skip
+    call = DivergenceCall(head, mask, weights, kind, beta, other, other_ids, other_logprobs, needs_of(head))
     check.check_devices(call)
     if impl == "reference":
         return reference.linear_divergence(call, layout)

@@ -11,11 +11,12 @@ from torch import Tensor
 from grpo_fused import engines, reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearLogprobs, LinearLoss
-from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs, Needs
+from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs
 from grpo_fused.candidates import CandidateSets, checked
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
+from grpo_fused.functional.head import beside, needs_of
 from grpo_fused.handshake import refusing_together
 from grpo_fused.layout import Layout, split_temperature
 from grpo_fused.metrics import loss_metric_names
@@ -35,6 +36,9 @@ def fused_linear_grpo_loss(
     lm_head_bias: Tensor | None = None,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
+    ref_hidden_states: Tensor | None = None,
+    ref_lm_head_weight: Tensor | None = None,
+    ref_lm_head_bias: Tensor | None = None,
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -56,6 +60,8 @@ def fused_linear_grpo_loss(
         r_t = exp(logp_t - old_t),   l_t = -min(r_t A_t, clip(r_t, 1 - epsilon, 1 + epsilon_high) A_t) + beta KL_t
         loss = sum_t l_t / number of active tokens          (loss_type "dapo"; the others are in GRPOLossConfig)
 
+    With `kl_estimator="exact"`, KL_t = sum_j p_tj (log p_tj - log ref_tj) over the whole vocabulary.
+
     Args:
         hidden_states: `[B, T, H]`, or packed `[N, H]`: the state that *predicts* each completion token. fp32, bf16,
             fp16 or fp64.
@@ -69,6 +75,10 @@ def fused_linear_grpo_loss(
         old_per_token_logps: like `completion_ids`, nats; None means on-policy (ratio 1, gradient kept).
         ref_per_token_logps: like `completion_ids`, nats; needed if `config.beta` is not 0, otherwise only for the
             metric `kl`.
+        ref_hidden_states, ref_lm_head_weight, ref_lm_head_bias: `[B, T, H']` or `[N, H']`, `[V, H']` and `[V]`: those
+            of the reference, in place of its log-probs, with `config.kl_estimator="exact"` (see `KL_t` below). They
+            get no gradient; temperature, logit scale and softcap are the policy's. One more head product; runs on the
+            engine `chunked`, without `candidates` and `process_group`.
         sampling_per_token_logps: like `completion_ids`, nats, by the rollout engine; only with
             `off_policy_mask_threshold`. NaN where it has none.
         importance_sampling_ratio: like `completion_ids`, or `[B, 1]`: correction for the rollout engine, >= 0.
@@ -138,7 +148,7 @@ def fused_linear_grpo_loss(
             importance_sampling_ratio=importance_sampling_ratio,
             num_items_in_batch=check.as_num_items(num_items_in_batch, hidden_states.device),
         )
-        check.check_loss_inputs(inputs, layout, config)
+        check.check_loss_inputs(inputs, layout, config, with_heads=True)
         compute = compute_dtype(hidden_states, lm_head_weight)
         number, temperatures = split_temperature(temperature)
         head = HeadCall(
@@ -146,8 +156,18 @@ def fused_linear_grpo_loss(
             engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
             ParallelGroups.encode(process_group), *checked(candidates, completion_ids, completion_mask, process_group),
         )  # fmt: skip
-        needs = needs_of(head)
-        call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs)
+        call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs_of(head))
+        ref = ref_hidden_states, ref_lm_head_weight, ref_lm_head_bias
+        if config.kl_estimator == "exact":
+            check.check_exact_kl(call, *ref, impl, process_group)
+            head, other = beside(head, layout, "reference", *ref, logit_scale, softcap)
+            head = head._replace(impl="reference" if impl == "reference" else "chunked")
+            call = call._replace(head=head, other=other)
+        elif any(x is not None for x in ref):
+            raise ValueError(
+                "ref_hidden_states, ref_lm_head_weight and ref_lm_head_bias are used with kl_estimator='exact' only; "
+                f"got {config.kl_estimator!r}"
+            )
         check.check_devices(call)
         if head.impl == "reference":
             check.check_one_process(process_group)
@@ -155,13 +175,14 @@ def fused_linear_grpo_loss(
     if head.impl == "reference":
         scores = reference.linear_logprobs(head, completion_ids, completion_mask, layout)
         check.check_loss_values(inputs, layout)
-        out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config)
+        kl = reference.exact_kl(call, layout)
+        out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config, kl)
         # autograd goes through every position, and computes only the gradients that are required
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
     loss, logps, entropies, metrics = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)
-    names = loss_metric_names(config, with_kl=ref_per_token_logps is not None, complete=with_metrics)
+    names = loss_metric_names(config, with_kl=call.with_kl, complete=with_metrics)
     has_entropies = with_metrics or config.needs_entropy
     return GRPOLossOutput(
         loss, logps, entropies if has_entropies else None, dict(zip(names, metrics.unbind(), strict=True))
@@ -244,9 +265,3 @@ def fused_linear_logprobs(
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies = LinearLogprobs.apply(hidden_states, lm_head_weight, lm_head_bias, call)
     return LogprobOutput(logps, entropies if with_entropy else None)
-
-
-def needs_of(head: HeadCall) -> Needs:
-    """Which gradients autograd will request."""
-    tensors = (head.hidden_states, head.lm_head_weight, head.lm_head_bias)
-    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))

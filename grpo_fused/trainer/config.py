@@ -141,6 +141,13 @@ class GRPOTrainerConfig:
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
         if self.eval_samples == 1:
             raise ValueError("eval_samples must be 0 (greedy only) or at least 2; got 1")
+        if self.loss.kl_estimator == "exact":
+            if self.top_p < 1 or self.top_k or self.min_p:
+                raise ValueError(
+                    "kl_estimator='exact' is over the whole vocabulary: leave top_p, top_k and min_p unset"
+                )
+            if self.impl not in ("auto", "chunked", "reference"):
+                raise ValueError(f"kl_estimator='exact' runs with impl auto, chunked or reference; got {self.impl!r}")
 
     @property
     def rollout_size(self) -> int:

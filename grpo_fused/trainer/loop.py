@@ -24,7 +24,7 @@ from grpo_fused.trainer.data import Batches, Row, check_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, print_samples
-from grpo_fused.trainer.policy import Policy, disable_dropout, make_reference
+from grpo_fused.trainer.policy import Policy, Reference, disable_dropout
 from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
@@ -130,7 +130,7 @@ class GRPOTrainer(RunState):
             if isinstance(function, RewardModel):
                 function.to(self.accelerator.device)
         self.policy = Policy(model, self.accelerator, config)
-        self.reference = None if config.loss.beta == 0 else make_reference(self.policy)
+        self.reference = None if config.loss.beta == 0 else Reference(self.policy)
         optimizer = torch.optim.AdamW(
             (parameter for parameter in model.parameters() if parameter.requires_grad),
             lr=config.learning_rate,

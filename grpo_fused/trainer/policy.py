@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -110,24 +110,36 @@ def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
     table[rows.to(table.device), : values.shape[1]] += values
 
 
-Reference = Callable[[Rollout, Tensor], Tensor]
-"""Scores rows of a rollout under the policy as it was before training."""
+class Reference:
+    """The policy as it was before training.
 
+    With an adapter it is the policy without the adapter, which costs no memory; else a frozen copy.
+    """
 
-def make_reference(policy: Policy) -> Reference:
-    """With an adapter it is the policy without the adapter, which costs no memory; else a frozen copy."""
-    model = policy.unwrapped
-    if hasattr(model, "disable_adapter"):
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self._frozen = policy, nullcontext
+        if hasattr(policy.unwrapped, "disable_adapter"):
+            self._frozen = policy.unwrapped.disable_adapter  # type: ignore[assignment]  # of a PeftModel
+            return
+        frozen = copy.deepcopy(policy.unwrapped).requires_grad_(False).eval()
+        self.policy = Policy(frozen, policy.accelerator, policy.config)
+        self.policy.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
 
-        def score_without_adapter(rollout: Rollout, rows: Tensor) -> Tensor:
-            with model.disable_adapter():  # type: ignore[operator]  # of a PeftModel
-                return policy.score(rollout, rows)
+    def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
+        """See `Policy.score`."""
+        with self._frozen():
+            return self.policy.score(rollout, rows)
 
-        return score_without_adapter
-    frozen = copy.deepcopy(model).requires_grad_(False).eval()
-    reference = Policy(frozen, policy.accelerator, policy.config)
-    reference.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
-    return reference.score
+    @torch.no_grad()
+    def states(self, rollout: Rollout) -> dict[str, Any]:
+        """Hidden states and head, as keywords of the loss with the exact KL."""
+        with self._frozen():
+            head = self.policy.head()
+            return {
+                "ref_hidden_states": self.policy.hidden_states(rollout),
+                "ref_lm_head_weight": head["lm_head_weight"].detach(),
+                "ref_lm_head_bias": None if head.get("lm_head_bias") is None else head["lm_head_bias"].detach(),
+            }
 
 
 def disable_dropout(model: nn.Module) -> None:

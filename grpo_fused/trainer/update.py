@@ -36,7 +36,7 @@ class Updater:
 
     Args:
         policy: The policy that sampled the rollout, dropout off; trained in place.
-        reference: Log-probs under the frozen reference, or None if `config.loss.beta` is 0.
+        reference: The frozen reference, or None if `config.loss.beta` is 0.
         optimizer: Over the parameters of the policy, as accelerate prepared it.
         config: The options of the run.
     """
@@ -77,7 +77,8 @@ class Updater:
         if window.trained_sequences == 0:
             self.optimizer_steps += self.config.num_iterations  # the schedule continues
             return []
-        ref_logps = None if self.reference is None else self.reference(rollout, rows)
+        estimated = self.reference if loss.kl_estimator != "exact" else None
+        ref_logps = None if estimated is None else estimated.score(rollout, rows)
         old_logps, ratio, corrections = None, None, Metrics()
         if rollout.sampling_logps is not None and self.config.importance_sampling is not None:
             old_logps = self.policy.score(rollout, rows)
@@ -143,6 +144,8 @@ class Updater:
             index, width = batch.to(device), micro.completion_ids.shape[1]
             share, loss_config = window.share_of(micro, config.loss)
             with self._synchronised(last=position == len(pieces) - 1), self.accelerator.autocast():
+                exact = self.reference if config.loss.kl_estimator == "exact" else None
+                reference = {} if exact is None else exact.states(micro)
                 out = fused_linear_grpo_loss(
                     self.policy.hidden_states(micro),
                     completion_ids=micro.completion_ids,
@@ -151,6 +154,7 @@ class Updater:
                     candidates=micro.candidates,
                     **self.policy.head(),
                     **{name: table[index, :width] for name, table in tables.items()},
+                    **reference,
                     sampling_per_token_logps=(
                         micro.sampling_logps if config.loss.off_policy_mask_threshold is not None else None
                     ),

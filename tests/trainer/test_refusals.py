@@ -11,7 +11,10 @@ from accelerate.utils import DistributedType
 from trainer.small_trainer import SMALL, count_ones, make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+
+EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,8 @@ from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
         pytest.param({"adam_betas": (0.9, 1.0)}, ValueError, "adam_betas", id="betas"),
         pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
         pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
+        pytest.param({"loss": EXACT, "top_p": 0.9}, ValueError, "leave top_p, top_k and min_p unset", id="exact-top-p"),
+        pytest.param({"loss": EXACT, "impl": "triton"}, ValueError, "got 'triton'", id="exact-triton"),
         pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got {'beta'", id="loss"),
         pytest.param({"top_p": 1.5}, ValueError, "top_p must be .* at most 1; got 1.5", id="top-p"),
         pytest.param({"min_p": -0.1}, ValueError, "min_p must be at least 0 .*; got -0.1", id="min-p"),

@@ -63,6 +63,7 @@ def replay(trainer: GRPOTrainer, recordings: list[Recording], name: str = "loss"
         pytest.param(GRPOLossConfig(), id="dapo"),
         pytest.param(GRPOLossConfig(beta=0.05), id="dapo-kl"),
         pytest.param(GRPOLossConfig(loss_type="grpo", beta=0.05), id="grpo-kl"),
+        pytest.param(GRPOLossConfig(beta=0.05, kl_estimator="exact"), id="dapo-exact-kl"),
         pytest.param(GRPOLossConfig(loss_type="bnpo", importance_sampling_level="sequence"), id="bnpo-gspo"),
     ],
 )
@@ -108,3 +109,37 @@ def test_an_unchanged_policy_is_not_clipped(tokenizer: PreTrainedTokenizerFast, 
     ratios = replay(make_trainer(tokenizer, rows, learning_rate=1e-2), recordings, "clip_ratio/region_mean")
     assert ratios[0] == 0
     assert ratios[1] > 0
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["copy", "lora"])
+def test_the_exact_kl_is_that_of_all_logits(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], adapter: bool
+) -> None:
+    """Between the policy as it is and as it was, with an adapter switched off for the reference."""
+    loss = GRPOLossConfig(beta=0.05, kl_estimator="exact")
+    trainer = make_trainer(tokenizer, rows, loss=loss, num_iterations=1, micro_batch_tokens=60, learning_rate=1e-2)
+    if adapter:
+        peft = pytest.importorskip("peft")
+        model = build_small_model(len(tokenizer))
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        trainer = GRPOTrainer(wrapped, tokenizer, list(trainer.reward_functions.values()), rows, trainer.config)
+    recordings = record(tokenizer, rows)[:3]
+    kls = []
+    before = build_small_model(len(tokenizer)).eval()
+    for recording in recordings:
+        now, rollout = trainer.model.eval(), recording.rollout
+        ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)
+        attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1).long()
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        start = rollout.prompt_ids.shape[1] - 1
+        with torch.no_grad():
+            log_p, log_q = (
+                (model(ids, attention, position_ids=positions).logits[:, start:-1].double() / 0.9).log_softmax(-1)
+                for model in (now, before)
+            )
+        mask = rollout.completion_mask
+        kls.append((((log_p.exp() * (log_p - log_q)).sum(-1) * mask).sum() / mask.sum()).item())
+        (metrics,) = trainer.update(*recording)
+        assert metrics["kl"] == pytest.approx(kls[-1], rel=1e-3, abs=1e-8)
+    assert kls[0] == pytest.approx(0.0, abs=1e-8)
+    assert kls[2] > 1e-4

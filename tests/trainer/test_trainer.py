@@ -76,7 +76,7 @@ def test_a_reference_exists_only_with_beta(
     assert make_trainer(model, tokenizer, rows).reference is None
     trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(beta=0.1))
     assert trainer.reference is not None
-    reference = trainer.reference.__self__.unwrapped  # type: ignore[attr-defined]  # the policy that it is a method of
+    reference = trainer.reference.policy.unwrapped
     frozen = {name: value.clone() for name, value in reference.state_dict().items()}
     trainer.train()
     assert all(torch.equal(value, frozen[name]) for name, value in reference.state_dict().items())

@@ -1,0 +1,52 @@
+"""What the functions of hidden states and an lm head share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fused import validation as check
+from grpo_fused.calls import HeadCall, Needs, OtherHead
+from grpo_fused.engines.products import compute_dtype
+from grpo_fused.engines.scratch import scratch_budget
+from grpo_fused.layout import Layout
+
+
+def needs_of(head: HeadCall) -> Needs:
+    """Which gradients autograd will request."""
+    tensors = (head.hidden_states, head.lm_head_weight, head.lm_head_bias)
+    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))
+
+
+def beside(
+    head: HeadCall,
+    layout: Layout,
+    name: str,
+    hidden_states: Tensor | None,
+    lm_head_weight: Tensor | None,
+    lm_head_bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+) -> tuple[HeadCall, OtherHead]:
+    """The policy's head and a frozen one, checked, each with half of the scratch budget.
+
+    Args:
+        name: of the other head in errors.
+    """
+    assert hidden_states is not None
+    assert lm_head_weight is not None
+    tokens = head.hidden_states.new_zeros(layout.shape, dtype=torch.int64)
+    try:
+        check.check_head(hidden_states, lm_head_weight, lm_head_bias, tokens, "hidden_states")
+        check.check_head_numbers(1.0, logit_scale, softcap, layout)
+    except (TypeError, ValueError) as error:  # its argument names lack the prefix
+        raise type(error)(f"{name}: {error}") from None
+    if lm_head_weight.shape[0] != head.lm_head_weight.shape[0]:
+        got = f"{head.lm_head_weight.shape[0]} and {lm_head_weight.shape[0]}"
+        raise ValueError(f"both heads must have the same vocabulary; got {got} rows")
+    computes = head.compute_dtype, compute_dtype(hidden_states, lm_head_weight)
+    if torch.float64 in computes:  # differences of logits are taken in one dtype
+        computes = torch.float64, torch.float64
+    half = scratch_budget(head.hidden_states.device, head.max_scratch_bytes) // 2
+    head = head._replace(compute_dtype=computes[0], max_scratch_bytes=half)
+    return head, OtherHead(hidden_states, lm_head_weight, lm_head_bias, float(logit_scale), softcap, computes[1])
