@@ -307,11 +307,33 @@ def candidates_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
+def distillation_plot(section: dict[str, Any]) -> Figure:
+    """Held-out accuracy by step, of distillation and of GRPO from the same start, a line for each seed."""
+    figure = new_figure(
+        7.4, 4.2, "On-policy distillation and GRPO from the same start",
+        "Two-digit arithmetic, a model of half a million parameters; a line for each seed. Dashed: the teachers.",
+    )  # fmt: skip
+    axes = figure.subplots()
+    for run in section["runs"]:
+        rows = [row for row in run["metrics"] if "held_out_accuracy" in row]
+        x, y = [row["step"] for row in rows], [row["held_out_accuracy"] for row in rows]
+        color, label = (COLORS["native"], "distillation") if run["distil"] else (MUTED, "GRPO")
+        axes.plot(x, y, "o-", color=color, markersize=4, linewidth=1.4, label="" if run["seed"] else label)
+        axes.axhline(run["teacher_accuracy"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    decorate(axes, "", "step", "held-out accuracy")
+    return figure
+
+
 def _short(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
 
 
-PLOTS = {"accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_end_plot, "candidates": candidates_plot}
+PLOTS = {
+    "accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_end_plot, "candidates": candidates_plot,
+    "distillation": distillation_plot,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

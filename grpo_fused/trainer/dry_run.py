@@ -28,7 +28,8 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
     ]
     has_eval = recipe.eval_dataset is not None or recipe.eval_split is not None
     model = with_adapter(tiny_model(tokenizer), recipe.lora)
-    parts = Parts(model, tokenizer, rewards, rows, rows if has_eval else None)
+    reference = None if recipe.reference_model is None else tiny_model(tokenizer, seed=1)
+    parts = Parts(model, tokenizer, rewards, rows, rows if has_eval else None, None, reference)
     with tempfile.TemporaryDirectory() as folder:
         small = replace(
             recipe,

@@ -48,6 +48,8 @@ class GRPOTrainer(RunState):
         eval_dataset: Held-out rows. Scored greedily by the reward functions, and by pass@k (`config.eval_samples`) of
             the one with the largest weight.
         evaluate: A custom function whose numbers are added to a step's metrics; called after the held-out evaluation.
+        reference_model: What the KL of the loss is towards, a teacher with the same vocabulary. Default the policy as
+            it was before training.
         engine: The rollout engine; default the policy itself, by `generate`.
         output_dir: Folder of `metrics.jsonl` and checkpoints; default none.
         resume: Continue from the newest checkpoint in `output_dir`, if there is one.
@@ -57,8 +59,8 @@ class GRPOTrainer(RunState):
     Raises:
         ValueError: The data set is too small, its rows differ in form, prompts cannot be divided by the processes, the
             processes share the model by other means than DDP or FSDP2, the weights do not match the functions, vLLM
-            would sample from another distribution than the loss scores, or `output_dir` has the checkpoints of a run
-            and `resume` is off.
+            would sample from another distribution than the loss scores, the head of `reference_model` does not fit,
+            or `output_dir` has the checkpoints of a run and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -80,6 +82,7 @@ class GRPOTrainer(RunState):
         reward_weights: Sequence[float] | None = None,
         eval_dataset: Sequence[Row] | None = None,
         evaluate: Callable[[], Mapping[str, float]] | None = None,
+        reference_model: PreTrainedModel | None = None,
         engine: RolloutEngine | None = None,
         output_dir: str | Path | None = None,
         resume: bool = False,
@@ -130,7 +133,9 @@ class GRPOTrainer(RunState):
             if isinstance(function, RewardModel):
                 function.to(self.accelerator.device)
         self.policy = Policy(model, self.accelerator, config)
-        self.reference = None if config.loss.beta == 0 else Reference(self.policy)
+        if reference_model is not None and config.loss.beta == 0:
+            raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
+        self.reference = None if config.loss.beta == 0 else Reference(self.policy, reference_model)
         optimizer = torch.optim.AdamW(
             (parameter for parameter in model.parameters() if parameter.requires_grad),
             lr=config.learning_rate,

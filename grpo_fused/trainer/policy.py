@@ -111,18 +111,25 @@ def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 class Reference:
-    """The policy as it was before training.
+    """What the KL is towards: the policy as it was before training, or another model with its tokens.
 
-    With an adapter it is the policy without the adapter, which costs no memory; else a frozen copy.
+    With an adapter the former is the policy without the adapter, which costs no memory; else a frozen copy.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, model: PreTrainedModel | None = None) -> None:
         self.policy, self._frozen = policy, nullcontext
-        if hasattr(policy.unwrapped, "disable_adapter"):
+        if model is None and hasattr(policy.unwrapped, "disable_adapter"):
             self._frozen = policy.unwrapped.disable_adapter  # type: ignore[assignment]  # of a PeftModel
             return
-        frozen = copy.deepcopy(policy.unwrapped).requires_grad_(False).eval()
+        frozen = (copy.deepcopy(policy.unwrapped) if model is None else model).requires_grad_(False).eval()
         self.policy = Policy(frozen, policy.accelerator, policy.config)
+        ours, theirs = policy.head(), self.policy.head()
+        if (shapes := [len(head["lm_head_weight"]) for head in (ours, theirs)])[0] != shapes[1]:
+            raise ValueError(f"policy and reference_model must have the same vocabulary; got {shapes} rows")
+        if policy.config.loss.kl_estimator == "exact":
+            forms = [{name: x for name, x in head.items() if not isinstance(x, Tensor)} for head in (ours, theirs)]
+            if forms[0] != forms[1]:
+                raise ValueError(f"kl_estimator='exact' needs heads with the same scale and softcap; got {forms}")
         self.policy.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
 
     def score(self, rollout: Rollout, rows: Tensor) -> Tensor:

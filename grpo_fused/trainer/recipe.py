@@ -96,6 +96,8 @@ class Recipe(GRPOTrainerConfig):
         eval_limit: Number of first held-out rows to take.
         system_prompt: Put before each prompt; default that of the task.
         chat: Prompts of a task are chat messages; false for base models without a chat template.
+        reference_model: Path or name of a causal LM with the same vocabulary, towards which the KL of the loss is: a
+            teacher. Default the policy as it was before training.
         dtype: Of the weights: "float32" (see `mixed_precision`), "bfloat16", or "auto" for the dtype of the files.
         attn_implementation: Attention of the model: "sdpa", "flash_attention_2", ...; None leaves it to transformers.
         lora: Train a low-rank adapter instead of all weights.
@@ -119,6 +121,7 @@ class Recipe(GRPOTrainerConfig):
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     attn_implementation: str | None = None
     lora: LoRA | None = None
+    reference_model: str | None = None
     rollout: Literal["hf", "vllm"] = "hf"
     vllm_options: dict[str, Any] = field(default_factory=dict)
     output_dir: str = "runs/grpo"
@@ -176,6 +179,7 @@ class Parts(NamedTuple):
     train_dataset: list[Row]
     eval_dataset: list[Row] | None
     engine: RolloutEngine | None = None
+    reference_model: PreTrainedModel | None = None
 
 
 def load_parts(recipe: Recipe) -> Parts:
@@ -186,18 +190,23 @@ def load_parts(recipe: Recipe) -> Parts:
             raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
     set_seed(recipe.seed)  # for the adapter, and for weights that a model's files lack
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
-    attention = recipe.attn_implementation
     with nullcontext() if sys.stderr.isatty() else quiet():
         rewards = [reward.load() for reward in recipe.rewards]
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                recipe.model, dtype=recipe.dtype, attn_implementation=attention
-            )
-            tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-        except OSError as error:
-            raise OSError(f"model must be a path or name that can be loaded; got {recipe.model!r}: {error}") from error
+        model = _load("model", recipe.model, recipe)
+        reference = None if recipe.reference_model is None else _load("reference_model", recipe.reference_model, recipe)
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     engine = VLLMEngine(recipe.model, **recipe.vllm_options) if recipe.rollout == "vllm" else None
-    return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine)
+    return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine, reference)
+
+
+def _load(option_name: str, place: str, recipe: Recipe) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            place, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation
+        )
+    except OSError as error:
+        raise OSError(f"{option_name} must be a path or name that can be loaded; got {place!r}: {error}") from error
+    return model
 
 
 def with_adapter(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -345,8 +346,6 @@ def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], messa
     ids=["reward", "data", "function"],
 )
 def test_parts_that_cannot_be_loaded_are_named(recipe: Path, change: dict[str, Any], message: str) -> None:
-    from dataclasses import replace
-
     from grpo_fused.trainer.recipe import build_trainer
 
     read, _ = read_recipe(["--config", str(recipe)])
@@ -370,6 +369,20 @@ def test_the_seed_draws_the_adapter(recipe: Path) -> None:
     for name, value in one.items():
         assert torch.equal(value, again[name])
         assert not torch.equal(value, other[name])
+
+
+def test_a_recipe_may_name_a_reference_model(recipe: Path, tmp_path: Path) -> None:
+    """It is loaded like the model, and a dry run has a tiny one."""
+    from grpo_fused.trainer.recipe import build_trainer
+
+    read, _ = read_recipe(["--config", str(recipe)])
+    read = replace(read, reference_model=read.model, output_dir=str(tmp_path / "run"))
+    trainer = build_trainer(read)
+    assert trainer.reference is not None
+    assert trainer.reference.policy.unwrapped is not trainer.model
+    assert len(dry_run(read)) >= 1
+    with pytest.raises(OSError, match="reference_model must be a path or name that can be loaded; got '/nowhere'"):
+        load_parts(replace(read, reference_model="/nowhere"))
 
 
 def test_functions_are_found_by_path(tmp_path: Path) -> None:

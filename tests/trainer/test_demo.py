@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from examples.arithmetic.__main__ import main
 from examples.arithmetic.model import EOS, UNK
 from examples.arithmetic.task import demonstrate, split_questions
+from examples.distillation import main as distil
+from examples.distillation import worked
 from grpo_fused.rewards import exact_answer_reward, format_reward
 
 
@@ -75,3 +77,19 @@ def test_a_run_of_no_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="2"):
         main(["--steps", "0"])
     assert "must be at least 1; got 0" in capsys.readouterr().err
+
+
+def test_quick_distillation_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    distil(["--quick", "--out", str(tmp_path)])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["kl"] > 0 for line in lines[1:])
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert "after 2 steps: held-out accuracy" in capsys.readouterr().out
+
+
+def test_all_demonstrations_of_the_teacher_are_worked() -> None:
+    split = split_questions(50, 10)
+    for row in worked(split.demonstrations):
+        assert row["completion"].startswith("<think>")
+        assert exact_answer_reward(completions=[row["completion"]], answer=[row["answer"]]) == [1.0]

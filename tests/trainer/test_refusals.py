@@ -8,8 +8,9 @@ import pytest
 import torch
 from accelerate import Accelerator, tracking
 from accelerate.utils import DistributedType
+from trainer.small_model import build_small_model
 from trainer.small_trainer import SMALL, count_ones, make_trainer
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
@@ -97,6 +98,23 @@ def test_wrong_set_ups_are_refused(
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an EOS token"):
         make_trainer(model, tokenizer, rows)
+
+
+@pytest.mark.parametrize("wrong", ["beta", "vocabulary", "scale"])
+def test_a_reference_model_that_does_not_fit_is_refused(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], wrong: str
+) -> None:
+    other, loss, message = build_small_model(len(tokenizer)), EXACT, "only used with loss.beta > 0; got beta 0"
+    if wrong == "beta":
+        loss = GRPOLossConfig()
+    elif wrong == "vocabulary":
+        other, message = build_small_model(len(tokenizer) + 1), f"same vocabulary; got .{len(tokenizer)}, "
+    else:
+        sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logits_scaling=4.0)
+        other, message = GraniteForCausalLM(config), "heads with the same scale and softcap"
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(model, tokenizer, [count_ones], rows, GRPOTrainerConfig(**SMALL, loss=loss), reference_model=other)
 
 
 @pytest.mark.parametrize(

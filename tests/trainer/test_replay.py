@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,23 +112,27 @@ def test_an_unchanged_policy_is_not_clipped(tokenizer: PreTrainedTokenizerFast, 
     assert ratios[1] > 0
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["copy", "lora"])
+@pytest.mark.parametrize("kind", ["copy", "lora", "teacher"])
 def test_the_exact_kl_is_that_of_all_logits(
-    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], adapter: bool
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], kind: str
 ) -> None:
-    """Between the policy as it is and as it was, with an adapter switched off for the reference."""
+    """To the policy as it was, to it with its adapter switched off, or to another model."""
     loss = GRPOLossConfig(beta=0.05, kl_estimator="exact")
     trainer = make_trainer(tokenizer, rows, loss=loss, num_iterations=1, micro_batch_tokens=60, learning_rate=1e-2)
-    if adapter:
+    given = tokenizer, list(trainer.reward_functions.values()), rows, trainer.config
+    before = build_small_model(len(tokenizer)).eval()
+    if kind == "lora":
         peft = pytest.importorskip("peft")
         model = build_small_model(len(tokenizer))
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        trainer = GRPOTrainer(wrapped, tokenizer, list(trainer.reward_functions.values()), rows, trainer.config)
-    recordings = record(tokenizer, rows)[:3]
+        trainer = GRPOTrainer(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])), *given)
+    elif kind == "teacher":
+        with torch.no_grad():
+            for parameter in before.parameters():
+                parameter.mul_(1.1)
+        teacher = copy.deepcopy(before)
+        trainer = GRPOTrainer(build_small_model(len(tokenizer)), *given, reference_model=teacher)
     kls = []
-    before = build_small_model(len(tokenizer)).eval()
-    for recording in recordings:
-        now, rollout = trainer.model.eval(), recording.rollout
+    for rollout, advantages in record(tokenizer, rows)[:3]:
         ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)
         attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1).long()
         positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -135,11 +140,24 @@ def test_the_exact_kl_is_that_of_all_logits(
         with torch.no_grad():
             log_p, log_q = (
                 (model(ids, attention, position_ids=positions).logits[:, start:-1].double() / 0.9).log_softmax(-1)
-                for model in (now, before)
+                for model in (trainer.model.eval(), before)
             )
         mask = rollout.completion_mask
         kls.append((((log_p.exp() * (log_p - log_q)).sum(-1) * mask).sum() / mask.sum()).item())
-        (metrics,) = trainer.update(*recording)
+        (metrics,) = trainer.update(rollout, advantages)
         assert metrics["kl"] == pytest.approx(kls[-1], rel=1e-3, abs=1e-8)
-    assert kls[0] == pytest.approx(0.0, abs=1e-8)
     assert kls[2] > 1e-4
+    assert kind == "teacher" or kls[0] == pytest.approx(0.0, abs=1e-8)
+
+
+def test_a_policy_comes_closer_to_its_teacher(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    """On-policy distillation: no reward counts, and the KL falls."""
+    torch.manual_seed(3)
+    teacher = build_small_model(len(tokenizer), seed=1)
+    loss = GRPOLossConfig(beta=1.0, kl_estimator="exact")
+    config = GRPOTrainerConfig(**{**OPTIONS, "steps": 25, "learning_rate": 1e-2, "loss": loss})
+    model = build_small_model(len(tokenizer))
+    history = GRPOTrainer(
+        model, tokenizer, [lambda completions, **_: [0.0] * len(completions)], rows, config, reference_model=teacher
+    ).train()
+    assert history[-1]["kl"] < 0.5 * history[0]["kl"]
