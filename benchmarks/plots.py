@@ -66,7 +66,7 @@ class Study(NamedTuple):
         return PLOTS[self.name](self.section)
 
 
-STUDIES = ("accuracy", "growth", "end_to_end", "candidates")
+STUDIES = ("accuracy", "growth", "end_to_end", "candidates", "distillation")
 
 
 def plots(folder: Path) -> dict[str, Plot | Study]:

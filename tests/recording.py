@@ -81,4 +81,10 @@ def _head_gradient(hidden: Tensor, weight: Tensor, *rest: Any) -> int:
     return once * (rows.shape[0] * (int(dweight.numel() > 0) + int(need_hidden)) + made_again)
 
 
-_FLOP = {"mm": _mm, "addmm": _addmm, "head_scores": _head_scores, "head_gradient": _head_gradient}
+_FLOP = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "head_scores": _head_scores,
+    "head_products": _head_scores,
+    "head_gradient": _head_gradient,
+}

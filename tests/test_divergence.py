@@ -497,7 +497,7 @@ def test_scratch_stays_within_the_budget(dtype):
     tokens = 256 * 8 * 64
     assert recorded.largest <= budget
     assert recorded.peak <= gradients + budget + tokens
-    assert recorded.peak >= budget // 2, "the recorder must have counted the engine's memory"
+    assert recorded.peak >= budget // 3, "the recorder must have counted the engine's memory"
 
 
 class TestPeers:

@@ -144,7 +144,7 @@ class Gradient {
     const int64_t out_panels = padded_ / kLanes;
     parallel_tasks(out_panels, worker_count(out_panels), [&](int64_t panel, int64_t) {
       const int64_t token = panel * kLanes;
-      plan_.kernels->transpose_gradient(dhidden_.get() + token * plan_.hidden, plan_.hidden,
+      plan_.kernels->transpose_tile(dhidden_.get() + token * plan_.hidden, plan_.hidden,
                                         std::min(kLanes, g_.count - token), g_.dhidden + token * plan_.hidden,
                                         plan_.hidden);
     });

@@ -88,6 +88,9 @@ struct Statistics {
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);
 
+// out [tokens, vocab] = hidden @ weight^T; only the first five inputs and the number of tokens are read.
+void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride);
+
 struct GradientInputs {
   const int64_t* rows;  // [count] ascending positions of the tokens that have a gradient
   int64_t count;

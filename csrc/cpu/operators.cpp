@@ -63,9 +63,7 @@ struct Head {
   HeadInputs inputs;
 };
 
-// `kept`: dW's storage, [V, H] of any dtype, or empty; `spill`: bytes.
-Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& targets,
-                  const Tensor& temperature, double scale, double softcap, const Tensor& kept, const Tensor& spill) {
+Head checked_matrices(const Tensor& hidden, const Tensor& weight) {
   check_machine();
   STD_TORCH_CHECK(hidden.dim() == 2, "hidden must be [N, H]; got ", hidden.dim(), " dimensions");
   STD_TORCH_CHECK(weight.dim() == 2, "weight must be [V, H]; got ", weight.dim(), " dimensions");
@@ -77,6 +75,23 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
   STD_TORCH_CHECK(hidden.is_contiguous(), "hidden must be contiguous");
   STD_TORCH_CHECK(H == 1 || weight.stride(1) == 1, "rows of weight must be contiguous; got a stride of ",
                   weight.stride(1));
+  const Dtype compute = dtype_of(hidden, "hidden");
+  Head head{Plan::of(V, H, compute), {}};
+  head.inputs.hidden = hidden.const_data_ptr();
+  head.inputs.weight = weight.const_data_ptr();
+  head.inputs.weight_dtype = dtype_of(weight, "weight");
+  head.inputs.compute = compute;
+  head.inputs.weight_stride = weight.stride(0);
+  head.inputs.tokens = N;
+  return head;
+}
+
+// `kept`: dW's storage, [V, H] of any dtype, or empty; `spill`: bytes.
+Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& targets,
+                  const Tensor& temperature, double scale, double softcap, const Tensor& kept, const Tensor& spill) {
+  Head head = checked_matrices(hidden, weight);
+  HeadInputs& inputs = head.inputs;
+  const int64_t N = inputs.tokens, H = head.plan.hidden, V = head.plan.vocab;
   check(targets, "targets", ScalarType::Long, {N});
   check(temperature, "temperature", ScalarType::Float, {N});
   if (bias) check(*bias, "bias", ScalarType::Float, {V});
@@ -88,8 +103,6 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
                     " at ", i);
   }
 
-  const Dtype compute = dtype_of(hidden, "hidden");
-  Head head{Plan::of(V, H, compute), {}};
   const int64_t panels = ceil_div(N, kLanes);
   Store in_gradient{nullptr, 0, 0};
   if (kept.numel() != 0) {
@@ -104,9 +117,13 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
                   spill.numel());
   const Store spilled = Store::of(static_cast<char*>(spill.mutable_data_ptr()), spill.numel() / V, head.plan,
                                   panels - in_gradient.panels);
-  head.inputs = HeadInputs{hidden.const_data_ptr(), weight.const_data_ptr(), dtype_of(weight, "weight"), compute,
-                           weight.stride(0), bias ? data<float>(*bias) : nullptr, ids, data<float>(temperature), N,
-                           static_cast<float>(scale), static_cast<float>(softcap), in_gradient, spilled};
+  inputs.bias = bias ? data<float>(*bias) : nullptr;
+  inputs.targets = ids;
+  inputs.temperature = data<float>(temperature);
+  inputs.scale = static_cast<float>(scale);
+  inputs.softcap = static_cast<float>(softcap);
+  inputs.in_gradient = in_gradient;
+  inputs.spill = spilled;
   return head;
 }
 
@@ -119,6 +136,19 @@ Tensor zeros(std::vector<int64_t> shape) {
 Statistics rows_of(const Tensor& statistics, int64_t tokens, bool with_entropy) {
   float* base = static_cast<float*>(statistics.mutable_data_ptr());
   return {base, base + tokens, base + 2 * tokens, base + 3 * tokens, with_entropy};
+}
+
+void head_products(Tensor hidden, Tensor weight, Tensor out) {
+  const Head head = checked_matrices(hidden, weight);
+  check_shape(out, "out", {head.inputs.tokens, head.plan.vocab});
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float, "out must be float32");
+  STD_TORCH_CHECK(out.size(1) == 1 || out.stride(1) == 1, "rows of out must be contiguous; got a stride of ",
+                  out.stride(1));
+  STD_TORCH_CHECK(out.size(0) <= 1 || out.stride(0) >= out.size(1), "rows of out must not overlap; got a stride of ",
+                  out.stride(0), " for ", out.size(1), " columns");
+  if (head.inputs.tokens > 0) {
+    multiply_head(head.plan, head.inputs, static_cast<float*>(out.mutable_data_ptr()), out.stride(0));
+  }
 }
 
 std::tuple<Tensor, Tensor> head_scores(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
@@ -289,6 +319,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
       "float scale, float softcap, Tensor dlogp, Tensor? dentropy) -> Tensor");
   m.def("add_segment_sums(Tensor(a!) out, Tensor rows, Tensor x, Tensor index, Tensor factor, Tensor offsets) -> ()");
   m.def("head_plan(int vocab, int hidden, bool bf16) -> int[]");
+  m.def("head_products(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
   m.def(
       "head_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
       "float softcap, bool with_entropy, Tensor(a!) kept, Tensor(b!) spill) -> (Tensor, Tensor)");
@@ -305,6 +336,7 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CPU, m) {
+  m.impl("head_products", TORCH_BOX(&head_products));
   m.impl("head_scores", TORCH_BOX(&head_scores));
   m.impl("head_gradient", TORCH_BOX(&head_gradient));
   m.impl("set_scores", TORCH_BOX(&set_scores));

@@ -91,8 +91,8 @@ struct Kernels {
   void (*store_gradient)(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out,
                          int64_t out_stride);
 
-  // out [64][columns] = the transpose of a panel of dH^T [columns, 64].
-  void (*transpose_gradient)(const float* panel, int64_t columns, int64_t tokens, float* out, int64_t out_stride);
+  // out [tokens][rows] = the transpose of a tile [rows, 64], of which the first `tokens` lanes are taken.
+  void (*transpose_tile)(const float* tile, int64_t rows, int64_t tokens, float* out, int64_t out_stride);
 
   // See pairs.h.
   float (*row_product)(Dtype dtype, const void* a, const void* b, int64_t columns);

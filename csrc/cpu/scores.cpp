@@ -146,4 +146,22 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
   finish(inputs, out, total, target_logit.get());
 }
 
+void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride) {
+  const int64_t panels = ceil_div(inputs.tokens, kLanes), workers = worker_count(plan.blocks);
+  const TokenPanels tokens(plan, inputs, 0, panels);
+  const Buffer<uint32_t> weights(workers * plan.block_rows * plan.stride);
+  const Buffer<float> tiles(workers * plan.block_rows * kLanes);
+  parallel_tasks(plan.blocks, workers, [&](int64_t block, int64_t worker) {
+    uint32_t* weight = weights.get() + worker * plan.block_rows * plan.stride;
+    float* tile = tiles.get() + worker * plan.block_rows * kLanes;
+    const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
+    pack_weight_block(plan, inputs, block, weight);
+    for (int64_t panel = 0; panel < panels; panel++) {
+      const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
+      plan.multiply(rows, plan.words, weight, plan.stride, tokens.panel(panel), tile, kLanes, false);
+      plan.kernels->transpose_tile(tile, rows, count, out + token * out_stride + first, out_stride);
+    }
+  });
+}
+
 }  // namespace grpo

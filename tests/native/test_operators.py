@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -190,3 +192,41 @@ def test_wrong_sums_are_refused(changes, message):
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
         torch.ops.grpo_fused_C.add_segment_sums(*arguments.values())
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", ""])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_are_those_of_float64(dtype, isa):
+    """Odd sizes and gaps between rows; a token's are bitwise the same in any batch."""
+    try:
+        torch.ops.grpo_fused_C._use_isa(isa)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    try:
+        for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
+            hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
+            out = torch.full((n, v + 2), 7.0)
+            torch.ops.grpo_fused_C.head_products(hidden, weight, out[:, :v])
+            want = hidden.double() @ weight.double().T
+            torch.testing.assert_close(out[:, :v].double(), want, rtol=0.0, atol=1e-5 * h**0.5)
+            assert (out[:, v:] == 7).all()
+            last = torch.empty(1, v)
+            torch.ops.grpo_fused_C.head_products(hidden[-1:].contiguous(), weight, last)
+            assert torch.equal(last[0], out[-1, :v])
+    finally:
+        torch.ops.grpo_fused_C._use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.empty(N, V + 1), rf"out must be \[{N}, {V}\]; got \[{N}, {V + 1}\]"),
+        (torch.empty(N, V, dtype=torch.bfloat16), "out must be float32"),
+        (torch.empty(V, N).T, "rows of out must be contiguous"),
+        (torch.empty(V).expand(N, V), "rows of out must not overlap; got a stride of 0"),
+    ],
+    ids=["shape", "dtype", "columns", "rows"],
+)
+def test_products_refuse_a_wrong_result(out, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.grpo_fused_C.head_products(torch.randn(N, H), torch.randn(V, H), out)

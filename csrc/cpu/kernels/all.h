@@ -26,7 +26,7 @@ constexpr Kernels kAll{
     .transpose_block = transpose_block,
     .interleave_panel = interleave_panel,
     .store_gradient = store_gradient,
-    .transpose_gradient = transpose_gradient,
+    .transpose_tile = transpose_tile,
     .row_product = row_product,
     .add_row = add_row,
 };

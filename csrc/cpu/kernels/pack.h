@@ -111,9 +111,21 @@ void store_gradient(const float* panel, int64_t rows, int64_t columns, Dtype dty
   }
 }
 
-void transpose_gradient(const float* panel, int64_t columns, int64_t tokens, float* out, int64_t out_stride) {
-  for (int64_t h = 0; h < columns; h++) {
-    for (int64_t t = 0; t < tokens; t++) out[t * out_stride + h] = panel[h * kLanes + t];
+void transpose_tile(const float* tile, int64_t rows, int64_t tokens, float* out, int64_t out_stride) {
+  const auto words = reinterpret_cast<const uint32_t*>(tile);
+  const auto to = reinterpret_cast<uint32_t*>(out);
+  int64_t r = 0;
+  for (; r + kWidth <= rows; r += kWidth) {
+    int64_t t = 0;
+    for (; t + kWidth <= tokens; t += kWidth) {
+      transpose_words(words + r * kLanes + t, kLanes, to + t * out_stride + r, out_stride);
+    }
+    for (; t < tokens; t++) {
+      for (int64_t i = r; i < r + kWidth; i++) out[t * out_stride + i] = tile[i * kLanes + t];
+    }
+  }
+  for (; r < rows; r++) {
+    for (int64_t t = 0; t < tokens; t++) out[t * out_stride + r] = tile[r * kLanes + t];
   }
 }
 
