@@ -120,6 +120,30 @@ def test_equals_the_definition_in_float64(options, how):
             assert frobenius_error(mine, want) <= 1e-10
 
 
+@pytest.mark.gate(keep=lambda seed: seed < 15)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_cases_in_float64(seed):
+    """Objective, sizes, distance of the reference, transform, chunks."""
+    g = torch.Generator().manual_seed(5000 + seed)
+
+    def drawn(*values):
+        return values[int(torch.randint(len(values), (), generator=g))]
+
+    config = config_of(drawn(*OBJECTIVES.values()), beta=drawn(0.01, 0.3, 3.0))
+    pair = Pair(
+        seed, near=drawn(0.01, 0.3, 2.0), B=drawn(1, 3, 6), T=drawn(1, 5, 12), H=drawn(1, 8, 17), V=drawn(2, 60)
+    )
+    transform = {"temperature": drawn(1.0, 0.6), "scale": drawn(1.0, 1.3), "softcap": drawn(None, 4.0)}
+    loss, mean, dhidden, dweight = naive(pair, config, **transform)
+    transform["logit_scale"] = transform.pop("scale")
+    how = {"compact": drawn(True, False), "max_scratch_bytes": drawn(None, 60_000)}
+    out, *got = pair.run(config, impl=drawn("chunked", "reference"), **transform, **how)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(out.metrics["kl"].double(), mean, rtol=1e-6, atol=1e-9)
+    for mine, want in zip(got, (dhidden, dweight), strict=True):
+        assert frobenius_error(mine, want) <= 1e-9 or (mine - want).norm() <= 1e-12
+
+
 @objectives
 def test_packed_is_padded(options):
     config, pair = config_of(options), Pair(3, B=4, T=8, H=12, V=50)
