@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, accuracy_problem, cost, end_to_end, growth, memory, study_plots
+from benchmarks import accuracy, accuracy_problem, cost, end_to_end, growth, memory, objective, study_plots
 from benchmarks.problem import loss_from_logps
 from grpo_fused import _native
 from grpo_fused.testing import frobenius_error
@@ -224,3 +224,14 @@ def test_peak_memory_is_measured():
     if math.isnan(peak):
         pytest.skip("the peak of this process cannot be read")
     assert 30 * 2**20 < peak < 40 * 2**20
+
+
+def test_forms_of_a_step_agree(capsys, monkeypatch):
+    """The custom objective has the loss of the built-in one, and every form is timed."""
+    monkeypatch.setattr("sys.argv", ["objective", "--quick", "--rounds", "1"])
+    objective.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "bare-1", "bare-3", "built-in", "custom", "k3", "exact KL", lines[-1]
+    ]  # fmt: skip
+    assert lines[-1].startswith("custom / built-in: ")
