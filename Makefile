@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed verl vllm wheel bench bench-cpu sanitize gpu aot clean
+.PHONY: help demo test test-full lint deepspeed torchtitan verl vllm wheel bench bench-cpu sanitize gpu aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +37,10 @@ lint: $(VENV)/.dev  ## style and types
 # In environments of their own, since what they need is not for everybody; never part of the gate.
 deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on two CPU processes (about 5 minutes)
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -q tests/with_deepspeed
+
+torchtitan: $(VENV)-torchtitan/.ready  ## torchtitan's losses on the CPU, also under FSDP2 (about 2 minutes)
+	$(VENV)-torchtitan/bin/python -m pip install --quiet --no-deps torchtitan==0.3.0
+	$(VENV)-torchtitan/bin/python -m pytest -q tests/with_torchtitan
 
 verl: $(VENV)-verl/.ready  ## verl's fused heads, FSDP2 engine and losses on the CPU (about 3 minutes)
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
@@ -120,7 +124,7 @@ aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel
 	$(BIN)/python -m benchmarks.aot
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-verl .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-torchtitan $(VENV)-verl .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }

@@ -38,7 +38,10 @@ def _plans() -> list[Plan]:
 
 PLANS = _plans()
 QUICK = [
-    Plan(Case(4, 256, 896, 151936, "bf16"), peers=("eager", "torch.compile", "torch-lce", "trl", "liger")),
+    Plan(
+        Case(4, 256, 896, 151936, "bf16"),
+        peers=("eager", "torch.compile", "torch-lce", "trl", "liger", "torchtitan", "unsloth"),
+    ),
     Plan(Case(4, 256, 896, 151936, "bf16", "half-inactive"), peers=(), memory=False),
     Plan(Case(10, 102, 896, 151936, "bf16", "zero-advantage-40"), peers=(), memory=False),
     Plan(Case(1, 256, 896, 151936, "fp32"), peers=("eager", "trl", "liger"), memory=False),

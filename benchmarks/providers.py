@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -192,10 +195,50 @@ def _quack(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return linear_cross_entropy_func(hidden, weight, None, ids, reduction="none", inplace_backward=True)
 
 
+@functools.cache
+def _of_file(name: str) -> ModuleType:
+    """A module by its file alone: importing torchtitan.experiments.rl needs vLLM, unsloth_zoo a GPU."""
+    package, *path = name.split(".")
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    spec = importlib.util.spec_from_file_location(name, Path(found.origin).parent.joinpath(*path).with_suffix(".py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _torchtitan(p: Problem) -> Tensor:
+    """Its wrapper writes the gradient of the weight at once, and hands that of the hidden states to `backward`."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    dapo = _of_file("torchtitan.experiments.rl.losses.dapo").DAPOLoss
+    config = dapo.Config(ratio_clip_low=EPSILON, ratio_clip_high=EPSILON)
+    wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(loss_fn=config))
+    wrapper.set_lm_head(functools.partial(F.linear, weight=p.lm_head_weight))
+    return wrapper(
+        p.hidden_states, p.completion_ids, p.completion_mask.sum(), generator_logprobs=old_of(p),
+        advantages=p.advantages.unsqueeze(1).expand_as(p.completion_ids), loss_mask=p.completion_mask,
+    )[0]  # fmt: skip
+
+
+def _unsloth_logps(p: Problem) -> Tensor:
+    return _of_file("unsloth_zoo.fused_losses.fused_linear").fused_linear_logprobs(
+        p.hidden_states, p.lm_head_weight, p.completion_ids, mask=p.completion_mask, temperature=TEMPERATURE
+    )
+
+
 def _verl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, ids, TEMPERATURE, "none")[0]
+
+
+def _without(*packages: str) -> Callable[[str], str | None]:
+    """Which of the packages that a peer imports is missing."""
+    return lambda device: next((f"{p} is not installed" for p in packages if importlib.util.find_spec(p) is None), None)
 
 
 def _triton_missing(device: str) -> str | None:
@@ -238,6 +281,15 @@ _ALL = (
     ),
     _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _trl_logps, package="trl"),
     Provider("liger", "LigerFusedLinearGRPOLoss, nothing on top", _liger, package="liger_kernel"),
+    Provider(
+        "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,
+        package="torchtitan", needs=_without("spmd_types", "tyro"),
+    ),
+    _from_logps(
+        "unsloth",
+        "unsloth_zoo's fused_linear_logprobs, which its GRPO trainer calls; its Triton kernels run on a GPU only",
+        _unsloth_logps, package="unsloth_zoo",
+    ),
     Provider(
         "liger-triton", "all logits by an eager product, then triton_grpo_loss", _liger_triton, _liger_triton_logps,
         package="liger_kernel", devices=GPU,

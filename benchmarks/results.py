@@ -38,6 +38,8 @@ PACKAGES = (
     "cut-cross-entropy",
     "quack-kernels",
     "verl",
+    "torchtitan",
+    "unsloth_zoo",
 )
 MEASURED = ("grpo_fused", "kernels", "csrc", "setup.py", "benchmarks", ":!benchmarks/results")
 """Files that must be committed for a result to belong to its commit."""

@@ -39,6 +39,7 @@ NAMES = {
     "cce": "Apple CCE",
     "cce-exact": "Apple CCE, exact",
     "quack": "QuACK",
+    "unsloth": "Unsloth",
 }
 """Names of the implementations in the result files, and in pictures."""
 

@@ -1,4 +1,4 @@
-"""`grpo-fused`, or `python -m grpo_fused`: train, plot, doctor, check."""
+"""`grpo-fused`, or `python -m grpo_fused`: train, plot, trl, doctor, check."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from grpo_fused import __version__
 COMMANDS = {
     "train": ("trainer.cli", "train a language model by GRPO from a recipe (a YAML file)"),
     "plot": ("trainer.plot", "draw the curves of a run into a PNG"),
+    "trl": ("integrations.trl.cli", "TRL's command line on our kernels: trl grpo --config FILE"),
     "doctor": ("tools.doctor", "show what runs on this machine and what is missing; predict time and memory of a call"),
     "check": ("tools.check", "compare every engine, dtype and objective with float64 on this machine (about a minute)"),
 }

@@ -185,7 +185,7 @@ def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pyte
         (["train", "--config", str(recipe), "--steps"], "argument --steps: expected one argument"),
         (["train", "--config", str(no_text)], "'utf-8' codec can't decode"),
         (["train", "--config", str(a_list)], "a_list.yaml: a recipe must be a mapping of options to values"),
-        (["trian"], "command must be one of train, plot, doctor, check; got 'trian'; did you mean train.$"),
+        (["trian"], "command must be one of train, plot, trl, doctor, check; got 'trian'; did you mean train.$"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)

@@ -2,6 +2,9 @@
 
     from grpo_fused.integrations.liger import FusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
     from grpo_fused.integrations.liger import grpo_loss_from_logits as triton_grpo_loss
+    from grpo_fused.integrations.liger import (
+        FusedLinearScaledCrossEntropyFunction as LigerFusedLinearScaledCrossEntropyFunction,
+    )
 
 The interfaces are those of liger-kernel 0.8.5, which need not be installed. Names, argument order, defaults and results
 are Liger's. Its defaults are not TRL's: `beta` 0.04 (TRL 0), `use_bias_correction_kl` False (TRL True), and in
@@ -27,5 +30,6 @@ from __future__ import annotations
 
 from grpo_fused.integrations.liger.fused_linear import FusedLinearGRPOLoss
 from grpo_fused.integrations.liger.logits import grpo_loss_from_logits
+from grpo_fused.integrations.liger.scaled_cross_entropy import FusedLinearScaledCrossEntropyFunction
 
-__all__ = ["FusedLinearGRPOLoss", "grpo_loss_from_logits"]
+__all__ = ["FusedLinearGRPOLoss", "FusedLinearScaledCrossEntropyFunction", "grpo_loss_from_logits"]

@@ -1,7 +1,8 @@
 """TRL on our kernels: one line, and the same losses, metrics and weights.
 
     from grpo_fused.integrations.trl import patch_trl
-    patch_trl()                       # GRPO, RLOO, DPO, KTO and SFT trainers score tokens by `fused_linear_logprobs`
+    patch_trl()                       # GRPO, RLOO, DPO, KTO and SFT trainers score tokens by `fused_linear_logprobs`,
+                                      # the distillation trainer takes `fused_linear_divergence`
 
     from grpo_fused.integrations.trl import FusedGRPOTrainer
     trainer = FusedGRPOTrainer(...)   # in place of GRPOTrainer: loss and gradients in one pass over the head
@@ -14,8 +15,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED = {
-    "1.15": "trl.trainer.utils._ChunkedLogProbFunction; without Triton TRL itself has none there, ours runs",
-    "1.16": "trl.trainer.utils._ChunkedLogProbFunction",
+    "1.15": "the same; without Triton TRL itself has no such functions, ours run",
+    "1.16": "trl.trainer.utils._ChunkedLogProbFunction, distillation_trainer._chunked_divergence_loss",
 }
 """Release (all patch releases of it) to what of it is replaced."""
 

@@ -22,6 +22,7 @@ from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.zero import gathered
@@ -111,7 +112,10 @@ class _Dispatch:
 
 
 def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
-    """Score tokens by our kernels in every trainer of TRL, until `unpatch_trl`; the last call counts.
+    """Score tokens by our kernels in every trainer with TRL's fused head, until `unpatch_trl`; the last call counts.
+
+    `DistillationTrainer` computes its divergence by `fused_linear_divergence`. TRL's other trainers compute all logits;
+    there it changes nothing.
 
     Trainers made from now on also check, at construction, that the head which TRL reads off the model's configuration
     is the model's (`RuntimeError` if not: TRL would be silently wrong).
@@ -153,10 +157,14 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
 def _install() -> None:
     if _replaced:
         return
-    from trl.trainer import utils
+    from trl.trainer import distillation_trainer, utils
 
     own, checked = utils.add_fused_lm_head, _checking(utils.add_fused_lm_head)
-    replacements: list[tuple[Any, str, Any]] = [(utils, "_ChunkedLogProbFunction", _Dispatch)]
+    divergence = _dispatching(distillation_trainer._chunked_divergence_loss)
+    replacements: list[tuple[Any, str, Any]] = [
+        (utils, "_ChunkedLogProbFunction", _Dispatch),
+        (distillation_trainer, "_chunked_divergence_loss", divergence),
+    ]
     for name, module in list(sys.modules.items()):  # trainers that are imported later take theirs from `utils`
         if name.split(".")[0] == "trl" and vars(module).get("add_fused_lm_head") is own:
             replacements.append((module, "add_fused_lm_head", checked))
@@ -170,6 +178,14 @@ def _restore() -> None:
         while _replaced:
             module, name, value = _replaced.pop()
             setattr(module, name, value)
+
+
+def _dispatching(chunked_divergence_loss: Callable[..., Any]) -> Callable[..., Any]:
+    def divergence_loss(*args: Any, **kwargs: Any) -> Any:
+        patched = (_of_block.get() or _patched) is not None
+        return (fused_divergence_loss if patched else chunked_divergence_loss)(*args, **kwargs)
+
+    return divergence_loss
 
 
 def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,82 @@
+"""`LigerFusedLinearScaledCrossEntropyFunction`: the negative log-prob of each token, and its entropy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grpo_fused import validation as check
+from grpo_fused.functional import fused_linear_logprobs
+
+
+class FusedLinearScaledCrossEntropyFunction:
+    """`liger_kernel.ops.LigerFusedLinearScaledCrossEntropyFunction` (0.8.5), computed by `fused_linear_logprobs`."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Negative log-probs, and entropies and log-probs of further tokens if asked for.
+
+        Args:
+            _input: `[M, H]`: the state that predicts each token.
+            weight: `[V, H]`.
+            target: `[M]` integers in `[0, V)`, or `ignore_index`.
+            temperature: Divides the logits, > 0.
+            ignore_index: Tokens with this target give 0 everywhere, without a gradient.
+            m_tiles_per_cluster: At least 1; no effect: the engines have tiles of their own.
+            return_entropy: Also return entropies.
+            selected_token_ids: `[K]` int64 in `[0, V)`, any order, repeated or not: also return the log-probs of these
+                tokens at each position.
+
+        Returns:
+            Negative log-probs `[M]`; or a tuple of them, the entropies `[M]` if asked for, and the log-probs `[M, K]`
+            of `selected_token_ids` if given. In nats, fp32 (fp64 for fp64 inputs), all differentiable. Liger rounds the
+            logits and the entropies to the dtype of the input.
+
+        Raises:
+            ValueError: Shapes or ranges that are wrong.
+            TypeError: A wrong type or dtype.
+
+        Source: liger-kernel 0.8.5, `liger_kernel/ops/fused_linear_scaled_cross_entropy.py`, for the interface.
+        """
+        if isinstance(m_tiles_per_cluster, bool) or not isinstance(m_tiles_per_cluster, int):
+            raise TypeError(f"m_tiles_per_cluster must be an int; got {type(m_tiles_per_cluster).__name__}")
+        if m_tiles_per_cluster < 1:
+            raise ValueError(f"m_tiles_per_cluster must be >= 1; got {m_tiles_per_cluster}")
+        if not isinstance(return_entropy, bool):
+            raise TypeError(f"return_entropy must be a bool; got {type(return_entropy).__name__}")
+        check.check_token_ids(target, "target")
+        active = target != ignore_index
+        out = fused_linear_logprobs(
+            _input, weight, target, active, temperature=temperature, with_entropy=return_entropy
+        )
+        results = [-out.logps]
+        if out.entropies is not None:
+            results.append(out.entropies)
+        if selected_token_ids is not None:
+            results.append(_selected(_input, weight, target, active, temperature, out.logps, selected_token_ids))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _selected(
+    hidden: Tensor, weight: Tensor, target: Tensor, active: Tensor, temperature: float, logps: Tensor, ids: Tensor
+) -> Tensor:
+    """[M, K] log-probs: a few logits of each row, and the log-sum-exp that the target's log-prob implies."""
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"selected_token_ids must be int64 [K]; got {got}")
+    if ((ids < 0) | (ids >= weight.shape[0])).any():
+        raise ValueError(f"selected_token_ids must be in [0, {weight.shape[0]}); got {ids.min()} to {ids.max()}")
+    hidden = hidden.to(logps.dtype)
+    own = (hidden * weight[target.where(active, 0)].to(logps.dtype)).sum(-1) / temperature
+    logits = F.linear(hidden, weight[ids].to(logps.dtype)) / temperature
+    return torch.where(active.unsqueeze(-1), logits - (own - logps).unsqueeze(-1), 0.0)

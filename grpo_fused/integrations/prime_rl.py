@@ -1,0 +1,95 @@
+"""prime-rl on our kernels: its fused output layers, with the same constructor, arguments and results.
+
+At the end of `prime_rl/trainer/models/layers/lm_head.py` (and, for Gemma, of `lm_head_gemma.py`):
+
+    from grpo_fused.integrations.prime_rl import FusedOutputLinear
+    from grpo_fused.integrations.prime_rl import GemmaFusedOutputLinear
+
+Releases of prime-rl that are known: see `SUPPORTED`. Importing this beside another one raises `ImportError`. prime-rl
+need not be installed.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from grpo_fused import fused_linear_logprobs
+
+SUPPORTED = {"0.8": "FusedOutputLinear, GemmaFusedOutputLinear"}
+"""Release (all patch releases of it) to what of it is replaced."""
+
+
+def check_version(installed: str | None) -> None:
+    """Raise `ImportError` if this is a prime-rl release whose output layers are not known."""
+    if installed is not None and ".".join(installed.split(".")[:2]) not in SUPPORTED:
+        known = ", ".join(f"{release}.*" for release in SUPPORTED)
+        raise ImportError(f"grpo_fused.integrations.prime_rl knows the layers of prime-rl {known}; found {installed}")
+
+
+def _installed() -> str | None:
+    try:
+        return version("prime-rl")
+    except PackageNotFoundError:
+        return None
+
+
+check_version(_installed())
+
+
+class FusedOutputLinear(torch.nn.Linear):
+    """prime-rl's `FusedOutputLinear` (0.8): an output layer that returns log-probs and entropies, not logits.
+
+    Both are fp32 and differentiable; prime-rl's entropies have no gradient, and its products round the logits of a bf16
+    head.
+
+    Args:
+        in_features: H.
+        out_features: V.
+        chunk_size: No effect: the engines choose their chunks.
+    """
+
+    softcap: float | None = None
+
+    def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.chunk_size = chunk_size
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Log-probs of the labels, and entropies.
+
+        Args:
+            hidden_states: `[B, S, H]`, the state that predicts each label.
+            labels: `[B, S]` integers in `[0, V)`.
+            temperature: `[B, S]`, > 0: what the logits of each token are divided by, after the cap.
+
+        Returns:
+            `{"logprobs": ..., "entropy": ...}`, `[B, S]` fp32 in nats.
+
+        Raises:
+            ValueError: Labels or temperatures are missing, or have another shape or range.
+            TypeError: A wrong dtype.
+        """
+        for name, given in (("labels", labels), ("temperature", temperature)):
+            if not isinstance(given, Tensor) or given.shape != hidden_states.shape[:2]:
+                got = tuple(given.shape) if isinstance(given, Tensor) else given
+                raise ValueError(f"{name} must be [B, S] = {tuple(hidden_states.shape[:2])}; got {got}")
+        assert labels is not None
+        assert temperature is not None
+        out = fused_linear_logprobs(
+            hidden_states, self.weight, labels, temperature=temperature, softcap=self.softcap, with_entropy=True
+        )
+        assert out.entropies is not None
+        return {"logprobs": out.logps, "entropy": out.entropies}
+
+
+class GemmaFusedOutputLinear(FusedOutputLinear):
+    """prime-rl's `GemmaFusedOutputLinear` (0.8): the same with logits `softcap * tanh(logits / softcap)`."""
+
+    def __init__(self, in_features: int, out_features: int, chunk_size: int, softcap: float) -> None:
+        super().__init__(in_features, out_features, chunk_size)
+        self.softcap = softcap

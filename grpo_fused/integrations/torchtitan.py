@@ -1,0 +1,178 @@
+"""torchtitan on our kernels: its loss wrapper, which has the head and the loss, in one pass over the head.
+
+    from grpo_fused.integrations.torchtitan import FusedLossWrapper as ChunkedLossWrapper
+
+    loss = ChunkedLossWrapper.Config(loss_fn=GRPOLoss.Config())  # in the config of a trainer
+
+Releases of torchtitan that are known: see `SUPPORTED`. Importing this with another one raises `ImportError`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grpo_fused import fused_linear_objective
+from grpo_fused.heads.hidden import replaced_forward
+from grpo_fused.outputs import ObjectiveOutput
+
+SUPPORTED = {"0.3": "torchtitan.components.loss.ChunkedLossWrapper"}
+"""Release (all patch releases of it) to what of it is replaced."""
+
+
+def check_version(installed: str | None) -> None:
+    """Raise `ImportError` unless the loss wrapper of this torchtitan release is known."""
+    known = ", ".join(f"{release}.*" for release in SUPPORTED)
+    if installed is None:
+        raise ImportError(f"grpo_fused.integrations.torchtitan needs torchtitan ({known}); it is not installed")
+    if ".".join(installed.split(".")[:2]) not in SUPPORTED:
+        raise ImportError(f"grpo_fused.integrations.torchtitan knows the losses of {known}; found {installed}")
+
+
+def _installed() -> str | None:
+    try:
+        return version("torchtitan")
+    except PackageNotFoundError:
+        return None
+
+
+check_version(_installed())
+
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper  # noqa: E402
+from torchtitan.distributed.spmd_types import spmd_mesh_size  # noqa: E402
+
+LOSSES = (
+    "torchtitan.components.loss.CrossEntropyLoss",
+    "torchtitan.experiments.rl.losses.dapo.DAPOLoss",
+    "torchtitan.experiments.rl.losses.grpo.GRPOLoss",
+)
+"""The inner losses that can be computed from log-probs."""
+CAST_HEAD = "torchtitan.experiments.rl.models.cast_linear.CastLinear.forward"
+"""A head with logits in fp32, as ours are."""
+MAX_LOG_RATIO = 10.0
+"""torchtitan's bound on the log-ratio, beyond which a token has no gradient."""
+
+
+class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
+    """`torchtitan.components.loss.ChunkedLossWrapper` (0.3) with three head products and no chunk of logits.
+
+    It has the configuration, calls, losses and metrics of torchtitan's. Log-probs and entropies are fp32, where
+    torchtitan rounds the logits of a bf16 head. The gradient of the head's weight is computed by `loss.backward()`,
+    which torchtitan's wrapper does in the call. So the loss can be scaled. FSDP2 heads run with their hooks.
+
+    Args:
+        config: `Config(loss_fn=..., num_chunks=...)`: `loss_fn` is the config of one of `LOSSES`; `num_chunks` has no
+            effect, and need not divide the length of a sequence.
+        compile_config: No effect; a warning if the loss should be compiled.
+
+    Raises:
+        TypeError: An inner loss that is not among `LOSSES`, a subclass included: it may need logits. A head that is
+            more than a matrix product (a soft cap, an adapter, quantisation).
+        ValueError: The head or the hidden states are sharded by tensor parallelism; no head is set.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
+        """The fields of torchtitan's."""
+
+    def __init__(self, config: Any, *, compile_config: Any = None) -> None:
+        super().__init__(config)
+        name = f"{type(self.loss_fn).__module__}.{type(self.loss_fn).__qualname__}"
+        if name not in LOSSES:
+            raise TypeError(f"loss_fn must be the config of one of {', '.join(LOSSES)}; got that of {name}")
+        if compile_config is not None and compile_config.enable and "loss" in compile_config.components:
+            warnings.warn("FusedLossWrapper does not compile its loss; compile.components has 'loss'", stacklevel=2)
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """Set the output head, a linear layer `[V, H]` with or without a bias."""
+        forward = type(lm_head).forward
+        if forward is not nn.Linear.forward and f"{forward.__module__}.{forward.__qualname__}" != CAST_HEAD:
+            raise TypeError(
+                f"lm_head must be a linear layer, and nothing more; the forward of {type(lm_head).__name__} is "
+                f"{forward.__module__}.{forward.__qualname__}"
+            )
+        super().set_lm_head(lm_head)
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | float | None = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and torchtitan's metrics.
+
+        Args:
+            pred: `[B, L, H]` hidden states, of a model that skips its head.
+            labels: `[B, L]` int64, the token that each state predicts; -100 where cross-entropy ignores it.
+            global_valid_tokens: What the loss is divided by, default 1; the policy losses take at least 1.
+            loss_inputs: For DAPO and GRPO `generator_logprobs` and `advantages` `[B, L]`, `loss_mask` `[B, L]` bool.
+
+        Returns:
+            The 0-d loss in fp32, differentiable in hidden states and head, and 0-d metrics.
+        """
+        if self.lm_head is None:
+            raise ValueError("set_lm_head must be called before the loss; no head is set")
+        if type(self.loss_fn).__qualname__ == "CrossEntropyLoss":
+            return self._cross_entropy(pred, labels, global_valid_tokens), {}
+        return self._policy_loss(pred, labels, global_valid_tokens, **loss_inputs)
+
+    def _cross_entropy(self, hidden: Tensor, labels: Tensor, valid_tokens: Tensor | float | None) -> Tensor:
+        divisor = 1 if valid_tokens is None else valid_tokens
+        return self._through_head(
+            hidden, labels, lambda logps, entropies: -logps / divisor, labels != IGNORE_INDEX
+        ).loss
+
+    def _policy_loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        valid_tokens: Tensor | float | None,
+        *,
+        generator_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        divisor = 1 if valid_tokens is None else max(valid_tokens, 1)
+        low, high = 1 - self.loss_fn.ratio_clip_low, 1 + self.loss_fn.ratio_clip_high
+        mask = loss_mask & generator_logprobs.isfinite()
+
+        def ratio_of(logps: Tensor, generator_logprobs: Tensor) -> Tensor:
+            return (logps - generator_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+        def objective(logps: Tensor, entropies: Tensor, generator_logprobs: Tensor, advantages: Tensor) -> Tensor:
+            ratio = ratio_of(logps, generator_logprobs)
+            return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages) / divisor
+
+        old = generator_logprobs.masked_fill(~mask, 0.0).float()
+        inputs = {"generator_logprobs": old, "advantages": advantages.float()}
+        out = self._through_head(hidden, labels, objective, mask, inputs=inputs, with_entropy=True)
+        assert out.entropies is not None
+        difference = (out.per_token_logps - old) * mask
+        ratio = ratio_of(out.per_token_logps, old)
+        per_token = {
+            "loss/ratio_mean": ratio,
+            "loss/ratio_clipped_frac": ((ratio - ratio.clamp(low, high)).abs() > 1e-6).float(),
+            "bit_wise/logprob_diff/mean": difference,
+            "bit_wise/ratio_tokens_different/mean": (difference.abs() > 1e-6).float(),
+            "trainer/entropy/mean": out.entropies,
+        }
+        means = {name: (values * mask).sum() / divisor for name, values in per_token.items()}
+        return out.loss, {"loss/mean": out.loss.detach(), **means, "bit_wise/logprob_diff/max": difference.abs().max()}
+
+    def _through_head(self, hidden: Tensor, labels: Tensor, *call: Any, **options: Any) -> ObjectiveOutput:
+        """`fused_linear_objective` in place of the head's forward: FSDP2's hooks gather its weight as always."""
+        head: Any = self.lm_head
+
+        def forward(hidden: Tensor) -> ObjectiveOutput:
+            if isinstance(hidden, DTensor) or isinstance(head.weight, DTensor) or spmd_mesh_size("tp") > 1:
+                raise ValueError(
+                    "FusedLossWrapper needs whole hidden states and a whole head; got ones that tensor parallelism has "
+                    "sharded: set parallelism.tensor_parallel_degree = 1"
+                )
+            return fused_linear_objective(hidden, head.weight, labels, *call, lm_head_bias=head.bias, **options)
+
+        with replaced_forward(head, forward):  # type: ignore[arg-type]
+            return head(hidden)  # type: ignore[no-any-return]

@@ -1,0 +1,85 @@
+"""prime-rl's output layers, which cannot be installed here: against their formula in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_fused.integrations import prime_rl
+
+B, S, H, V = 2, 7, 16, 70
+LAYERS = {
+    "plain": (prime_rl.FusedOutputLinear, {}),
+    "gemma": (prime_rl.GemmaFusedOutputLinear, {"softcap": 3.0}),
+}
+
+
+def problem(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    kind, options = LAYERS[name]
+    layer = kind(in_features=H, out_features=V, chunk_size=4, **options).to(dtype)
+    torch.nn.init.normal_(layer.weight)
+    hidden = torch.randn(B, S, H, dtype=dtype, requires_grad=True)
+    return layer, hidden, torch.randint(0, V, (B, S)), torch.rand(B, S) + 0.5
+
+
+def formula(layer, hidden, labels, temperature):
+    """The results of prime-rl 0.8 without its chunks: one temperature for each token, after the cap."""
+    logits = hidden @ layer.weight.T
+    softcap = getattr(layer, "softcap", None)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature.unsqueeze(-1)).log_softmax(-1)
+    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_formula(name):
+    layer, hidden, labels, temperature = problem(name)
+    want = formula(layer, hidden, labels, temperature)
+    got = layer(hidden, labels, temperature)
+    assert list(got) == ["logprobs", "entropy"]
+    c = torch.randn(2, B, S)
+    for mine, theirs in zip(got.values(), want, strict=True):
+        assert mine.dtype == torch.float32
+        assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    gradients = (
+        torch.autograd.grad((logps * c[0] + entropies * c[1]).sum(), (hidden, layer.weight), retain_graph=True)
+        for logps, entropies in (tuple(got.values()), want)
+    )
+    for mine, theirs in zip(*gradients, strict=True):
+        assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bf16_is_fp32_exact(name):
+    layer, hidden, labels, temperature = problem(name, torch.bfloat16)
+    got = layer(hidden, labels, temperature)
+    want = formula(layer.double(), hidden.double(), labels, temperature.double())
+    for mine, exact in zip(got.values(), want, strict=True):
+        assert_close(mine.double(), exact, rtol=0, atol=1e-4)
+
+
+def test_bad_input():
+    layer, hidden, labels, temperature = problem("plain")
+    with pytest.raises(ValueError, match=r"labels must be \[B, S\] = \(2, 7\); got None"):
+        layer(hidden, temperature=temperature)
+    with pytest.raises(ValueError, match=r"temperature must be \[B, S\] = \(2, 7\); got None"):
+        layer(hidden, labels)
+    with pytest.raises(ValueError, match=r"temperature must be \[B, S\] = \(2, 7\); got \(2,\)"):
+        layer(hidden, labels, temperature[:, 0])
+    with pytest.raises(ValueError, match="temperature"):
+        layer(hidden, labels, temperature * 0)
+    with pytest.raises(ValueError, match=str(V)):
+        layer(hidden, labels + V, temperature)
+    with pytest.raises(ValueError, match=r"lm_head_weight must have shape \(V, 4\)"):
+        layer(hidden[..., :4], labels, temperature)
+    with pytest.raises(TypeError, match="sampling_mask"):  # of later development versions
+        layer(hidden, labels, temperature, sampling_mask=None)
+
+
+def test_versions():
+    prime_rl.check_version(None)
+    prime_rl.check_version("0.8.1.dev3")
+    with pytest.raises(ImportError, match=r"knows the layers of prime-rl 0\.8\.\*; found 0\.9\.0"):
+        prime_rl.check_version("0.9.0")

@@ -1,0 +1,237 @@
+"""Our loss wrapper against torchtitan's own: loss, metrics, gradients; also under FSDP2 on two processes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+titan = pytest.importorskip("torchtitan.components.loss")
+
+from torchtitan.models.common.linear import Linear
+
+from grpo_fused.integrations import torchtitan as ours
+
+B, L, H, V = 2, 16, 24, 90
+
+
+def of_file(name: str):
+    """A module whose package imports vLLM."""
+    if name not in sys.modules:
+        package, *path = name.split(".")
+        root = Path(importlib.util.find_spec(package).origin).parent
+        spec = importlib.util.spec_from_file_location(name, root.joinpath(*path).with_suffix(".py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+DAPOLoss = of_file("torchtitan.experiments.rl.losses.dapo").DAPOLoss
+GRPOLoss = of_file("torchtitan.experiments.rl.losses.grpo").GRPOLoss
+CastLinear = of_file("torchtitan.experiments.rl.models.cast_linear").CastLinear
+
+LOSSES = {
+    "grpo": lambda: GRPOLoss.Config(clip_eps=0.1),
+    "dapo": lambda: DAPOLoss.Config(ratio_clip_low=0.2, ratio_clip_high=0.28),
+    "cross-entropy": lambda: titan.CrossEntropyLoss.Config(),
+}
+
+
+def head_of(dtype=torch.float32, bias=False, kind=Linear):
+    torch.manual_seed(1)
+    return kind.Config(in_features=H, out_features=V, bias=bias).build().to(dtype)
+
+
+def problem(name: str, dtype=torch.float32, seed=0):
+    """Hidden states, labels, divisor and the inputs of the loss: some masked, not finite, or far off the policy."""
+    torch.manual_seed(seed)
+    hidden = torch.randn(B, L, H).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (B, L))
+    if name == "cross-entropy":
+        labels[:, -3:] = titan.IGNORE_INDEX
+        return hidden, labels, torch.tensor(float((labels >= 0).sum())), {}
+    logps = (hidden.detach().float() @ head_of(dtype).weight.T.float()).log_softmax(-1)
+    old = logps.gather(-1, labels.unsqueeze(-1)).squeeze(-1).detach() + 0.3 * torch.randn(B, L)
+    old[0, 1], old[1, 2] = float("nan"), float("-inf")
+    old[0, 3], old[1, 3] = old[0, 3] - 12.0, old[1, 3] + 12.0
+    mask = torch.rand(B, L) < 0.8
+    inputs = {"generator_logprobs": old, "advantages": torch.randn(B, L), "loss_mask": mask}
+    return hidden, labels, float((mask & old.isfinite()).sum()), inputs
+
+
+def run(wrapper, head, hidden, labels, valid, inputs):
+    """Loss, metrics and gradients."""
+    wrapper.set_lm_head(head)
+    hidden = hidden.detach().requires_grad_()
+    loss, metrics = wrapper(hidden, labels, valid, **inputs)
+    loss.backward()
+    return {"loss": loss.detach(), **metrics}, {
+        "hidden": hidden.grad,
+        **{n: p.grad for n, p in head.named_parameters()},
+    }
+
+
+def wrappers(name):
+    return [
+        kind(kind.Config(loss_fn=LOSSES[name](), num_chunks=4))
+        for kind in (titan.ChunkedLossWrapper, ours.FusedLossWrapper)
+    ]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_torchtitan(name, bias):
+    theirs, fused = wrappers(name)
+    head, data = head_of(bias=bias), problem(name)
+    want, want_gradients = run(theirs, head, *data)
+    got, gradients = run(fused, copy.deepcopy(head).requires_grad_(), *data)
+    assert got.keys() == want.keys()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == want_gradients.keys()
+    for key, value in want_gradients.items():
+        assert value.abs().max() > 0
+        torch.testing.assert_close(gradients[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_is_nearer_to_float64():
+    theirs, fused = wrappers("grpo")
+    data = problem("grpo", torch.bfloat16)
+    exact = copy.deepcopy(head_of(torch.bfloat16)).double()
+    want, _ = run(theirs, exact, data[0].double(), *data[1:])
+    off = {}
+    for name, wrapper in (("theirs", theirs), ("fused", fused)):
+        got, _ = run(wrapper, head_of(torch.bfloat16), *data)
+        off[name] = float((got["trainer/entropy/mean"] - want["trainer/entropy/mean"]).abs())
+    assert off["fused"] < 1e-5 < off["theirs"]
+
+
+def test_loss_can_be_scaled_and_needs_no_gradient():
+    """torchtitan's writes the head's gradient in the call, so a factor on its loss is lost."""
+    _, fused = wrappers("grpo")
+    head, (hidden, *rest, inputs) = head_of(), problem("grpo")
+    fused.set_lm_head(head)
+    (fused(hidden, *rest, **inputs)[0] * 2).backward()
+    twice = head.weight.grad.clone()
+    head.weight.grad = None
+    fused(hidden, *rest, **inputs)[0].backward()
+    torch.testing.assert_close(twice, 2 * head.weight.grad)
+    with torch.no_grad():
+        assert not fused(hidden, *rest, **inputs)[0].requires_grad
+    fused.num_chunks = 7  # torchtitan refuses what does not divide L
+    assert fused(hidden, *rest, **inputs)[0].isfinite()
+
+
+def test_cast_head():
+    _, fused = wrappers("grpo")
+    data = problem("grpo", torch.bfloat16)
+    cast, _ = run(fused, head_of(torch.bfloat16, kind=CastLinear), *data)
+    plain, _ = run(fused, head_of(torch.bfloat16), *data)
+    torch.testing.assert_close(cast, plain)
+
+
+class Capped(Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+class MyLoss(GRPOLoss):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOLoss.Config):
+        pass
+
+
+def test_refusals():
+    fused = ours.FusedLossWrapper
+    with pytest.raises(TypeError, match=r"loss_fn must be the config of one of .*; got that of .*MSELoss"):
+        fused(fused.Config(loss_fn=titan.MSELoss.Config()))
+    with pytest.raises(TypeError, match=r"got that of .*MyLoss"):
+        fused(fused.Config(loss_fn=MyLoss.Config()))
+    wrapper = fused(fused.Config(loss_fn=GRPOLoss.Config()))
+    hidden, labels, valid, inputs = problem("grpo")
+    with pytest.raises(ValueError, match="no head is set"):
+        wrapper(hidden, labels, valid, **inputs)
+    with pytest.raises(TypeError, match=r"lm_head must be a linear layer.*Capped\.forward"):
+        wrapper.set_lm_head(Capped(Linear.Config(in_features=H, out_features=V)))
+    wrapper.set_lm_head(head_of())
+    with pytest.raises(TypeError, match="loss_mask"):
+        wrapper(hidden, labels, valid, generator_logprobs=inputs["generator_logprobs"], advantages=inputs["advantages"])
+    with pytest.raises(ValueError, match=r"lm_head_weight must have shape \(V, 4\)"):
+        wrapper(hidden[..., :4], labels, valid, **inputs)
+    with pytest.raises(ImportError, match=r"knows the losses of 0\.3\.\*; found 0\.4\.1"):
+        ours.check_version("0.4.1")
+    with pytest.raises(ImportError, match="it is not installed"):
+        ours.check_version(None)
+
+
+def test_compilation_is_not_ignored_silently():
+    compiled = titan.CompileConfig(enable=True, components=["loss"])
+    with pytest.warns(UserWarning, match="does not compile its loss"):
+        ours.FusedLossWrapper(ours.FusedLossWrapper.Config(), compile_config=compiled)
+
+
+class Decoder(nn.Module):
+    """A norm and a head in one FSDP group, as torchtitan shards them; the head is called by the loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(H, H)
+        self.norm = nn.LayerNorm(H)
+        self.lm_head = head_of()
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+def steps(rank: int, path: str, bf16: bool):
+    """Two steps with two accumulated batches, with torchtitan's wrapper and ours: losses and whole weights."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    results = []
+    for wrapper in wrappers("grpo"):
+        model = Decoder()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if bf16
+            else MixedPrecisionPolicy()
+        )
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        fully_shard(model.layer, mesh=mesh, mp_policy=policy)
+        fully_shard([model.norm, model.lm_head], mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        for module in (model, model.layer, model.lm_head):
+            module.set_gradient_divide_factor(1.0)  # as torchtitan does
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+        wrapper.set_lm_head(model.lm_head)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        losses = []
+        for step in range(2):
+            for part in range(2):
+                hidden, labels, valid, inputs = problem("grpo", seed=100 * rank + 10 * step + part)
+                loss, _ = wrapper(model(hidden.detach()), labels, valid, **inputs)
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((torch.stack(losses), {n: p.full_tensor().detach() for n, p in model.named_parameters()}))
+    start = dict(Decoder().named_parameters())
+    (want_losses, want), (got_losses, got) = results
+    tolerance = {"rtol": 0.05, "atol": 5e-3} if bf16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got_losses, want_losses, **tolerance)
+    for name, value in want.items():
+        assert (value - start[name]).abs().max() > 1e-3, name
+        torch.testing.assert_close(got[name], value, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_fsdp2(tmp_path, bf16):
+    mp.spawn(steps, (str(tmp_path / "store"), bf16), nprocs=2)
