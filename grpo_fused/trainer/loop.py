@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ class GRPOTrainer(RunState):
 
     Raises:
         ValueError: The data set is too small, its rows differ in form or in number between processes, prompts cannot be
-            divided by the processes, the processes share the model by other means than DDP or FSDP2, the
+            divided by the processes, the processes share the model by other means than DDP or FSDP2 or not at all, the
             weights do not match the functions, vLLM would sample from another distribution than the loss scores, or
             `output_dir` has the checkpoints of a run and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
@@ -147,6 +148,7 @@ class GRPOTrainer(RunState):
             model, tokenizer, batch_size=config.generation_batch_size, synced=self._sharded
         )
         self.stopped_by: int | None = None
+        self._stop = StopRequest()
         self._synced_at: int | None = None  # the optimizer step whose weights the engine has
         self._open(resume, overwrite)
 
@@ -165,7 +167,8 @@ class GRPOTrainer(RunState):
             PeerError: Another process failed; the message has its rank and its reason.
         """
         history: list[Metrics] = []
-        with self._run(), StopRequest() as stop:
+        self._stop = stop = StopRequest()
+        with self._run(), stop:
             if self.accelerator.is_main_process:
                 tqdm.write(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and (before := self.evaluate()):
@@ -193,6 +196,14 @@ class GRPOTrainer(RunState):
                 self.stopped_by = stop.requested or signal.SIGINT  # of another process
                 tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}; continue with --resume")
         return history
+
+    def stop(self) -> None:
+        """While `train` runs: it ends after its step with a checkpoint, on all processes, as after SIGTERM.
+
+        For a run outside of Python's main thread, where no signal arrives (Ray). One process may call it, in any
+        thread, also from a reward function.
+        """
+        self._stop.requested = signal.SIGTERM
 
     def facts(self) -> dict[str, str]:
         """The model and its training, for the first lines of a run."""
@@ -315,3 +326,9 @@ def _check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"processes must share a model by DDP or FSDP2; got {kind.value}")
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if started > 1 and accelerator.num_processes == 1:
+        raise ValueError(
+            f"accelerate must share the run among the {started} processes that were started; got 1. Without a GPU it "
+            "needs Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment"
+        )
