@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed torchtitan verl vllm wheel bench bench-cpu sanitize gpu aot clean
+.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu aot clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,6 +38,9 @@ lint: $(VENV)/.dev  ## style and types
 deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on two CPU processes (about 5 minutes)
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -q tests/with_deepspeed
 
+ray: $(VENV)-ray/.ready  ## the trainer in Ray Train on two CPU processes (about 5 minutes)
+	RAY_USAGE_STATS_ENABLED=0 $(VENV)-ray/bin/python -m pytest -q tests/with_ray
+
 torchtitan: $(VENV)-torchtitan/.ready  ## torchtitan's losses on the CPU, also under FSDP2 (about 2 minutes)
 	$(VENV)-torchtitan/bin/python -m pip install --quiet --no-deps torchtitan==0.3.0
 	$(VENV)-torchtitan/bin/python -m pytest -q tests/with_torchtitan
@@ -53,6 +56,7 @@ $(VENV)-%/.ready: tests/with_%/requirements.txt constraints.txt
 	@touch $@
 
 CONSTRAINTS_deepspeed := -c constraints.txt
+CONSTRAINTS_ray := -c constraints.txt
 
 # Three archives in dist/: the source, a pure Python wheel for any machine, and one with the CPU extension for Linux on
 # x86-64. Each wheel is built from the source archive, without files of an old build/ or machine-specific flags.
@@ -124,7 +128,7 @@ aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel
 	$(BIN)/python -m benchmarks.aot
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-torchtitan $(VENV)-verl .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }

@@ -14,6 +14,7 @@ from grpo_fused.advantages import group_advantages
 from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import check_objective
+from grpo_fused.failures import share_failures
 from grpo_fused.functional import (
     fused_linear_divergence,
     fused_linear_grpo_loss,
@@ -59,4 +60,5 @@ __all__ = [
     "importance_sampling_correction",
     "lm_head_inputs",
     "selective_logprobs",
+    "share_failures",
 ]

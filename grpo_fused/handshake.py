@@ -120,7 +120,7 @@ def agree(
         failure = _attempt(check, found)  # if the digests are equal, the result is the same on all ranks
     if all(row[:2] == [digest, 0] for row in rows):
         return found, failure
-    given = gather_objects(group, (dict(what), _reason(failure)))
+    given = gather_objects(group, (dict(what), reason_of(failure)))
     reasons = {rank: reason for rank, (_, reason) in enumerate(given) if reason is not None}
     if failure is not None:
         return found, failure
@@ -150,7 +150,7 @@ def refusing_together(
             for group in (groups.vocab, groups.tokens if with_tokens else None):
                 if group is not None and dist.get_world_size(group) > 1:
                     _exchange(group, [0, 1])
-                    gather_objects(group, ({}, _reason(failure)))
+                    gather_objects(group, ({}, reason_of(failure)))
         raise
 
 
@@ -159,6 +159,9 @@ def failing_together(vocab: VocabParallel | None, tokens: TokenParallel | None) 
     """An error of this rank in the block, after the handshake, is raised on the others at their next collective."""
     try:
         yield
+        for ranks in (vocab, tokens):  # none has failed after its last collective
+            if ranks is not None:
+                ranks.meet()
     except Exception as failure:
         for ranks in (vocab, tokens):
             if ranks is not None and not (isinstance(failure, PeerError) and failure.group is ranks.group):
@@ -180,7 +183,8 @@ def _attempt(check: Callable[..., None], *arguments: object) -> Exception | None
     return None
 
 
-def _reason(failure: Exception | None) -> str | None:
+def reason_of(failure: BaseException | None) -> str | None:
+    """Its type and text, for other processes."""
     return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
+from grpo_fused.parallel import PeerError
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
@@ -28,7 +29,7 @@ SWITCHES = {
     "overwrite": "remove the run that is in output_dir and start again",
     "dry_run": "check the recipe: one step on a tiny random model and a few rows, without its model and data",
 }
-EXPECTED = (CheckpointError, ImportError, NonFiniteError, OSError, RewardError)
+EXPECTED = (CheckpointError, ImportError, NonFiniteError, OSError, PeerError, RewardError)
 """Errors of a run that are not a defect of the package: one line is enough."""
 
 MAX_VALUES = 20_000  # of a YAML text with its aliases expanded; a recipe has about 40 values

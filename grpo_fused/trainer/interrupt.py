@@ -13,7 +13,8 @@ class StopRequest:
     """Inside the block, the first SIGINT or SIGTERM only sets `requested` to its number; a second SIGINT
     interrupts as usual.
 
-    Only the main thread of Python gets signals; in another one this does nothing.
+    Only the main thread of Python gets signals; in another one this sets no handler, and `requested` is set by
+    `GRPOTrainer.stop`.
     """
 
     def __init__(self) -> None:

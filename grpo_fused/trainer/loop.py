@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused import engines, group_advantages
+from grpo_fused import engines, group_advantages, share_failures
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
@@ -57,10 +58,10 @@ class GRPOTrainer(RunState):
         accelerator: Default one with `config.mixed_precision`.
 
     Raises:
-        ValueError: The data set is too small, its rows differ in form, prompts cannot be divided by the processes, the
-            processes share the model by other means than DDP or FSDP2, the weights do not match the functions, vLLM
-            would sample from another distribution than the loss scores, the head of `reference_model` does not fit,
-            or `output_dir` has the checkpoints of a run and `resume` is off.
+        ValueError: The data set is too small, its rows differ in form or in number between processes, prompts cannot be
+            divided by the processes, the processes share the model by other means than DDP or FSDP2 or not at all, the
+            weights do not match the functions, vLLM would sample from another distribution than the loss scores, the
+            head of `reference_model` does not fit, or `output_dir` has the checkpoints of a run and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -71,6 +72,7 @@ class GRPOTrainer(RunState):
     Source: DeepSeekMath (arXiv 2402.03300, algorithm 1).
     """
 
+    @share_failures()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -96,6 +98,7 @@ class GRPOTrainer(RunState):
             project_dir=None if output_dir is None else str(output_dir),
         )
         _check_distribution(self.accelerator)
+        self._sharded = self.accelerator.distributed_type == DistributedType.FSDP
         active = {
             getattr(tracker, "value", tracker.name) for tracker in self.accelerator.log_with
         }  # an enum or a tracker
@@ -116,6 +119,7 @@ class GRPOTrainer(RunState):
         self.prompts_per_process = config.prompts_per_step // processes
         self.train_rows = self._usable(train_dataset, config.prompts_per_step, "train_dataset")
         self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
+        self._check_same_rows()
         self.evaluate_too = evaluate
         self.batches = Batches(self.train_rows, config.prompts_per_step, config.seed)
         pad = tokenizer.pad_token_id
@@ -145,14 +149,15 @@ class GRPOTrainer(RunState):
         self.policy.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.policy.model.eval()
         self.update = Updater(self.policy, self.reference, self.optimizer, config)
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
         self.engine = engine or HuggingFaceEngine(
-            model, tokenizer, batch_size=config.generation_batch_size, synced=sharded
+            model, tokenizer, batch_size=config.generation_batch_size, synced=self._sharded
         )
         self.stopped_by: int | None = None
+        self._stop = StopRequest()
         self._synced_at: int | None = None  # the optimizer step whose weights the engine has
         self._open(resume, overwrite)
 
+    @share_failures()
     def train(self) -> list[Metrics]:
         """Runs up to `config.steps` steps; returns their metrics, with step 0 for the evaluation before training.
 
@@ -164,9 +169,11 @@ class GRPOTrainer(RunState):
             NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir`, a file
                 `failed-step-<n>-process-<rank>.safetensors`.
             CheckpointError: A checkpoint could not be written.
+            PeerError: Another process failed; the message has its rank and its reason.
         """
         history: list[Metrics] = []
-        with self._run(), StopRequest() as stop:
+        self._stop = stop = StopRequest()
+        with self._run(), stop:
             if self.accelerator.is_main_process:
                 tqdm.write(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and (before := self.evaluate()):
@@ -194,6 +201,14 @@ class GRPOTrainer(RunState):
                 self.stopped_by = stop.requested or signal.SIGINT  # of another process
                 tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}; continue with --resume")
         return history
+
+    def stop(self) -> None:
+        """While `train` runs: it ends after its step with a checkpoint, on all processes, as after SIGTERM.
+
+        For a run outside of Python's main thread, where no signal arrives (Ray). One process may call it, in any
+        thread, also from a reward function.
+        """
+        self._stop.requested = signal.SIGTERM
 
     def facts(self) -> dict[str, str]:
         """The model and its training, for the first lines of a run."""
@@ -261,11 +276,13 @@ class GRPOTrainer(RunState):
 
     def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
         """Completions of some rows, and their rewards."""
+        self._alone = self._sharded
         if self._synced_at != self.update.optimizer_steps:
             self.engine.sync_weights(self.model)
             self._synced_at = self.update.optimizer_steps
         rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
         rollout = rollout.to(self.accelerator.device)
+        self._alone = False
         ids = rollout.completions()
         texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
@@ -298,6 +315,14 @@ class GRPOTrainer(RunState):
         check_rows(rows, at_least, name=f"{name} with prompts of at most {longest} tokens")
         return rows
 
+    def _check_same_rows(self) -> None:
+        """Each process takes its part of every batch, by position."""
+        mine = (len(self.train_rows), 0 if self.eval_rows is None else len(self.eval_rows))
+        counts = gather_object([mine])
+        if len(set(counts)) > 1:
+            found = ", ".join(f"process {i}: {train} and {held_out}" for i, (train, held_out) in enumerate(counts))
+            raise ValueError(f"all processes must have the same rows for training and evaluation; got {found}")
+
 
 def _check_distribution(accelerator: Accelerator) -> None:
     """The loss reads the head's weight outside the model's forward, where other methods have only a part of it."""
@@ -306,3 +331,9 @@ def _check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"processes must share a model by DDP or FSDP2; got {kind.value}")
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if started > 1 and accelerator.num_processes == 1:
+        raise ValueError(
+            f"accelerate must share the run among the {started} processes that were started; got 1. Without a GPU it "
+            "needs Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment"
+        )

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from grpo_fused.handshake import reason_of
+from grpo_fused.parallel import PeerError
 from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
@@ -43,6 +45,7 @@ class RunState:
     _rows_printed: int = 0
     _remembered: dict[str, Any] | None = None
     _all_failed: bool = False  # all processes have failed and will exit
+    _alone: bool = False  # in a rollout with collectives, of a model that is sharded
 
     def save(self) -> Path | None:
         """Writes a checkpoint of the steps done, unless it exists or `output_dir` is None; all processes call it.
@@ -184,15 +187,21 @@ class RunState:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """If one process fails, all of them raise, so that none waits for it and they can save together."""
-        error = None
+        """If one process fails, all of them raise, so that none waits for it and they can save together.
+
+        Not where others are in collectives of the rollout: a process that fails there raises alone (`share_failures`).
+        """
+        error, self._alone = None, False
         try:
             yield
         except Exception as own:
+            if self._alone:
+                raise
             error = own
         self._all_failed = self._any(error is not None)
         if self._all_failed:
-            raise error or RuntimeError("the step failed on another process, whose error has the reason")
+            every = enumerate(gather_object([reason_of(error)]))
+            raise error or PeerError.of({rank: reason for rank, reason in every if reason is not None})
 
     @contextmanager
     def _explained(self, rollout: Rollout, advantages: Tensor) -> Iterator[None]:

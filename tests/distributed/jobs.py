@@ -13,6 +13,7 @@ from grpo_fused import (
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     fused_linear_objective,
+    pipeline,
 )
 from grpo_fused.engines.chunked import _Slab
 from grpo_fused.engines.rows import TorchRows
@@ -150,6 +151,10 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
     elif rank == 1 and what == "gradient":
         options["impl"] = "chunked"
         _fail_once("gradient", TorchRows, "gradient")
+    elif rank == 1 and what == "metrics":  # after the last collective of the loss
+        _fail_once("metrics", pipeline, "compute_metrics")
+    elif rank == 1 and what == "hidden size":
+        mine.hidden_states, mine.lm_head_weight = mine.hidden_states[..., :8], mine.lm_head_weight[:, :8]
     elif rank == 1 and what == "operator":
         try:
             fused_linear_logprobs(mine.hidden_states, mine.lm_head_weight, mine.completion_ids, process_group=given)

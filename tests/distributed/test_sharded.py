@@ -97,6 +97,7 @@ FAILURES = {
     "scratch": "ValueError: max_scratch_bytes=1 is too small",
     "score": "MemoryError: no room for the score",
     "gradient": "MemoryError: no room for the gradient",
+    "metrics": "MemoryError: no room for the metrics",
 }
 
 
@@ -134,7 +135,9 @@ def test_different_operators_are_named(workers):
         assert "operator; got rank 0: Loss, rank 1: Logprobs" in got, got
 
 
-def test_ranks_with_other_tokens_give_one_normaliser(workers):
+def test_ranks_with_other_tokens_have_one_hidden_size_and_one_normaliser(workers):
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "hidden size"):
+        assert "must give the same hidden size; got rank 0: 12, rank 1: 8" in got, got
     for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "items"):
         assert "must give the same num_items; got rank 0: " in got, got
 

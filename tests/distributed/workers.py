@@ -6,10 +6,13 @@ import datetime
 import multiprocessing
 import os
 import queue
+import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver as server
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 TIMEOUT = 60  # seconds for a job of all ranks; the first one waits for imports
 
@@ -18,14 +21,23 @@ PAIRS: dict[tuple[int, int], Any] = {}
 """In a process of four: groups of two. All ranks create them together, before some ranks create further groups."""
 
 
+def forkserver() -> Any:
+    """A server that imports the package and the trainer once, for all ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["distributed.jobs", "distributed.faults"])
+    # the server of Python 3.11 does not get the parent's sys.path, and ignores what it cannot import
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}):
+        server.ensure_running()
+    return context
+
+
 class Workers:
     """`size` ranks on the CPU; a job runs on the first few of them."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("forkserver")  # which imports the package once, for all ranks
-        context.set_forkserver_preload(["distributed.jobs"])
+        context = forkserver()
         self.inboxes = [context.Queue() for _ in range(size)]
         self.outbox = context.Queue()
         self.processes = [

@@ -84,21 +84,25 @@ def killed_while_saving(folder: str, step: str) -> None:
     make(Path(folder), save_steps=1).train()
 
 
+def fsdp_accelerator(**options: Any) -> Accelerator:
+    """FSDP2 on the CPU: accelerate applies the plugin on accelerators only."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    if accelerator.num_processes > 1:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        assert accelerator.is_fsdp2
+    return accelerator
+
+
 def shared(folder: str, kind: str, loss_type: str) -> None:
     """Two steps on fixed rollouts by as many processes as there are; rank 0 writes losses and weights."""
     more = {"max_completion_length": 5} if loss_type == "dr_grpo" else {}
-    accelerator = Accelerator(cpu=True)
-    if kind == "fsdp":
-        from accelerate import FullyShardedDataParallelPlugin
-
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-        )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        if accelerator.num_processes > 1:  # accelerate applies the plugin on accelerators only
-            accelerator.state.distributed_type = DistributedType.FSDP
-            accelerator.state.fsdp_plugin = plugin
-            assert accelerator.is_fsdp2
+    accelerator = fsdp_accelerator() if kind == "fsdp" else Accelerator(cpu=True)
     options: dict[str, Any] = {
         "adapter": kind == "lora",
         "steps": 2,
@@ -138,13 +142,15 @@ def leave(accelerator: Accelerator) -> None:
         os._exit(0)
 
 
-def fails_on_one(folder: str) -> None:
-    """The reward function breaks on the last process, in the third step."""
+def fails_on_one(folder: str, how: str) -> None:
+    """The reward function breaks on the last process, in the third step, or the process is killed there."""
     trainer = make(Path(folder), accelerator=Accelerator(cpu=True))
     whole = trainer.reward_functions["count_ones"]
 
     def breaks(**columns: Any) -> Any:
         if trainer.steps_done == 2 and trainer.accelerator.is_last_process:
+            if how == "killed":
+                os.kill(os.getpid(), 9)
             raise ConnectionError("the judge is offline")
         return whole(**columns)
 

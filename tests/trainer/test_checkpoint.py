@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,25 @@ def test_training_continues_in_the_same_process(tmp_path: Path, unbroken: tuple[
     assert len(trainer.train()) == 3
     trainer.evaluate_too = lambda: {"seen": 1.0} if trainer.steps_done == 3 else {}
     assert len(trainer.train()) == 3
+    same(outcome(trainer, tmp_path), unbroken)
+
+
+def test_stop_outside_of_the_main_thread(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
+    """Where no signal arrives: the run ends after its step, and can go on."""
+    trainer = make(tmp_path)
+    whole = trainer.reward_functions["count_ones"]
+
+    def stops(**columns: Any) -> list[float]:
+        if trainer.steps_done == 2:
+            trainer.stop()
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": stops}
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        assert len(pool.submit(trainer.train).result()) == 3
+        assert trainer.stopped_by == signal.SIGTERM
+        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000003"]
+        assert len(pool.submit(trainer.train).result()) == 3
     same(outcome(trainer, tmp_path), unbroken)
 
 

@@ -83,7 +83,15 @@ def test_two_processes_equal_one(repo_root: Path, tmp_path: Path, kind: str, los
 @pytest.mark.full
 def test_a_failure_on_one_process_loses_no_training(repo_root: Path, tmp_path: Path) -> None:
     """The other one does not wait for it, and both save the training so far."""
-    done = launch(repo_root, 2, "fails_on_one", str(tmp_path))
+    done = launch(repo_root, 2, "fails_on_one", str(tmp_path), "raises")
     assert done.returncode != 0
-    assert "RewardError: reward function 'count_ones' raised ConnectionError: the judge is offline" in done.stderr
+    reason = "RewardError: reward function 'count_ones' raised ConnectionError: the judge is offline"
+    assert f"PeerError: rank 1 of the process group failed: {reason}" in done.stderr
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
+
+
+@pytest.mark.full
+def test_a_kill_of_one_process_ends_both(repo_root: Path, tmp_path: Path) -> None:
+    done = launch(repo_root, 2, "fails_on_one", str(tmp_path), "killed")
+    assert done.returncode != 0
+    assert "PeerError: another process of the group ended without an error" in done.stderr

@@ -136,6 +136,19 @@ def test_other_ways_to_share_a_model_are_refused(
         make_trainer(model, tokenizer, rows)
 
 
+def test_processes_that_accelerate_does_not_see_are_refused(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun without a GPU: each process would train alone, all in one folder."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"among the 2 processes .*; got 1. .* ACCELERATE_USE_CPU=true"):
+        make_trainer(model, tokenizer, rows)
+
+
 def test_a_tracker_without_its_package_is_named(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,

@@ -1,0 +1,152 @@
+"""Programs of two processes of which the second one fails, and what both of them report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from distributed.jobs import of_vocabulary, rows_of, slices
+from distributed.workers import forkserver
+from helpers import make_case, make_config
+from trainer import runs
+
+from grpo_fused import ParallelGroups, share_failures
+
+LIMIT = 60
+"""seconds within which both processes must have ended"""
+
+
+class Outcome(NamedTuple):
+    """What a process reported."""
+
+    said: str
+    """its result, or its error; empty if it was killed"""
+    seconds: float
+    """from the fault until it reported"""
+
+
+def run_pair(folder: Path, program: Callable[..., str], *arguments: Any) -> list[Outcome]:
+    """`program(rank, folder, *arguments)` on two processes, started as by torchrun, whose store outlives them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        forkserver().Process(target=_start, args=(rank, store.port, folder, program, arguments)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + LIMIT
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0.0))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    fault = float((folder / "fault").read_text())
+    outcomes = []
+    for rank in range(2):
+        path = folder / f"rank-{rank}.json"
+        said, at = json.loads(path.read_text()) if path.exists() else ("", fault)
+        outcomes.append(Outcome(said, at - fault))
+    if late:
+        raise TimeoutError(f"{len(late)} processes did not end in {LIMIT} s: {outcomes}")
+    return outcomes
+
+
+def _start(rank: int, port: int, folder: Path, program: Callable[..., str], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    said = "nothing"
+    try:
+        said = program(rank, folder, *arguments)
+    except BaseException as failure:
+        said = f"{type(failure).__name__}: {failure}"
+        raise
+    finally:
+        (folder / f"rank-{rank}.json").write_text(json.dumps([said, time.time()]))
+
+
+def fail(folder: Path, how: str, seconds: float = 0.0) -> None:
+    """The fault itself; its time is kept."""
+    (folder / "fault").write_text(repr(time.time()))
+    if how == "raises":
+        raise ConnectionError("the judge is offline")
+    if how == "memory":
+        raise MemoryError("no room for the activations")
+    if how == "data":
+        raise IndexError("there is no such row")
+    if how == "leaves":
+        sys.exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if how == "hangs":
+        time.sleep(seconds)  # others wait less
+
+
+def losses(rank: int, folder: Path, layout: str, how: str, timeout: float = LIMIT) -> str:
+    """Three losses over a group; between the second and the third one process fails."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    case = make_case(5).to(torch.float32)
+    if layout == "vocab":
+        mine, groups = of_vocabulary(case, slices([15, 14])[rank]), ParallelGroups(vocab=dist.group.WORLD)
+    else:
+        mine, groups = rows_of(case, slice(2 * rank, 2 * rank + 2)), ParallelGroups(tokens=dist.group.WORLD)
+    with share_failures():
+        for step in range(3):
+            mine.run(make_config(), process_group=groups)
+            if step == 1 and rank == 1:
+                fail(folder, how, 2 * timeout)
+    return "done"
+
+
+def training(rank: int, folder: Path, where: str, how: str, timeout: float = LIMIT) -> str:
+    """A trainer of which one process fails in the third step."""
+    options = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout))
+    made = runs.fsdp_accelerator if where == "rollout" else partial(Accelerator, cpu=True)
+    accelerator = made(kwargs_handlers=[options])
+    trainer = runs.make(folder / "run", accelerator=accelerator, eval_steps=3)
+
+    def then_fails(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*positional: Any, **named: Any) -> Any:
+            if rank == 1 and trainer.steps_done >= 2:
+                fail(folder, how, 2 * timeout)
+            return function(*positional, **named)
+
+        return wrapped
+
+    if where == "reward":
+        trainer.reward_functions = {"count_ones": then_fails(trainer.reward_functions["count_ones"])}
+    elif where == "rollout":  # the other process waits for a shard of the weights
+        trainer.engine.generate = then_fails(trainer.engine.generate)  # type: ignore[method-assign]
+    elif where == "data":
+        trainer.collect = then_fails(trainer.collect)  # type: ignore[method-assign]
+    elif where == "update":
+        trainer.policy.hidden_states = then_fails(trainer.policy.hidden_states)  # type: ignore[method-assign]
+    elif where == "evaluation":
+        trainer.evaluate_too = then_fails(lambda: {})
+    trainer.train()
+    return f"stopped by {trainer.stopped_by} after step {trainer.steps_done}"
+
+
+def other_rows(rank: int, folder: Path, rows: int) -> str:
+    """One process has other rows than the other one when it makes its trainer."""
+    if rank == 1:
+        (folder / "fault").write_text(repr(time.time()))
+        runs.ROWS = runs.ROWS[:rows]
+    runs.make(None, accelerator=Accelerator(cpu=True))
+    return "made"

@@ -1,0 +1,77 @@
+"""One of two processes fails: the other one ends soon, with the reason. The table of docs/scaling.md has these cases."""
+
+from __future__ import annotations
+
+import pytest
+from distributed.faults import losses, other_rows, run_pair, training
+
+from grpo_fused.trainer.checkpoint import checkpoints
+
+full = pytest.mark.full
+OFFLINE = "ConnectionError: the judge is offline"
+REWARD = f"RewardError: reward function 'count_ones' raised {OFFLINE}"
+MEMORY = "MemoryError: no room for the activations"
+KILLED = "PeerError: another process of the group ended without an error: it was killed, or has left"
+SILENT = "PeerError: another process of the group did not answer in time"
+
+
+def peer(reason: str) -> str:
+    return f"PeerError: rank 1 of the process group failed: {reason}"
+
+
+@pytest.mark.parametrize("layout", ["vocab", "tokens"])
+@pytest.mark.parametrize(
+    ("how", "first", "second"),
+    [("raises", peer(OFFLINE), OFFLINE), ("leaves", peer("SystemExit: 3"), "SystemExit: 3"), ("kill", KILLED, "")],
+    ids=["raises", "leaves", "killed"],
+)
+def test_between_two_losses(how, first, second, layout, tmp_path):
+    assert [outcome.said for outcome in run_pair(tmp_path, losses, layout, how)] == [first, second]
+
+
+@full
+@pytest.mark.parametrize("layout", ["vocab", "tokens"])
+def test_a_process_that_hangs_between_two_losses(layout, tmp_path):
+    """Both see the timeout: the one that hangs finds the other one gone."""
+    waiting, hanging = run_pair(tmp_path, losses, layout, "hangs", 3.0)
+    assert waiting.said == SILENT
+    assert hanging.said == KILLED
+    assert waiting.seconds > 2.9
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "first", "second", "saved"),
+    [
+        pytest.param("reward", "raises", peer(REWARD), REWARD, ["checkpoint-000002"], id="reward"),
+        pytest.param("data", "data", peer("IndexError: there is no such row"), "IndexError: there is no such row",
+                     ["checkpoint-000002"], id="data", marks=full),
+        pytest.param("rollout", "raises", peer(OFFLINE), OFFLINE, [], id="rollout-fsdp2", marks=full),
+        pytest.param("update", "memory", peer(MEMORY), MEMORY, [], id="update"),
+        pytest.param("evaluation", "raises", peer(OFFLINE), OFFLINE, [], id="evaluation", marks=full),
+        pytest.param("reward", "leaves", peer("SystemExit: 3"), "SystemExit: 3", [], id="leaves", marks=full),
+        pytest.param("update", "kill", KILLED, "", [], id="killed"),
+        pytest.param("reward", "kill", KILLED, "", [], id="killed-in-reward", marks=full),
+        pytest.param("reward", "term", "stopped by 2 after step 3", "stopped by 15 after step 3",
+                     ["checkpoint-000003"], id="sigterm"),
+    ],
+)  # fmt: skip
+def test_in_training(where, how, first, second, saved, tmp_path):
+    assert [outcome.said for outcome in run_pair(tmp_path, training, where, how)] == [first, second]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == saved
+
+
+@full
+def test_a_process_that_hangs_in_training(tmp_path):
+    waiting, hanging = run_pair(tmp_path, training, "reward", "hangs", 10.0)
+    assert waiting.said == SILENT
+    assert hanging.said == KILLED
+
+
+def test_other_rows_on_one_process(tmp_path):
+    want = (
+        "ValueError: all processes must have the same rows for training and evaluation; "
+        "got process 0: 6 and 0, process 1: 5 and 0"
+    )
+    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, 5)] == [want, want]
+    reason = "ValueError: train_dataset must have at least 2 rows, as many as a step takes; got 0"
+    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, 0)] == [peer(reason), reason]
