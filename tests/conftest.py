@@ -104,7 +104,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             file = nodeid.split("::")[0]
             if "/distributed/" in file:
                 return "distributed"
-            return "rows" if file.endswith(("native/test_emulated_rows.py", "native/test_row_math.py")) else file
+            return (
+                "rows"
+                if file.endswith(
+                    ("native/test_cuda_engine.py", "native/test_emulated_rows.py", "native/test_row_math.py")
+                )
+                else file
+            )
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

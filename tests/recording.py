@@ -25,6 +25,11 @@ class AllocationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        self.record(func, args, out)
+        return out
+
+    def record(self, func: Any, args: Any, out: Any) -> None:
+        """Count an operator's result."""
         for x in torch.utils._pytree.tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
@@ -36,10 +41,23 @@ class AllocationRecorder(TorchDispatchMode):
                     storage.nbytes(),
                 )
         if self._sum > self.peak:  # only then the freed ones must be removed
-            self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-            self._sum = sum(size for _, size in self._alive.values())
+            self._drop_freed()
             self.peak = max(self.peak, self._sum)
-        return out
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are alive now."""
+        self._drop_freed()
+        return self._sum
+
+    def forget(self) -> None:
+        """Count from what is alive now."""
+        self._drop_freed()
+        self.largest, self.peak = 0, self._sum
+
+    def _drop_freed(self) -> None:
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self._sum = sum(size for _, size in self._alive.values())
 
 
 class CostRecorder(AllocationRecorder):
@@ -50,12 +68,13 @@ class CostRecorder(AllocationRecorder):
         self.calls: Counter[str] = Counter()
         self.flop = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def record(self, func: Any, args: Any, out: Any) -> None:
+        """Count an operator, its result, and its products."""
         name = func.overloadpacket.__name__
         self.calls[name] += 1
         if name in _FLOP:
             self.flop += _FLOP[name](*args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        super().record(func, args, out)
 
     def products(self, tokens: int, width: int, vocab: int) -> float:
         """FLOP in head products of so many tokens."""
