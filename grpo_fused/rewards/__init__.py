@@ -12,6 +12,7 @@ from grpo_fused.rewards.mixture import only_for
 from grpo_fused.rewards.model import RewardModel
 from grpo_fused.rewards.registry import BUILT_INS, built_in
 from grpo_fused.rewards.text import Message, TaggedCompletion, Text, extract_answer, parse_completion, text_of
+from grpo_fused.rewards.verifier import score_answer_reward
 
 __all__ = [
     "BUILT_INS",
@@ -35,6 +36,7 @@ __all__ = [
     "parse_completion",
     "reasoning_steps_reward",
     "relative_length_reward",
+    "score_answer_reward",
     "soft_format_reward",
     "tag_count_reward",
     "text_of",

@@ -12,6 +12,7 @@ from grpo_fused.rewards.countdown import countdown_reward
 from grpo_fused.rewards.format import format_reward, reasoning_steps_reward, soft_format_reward, tag_count_reward
 from grpo_fused.rewards.length import length_reward, relative_length_reward
 from grpo_fused.rewards.math_accuracy import math_accuracy_reward
+from grpo_fused.rewards.verifier import score_answer_reward
 
 BUILT_INS: dict[str, RewardFunction] = {
     "format": format_reward,
@@ -25,6 +26,7 @@ BUILT_INS: dict[str, RewardFunction] = {
     "gsm8k_accuracy": math_accuracy_reward,
     "countdown": countdown_reward,
     "code_format": code_format_reward,
+    "score_answer": score_answer_reward,
 }
 
 

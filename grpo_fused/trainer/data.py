@@ -14,9 +14,13 @@ from typing import Any
 from grpo_fused.trainer.prompts import check_prompt
 
 Row = Mapping[str, Any]
+Rows = Sequence[Row] | Callable[[int], Row]
+"""Rows, or a function that makes row 0, 1, 2, ... without end."""
 
 # What reward functions get from the trainer itself, under these names.
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "prompt_ids", "completion_ids"})
+
+_MOST_LEFT_OUT = 1000  # rows in a row, after which a stream has probably none that fits
 
 
 def load_rows(
@@ -143,6 +147,54 @@ class Batches(Iterator[list[Row]]):
                 f"got {dict(state)}"
             )
         self._epoch, self._position = state["epoch"], state["position"]
+
+
+class Stream(Iterator[list[Row]]):
+    """Endless batches of the rows that a function makes, in order: no row is taken twice.
+
+    A resumed run needs only its position, and gets the same batches if the function makes the same rows.
+
+    Args:
+        row: Makes row 0, 1, 2, ...
+        size: Rows in a batch.
+        fits: Rows for which it is false are left out.
+        seed: Of the rows, which a resumed run must share.
+    """
+
+    epoch = 0.0
+
+    def __init__(
+        self, row: Callable[[int], Row], size: int, fits: Callable[[Row], bool] = lambda row: True, seed: int = 0
+    ) -> None:
+        self.row, self.size, self.fits, self.seed = row, size, fits, seed
+        self._position = 0
+
+    def __next__(self) -> list[Row]:
+        return [self._next_that_fits() for _ in range(self.size)]
+
+    def _next_that_fits(self) -> Row:
+        for _ in range(_MOST_LEFT_OUT):
+            row = self.row(self._position)
+            check_rows([row], 1, name=f"train_dataset({self._position})")
+            self._position += 1
+            if self.fits(row):
+                return row
+        raise ValueError(f"train_dataset must make rows with prompts that fit; got none in {_MOST_LEFT_OUT}")
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, for JSON: rows taken or left out, and the seed."""
+        return {"position": self._position, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes to the position of a state.
+
+        Raises:
+            ValueError: The state is malformed, of a list of rows, or of another seed.
+        """
+        position = state.get("position")
+        if dict(state) != {"position": position, "seed": self.seed} or type(position) is not int or position < 0:
+            raise ValueError(f"the state must be a place in a stream of rows with seed {self.seed}; got {dict(state)}")
+        self._position = position
 
 
 @lru_cache(maxsize=1)

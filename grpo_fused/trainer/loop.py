@@ -21,7 +21,7 @@ from grpo_fused import engines, group_advantages, share_failures
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Batches, Row, check_rows
+from grpo_fused.trainer.data import Batches, Row, Rows, Stream, check_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, print_samples
@@ -43,7 +43,8 @@ class GRPOTrainer(RunState):
         reward_functions: Each called as `f(prompts=..., completions=..., completion_ids=..., **columns)`, sync or
             async; returns a list of N floats, or None for a sample that it does not judge.
         train_dataset: Rows with a "prompt", text or chat messages; their other keys are the columns that the reward
-            functions get.
+            functions get. Or a function that makes row 0, 1, 2, ... without end, the same in each process and in a
+            resumed run.
         config: The options of the run.
         reward_weights: One for each reward function, default 1.
         eval_dataset: Held-out rows. Scored greedily by the reward functions, and by pass@k (`config.eval_samples`) of
@@ -78,7 +79,7 @@ class GRPOTrainer(RunState):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         reward_functions: Sequence[RewardFunction],
-        train_dataset: Sequence[Row],
+        train_dataset: Rows,
         config: GRPOTrainerConfig,
         *,
         reward_weights: Sequence[float] | None = None,
@@ -117,11 +118,15 @@ class GRPOTrainer(RunState):
                 f"prompts_per_step must be divisible by the {processes} processes; got {config.prompts_per_step}"
             )
         self.prompts_per_process = config.prompts_per_step // processes
-        self.train_rows = self._usable(train_dataset, config.prompts_per_step, "train_dataset")
         self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
         self._check_same_rows()
         self.evaluate_too = evaluate
-        self.batches = Batches(self.train_rows, config.prompts_per_step, config.seed)
+        size, seed = config.prompts_per_step, config.seed
+        self.batches = (
+            Stream(train_dataset, size, self._fits, seed)
+            if callable(train_dataset)
+            else Batches(self._usable(train_dataset, size, "train_dataset"), size, seed)
+        )
         pad = tokenizer.pad_token_id
         ends = ending_token_ids(model, tokenizer)
         self.sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
@@ -302,13 +307,17 @@ class GRPOTrainer(RunState):
         metrics = evaluate(self)
         return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
 
+    def _fits(self, row: Row) -> bool:
+        longest = self.config.max_prompt_length
+        return longest is None or len(self.encode(row["prompt"])) <= longest
+
     def _usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
         check_rows(dataset, at_least, name=name)
         longest = self.config.max_prompt_length
         if longest is None:
             return dataset
-        rows = [row for row in dataset if len(self.encode(row["prompt"])) <= longest]
+        rows = [row for row in dataset if self._fits(row)]
         dropped = len(dataset) - len(rows)
         if dropped and self.accelerator.is_main_process:
             tqdm.write(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {longest} tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,10 @@ from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.checkpoint import quiet
 from grpo_fused.trainer.config import GRPOTrainerConfig, option
-from grpo_fused.trainer.data import Row, check_rows, is_file, load_rows
+from grpo_fused.trainer.data import Row, Rows, check_rows, is_file, load_rows
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import check_trackers
+from grpo_fused.trainer.reasoning_gym import REASONING_GYM, problems
 from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import TASKS, format_rows
@@ -84,16 +86,19 @@ class Recipe(GRPOTrainerConfig):
     Args:
         model: Path or name of a causal LM that `AutoModelForCausalLM` loads.
         rewards: The reward functions.
-        dataset: A .json, .jsonl, .parquet or .csv file, or the name of a data set of the `datasets` library. Default
-            that of the task.
-        task: The form of the raw rows, which become prompts: gsm8k or countdown. Default: the rows have a "prompt"
-            already, text or chat messages.
+        dataset: A .json, .jsonl, .parquet or .csv file; the name of a data set of the `datasets` library; or
+            "module:function" or "path/to/file.py:function", which returns rows, or a function that makes row 0, 1, 2,
+            ... without end. With `task: reasoning_gym` the name of its data set. Default that of the task.
+        dataset_options: Keyword options of that function, or of the data set of reasoning-gym.
+        task: The form of the raw rows, which become prompts: gsm8k or countdown; or reasoning_gym, whose problems are
+            generated, new ones in each step, with their verifiers for the reward score_answer. Default: the rows have a
+            "prompt" already, text or chat messages.
         subset: Of a `datasets` name.
         split: Of a `datasets` name.
         limit: Number of first rows to take.
         eval_dataset: Held-out rows, like `dataset`; `subset` and `split` apply only if it is a `datasets` name.
         eval_split: Of a `datasets` name, default `split`; without `eval_dataset` the rows come from `dataset`.
-        eval_limit: Number of first held-out rows to take.
+        eval_limit: Number of first held-out rows to take. With `task: reasoning_gym` the number of held-out problems.
         system_prompt: Put before each prompt; default that of the task.
         chat: Prompts of a task are chat messages; false for base models without a chat template.
         reference_model: Path or name of a causal LM with the same vocabulary, towards which the KL of the loss is: a
@@ -109,7 +114,8 @@ class Recipe(GRPOTrainerConfig):
     model: str
     rewards: tuple[Reward, ...]
     dataset: str | None = None
-    task: Literal["gsm8k", "countdown"] | None = None
+    dataset_options: dict[str, Any] = field(default_factory=dict)
+    task: Literal["gsm8k", "countdown", "reasoning_gym"] | None = None
     subset: str | None = None
     split: str = "train"
     limit: int | None = option(None, least=1)
@@ -132,34 +138,82 @@ class Recipe(GRPOTrainerConfig):
             raise ValueError("rewards must name at least one reward function; got none")
         if self.task is None and self.dataset is None:
             raise ValueError("a recipe must name a dataset or a task; got neither")
+        if self.is_generated:
+            if self.dataset is None:
+                raise ValueError("dataset must name a data set of reasoning-gym, such as chain_sum; got none")
+            taken = (self.subset, self.split, self.eval_dataset, self.eval_split)
+            if taken != (None, "train", None, None):
+                raise ValueError(
+                    "task reasoning_gym must have no subset, split, eval_dataset and eval_split (eval_limit takes "
+                    f"held-out problems); got {taken}"
+                )
+        elif self.dataset_options and not is_function(self.dataset):
+            raise ValueError(
+                'dataset_options must come with task reasoning_gym or a dataset "module:function"; '
+                f"got the dataset {self.dataset!r}"
+            )
         if self.rollout == "vllm":
             check_options(self)
 
-    def train_rows(self) -> list[Row]:
-        """The training data."""
-        return self._rows(self.dataset, self.subset, self.split, self.limit)
+    @property
+    def is_generated(self) -> bool:
+        """Whether the rows are problems of reasoning-gym."""
+        return self.task == REASONING_GYM.name
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether there are held-out rows."""
+        return self.eval_limit is not None if self.is_generated else bool(self.eval_dataset or self.eval_split)
+
+    def train_rows(self) -> Rows:
+        """The training data: rows, or a function that makes them."""
+        return self._formatted(self._raw(self.dataset, self.subset, self.split, self.limit))
 
     def eval_rows(self) -> list[Row] | None:
         """The held-out data, if any."""
-        if self.eval_dataset is None and self.eval_split is None:
+        if not self.has_eval:
             return None
-        is_local = self.eval_dataset is not None and is_file(self.eval_dataset)
+        source = self.eval_dataset or self.dataset
+        is_local = is_function(source) or (self.eval_dataset is not None and is_file(self.eval_dataset))
         subset, split = (None, "train") if is_local else (self.subset, self.split)
-        return self._rows(self.eval_dataset or self.dataset, subset, self.eval_split or split, self.eval_limit)
+        rows = self._raw(source, subset, self.eval_split or split, self.eval_limit, held_out=True)
+        if callable(rows):
+            raise ValueError("eval_limit must be given for an eval_dataset that makes rows without end; got none")
+        return list(self._format(rows))
 
-    def _rows(self, source: str | None, subset: str | None, split: str, limit: int | None) -> list[Row]:
+    def _raw(
+        self, source: str | None, subset: str | None, split: str, limit: int | None, *, held_out: bool = False
+    ) -> Rows:
+        rows: Any
+        if self.is_generated:
+            rows = problems(str(source), self.dataset_options, seed=self.seed, held_out=held_out)
+        elif is_function(source):
+            rows = load_function(str(source), "dataset")(**self.dataset_options)
+        else:
+            if source is None and self.task is not None:
+                source, subset = TASKS[self.task].source, subset or TASKS[self.task].subset
+            return load_rows(str(source), subset=subset, split=split, limit=limit)
+        if not callable(rows):
+            return load_rows(list(rows), limit=limit)
+        return rows if limit is None else [rows(index) for index in range(limit)]  # type: ignore[no-any-return]
+
+    def _formatted(self, rows: Rows) -> Rows:
+        return (lambda index: self._format([rows(index)])[0]) if callable(rows) else self._format(rows)
+
+    def _format(self, rows: Sequence[Row]) -> Sequence[Row]:
         if self.task is not None:
-            task = TASKS[self.task]
-            if source is None:
-                source, subset = task.source, subset or task.subset
-            rows = load_rows(source, subset=subset, split=split, limit=limit)
+            task = REASONING_GYM if self.is_generated else TASKS[self.task]
             return format_rows(task, rows, system_prompt=self.system_prompt, chat=self.chat)
-        assert source is not None
-        rows = load_rows(source, subset=subset, split=split, limit=limit)
         if self.system_prompt is None:
             return rows
-        check_rows(rows, 1, name=source)
+        check_rows(rows, 1, name=str(self.dataset))
         return [with_system_prompt(row, self.system_prompt) for row in rows]
+
+
+def is_function(source: str | None) -> bool:
+    """Whether a data set is a function's place, "module:function" or "path/to/file.py:function"."""
+    place, _, name = (source or "").rpartition(":")
+    return bool(place) and name.isidentifier()
 
 
 def with_system_prompt(row: Row, system_prompt: str) -> Row:
@@ -176,7 +230,7 @@ class Parts(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     reward_functions: list[RewardFunction]
-    train_dataset: list[Row]
+    train_dataset: Rows
     eval_dataset: list[Row] | None
     engine: RolloutEngine | None = None
     reference_model: PreTrainedModel | None = None
@@ -235,20 +289,24 @@ def build_trainer(
     )
 
 
-def load_function(place: str) -> RewardFunction:
+def load_function(place: str, option: str = "function") -> Callable[..., Any]:
     """The function at "module:function" or "path/to/file.py:function".
+
+    Args:
+        place: The text.
+        option: The name of the option, for the error.
 
     Raises:
         ValueError: The text is not of this form, or there is no such module, file or function.
     """
     where, _, name = place.rpartition(":")
     try:
-        function: RewardFunction = (
+        function: Callable[..., Any] = (
             runpy.run_path(where)[name] if where.endswith(".py") else getattr(import_module(where), name)
         )
     except (ImportError, OSError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f'function must be "module:function" or "path/to/file.py:function", and exist; got {place!r} '
+            f'{option} must be "module:function" or "path/to/file.py:function", and exist; got {place!r} '
             f"({type(error).__name__}: {error})"
         ) from error
     return function

@@ -22,7 +22,7 @@ from grpo_fused.parallel import PeerError
 from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Batches
+from grpo_fused.trainer.data import Batches, Stream
 from grpo_fused.trainer.metrics import RUN_NAMES, Metrics, append_jsonl, cut_jsonl, format_row
 from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Rollout
@@ -39,7 +39,7 @@ class RunState:
     policy: Policy
     optimizer: AcceleratedOptimizer
     update: Updater
-    batches: Batches
+    batches: Batches | Stream
     steps_done: int = 0
     _saved_at: int = 0
     _rows_printed: int = 0

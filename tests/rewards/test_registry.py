@@ -23,9 +23,10 @@ def test_every_built_in_is_called_by_trls_convention(name: str) -> None:
         nums=[[7], [7]],
         unit=["kg", "kg"],  # the name of an option of the length reward
         task=["a", "b"],
+        score_answer=[len, len],
     )
     assert isinstance(rewards, list)
-    assert all(isinstance(reward, float) for reward in rewards)
+    assert all(isinstance(reward, (int, float)) for reward in rewards)
 
 
 def test_options_are_bound() -> None:
@@ -43,7 +44,7 @@ def test_a_bound_function_can_be_sent_to_another_process() -> None:
 
 
 def test_errors_list_names_and_options() -> None:
-    with pytest.raises(ValueError, match="built-in rewards are format, soft_format, .*, code_format; got 'fromat'"):
+    with pytest.raises(ValueError, match="built-in rewards are format, soft_format, .*, score_answer; got 'fromat'"):
         built_in("fromat")
     with pytest.raises(TypeError, match="options of the length reward are target_length, unit; got target"):
         built_in("length", target=3)

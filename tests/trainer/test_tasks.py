@@ -108,6 +108,6 @@ def test_rows_of_another_shape_are_named(task: str, row: Any, message: str) -> N
 
 
 def test_an_unknown_task_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="task must be one of gsm8k, countdown; got 'gsm'"):
+    with pytest.raises(ValueError, match="task must be one of gsm8k, countdown, reasoning_gym; got 'gsm'"):
         Recipe(model="m", rewards=(Reward(name="format"),), task="gsm")  # type: ignore[arg-type]
     assert list(TASKS) == ["gsm8k", "countdown"]

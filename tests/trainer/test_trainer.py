@@ -221,7 +221,7 @@ def test_long_prompts_are_left_out_and_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer = make_trainer(model, tokenizer, rows, max_prompt_length=5)
-    assert [row["prompt"] for row in trainer.train_rows] == ["1+2=", "1+34=", "12+2="]
+    assert [row["prompt"] for row in trainer.batches.rows] == ["1+2=", "1+34=", "12+2="]
     assert "dropped 3 of 6" in capsys.readouterr().out
     with pytest.raises(ValueError, match="prompt"):
         make_trainer(model, tokenizer, rows, max_prompt_length=2)

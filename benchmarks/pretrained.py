@@ -1,0 +1,362 @@
+"""A pretrained model learns a task of reasoning-gym by GRPO: our trainer, TRL's stock one, and `FusedGRPOTrainer`.
+
+    python -m benchmarks.gemma ~/gemma-3-270m                                     # the model, once
+    python -m benchmarks.pretrained ~/gemma-3-270m --work runs/pretrained --minutes 55 --out results.json
+
+Repeat the second line until it says that all runs are complete: each part stops after its minutes, with checkpoints,
+and the next continues. The parts of a run are:
+
+1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` worked sums once, so that it writes the
+   steps and the tags. All runs begin with its weights.
+2. Held-out accuracy (greedy), GRPO on new problems in each step, held-out accuracy again. The trainers get the same
+   problems in the same order, the same options, and sample with their own generators.
+
+Each step's time is split by hooks: `generation` is that of `model.generate`, `body` the forward and backward passes of
+the layers, `head` what is between them (head, loss and their gradients), `other` the rest (rewards, AdamW, checks).
+Peak memory is that of the run's process. What is written into the file is read from `WORK/<run>/steps.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.results import machine, record
+from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.rewards import score_answer_reward
+from grpo_fused.trainer import GRPOTrainer
+from grpo_fused.trainer.metrics import append_jsonl, cut_jsonl, read_jsonl
+from grpo_fused.trainer.reasoning_gym import problems
+from grpo_fused.trainer.recipe import Recipe, Reward, load_parts
+
+RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
+"""Trainer and seed, in the order in which they run."""
+
+TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}
+STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 256, 2047, 2e-5, 16
+PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 64, 3e-6
+HELD_OUT = 128
+
+
+def recipe(model: Path, folder: Path, steps: int, seed: int) -> Recipe:
+    """The run as a recipe of our trainer."""
+    return Recipe(
+        model=str(model), task="reasoning_gym", dataset=TASK, dataset_options=TASK_OPTIONS, chat=False,
+        system_prompt="", rewards=(Reward(name="score_answer"),), eval_limit=HELD_OUT, steps=steps, seed=seed,
+        prompts_per_step=PROMPTS, num_generations=GENERATIONS, max_completion_length=LENGTH, learning_rate=RATE,
+        mixed_precision="bf16", save_steps=10, save_total_limit=1, logging_steps=1, output_dir=str(folder),
+    )  # fmt: skip
+
+
+class Clock:
+    """Seconds of the parts of a step, by hooks on a model and its trainer's accelerator."""
+
+    def __init__(self, model: Any, accelerator: Any, file: Path) -> None:
+        self.file, self.seconds, self.generates, self.at = file, Counter[str](), False, 0.0
+        self.started = time.perf_counter()
+        generate, backward = model.generate, accelerator.backward
+
+        def timed_generate(*args: Any, **kwargs: Any) -> Any:
+            self.generates, started = True, time.perf_counter()
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.generates = False
+                self.seconds["generation"] += time.perf_counter() - started
+
+        def timed_backward(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            self._passed("body")  # since the gradient of the hidden states
+
+        model.generate, accelerator.backward = timed_generate, timed_backward
+        body = model.get_decoder()
+        body.register_forward_pre_hook(self._before_body)
+        body.register_forward_hook(self._after_body)
+
+    def done(self, step: int, **metrics: float) -> None:
+        """Writes the line of a step and starts the next one."""
+        total = time.perf_counter() - self.started
+        other = total - sum(self.seconds.values())
+        append_jsonl(self.file, {"step": step, "seconds": total, **self.seconds, "other": other, **metrics})
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts a step now."""
+        self.seconds, self.started = Counter(), time.perf_counter()
+
+    def _passed(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self.at
+        self.at = now
+
+    def _before_body(self, *_: Any) -> None:
+        self.at = time.perf_counter()
+
+    def _after_body(self, module: Any, inputs: Any, output: Any) -> None:
+        if self.generates:
+            return
+        self._passed("body")
+        hidden = output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._passed("head"))
+
+
+def start(model: Path, folder: Path, examples: int) -> None:
+    """The supervised start: one epoch over worked sums, saved as a model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=STARTING_RATE, weight_decay=0.0)
+    problem = problems(TASK, TASK_OPTIONS, seed=STARTING_SEED)
+    for first in range(0, examples, BATCH):
+        rows = [problem(index) for index in range(first, min(first + BATCH, examples))]
+        asked = [tokenizer(prompt_of(row)).input_ids for row in rows]
+        answered = [tokenizer(worked(row), add_special_tokens=False).input_ids for row in rows]
+        width = max(len(a) + len(b) for a, b in zip(asked, answered, strict=True)) + 1
+        ids = torch.full((len(rows), width), tokenizer.eos_token_id)
+        trained = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+        for row, (a, b) in enumerate(zip(asked, answered, strict=True)):
+            ids[row, : len(a) + len(b)] = torch.tensor(a + b)
+            trained[row, len(a) - 1 : len(a) + len(b)] = True  # and the EOS
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = head_hidden_states(policy, ids)  # causal: no token sees the padding on its right
+            scores = fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], mask=trained, **lm_head_inputs(policy))
+        loss = -scores.logps.sum() / trained.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"start: {first + len(rows)} of {examples} examples, loss {loss.item():.3f}", flush=True)
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def prompt_of(row: Any) -> str:
+    """As the recipe makes it: `chat: false` without a system prompt."""
+    return f"User: {row['question']}\nAssistant:"
+
+
+def worked(row: Any) -> str:
+    """` 12 + 34 = 46, 46 - 5 = 41 <answer>41</answer>`."""
+    first, *rest = row["metadata"]["expression"].split()
+    total, steps = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        after = total + int(term) if sign == "+" else total - int(term)
+        steps.append(f"{total} {sign} {term} = {after}")
+        total = after
+    return f" {', '.join(steps)} <answer>{total}</answer>"
+
+
+def train_ours(model: Path, folder: Path, steps: int, seed: int, until: float) -> bool:
+    """A part of a run of our trainer; whether the run is complete."""
+    options = recipe(model, folder, steps, seed)
+    parts = load_parts(options)
+    held_out = parts.eval_dataset
+    trainer = TimedTrainer(
+        **(parts._asdict() | {"eval_dataset": None}), config=options, output_dir=options.output_dir, resume=True
+    )
+    trainer.until, trainer.clock = until, Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
+    cut_jsonl(trainer.clock.file, trainer.steps_done)
+    if trainer.steps_done == 0:
+        score("before", trainer.model, trainer.tokenizer, held_out, folder)
+    trainer.clock.restart()
+    trainer.train()
+    complete = trainer.steps_done == steps
+    if complete:
+        score("after", trainer.model, trainer.tokenizer, held_out, folder)
+    return complete
+
+
+class TimedTrainer(GRPOTrainer):
+    """Our trainer with a clock and an end of its part."""
+
+    clock: Clock
+    until: float
+
+    def step(self) -> dict[str, float]:
+        """A step, and its line of times."""
+        metrics = super().step()
+        kept = {name: metrics[name] for name in ("reward", "completion_length", "zero_std_groups", "entropy")}
+        self.clock.done(self.steps_done + 1, **kept)
+        if time.time() > self.until:
+            os.kill(os.getpid(), signal.SIGINT)  # ends the run after this step, with a checkpoint
+        return metrics
+
+
+def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until: float) -> bool:
+    """A part of a run of TRL's trainer, stock or fused; whether the run is complete."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig
+    from trl import GRPOTrainer as Stock
+
+    from grpo_fused.integrations.trl import FusedGRPOTrainer
+
+    problem = problems(TASK, TASK_OPTIONS, seed=seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    seen: dict[str, float] = {}
+
+    def reward(completions: list[str], completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
+        rewards = score_answer_reward(completions, [problem(i)["score_answer"] for i in index])
+        table = torch.tensor(rewards).view(-1, GENERATIONS)
+        seen["reward"] = table.mean().item()
+        seen["completion_length"] = sum(map(len, completion_ids)) / len(completion_ids)
+        seen["zero_std_groups"] = (table.std(1) == 0).float().mean().item()
+        return [float(value or 0.0) for value in rewards]
+
+    class Part(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.done(state.global_step, **seen)
+            if time.time() > until:
+                control.should_save = control.should_training_stop = True
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            clock.restart()
+
+    rows = [{"prompt": prompt_of(problem(index)), "index": index} for index in range(steps * PROMPTS)]
+    options = GRPOConfig(
+        str(folder), max_steps=steps, per_device_train_batch_size=PROMPTS * GENERATIONS, num_generations=GENERATIONS,
+        max_completion_length=LENGTH, learning_rate=RATE, lr_scheduler_type="constant", seed=seed, beta=0.0,
+        top_k=0, shuffle_dataset=False, use_cpu=True, bf16=True, report_to="none", logging_steps=1,
+        disable_tqdm=True, save_strategy="steps", save_steps=10, save_total_limit=1, gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    trainer = (FusedGRPOTrainer if kind == "fused_trl" else Stock)(
+        str(model), reward, options, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+        callbacks=[Part()],
+    )  # fmt: skip
+    done = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
+    clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
+    held_out = recipe(model, folder, steps, seed).eval_rows()
+    if done:
+        cut_jsonl(clock.file, max(done))
+    else:
+        clock.file.write_text("")
+        score("before", trainer.model, tokenizer, held_out, folder)
+    clock.restart()
+    trainer.train(resume_from_checkpoint=bool(done))
+    complete = trainer.state.global_step == steps
+    if complete:
+        score("after", trainer.model, tokenizer, held_out, folder)
+    return complete
+
+
+@torch.no_grad()
+def score(when: str, model: Any, tokenizer: Any, rows: Any, folder: Path) -> None:
+    """Greedy accuracy on the held-out problems (a reward of 1 is a right answer), into `accuracy.json`."""
+    size, training, texts = 64, model.training, list[str]()
+    model.eval()
+    for first in range(0, len(rows), size):
+        batch = tokenizer(
+            [row["prompt"] for row in rows[first : first + size]],
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            ids = model.generate(**batch, max_new_tokens=LENGTH, do_sample=False)
+        texts += tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+    model.train(training)
+    rewards = score_answer_reward(texts, [row["score_answer"] for row in rows])
+    right = sum(reward == 1.0 for reward in rewards) / len(rewards)
+    file = folder / "accuracy.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | {when: right, f"{when}_examples": texts[:3]}))
+    print(f"{when}: {right:.1%} of {len(rows)} held-out problems", flush=True)
+
+
+def part(name: str, model: Path, work: Path, steps: int, until: float) -> None:
+    """A part of one run, in this process."""
+    folder, (kind, _, seed) = work / name, name.rpartition("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+    args = (model, folder, steps, int(seed), until)
+    complete = train_ours(*args) if kind == "ours" else train_trl(kind, *args)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    append_jsonl(folder / "parts.jsonl", {"seconds": time.perf_counter() - begun, "peak_bytes": peak})
+    if complete:
+        (folder / "complete").touch()
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """A run's section of the results."""
+    steps, parts = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "parts.jsonl")
+    names = ("seconds", "generation", "body", "head", "other")
+    columns = ("reward", "completion_length", "zero_std_groups", *names)
+    accuracy = json.loads((folder / "accuracy.json").read_text())
+    return {
+        "steps": len(steps),
+        "median": {name: median([row.get(name) or 0.0 for row in steps]) for name in names},
+        "tokens_per_second": median(
+            [PROMPTS * GENERATIONS * (row["completion_length"] or 0.0) / (row["seconds"] or 1.0) for row in steps]
+        ),
+        "peak_bytes": max(row["peak_bytes"] or 0.0 for row in parts),
+        "accuracy": accuracy,
+        "curves": {name: [row.get(name) for row in steps] for name in columns},
+    }
+
+
+def main() -> None:
+    """Go on with the runs for some minutes; put the section `pretrained` into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a folder, as benchmarks.gemma writes it")
+    parser.add_argument("--work", type=Path, default=Path("runs/pretrained"), help="checkpoints; 4 GB for each run")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--minutes", type=float, default=55.0)
+    parser.add_argument("--runs", nargs="+", default=RUNS, help=f"default {' '.join(RUNS)}")
+    parser.add_argument("--examples", type=int, default=STARTING_EXAMPLES, help="of the supervised start")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a run and its end: in a process of its own
+    given = parser.parse_args()
+    begin, until = given.work / "start", time.time() + 60 * given.minutes
+    if given.one is not None:
+        part(given.one[0], begin, given.work, given.steps, float(given.one[1]))
+        return
+    if not (given.model / "config.json").exists():
+        sys.exit(
+            f"benchmarks.pretrained: error: expected a model folder (python -m benchmarks.gemma); got {given.model}"
+        )
+    machine("cpu")
+    if not (begin / "config.json").exists():
+        start(given.model, begin, given.examples)
+    waiting = [name for name in given.runs if not (given.work / name / "complete").exists()]
+    for name in list(waiting):
+        if time.time() > until:
+            break
+        command = [sys.executable, "-m", "benchmarks.pretrained", *sys.argv[1:], "--one", name, str(until)]
+        if subprocess.run(command, check=False).returncode:
+            sys.exit(f"benchmarks.pretrained: error: {name} failed")
+        if (given.work / name / "complete").exists():
+            waiting.remove(name)
+    found = {name: summary_of(given.work / name) for name in given.runs if (given.work / name / "parts.jsonl").exists()}
+    for name, run in found.items():
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in run["median"].items())
+        print(f"{name}: {run['steps']} steps, {parts}; peak {run['peak_bytes'] / 2**30:.1f} GiB; {run['accuracy']}")
+    if given.out is not None:
+        record(
+            "pretrained",
+            {
+                "model": "Gemma 3 270M, Q4_K_M weights in fp32", "task": TASK, "task_options": TASK_OPTIONS,
+                "starting_examples": given.examples, "prompts": PROMPTS, "generations": GENERATIONS,
+                "max_completion_length": LENGTH, "learning_rate": RATE, "held_out": HELD_OUT, "runs": found,
+            },
+            out=given.out,
+        )  # fmt: skip
+    print("all runs are complete" if not waiting else f"to be continued: {', '.join(waiting)}")
+
+
+if __name__ == "__main__":
+    main()
