@@ -119,7 +119,6 @@ class GRPOTrainer(RunState):
             )
         self.prompts_per_process = config.prompts_per_step // processes
         self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
-        self._check_same_rows()
         self.evaluate_too = evaluate
         size, seed = config.prompts_per_step, config.seed
         self.batches = (
@@ -127,6 +126,7 @@ class GRPOTrainer(RunState):
             if callable(train_dataset)
             else Batches(self._usable(train_dataset, size, "train_dataset"), size, seed)
         )
+        self._check_same_rows()
         pad = tokenizer.pad_token_id
         ends = ending_token_ids(model, tokenizer)
         self.sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
@@ -326,7 +326,8 @@ class GRPOTrainer(RunState):
 
     def _check_same_rows(self) -> None:
         """Each process takes its part of every batch, by position."""
-        mine = (len(self.train_rows), 0 if self.eval_rows is None else len(self.eval_rows))
+        train = len(self.batches.rows) if isinstance(self.batches, Batches) else 0
+        mine = (train, 0 if self.eval_rows is None else len(self.eval_rows))
         counts = gather_object([mine])
         if len(set(counts)) > 1:
             found = ", ".join(f"process {i}: {train} and {held_out}" for i, (train, held_out) in enumerate(counts))
