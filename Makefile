@@ -38,7 +38,7 @@ lint: $(VENV)/.dev  ## style and types
 deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on two CPU processes (about 5 minutes)
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -q tests/with_deepspeed
 
-ray: $(VENV)-ray/.ready  ## the trainer in Ray Train on two CPU processes (about 5 minutes)
+ray: $(VENV)-ray/.ready  ## the trainer in Ray Train on two CPU processes (about 10 minutes)
 	RAY_USAGE_STATS_ENABLED=0 $(VENV)-ray/bin/python -m pytest -q tests/with_ray
 
 torchtitan: $(VENV)-torchtitan/.ready  ## torchtitan's losses on the CPU, also under FSDP2 (about 2 minutes)

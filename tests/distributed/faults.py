@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ from trainer import runs
 
 from grpo_fused import ParallelGroups, share_failures
 
-LIMIT = 60
-"""seconds within which both processes must have ended"""
+LIMIT = 120
+"""seconds within which both processes must have ended; the first pair waits for imports"""
 
 
 class Outcome(NamedTuple):
@@ -111,6 +112,32 @@ def losses(rank: int, folder: Path, layout: str, how: str, timeout: float = LIMI
             mine.run(make_config(), process_group=groups)
             if step == 1 and rank == 1:
                 fail(folder, how, 2 * timeout)
+    return "done"
+
+
+def twice(rank: int, folder: Path) -> str:
+    """A process survives an error in a first block, and is killed in the second one."""
+    dist.init_process_group("gloo")
+    with suppress(ValueError), share_failures():
+        if rank == 1:
+            raise ValueError("an error that is handled")
+    dist.barrier()
+    with share_failures():
+        if rank == 1:
+            fail(folder, "kill")
+        dist.barrier()
+    return "done"
+
+
+def without_launcher(rank: int, folder: Path, port: int) -> str:
+    """The store is in the process that fails."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    dist.barrier()
+    with share_failures():
+        if rank == 0:
+            fail(folder, "raises")
+        dist.barrier()
     return "done"
 
 

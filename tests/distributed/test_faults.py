@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from distributed.faults import losses, other_rows, run_pair, training
+from distributed.faults import losses, other_rows, run_pair, training, twice, without_launcher
+from trainer.test_processes import free_port
 
+from grpo_fused import share_failures
 from grpo_fused.trainer.checkpoint import checkpoints
 
 full = pytest.mark.full
@@ -27,6 +29,24 @@ def peer(reason: str) -> str:
 )
 def test_between_two_losses(how, first, second, layout, tmp_path):
     assert [outcome.said for outcome in run_pair(tmp_path, losses, layout, how)] == [first, second]
+
+
+def test_an_error_that_was_handled_is_not_the_reason(tmp_path):
+    assert [outcome.said for outcome in run_pair(tmp_path, twice)] == [KILLED, ""]
+
+
+def test_the_process_that_has_the_store_fails(tmp_path):
+    want = "PeerError: the process that holds the store of the process group has ended; its output has the reason"
+    assert [outcome.said for outcome in run_pair(tmp_path, without_launcher, free_port())] == [OFFLINE, want]
+
+
+def test_a_block_without_a_process_group():
+    @share_failures()
+    def raises():
+        raise ValueError("alone")
+
+    with pytest.raises(ValueError, match="alone"):
+        raises()
 
 
 @full
