@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import Case, assert_same, config_id, covering_configs, frobenius_error, make_case, make_config
+from torch.utils._pytree import tree_map_only
 
 from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs, selective_logprobs
 from grpo_fused.engines.products import Head
@@ -19,18 +20,6 @@ GRADIENT_TOLERANCE = {torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11, torc
 def logp_tolerance(width: int, dtype: torch.dtype) -> float:
     """Nats. Tensor cores may cut off low bits of partial sums, by 1e-4 in all at H = 4096 (docs/numerics.md)."""
     return 3e-4 if width >= 4096 and dtype != torch.float32 else 1e-4
-
-
-def on_cpu(result):
-    out = result.out
-    result.out = out._replace(
-        loss=out.loss.cpu(), per_token_logps=out.per_token_logps.cpu(), entropies=out.entropies.cpu(),
-        metrics={k: v.cpu() for k, v in out.metrics.items()},
-    )  # fmt: skip
-    for name in ("dhidden", "dweight", "dbias"):
-        value = getattr(result, name)
-        setattr(result, name, None if value is None else value.cpu())
-    return result
 
 
 def big_case(N: int, H: int, V: int, dtype: torch.dtype, **options) -> Case:
@@ -70,7 +59,8 @@ def assert_close_to(want, got, dtype: torch.dtype, width: int) -> None:
 def test_matches_reference_in_fp32(config, impl):
     case = make_case(1, dtype=torch.float32)
     want = case.to(torch.float64).run(config, impl="reference")
-    assert_same(on_cpu(case.to(torch.float32, "cuda").run(config, impl=impl)), want, tol=2e-5)
+    got = case.to(torch.float32, "cuda").run(config, impl=impl)
+    assert_same(tree_map_only(torch.Tensor, torch.Tensor.cpu, got), want, tol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
