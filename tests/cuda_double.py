@@ -99,11 +99,12 @@ class CudaDouble(CostRecorder):
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.sync_debug_mode = "default"
+        self.graph: _Graph | None = None
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
         self.waits[what] += 1
-        if self.sync_debug_mode == "error":
+        if self.sync_debug_mode == "error" or self.graph is not None:
             raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
 
     def copy(self, x: Tensor, device: torch.device) -> Tensor:
@@ -122,8 +123,6 @@ class CudaDouble(CostRecorder):
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":
             kwargs["device"] = torch.device("cpu")
-            if not isinstance(kwargs.get("generator"), CudaGenerator | None):
-                raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         elif not any(isinstance(x, CudaTensor) for x in tensors):
             return func(*args, **kwargs)
         if func.namespace == "grpo_fused":  # its body sees CUDA tensors
@@ -137,7 +136,10 @@ class CudaDouble(CostRecorder):
             self.wait(name)
         mine = {id(x.data_on_cpu): x for x in tensors if isinstance(x, CudaTensor)}
         given, options = tree_map_only(CudaTensor, lambda x: x.data_on_cpu, (args, kwargs))
-        out = self._fp32_product(*given, **options) if func in FP32_PRODUCTS else func(*given, **options)
+        body = self._fp32_product if func in FP32_PRODUCTS else func
+        out = body(*given, **options)
+        if self.graph is not None:
+            self.graph.steps.append(lambda: _overwrite(out, body(*given, **options)))
         if name.startswith(("empty", "new_empty")) and out.is_floating_point():
             out.fill_(torch.nan)
         self.record(func, given, out)
@@ -207,8 +209,11 @@ class _Devices(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        generator, device = kwargs.get("generator"), kwargs.get("device")
+        if generator is not None and isinstance(generator, CudaGenerator) != ("cuda" in str(device)):
+            raise RuntimeError(f"Expected a generator of the device {device or 'cpu'}")
         if func in (torch.tensor, torch.as_tensor):
-            device = kwargs.pop("device", None)
+            kwargs.pop("device", None)
             made = func(*args, **kwargs)
             return made if device is None else self._move(made, torch.device(device))
         if func is Tensor.cuda or func is Tensor.cpu:
@@ -246,6 +251,37 @@ def active(double: CudaDouble) -> Iterator[None]:
         yield
 
 
+class _Graph:
+    """A CUDA graph: operators and launches are captured with their tensors, and called again on what these then hold."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            for step in self.steps:
+                step()
+
+
+def _overwrite(old: Any, new: Any) -> None:
+    """The result of an operator that is called again goes where its first result is."""
+    for was, x in zip(tree_leaves(old), tree_leaves(new), strict=True):
+        if isinstance(was, Tensor) and was is not x and was.data_ptr() != x.data_ptr():
+            was.copy_(x)
+
+
+class _Stream:
+    """A stream: everything is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    synchronize = wait_stream
+
+
 class _Event:
     """A CUDA event: the time of the host."""
 
@@ -272,8 +308,14 @@ def _counting(double: CudaDouble, launch: Callable[..., Any]) -> Callable[..., A
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
         double.launches[self.fn.__name__] += 1
         given = [data(x) for x in args], {name: data(x) for name, x in kwargs.items()}
-        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+
+        def step() -> None:
             launch(self, *given[0], **given[1])
+
+        if double.graph is not None:
+            double.graph.steps.append(step)
+        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+            step()
 
     return launched
 
@@ -296,6 +338,12 @@ def cuda_double(capability: tuple[int, int] = (9, 0), multiprocessors: int = 2) 
     """One device `cuda:0` for `torch.cuda` and the package; few multiprocessors, so that persistent programs loop."""
     double = CudaDouble(capability, multiprocessors)
 
+    @contextmanager
+    def capture(graph: _Graph, **_: Any) -> Iterator[None]:
+        double.graph = graph
+        yield
+        double.graph = None
+
     torch_cuda = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -312,6 +360,11 @@ def cuda_double(capability: tuple[int, int] = (9, 0), multiprocessors: int = 2) 
         "reset_peak_memory_stats": lambda device=None: double.forget(),
         "set_sync_debug_mode": lambda mode: setattr(double, "sync_debug_mode", mode),
         "Event": _Event,
+        "Stream": _Stream,
+        "current_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": _Graph,
+        "graph": capture,
     }
     with ExitStack() as stack:
         for name, value in torch_cuda.items():

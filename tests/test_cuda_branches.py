@@ -230,15 +230,43 @@ def test_launches_and_products(impl, config, launches, products, double):
 def test_waits_for_the_device(impl, config, double):
     """One with compaction, two if scoring comes first, none without it: neither in the forward nor in the backward."""
     case = gpu_case()
-    for compact, waits in ((True, 1 + config.needs_batch), (False, 0)):
-        double.waits.clear()
-        case.run(config, impl=impl, compact=compact)
-        assert double.waits.total() == waits, double.waits
+    for x in (case, case.to(torch.float64)) if impl == "chunked" else (case,):  # in fp64 rows are torch operations
+        for compact, waits in ((True, 1 + config.needs_batch), (False, 0)):
+            double.waits.clear()
+            x.run(config, impl=impl, compact=compact)
+            assert double.waits.total() == waits, double.waits
     x = case.hidden_states.requires_grad_()
     out = fused_linear_logprobs(x, case.lm_head_weight, case.completion_ids, case.completion_mask, impl=impl,
                                 compact=False)  # fmt: skip
     out.logps.sum().backward()
     assert double.waits.total() == 0
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_a_captured_call_reads_new_values(impl, double):
+    """Neither a Python number nor a branch of a call without compaction depends on values; the capture allows no wait."""
+    case = gpu_case(torch.bfloat16)
+    hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    options = {"old_per_token_logps": case.options["old_per_token_logps"], "compact": False, "impl": impl}
+
+    def step():
+        out = fused_linear_grpo_loss(
+            hidden, weight, case.completion_ids, case.advantages, case.completion_mask, **options
+        )
+        return out.per_token_logps, *torch.autograd.grad(out.loss, (hidden, weight))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    before = [x.clone() for x in captured]
+    with torch.no_grad():
+        hidden.mul_(-0.5)
+        case.advantages.neg_()
+        case.completion_mask.logical_not_()
+    graph.replay()
+    for mine, old, want in zip(captured, before, step(), strict=True):
+        assert torch.equal(mine, want)
+        assert not torch.equal(mine, old)
 
 
 @pytest.mark.pairs
