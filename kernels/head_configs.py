@@ -98,7 +98,7 @@ HEAD_CONFIGS: dict[str, HeadTable] = {
 }
 """bf16 and fp16, by architecture."""
 
-# IEEE products run on the fp32 units, not on tensor cores; larger tiles spill there. With triton 3.9, 8 warps spill 8 to
+# IEEE products run on the fp32 units, not on tensor cores; larger tiles spill there. With triton 3.9 8 warps spill 8 to
 # 24 bytes in exponentials, 4 warps 8 bytes in dlogits, and so do 3 stages
 _FP32 = HeadTable(
     plain=HeadConfig(64, 32, 32, num_warps=4, num_stages=3, store_stages=3),
