@@ -33,6 +33,7 @@ class TritonRows:
     picks_rows = False
     only_reads = True
     policies = frozenset(POLICIES)
+    temporaries = 0
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """Statistics of [R, V] logits (fp32, bf16 or fp16; rows as `padded_width` says)."""

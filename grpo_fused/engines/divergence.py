@@ -44,7 +44,7 @@ def run_divergence(
     if values_are_checked(targets.device) and not weights.isfinite().all():
         raise ValueError("weights must be finite on active tokens; got inf or NaN")
     rows = tokens.mask.nonzero().squeeze(1) if call.head.compact else torch.arange(len(weights), device=targets.device)
-    plan = _Plan.of(head, call.head.max_scratch_bytes)
+    plan = _Plan.of(head, call.head.max_scratch_bytes, lambda device, dtype: TorchRows())
     # eight temporaries at most; `_Plan` counts three for each head
     block_rows, longest = max(plan.block_rows // 2, 1), min(plan.chunk_rows, len(rows))
     slabs = [_Slab(Head.of(x), longest, block_rows, row_work) for x in heads]

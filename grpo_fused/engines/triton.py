@@ -18,7 +18,7 @@ import os
 
 import torch
 
-from grpo_fused.engines.base import Cost, Gradients, Work
+from grpo_fused.engines.base import Cost, Gradients, Work, longest_chunk
 from grpo_fused.engines.gradients import GradientSums, lifted
 from grpo_fused.engines.products import Head
 from grpo_fused.engines.scratch import scratch_budget
@@ -56,7 +56,7 @@ class TritonEngine:
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
-        rows = min(self.chunk_rows(head, max_scratch_bytes), num_tokens)
+        rows = min(longest_chunk(num_tokens, self.chunk_rows(head, max_scratch_bytes)), num_tokens)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         products = 3.0 if head.softcap is None else 4.0
         return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))

@@ -186,6 +186,47 @@ def test_head_kernel_multiplies_on_tensor_cores(head_evidence):
         assert row["tma"] == row["wants_tma"], row
 
 
+def test_instructions_of_a_logit(head_evidence):
+    """The epilogue of the training kernel on Hopper, as the cost model has it; masks are for the last tile only."""
+    from benchmarks.cost import EPILOGUE_INSTRUCTIONS
+
+    found = {row["mode"]: row["instructions"] for row in head_evidence
+             if (row["arch"], row["table"], row["options"], row["even"]) == ("sm_90", "bf16", "plain", False)}  # fmt: skip
+    assert found.keys() >= {"score", "exponentials"}
+    for mode, instructions in found.items():
+        if mode in EPILOGUE_INSTRUCTIONS:
+            assert instructions == pytest.approx(EPILOGUE_INSTRUCTIONS[mode], abs=0.3)
+
+
+LOOP = """
+        /*0000*/                   MOV R1, R2 ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR28], R24 WAITS;
+        /*0020*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR28], R24, gsb0 ;
+        /*0030*/               @P0 BRA `(.L_x_2) ;
+        /*0040*/              @!P1 BRA `(.L_x_3) ;
+        /*0050*/                   FSEL R1, R1, R2, P1 ;
+.L_x_3:
+EXPONENTIALS
+.L_x_2:
+        /*0090*/               @P2 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_reading_machine_code():
+    """A tile's row work without the rare mask; products that wait for each other."""
+    from benchmarks.sass import is_serialized, tile_instructions
+
+    exponentials = "\n".join(f"        /*{i:04x}*/                   MUFU.EX2 R{i}, R{i} ;" for i in range(20))
+    listing = LOOP.replace("EXPONENTIALS", exponentials)
+    found = tile_instructions(listing.replace("WAITS", ""))
+    assert +found == {"MUFU.EX2": 20, "BRA": 1}
+    assert not is_serialized(listing.replace(" WAITS", " "))
+    assert is_serialized(listing.replace(" WAITS", ", gsb0 "))
+    assert tile_instructions(LOOP.replace("EXPONENTIALS", "")) is None
+
+
 COUNT_HEAD = (
     COUNT[: COUNT.index("from grpo_fused.kernels import rows")]
     + """
