@@ -25,7 +25,7 @@ class Variant:
     options: str
     """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
     even: bool
-    """whether V and H are multiples of the tile; 151936 is not a multiple of 256"""
+    """whether H is a multiple of the tile; with descriptors both are the same kernel"""
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.table}-{self.mode}-{self.options}-{'even' if self.even else 'odd'}"
@@ -72,14 +72,15 @@ def variants() -> list[Variant]:
     made = []
     for name, table in _tables().items():
         for arch, mode, options, even in itertools.product(table, MODES, ("plain", "full"), (True, False)):
-            if arch != "interpreter":
-                made.append(Variant(arch, name, mode, options, even))
+            variant = Variant(arch, name, mode, options, even)
+            if arch != "interpreter" and (even or not variant.config.tma):
+                made.append(variant)
         for arch, options in itertools.product(table, ("plain", "full")):
             if arch != "interpreter":
                 made.extend(Variant(arch, name, mode, options, even=True) for mode in ("finish", "pass"))
     for arch, candidates in head_configs.CANDIDATES.items():
         for number, mode in itertools.product(range(len(candidates)), ("score", "exponentials")):
-            made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=False))
+            made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=True))
     return made
 
 
@@ -98,7 +99,7 @@ def compile_variant(variant: Variant) -> Any:
     config, full, mode = variant.config, variant.options == "full", MODES[variant.mode]
     constexprs = {
         "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_TEMPERATURES": True, "WITH_ENTROPY": mode < 2,
-        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_V": variant.even, "EVEN_K": variant.even,
+        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_K": variant.even,
         "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
     }  # fmt: skip
@@ -183,7 +184,7 @@ def table() -> list[dict[str, Any]]:
         "table",
         "mode",
         "options",
-        "V, H",
+        "H",
         "tile",
         "warps",
         "stages",

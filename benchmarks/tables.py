@@ -266,7 +266,7 @@ def compiled(folder: Path) -> str:
     for version, rows in sorted(run.sections["compiled"].items()):
         found = (sorted(name for name, row in rows.items() if fault(row)) for fault in faults.values())
         cells = [", ".join(names) or "0" for names in found]
-        counts = ", ".join(f"{rows[f'sm_90-bf16-{mode}-plain-odd']['instructions']:.1f}" for mode in modes)
+        counts = ", ".join(f"{rows[f'sm_90-bf16-{mode}-plain-even']['instructions']:.1f}" for mode in modes)
         lines.append(f"| {version} | {len(rows)} | {' | '.join(cells)} | {counts} |")
     kinds = ", ".join(sorted({row["arch"] for rows in run.sections["compiled"].values() for row in rows.values()}))
     return "\n".join([*lines, "", f"For {kinds}; commit {run.machine['commit']}, {run.machine['date'][:10]}."])

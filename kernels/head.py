@@ -87,7 +87,7 @@ def epilogue(
     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
     entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_V: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr,
     E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile of products; returns the running statistics."""
@@ -118,10 +118,9 @@ def epilogue(
         return m, rest, moment
     else:
         z = to_log2(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
-        if not EVEN_V:  # noqa: SIM102 (Triton computes both sides of `and`)
-            # not of acc: if it changes under a condition, ptxas makes products on Hopper wait for each other
-            if tile == num_tiles - 1:
-                z = tl.where(columns_before(V - tile * BLOCK_V, BLOCK_V), z, LOWEST_Z)
+        # not of acc: if it changes under a condition, ptxas makes products on Hopper wait for each other
+        if tile == num_tiles - 1:
+            z = tl.where(columns_before(V - tile * BLOCK_V, BLOCK_V), z, LOWEST_Z)
         tile_m = tl.max(z, axis=1)
         e, tile_rest, tile_moment = shares(z - finite(tile_m)[:, None], WITH_ENTROPY, HAS_INF=HAS_BIAS)
         tile_m *= LN2
@@ -173,7 +172,6 @@ def head_fwd_kernel(
     WITH_ENTROPY: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
     TMA: tl.constexpr,
-    EVEN_V: tl.constexpr,
     EVEN_K: tl.constexpr,
     E_SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -212,7 +210,7 @@ def head_fwd_kernel(
                     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                     num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                    WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
+                    WITH_ENTROPY, HAS_DENTROPY, TMA, E_SCALE, BLOCK_N, BLOCK_V,
                 )  # fmt: skip
                 acc = tl.full([BLOCK_N, BLOCK_V], zero, tl.float32)
         if MODE != DLOGITS:

@@ -234,7 +234,6 @@ def _launch(
         **flags_of(transform),
         **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, **mode},
         TMA=config.tma,
-        EVEN_V=vocab_size % config.block_v == 0,
         EVEN_K=width % config.block_k == 0,
         E_SCALE=1.0 if out is None else _scale_of(out),
         UPCAST=_interprets(hidden),
