@@ -192,9 +192,10 @@ def table() -> list[dict[str, Any]]:
         "stack",
         "shared",
         "cores",
+        "instr",
         "per SM",
     )
-    layout = "{:7} {:14} {:13} {:8} {:5} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>7}  {}"
+    layout = "{:7} {:12} {:13} {:8} {:5} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>6} {:>7}  {}"
     print(layout.format(*header, f"expected TFLOP/s on an {H200.name}, H = 896 / 4096"))
     rows = []
     for variant in variants():
@@ -226,6 +227,7 @@ def table() -> list[dict[str, Any]]:
                 e.stack,
                 f"{e.shared_kib:.0f} KiB",
                 e.tensor_cores + ("!" if e.serialized else ""),
+                e.instructions or "",
                 row.get("programs_per_sm", ""),
                 rates,
             )
