@@ -1,21 +1,27 @@
 """Every shipped kernel, compiled ahead of time for every architecture, without a GPU.
 
-    python -m benchmarks.aot            # the tables: Triton's row kernels and head kernel, the CUDA C++ row kernels
-    python -m benchmarks.aot cuda       # one of them: rows, head, candidates or cuda
-    python -m benchmarks.aot --json F   # the same as JSON
+    python -m benchmarks.aot              # the tables: Triton's row kernels and head kernel, the CUDA C++ row kernels
+    python -m benchmarks.aot cuda         # one of them: rows, head, candidates or cuda
+    python -m benchmarks.aot --json F     # the same as JSON
+    python -m benchmarks.aot --record F   # Triton's, one architecture of each kind, into the file of a run
 
 Registers and stack come from ptxas (`cuobjdump`) or the AMD assembler, shared memory from Triton; a stack above 0 is a
-spill. The predicted rate of the head kernel on an H200 comes from the model in `benchmarks.cost`.
+spill. Instructions of a logit are counted in the machine code of sm_90 (`benchmarks.sass`). The predicted rate of the
+head kernel on an H200 comes from the model in `benchmarks.cost`. A file of a run takes one record of each version of
+triton: `PYTHONPATH=FOLDER python -m benchmarks.aot --record F` compiles with the triton in FOLDER.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from benchmarks import aot_candidates, aot_head, aot_rows
+from benchmarks import aot_candidates, aot_head, aot_rows, results
+from benchmarks.compiled import SHARED_LIMIT
 
 TABLES = {
     "rows": aot_rows.table,
@@ -23,6 +29,34 @@ TABLES = {
     "candidates": aot_candidates.table,
     "cuda": aot_rows.cuda_table,
 }
+KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""Architectures that differ in kind; the others take the configurations of one of these."""
+
+
+def record(out: Path) -> None:
+    """Compile what ships with the triton that is installed, and put it into the file of a run."""
+    import triton
+
+    chosen = [("head", v) for v in aot_head.variants() if v.arch in KINDS and not v.table.startswith("candidate")]
+    chosen += [("rows", v) for v in aot_rows.variants() if v.arch in KINDS]
+    results.machine()  # the commit that is compiled
+    with Pool(os.cpu_count()) as pool:
+        found = dict(pool.imap(_inspect, chosen))
+    for row in aot_candidates.table():
+        found[f"{row['kernel']}-{row['arch']}-{row['dtype']}"] = _kept(row["arch"], row)
+    before = results.load(out).sections.get("compiled", {}) if out.exists() else {}
+    results.record("compiled", before | {triton.__version__: found}, out=out)
+
+
+def _inspect(chosen: tuple[str, Any]) -> tuple[str, dict[str, Any]]:
+    module, variant = aot_head if chosen[0] == "head" else aot_rows, chosen[1]
+    return str(variant), _kept(variant.arch, vars(module.inspect(variant)))
+
+
+def _kept(arch: str, found: dict[str, Any]) -> dict[str, Any]:
+    names = ("registers", "stack", "shared_kib", "serialized", "instructions")
+    kept = {name: found[name] for name in names if found.get(name) is not None}
+    return {"arch": arch, **kept, "fits": found["shared_kib"] <= SHARED_LIMIT[arch]}
 
 
 def main() -> None:
@@ -30,9 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default all")
     parser.add_argument("--json", type=Path, help="also write the evidence to this file")
+    parser.add_argument("--record", type=Path, help="compile what ships into the file of a run, and print no table")
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - TABLES.keys():
         parser.error(f"tables must be of {', '.join(TABLES)}; got {', '.join(sorted(unknown))}")
+    if arguments.record:
+        return record(arguments.record)
     evidence: dict[str, Any] = {}
     for name in arguments.tables or TABLES:
         if name == "cuda" and (reason := aot_rows.missing_tools()) is not None:
@@ -41,6 +78,7 @@ def main() -> None:
             evidence[name] = TABLES[name]()
     if arguments.json:
         arguments.json.write_text(json.dumps(evidence, indent=1) + "\n")
+    return None
 
 
 if __name__ == "__main__":

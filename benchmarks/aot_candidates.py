@@ -34,8 +34,9 @@ def table() -> list[dict[str, Any]]:
                 types = {**_TYPES[name], **dict.fromkeys(matrices, f"*{dtype}")}
                 aligned = set(types) - {"count"}
                 compiled = compile_kernel(
-                    kernel, arch, types, {"ROWS": BLOCK_ROWS, "COLUMNS": BLOCK_COLUMNS}, aligned, num_warps=4
-                )
+                    kernel, arch, types, {"ROWS": BLOCK_ROWS, "COLUMNS": BLOCK_COLUMNS}, aligned, num_warps=4,
+                    enable_fp_fusion=True,
+                )  # fmt: skip
                 found = resources(compiled, arch)
                 rows.append({"kernel": name, "arch": arch, "dtype": dtype, **found._asdict()})
     for row in rows:

@@ -6,7 +6,8 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.compiled import compile_kernel, resources, wgmma_is_serialized
+from benchmarks import sass
+from benchmarks.compiled import compile_kernel, machine_code, resources
 from benchmarks.cost import H200, occupancy, predicted_rate
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
@@ -18,13 +19,13 @@ class Variant:
 
     arch: str
     table: str
-    """bf16, fp32, bf16-unaligned, fp32-unaligned, or candidate-<number>"""
+    """bf16, fp32, or candidate-<number>"""
     mode: str
     """score, exponentials, dlogits; finish and pass are the kernels around them"""
     options: str
     """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
     even: bool
-    """whether V and H are multiples of the tile; 151936 is not a multiple of 256"""
+    """whether H is a multiple of the tile; with descriptors both are the same kernel"""
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.table}-{self.mode}-{self.options}-{'even' if self.even else 'odd'}"
@@ -60,6 +61,8 @@ class Evidence:
     tma: bool
     serialized: bool
     """whether ptxas makes tensor-core products wait for each other"""
+    instructions: float | None
+    """of a thread for the row work of a logit (sm_90 only)"""
 
 
 def variants() -> list[Variant]:
@@ -68,30 +71,23 @@ def variants() -> list[Variant]:
 
     made = []
     for name, table in _tables().items():
-        unaligned = name.endswith("unaligned")
         for arch, mode, options, even in itertools.product(table, MODES, ("plain", "full"), (True, False)):
-            if arch != "interpreter" and not (unaligned and even):
-                made.append(Variant(arch, name, mode, options, even))
+            variant = Variant(arch, name, mode, options, even)
+            if arch != "interpreter" and (even or not variant.config.tma):
+                made.append(variant)
         for arch, options in itertools.product(table, ("plain", "full")):
             if arch != "interpreter":
-                made.append(Variant(arch, name, "finish", options, even=not unaligned))
-                if not unaligned:
-                    made.append(Variant(arch, name, "pass", options, even=True))
+                made.extend(Variant(arch, name, mode, options, even=True) for mode in ("finish", "pass"))
     for arch, candidates in head_configs.CANDIDATES.items():
         for number, mode in itertools.product(range(len(candidates)), ("score", "exponentials")):
-            made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=False))
+            made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=True))
     return made
 
 
 def _tables() -> dict[str, Any]:
     from grpo_fused.kernels import head_configs
 
-    return {
-        "bf16": head_configs.HEAD_CONFIGS,
-        "fp32": head_configs.FP32_CONFIGS,
-        "bf16-unaligned": head_configs.UNALIGNED_CONFIGS,
-        "fp32-unaligned": head_configs.FP32_UNALIGNED_CONFIGS,
-    }
+    return {"bf16": head_configs.HEAD_CONFIGS, "fp32": head_configs.FP32_CONFIGS}
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -103,7 +99,7 @@ def compile_variant(variant: Variant) -> Any:
     config, full, mode = variant.config, variant.options == "full", MODES[variant.mode]
     constexprs = {
         "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_TEMPERATURES": True, "WITH_ENTROPY": mode < 2,
-        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_V": variant.even, "EVEN_K": variant.even,
+        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_K": variant.even,
         "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
     }  # fmt: skip
@@ -116,7 +112,7 @@ def compile_variant(variant: Variant) -> Any:
         types[name] = f"tensordesc<{variant.dtype}[{rows}, {cols}]>" if config.tma else f"*{variant.dtype}"
     stages = config.num_stages if mode == 0 else config.store_stages
     return compile_kernel(
-        kernel, variant.arch, types, constexprs, _aligned(kernel, types, variant), num_warps=config.num_warps,
+        kernel, variant.arch, types, constexprs, _aligned(kernel, types), num_warps=config.num_warps,
         num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -140,7 +136,7 @@ def _compile_small(variant: Variant) -> Any:
         flags |= {"TILES": small.tiles, "BLOCK_V": config.block_v}
     types = _types(kernel) | dict.fromkeys(("x_ptr", "w_ptr", "e_ptr"), f"*{variant.dtype}")
     return compile_kernel(
-        kernel, variant.arch, types, flags, _aligned(kernel, types, variant), num_warps=small.num_warps,
+        kernel, variant.arch, types, flags, _aligned(kernel, types), num_warps=small.num_warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -154,11 +150,9 @@ PER_TOKEN = {"targets_ptr", "temperature_ptr", "log_sum_ptr", "logp_ptr", "entro
 """Slices with any start address."""
 
 
-def _aligned(kernel: Any, types: dict[str, str], variant: Variant) -> set[str]:
+def _aligned(kernel: Any, types: dict[str, str]) -> set[str]:
     names = {name for name in kernel.arg_names if types[name].startswith("*")} - PER_TOKEN
-    names |= {"stride_out", "stride_e", "padded"}
-    # rows of 16 bytes are 8 numbers or 4: H and its strides are multiples of 16 for the sizes of language models only
-    return names if variant.table.endswith("unaligned") else names | {"stride_xn", "stride_wv", "H"}
+    return names | {"stride_out", "stride_e", "padded", "stride_xn", "stride_wv", "H"}
 
 
 def inspect(variant: Variant) -> Evidence:
@@ -167,14 +161,20 @@ def inspect(variant: Variant) -> Evidence:
     found = resources(compiled, variant.arch)
     if variant.arch.startswith("gfx"):
         cores = "mfma" if "v_mfma" in compiled.asm["amdgcn"] else "none" if variant.mode == "pass" else "fma"
-        return Evidence(*found, tensor_cores=cores, tma=False, serialized=False)
+        return Evidence(*found, tensor_cores=cores, tma=False, serialized=False, instructions=None)
     ptx = compiled.asm["ptx"]
     names = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
     cores = next((short for long, short in names.items() if long in ptx), "fma")
     if variant.mode == "pass":
         cores = "none"
-    serialized = cores == "wgmma" and wgmma_is_serialized(compiled, variant.arch)
-    return Evidence(*found, tensor_cores=cores, tma="cp.async.bulk.tensor" in ptx, serialized=serialized)
+    tma, serialized, instructions = "cp.async.bulk.tensor" in ptx, False, None
+    if cores == "wgmma":
+        listing = machine_code(compiled)
+        serialized = sass.is_serialized(listing)
+        if row_work := sass.tile_instructions(listing):
+            tile = variant.config.block_n * variant.config.block_v
+            instructions = round(sum(row_work.values()) * 32 * variant.config.num_warps / tile, 1)
+    return Evidence(*found, tensor_cores=cores, tma=tma, serialized=serialized, instructions=instructions)
 
 
 def table() -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def table() -> list[dict[str, Any]]:
         "table",
         "mode",
         "options",
-        "V, H",
+        "H",
         "tile",
         "warps",
         "stages",
@@ -192,9 +192,10 @@ def table() -> list[dict[str, Any]]:
         "stack",
         "shared",
         "cores",
+        "instr",
         "per SM",
     )
-    layout = "{:7} {:14} {:13} {:8} {:5} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>7}  {}"
+    layout = "{:7} {:12} {:13} {:8} {:5} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>6} {:>7}  {}"
     print(layout.format(*header, f"expected TFLOP/s on an {H200.name}, H = 896 / 4096"))
     rows = []
     for variant in variants():
@@ -226,6 +227,7 @@ def table() -> list[dict[str, Any]]:
                 e.stack,
                 f"{e.shared_kib:.0f} KiB",
                 e.tensor_cores + ("!" if e.serialized else ""),
+                e.instructions or "",
                 row.get("programs_per_sm", ""),
                 rates,
             )

@@ -91,7 +91,9 @@ def compile_variant(variant: Variant, **changes: Any) -> Any:
     types |= {"targets_ptr": "*i64", "dlogits_ptr": f"*{variant.out}"}
     types |= dict.fromkeys(("stride_r", "stride_dr", "V", "padded"), "i32")
     aligned = {name for name in kernel.arg_names if name.endswith("_ptr")} | {"stride_r", "stride_dr", "padded"}
-    return compile_kernel(kernel, variant.arch, types, constexprs, aligned, num_warps=config.num_warps)
+    return compile_kernel(
+        kernel, variant.arch, types, constexprs, aligned, num_warps=config.num_warps, enable_fp_fusion=True
+    )
 
 
 def inspect(variant: Variant) -> Evidence:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from grpo_fused import engines
 from grpo_fused.engines.base import Cost
+from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 from grpo_fused.tools import predictions
 
 VOCABULARY, TOKENS = 151936, 8192
@@ -150,8 +151,9 @@ class Machine(NamedTuple):
 
 H200 = Machine("H200", 790e12, 4.3e12, 8.5e12, 132, 1.75e9, 16, 65536, 227, 2048)
 
-EPILOGUE_INSTRUCTIONS = {"score": 9, "exponentials": 11, "dlogits": 9}
-"""Per logit, with entropy: scale (2), maximum, shift, exp (2), sum, moment (2); a store of two takes 2 more."""
+EPILOGUE_INSTRUCTIONS = {"score": 9.2, "exponentials": 10.1, "dlogits": 16.7}
+"""Per logit, with entropy, of plain heads: counted in the machine code of sm_90 (`python -m benchmarks.aot head`). A
+score takes scale, maximum, shift, exponential, sum, product and sum of the moment, and a new 0; the rest is of rows."""
 
 KERNEL_SHARE = 0.90
 """Rate of a Triton product relative to the library's if nothing else limits it; public figures: 0.85 to 0.96."""
@@ -203,10 +205,24 @@ def rates_of(engine: str, machine: Machine) -> Rates:
     return Rates(2 / machine.products, ROW_BYTES[engine] / machine.memory, 0.0, 0.0)
 
 
+def weight_gradient_seconds(engine: str, shape: Shape, machine: Machine) -> float:
+    """Traffic of the fp32 sum of dW over chunks: written, read and written by each further chunk, and rounded."""
+    if engine == "bare":
+        return 0.0
+    head = predictions.Shape(shape.tokens, shape.H, shape.V, torch.bfloat16).head(torch.device("cpu"))
+    chunks = math.ceil(shape.tokens / engines.engine(engine).chunk_rows(head, DEFAULT_SCRATCH_BYTES["cuda"]))
+    numbers = 0 if chunks == 1 else 4 + 8 * (chunks - 1) + 4 + 2
+    return numbers * shape.V * shape.H / machine.memory
+
+
 def training_seconds(head_kernel: float, width: int, machine: Machine) -> dict[str, float]:
     """Forward and backward, dense; `head_kernel` are the seconds of our head kernel, in place of one product."""
     shape, dtype = Shape(TOKENS, width, VOCABULARY), torch.bfloat16
-    seconds = {name: rates_of(name, machine).seconds(work_of(name, shape, dtype)) for name in ROW_BYTES}
+    seconds = {
+        name: rates_of(name, machine).seconds(work_of(name, shape, dtype))
+        + weight_gradient_seconds(name, shape, machine)
+        for name in ROW_BYTES
+    }
     seconds["triton"] += head_kernel - 2 * TOKENS * VOCABULARY * width / machine.products
     return seconds
 

@@ -248,6 +248,30 @@ def _truncation(run: Run) -> Iterator[str]:
         yield f"| {'with' if sets else 'without'} candidate sets | {' | '.join(cells)} |"
 
 
+def compiled(folder: Path) -> str:
+    """The Triton kernels that ship, compiled for every kind of GPU by several versions of triton: what went wrong."""
+    run = newest("cpu", "compiled", folder)
+    if run is None:
+        return f"Compiled kernels: {NOT_YET} (`python -m benchmarks.aot --record FILE`)."
+    faults = {
+        "spill": lambda row: row["stack"] > 0,
+        "products wait for each other": lambda row: row.get("serialized", False),
+        "more shared memory than the chip has": lambda row: not row["fits"],
+    }
+    modes = ("score", "exponentials", "dlogits")
+    lines = [
+        f"| triton | kernels | {' | '.join(faults)} | instructions for a logit: {', '.join(modes)} |",
+        "|---" * (len(faults) + 3) + "|",
+    ]
+    for version, rows in sorted(run.sections["compiled"].items()):
+        found = (sorted(name for name, row in rows.items() if fault(row)) for fault in faults.values())
+        cells = [", ".join(names) or "0" for names in found]
+        counts = ", ".join(f"{rows[f'sm_90-bf16-{mode}-plain-even']['instructions']:.1f}" for mode in modes)
+        lines.append(f"| {version} | {len(rows)} | {' | '.join(cells)} | {counts} |")
+    kinds = ", ".join(sorted({row["arch"] for rows in run.sections["compiled"].values() for row in rows.values()}))
+    return "\n".join([*lines, "", f"For {kinds}; commit {run.machine['commit']}, {run.machine['date'][:10]}."])
+
+
 def where(run: Run) -> str:
     """Machine, commit and date of a run."""
     commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
@@ -266,6 +290,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "growth": growth,
     "end-to-end": end_to_end,
     "candidates": candidates,
+    "compiled": compiled,
 }
 """Name of a pair of markers to the text between them."""
 

@@ -37,7 +37,8 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Objective
 from grpo_fused.engines.base import Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
-from grpo_fused.engines.divergence import DivergenceEngine
+from grpo_fused.engines.chunked import ChunkedEngine
+from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
@@ -119,8 +120,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
         vocab, ranks = join(ParallelGroups.decode(head.groups), call, call.completion_ids, mask, check, layout)
         with failing_together(vocab, ranks):
             tokens = Tokens.of(head, call.completion_ids, mask, layout, vocab)
-            exact = call.other.other_hidden_states is not None
-            engine = DivergenceEngine(head, call.other, mask, layout) if exact else _engine(head)
+            engine = DivergenceEngine(head, call.other, mask, layout) if _is_exact(call) else _engine(head)
             result = run_loss(engine, tokens, layout, config, call, ranks)
     metrics = [result.metrics[name].to(torch.float32) for name in _loss_metrics(call)]
     return LossResult(
@@ -144,7 +144,7 @@ def _(*values: Any) -> LossResult:
         logps,
         torch.empty_like(logps) if with_entropy else _nothing(logps),
         logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
-        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True),
+        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True, two_heads=_is_exact(call)),
         logps.new_empty(head.candidate_ids.shape if head.candidate_ids is not None and call.needs.any() else 0),
     )
 
@@ -265,7 +265,7 @@ def linear_divergence(*values: Any) -> LossResult:
 def _(*values: Any) -> LossResult:
     call: DivergenceCall = build(DivergenceCall, iter(values))
     row = call.mask.new_empty(call.mask.shape, dtype=Head.of(call.head).statistics_dtype)
-    made = _fake_gradients(call.head, row, call.needs)
+    made = _fake_gradients(call.head, row, call.needs, two_heads=True)
     return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
 
 
@@ -366,6 +366,11 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
+def _is_exact(call: LossCall) -> bool:
+    """Whether it has the exact KL towards another head."""
+    return call.other.other_hidden_states is not None
+
+
 def _loss_metrics(call: LossCall) -> tuple[str, ...]:
     return loss_metric_names(GRPOLossConfig.decode(call.config), with_kl=call.with_kl, complete=call.with_metrics)
 
@@ -411,12 +416,15 @@ def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs
     return _head_gradients(call, made)
 
 
-def _fake_gradients(call: HeadCall, token_ids: Tensor, needs: Needs, *, in_forward: bool = False) -> HeadGradients:
+def _fake_gradients(
+    call: HeadCall, token_ids: Tensor, needs: Needs, *, in_forward: bool = False, two_heads: bool = False
+) -> HeadGradients:
     head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
     if call.candidates is not None and not call.any_whole:
         needs = needs._replace(need_weight=False, need_bias=False) if in_forward else needs
     most = token_ids.numel() if ParallelGroups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
-    dtype = engines.engine(call.impl).weight_gradient_dtype(head, most, call.max_scratch_bytes)
+    engine = ChunkedEngine(torch_rows) if two_heads else engines.engine(call.impl)
+    dtype = engine.weight_gradient_dtype(head, most, call.max_scratch_bytes)
     dtype = dtype if call.any_whole else weight.dtype
     return HeadGradients(
         hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.need_hidden else _nothing(hidden),

@@ -57,8 +57,9 @@ def pair_products(a: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
     if len(i):
         with device_of(a):
             pair_products_kernel[(triton.cdiv(len(i), BLOCK_ROWS),)](
-                a, b, i, j, out, len(i), a.shape[1], a.stride(0), b.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS
-            )
+                a, b, i, j, out, len(i), a.shape[1], a.stride(0), b.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS,
+                enable_fp_fusion=True,
+            )  # fmt: skip
     return out
 
 
@@ -69,6 +70,7 @@ def segment_sums(x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> T
     if count:
         with device_of(x):
             segment_sums_kernel[(count, triton.cdiv(columns, BLOCK_COLUMNS))](
-                x, index, factor, offsets, out, columns, x.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS
-            )
+                x, index, factor, offsets, out, columns, x.stride(0), ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS,
+                enable_fp_fusion=True,
+            )  # fmt: skip
     return out

@@ -20,11 +20,14 @@ import triton
 import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1
-from .rows import dlogits, finish_statistics, merge_statistics, shares, to_z
+from .rows import LN2, LOG2E, dlogits, finish_statistics, finite, merge_statistics, shares, to_log2, to_z
 
 SCORE = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
 DLOGITS = tl.constexpr(2)
+
+LOWEST_Z = tl.constexpr(-1e30)
+"""Of columns after the vocabulary: exponentials are 0, and no product with it is infinite or NaN."""
 
 
 @triton.jit
@@ -70,29 +73,39 @@ def store_block(out, block, row, col, N, V, stride, BLOCK_N: tl.constexpr, BLOCK
 
 
 @triton.jit
+def columns_before(end, BLOCK_V: tl.constexpr):
+    """[1, BLOCK_V]: which columns of a tile come before `end`.
+
+    Two small ranges in place of one: compilers keep all numbers of a range in registers for the whole loop.
+    """
+    eights = 8 * tl.arange(0, BLOCK_V // 8)[:, None]
+    return tl.reshape(tl.arange(0, 8)[None, :] < end - eights, [1, BLOCK_V])
+
+
+@triton.jit
 def epilogue(
     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
     entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_V: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr,
     E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile of products; returns the running statistics."""
     rows = row + tl.arange(0, BLOCK_N)
     cols = (tile * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
     live = rows < N
-    inv_t = 1.0 / temperature
+    inv_t = tl.full([BLOCK_N], 1.0, tl.float32) / temperature
     if HAS_TEMPERATURES:
-        inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)[:, None]
-    z, slope = to_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
     if MODE == DLOGITS:
+        z, slope = to_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
         dlogp = tl.load(dlogp_ptr + rows, mask=live, other=0.0)
         targets = tl.load(targets_ptr + rows, mask=live, other=-1)
         at_target = -dlogp * expm1(tl.load(logp_ptr + rows, mask=live, other=0.0))
         shifted = z - tl.load(max_ptr + rows, mask=live, other=0.0)[:, None]
         log_p = shifted - tl.load(log_sum_ptr + rows, mask=live, other=0.0)[:, None]
         log_p = tl.maximum(log_p, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
-        p = tl.exp(log_p)
+        p = tl.exp2(log_p * LOG2E)
         entropy = dlogp
         dentropy = dlogp
         if HAS_DENTROPY:
@@ -104,10 +117,13 @@ def epilogue(
         store_block(out, dz, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
         return m, rest, moment
     else:
-        if not EVEN_V:
-            z = tl.where(cols < V, z, -float("inf"))
+        z = to_log2(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
+        # not of acc: if it changes under a condition, ptxas makes products on Hopper wait for each other
+        if tile == num_tiles - 1:
+            z = tl.where(columns_before(V - tile * BLOCK_V, BLOCK_V), z, LOWEST_Z)
         tile_m = tl.max(z, axis=1)
-        e, tile_rest, tile_moment = shares(z, tile_m, WITH_ENTROPY)
+        e, tile_rest, tile_moment = shares(z - finite(tile_m)[:, None], WITH_ENTROPY, HAS_INF=HAS_BIAS)
+        tile_m *= LN2
         if MODE == EXPONENTIALS:
             store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
             tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, tile_m, mask=live)
@@ -156,7 +172,6 @@ def head_fwd_kernel(
     WITH_ENTROPY: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
     TMA: tl.constexpr,
-    EVEN_V: tl.constexpr,
     EVEN_K: tl.constexpr,
     E_SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -182,7 +197,8 @@ def head_fwd_kernel(
         m = tl.full([BLOCK_N], -float("inf"), tl.float32)
         rest = tl.zeros([BLOCK_N], tl.float32)
         moment = tl.zeros([BLOCK_N], tl.float32)
-        acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        zero = logit_scale * 0.0  # unknown to the compiler, which would set each register by two instructions
+        acc = tl.full([BLOCK_N, BLOCK_V], zero, tl.float32)
         for step in tl.range(0, tiles * k_steps):
             tile = first_tile + step // k_steps
             k = step % k_steps
@@ -194,9 +210,9 @@ def head_fwd_kernel(
                     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                     num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                    WITH_ENTROPY, HAS_DENTROPY, TMA, EVEN_V, E_SCALE, BLOCK_N, BLOCK_V,
+                    WITH_ENTROPY, HAS_DENTROPY, TMA, E_SCALE, BLOCK_N, BLOCK_V,
                 )  # fmt: skip
-                acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+                acc = tl.full([BLOCK_N, BLOCK_V], zero, tl.float32)
         if MODE != DLOGITS:
             rows = row + tl.arange(0, BLOCK_N)
             part = split * N + rows  # below 2^31: at most 128 splits
@@ -267,7 +283,7 @@ def finish_scores_fwd_kernel(
         inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
     product = tl.sum(tl.where(diagonal, acc, 0.0), axis=1)
     product = tl.where(known, product, float("nan"))
-    z, _ = to_z(product, bias_ptr, targets, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    z = LN2 * to_log2(product, bias_ptr, targets, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
 
     m = tl.full([BLOCK_N], -float("inf"), tl.float32)
     rest = tl.zeros([BLOCK_N], tl.float32)

@@ -51,6 +51,30 @@ class Exponentials(NamedTuple):
         return Exponentials(self.values[:count], self.offsets[:count], self.block_v)
 
 
+COLUMN_MULTIPLE = 16
+"""Columns of an operand: only then are all loads 16 bytes wide, and a tensor descriptor's strides allowed."""
+
+
+def aligned_width(width: int) -> int:
+    """Columns of operands for hidden states of this width."""
+    return -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Hidden states or a weight [R, H] as kernels read them fast, with columns of 0 up to `aligned_width`.
+
+    It is `x` itself where its rows are contiguous, of that width, and start at a multiple of 16 elements.
+    """
+    rows, width = x.shape
+    whole = aligned_width(width) == width and x.stride(1) == 1 and x.stride(0) % COLUMN_MULTIPLE == 0
+    if whole and x.data_ptr() % 16 == 0:
+        return x
+    copy = x.new_empty((rows, aligned_width(width)))
+    copy[:, :width] = x
+    copy[:, width:] = 0.0
+    return copy
+
+
 def num_tiles(config: HeadConfig, weight: Tensor) -> int:
     """Vocabulary tiles of a head."""
     return -(-weight.shape[0] // config.block_v)
@@ -58,7 +82,7 @@ def num_tiles(config: HeadConfig, weight: Tensor) -> int:
 
 def row_bytes(weight: Tensor, transform: Transform) -> tuple[int, int]:
     """Bytes for each row of (partial statistics, offsets), besides its E; from shape and dtype only."""
-    config = head_config(weight, transform, aligned=True)
+    config = head_config(weight, transform)
     return 12 * config.splits(*weight.shape)[0], 4 * num_tiles(config, weight)
 
 
@@ -155,6 +179,7 @@ def exponentials_to_dlogits(
             values.stride(0), padded(values.shape[1]), offsets.shape[1], number, scale,
             HAS_TEMPERATURES=each is not None, HAS_DENTROPY=coefficients.dentropy is not None,
             E_SCALE=_scale_of(values), TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -209,7 +234,6 @@ def _launch(
         **flags_of(transform),
         **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, **mode},
         TMA=config.tma,
-        EVEN_V=vocab_size % config.block_v == 0,
         EVEN_K=width % config.block_k == 0,
         E_SCALE=1.0 if out is None else _scale_of(out),
         UPCAST=_interprets(hidden),

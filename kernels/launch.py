@@ -33,6 +33,7 @@ class TritonRows:
     picks_rows = False
     only_reads = True
     policies = frozenset(POLICIES)
+    temporaries = 0
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """Statistics of [R, V] logits (fp32, bf16 or fp16; rows as `padded_width` says)."""
@@ -103,7 +104,7 @@ class _Common(NamedTuple):
         each, *numbers = transform.numbers
         # stores run into the padding as loads do, so both must have it
         width = padded_width(logits) if out is None else min(padded_width(logits), padded_width(out))
-        launch = {"BLOCK": config.block, "num_warps": config.num_warps}
+        launch = {"BLOCK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": True}
         if out is not None:
             launch["IN_PLACE"] = _shares_memory(logits, out, config)
         return cls(

@@ -36,6 +36,9 @@ PER_ROW_POINTERS = [
     "dentropy_ptr",
 ]
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
@@ -53,19 +56,46 @@ def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.c
 
 
 @triton.jit
-def shares(z, m, WITH_ENTROPY: tl.constexpr):
-    """exp(z - m) of the last axis, and the inputs of `merge_statistics`: (e, rest, moment); m is the maximum."""
-    safe_m = tl.where(m == -float("inf"), 0.0, m)
-    shifted = z - tl.expand_dims(safe_m, -1) if len(z.shape) == 2 else z - safe_m
-    e = tl.exp(shifted)
-    # The maximum's own 1 is left out of the sum, whose digits a confident token needs. If the sum is close to 1, that
-    # 1 is the only exponential which is not small. Counting equal maxima would take up to 55 registers more.
-    total = tl.sum(e, axis=len(z.shape) - 1)
-    small = tl.sum(tl.where(e < 0.5, e, 0.0), axis=len(z.shape) - 1)
-    rest = tl.where(total < 1.01, small, total - 1.0)
-    moment = rest
+def to_log2(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """z / ln 2, whose exponential is one instruction; a head without bias and softcap needs one product for it."""
+    if HAS_BIAS or HAS_SOFTCAP:
+        z, _ = to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        return z * LOG2E
+    else:
+        return raw * (logit_scale * inv_t * LOG2E)
+
+
+@triton.jit
+def finite(m):
+    """A maximum that can be subtracted: 0 if no entry is possible."""
+    return tl.where(m == -float("inf"), 0.0, m)
+
+
+@triton.jit
+def shares(shifted, WITH_ENTROPY: tl.constexpr, HAS_INF: tl.constexpr):
+    """2^shifted of the last axis, and the inputs of `merge_statistics`: (e, rest, moment).
+
+    shifted is (z - maximum) / ln 2; HAS_INF: whether it may be -inf.
+    """
+    axis: tl.constexpr = len(shifted.shape) - 1
+    e = tl.exp2(shifted)
+    total = tl.sum(e, axis=axis)
+    moment = total
     if WITH_ENTROPY:
-        moment = tl.sum(e * tl.maximum(shifted, LOWEST_LOGP), axis=len(z.shape) - 1)
+        if HAS_INF:
+            shifted = tl.maximum(shifted, LOWEST_LOGP * LOG2E)
+        moment = tl.sum(e * shifted, axis=axis) * LN2
+    # The maximum's own 1 is left out of the sum, whose digits a confident token needs. If the sum is close to 1, that
+    # 1 is the only exponential which is not small. Counting equal maxima would take up to 55 registers more. Few tiles
+    # of a head have such a row: the others do not make the second sum.
+    confident = total < 1.01
+    any_confident = confident
+    if axis == 1:
+        any_confident = tl.max(confident.to(tl.int32), axis=0) > 0
+    rest = total - 1.0
+    if any_confident:
+        small = tl.sum(tl.where(e < 0.5, e, 0.0), axis=axis)
+        rest = tl.where(confident, small, rest)
     return e, rest, moment
 
 
@@ -76,7 +106,7 @@ def merge_statistics(m, rest, moment, other_m, other_rest, other_moment, WITH_EN
     rest is the sum of exp(z - max) without the 1 of the maximum itself, moment the sum of exp(z - max) * (z - max).
     """
     new_m = tl.maximum(m, other_m)
-    safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
+    safe_m = finite(new_m)
     scale, other_scale = tl.exp(m - safe_m), tl.exp(other_m - safe_m)
     if WITH_ENTROPY:
         drop = tl.where(m == -float("inf"), 0.0, m - safe_m)
@@ -132,7 +162,8 @@ def row_statistics(
         z, _ = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(cols < V, z, -float("inf"))
         block_m = tl.max(z, axis=0)
-        _, block_rest, block_moment = shares(z, block_m, WITH_ENTROPY)
+        shifted = (z - finite(block_m)) * LOG2E
+        _, block_rest, block_moment = shares(shifted, WITH_ENTROPY, HAS_INF=True)
         m, rest, moment = merge_statistics(m, rest, moment, block_m, block_rest, block_moment, WITH_ENTROPY)
     known = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
 from grpo_fused.calls import HeadCall, LossCall, LossInputs, Needs
-from grpo_fused.engines.base import Tokens
+from grpo_fused.engines.base import Tokens, even_chunks
+from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.products import Head
 from grpo_fused.layout import Layout
 from grpo_fused.pipeline import run_logprobs, run_loss, sequence_chunks
@@ -313,8 +314,6 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
     pytest.importorskip("triton")
     from grpo_fused.kernels import head_launch, launch
 
-    from grpo_fused.engines.chunked import ChunkedEngine
-
     root, found = Path(__file__).parents[1], []
 
     class Seen(Counting):
@@ -334,3 +333,25 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
         case.run(TOKEN[0], impl=impl)
     assert len(found) == 2
     assert max(found) <= 7
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "want"),
+    [(8192, 3533, [2816, 2816, 2560]), (410, 410, [410]), (820, 410, [410, 410]), (1024, 410, [352, 352, 320]),
+     (130, 128, [80, 50]), (5, 2, [2, 2, 1]), (0, 7, [])],
+)  # fmt: skip
+def test_chunks_share_the_rows_evenly(count, most, want):
+    """As few as fit, without a short last one that reads the weight for few rows; multiples of 16 or 128 if they fit."""
+    assert [chunk.stop - chunk.start for chunk in even_chunks(count, most)] == want
+
+
+def test_row_kernels_reserve_no_temporaries():
+    """Their chunks get the memory that torch's row work needs for its blocks, and the prediction says so."""
+    launch, row = pytest.importorskip("grpo_fused.kernels.launch"), 4 * 151936
+    head = Shape(8192, 64, 151936, torch.bfloat16).head(torch.device("cpu"))
+    torch_rows, kernels = ChunkedEngine(), ChunkedEngine(lambda device, dtype: launch.TritonRows())
+    budget = 512 * 2**20
+    spared = kernels.chunk_rows(head, budget) - torch_rows.chunk_rows(head, budget)
+    assert 16 <= spared <= 3 * (4 * 2**20 // row) + 15
+    for engine in (torch_rows, kernels):
+        assert engine.cost(head, 8192, budget).scratch_bytes <= budget

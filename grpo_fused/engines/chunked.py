@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work
+from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums, lifted
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, Head
 from grpo_fused.engines.rows import RowWork, TorchRows
@@ -22,8 +23,10 @@ from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
 
-_ROW_TEMPORARIES = 3  # blocks that `rows.gradient_` holds besides the slab
 _WIDENED_BLOCKS = 3  # a weight block converted to fp32, and a block of dW, on the CPU
+
+RowWorkOf = Callable[[torch.device, torch.dtype], RowWork]
+"""The row work for logits on a device and of a dtype."""
 
 _ROW_MULTIPLE = 16  # chunks of a multiple fill the tiles of a product, and start 64 bytes aligned in per-token tensors
 
@@ -59,37 +62,40 @@ class _Plan(NamedTuple):
     """tokens whose row work shares temporaries"""
     row_bytes: int
     """bytes of a token's logits"""
+    temporaries: int
+    """blocks that row work allocates"""
     widened_bytes: int
     """bytes of weight blocks converted to fp32"""
 
     @classmethod
-    def of(cls, head: Head, max_scratch_bytes: int | None) -> _Plan:
+    def of(cls, head: Head, max_scratch_bytes: int | None, rows: RowWorkOf) -> _Plan:
         """chunk_rows = (budget - row temporaries - widened weight blocks) / bytes of a row of logits."""
         device = head.weight.device.type
         budget = scratch_budget(head.weight.device, max_scratch_bytes)
-        row_bytes = head.statistics_dtype.itemsize * padded(head.vocab_size)
+        dtype = head.statistics_dtype
+        temporaries, row_bytes = rows(head.weight.device, dtype).temporaries, dtype.itemsize * padded(head.vocab_size)
         widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
         block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
-        chunk_rows = (budget - widened) // row_bytes - _ROW_TEMPORARIES * block_rows
+        chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
         if chunk_rows > _ROW_MULTIPLE:
             chunk_rows -= chunk_rows % _ROW_MULTIPLE
         if chunk_rows < 1 and max_scratch_bytes is not None:
             raise ValueError(
                 f"max_scratch_bytes={max_scratch_bytes} is too small: one token of a vocabulary of {head.vocab_size} "
-                f"takes {(1 + _ROW_TEMPORARIES) * row_bytes + widened} bytes of scratch"
+                f"takes {(1 + temporaries) * row_bytes + widened} bytes of scratch"
             )
-        return cls(max(chunk_rows, 1), block_rows, row_bytes, widened)
+        return cls(max(chunk_rows, 1), block_rows, row_bytes, temporaries, widened)
 
 
 class ChunkedEngine:
     """See the module; `rows` chooses the row work of a call by device and dtype of its logits."""
 
-    def __init__(self, rows: Callable[[torch.device, torch.dtype], RowWork] = row_work) -> None:
+    def __init__(self, rows: RowWorkOf = row_work) -> None:
         self._rows = rows
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
-        return _Plan.of(head, max_scratch_bytes).chunk_rows
+        return self._plan(head, max_scratch_bytes).chunk_rows
 
     def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
@@ -97,26 +103,27 @@ class ChunkedEngine:
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: the slab of a chunk, the temporaries of its row work, widened blocks."""
-        plan = _Plan.of(head, max_scratch_bytes)
-        rows = min(plan.chunk_rows, num_tokens)
-        scratch = (rows + _ROW_TEMPORARIES * min(plan.block_rows, rows)) * plan.row_bytes + plan.widened_bytes
+        plan = self._plan(head, max_scratch_bytes)
+        rows = min(longest_chunk(num_tokens, plan.chunk_rows), num_tokens)
+        scratch = (rows + plan.temporaries * min(plan.block_rows, rows)) * plan.row_bytes + plan.widened_bytes
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         return Cost(3.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
-        plan = _Plan.of(work.head, work.max_scratch_bytes)
-        slab = self._slab(work.head, min(plan.chunk_rows, work.rows.shape[0]), plan)
+        plan = self._plan(work.head, work.max_scratch_bytes)
+        work = replace(work, chunks=even_chunks(work.rows.shape[0], plan.chunk_rows))
+        slab = self._slab(work.head, work.longest, plan)
         parts = []
-        for start in range(0, work.rows.shape[0], plan.chunk_rows):
-            logits = slab.logits(work.tokens, work.rows[start : start + plan.chunk_rows])
+        for _, taken in work.parts():
+            logits = slab.logits(work.tokens, taken)
             parts.append(slab.row_work.statistics(logits, with_entropy=work.with_entropy))
         return Statistics.concatenate(parts, work.head.weight, work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`."""
         head, tokens, coefficients = work.head, work.tokens, work.coefficients
-        slab = self._slab(head, work.longest, _Plan.of(head, work.max_scratch_bytes))
+        slab = self._slab(head, work.longest, self._plan(head, work.max_scratch_bytes))
         rows_of = slab.row_work
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
@@ -154,6 +161,9 @@ class ChunkedEngine:
             slab.clear_padding(taken.shape[0])
             sums.add(taken, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
+
+    def _plan(self, head: Head, max_scratch_bytes: int | None) -> _Plan:
+        return _Plan.of(head, max_scratch_bytes, self._rows)
 
     def _slab(self, head: Head, rows: int, plan: _Plan) -> _Slab:
         return _Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))

@@ -43,6 +43,7 @@ class CudaRows:
     picks_rows = False
     only_reads = True
     policies = frozenset(POLICIES)
+    temporaries = 0
 
     def __init__(self, blocks: int = 0, threads: int = 0) -> None:
         """Launch clusters of `blocks` blocks of `threads`; 0 lets the kernel choose, `blocks=-1` streams rows.

@@ -19,12 +19,17 @@ from torch import Tensor
 
 from grpo_fused.calls import NO_GRADIENT, HeadCall, OtherHead
 from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
-from grpo_fused.engines.chunked import ChunkedEngine, _Plan, _Slab
+from grpo_fused.engines.chunked import ChunkedEngine, _Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head
-from grpo_fused.engines.rows import LOWEST_LOG_P, TorchRows, chain_, gradient_of_scores
+from grpo_fused.engines.rows import LOWEST_LOG_P, RowWork, TorchRows, chain_, gradient_of_scores
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout, values_are_checked
+
+
+def torch_rows(device: torch.device, dtype: torch.dtype) -> RowWork:
+    """The row work of divergences, on every device."""
+    return TorchRows()
 
 
 class DivergenceEngine(ChunkedEngine):
@@ -56,7 +61,7 @@ class DivergenceEngine(ChunkedEngine):
             kind, beta: see `fused_linear_divergence`.
             top_k: ids and log-probs of a teacher, [.., K] each.
         """
-        super().__init__()
+        super().__init__(torch_rows)
         self.kind, self.beta = kind, beta
         self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
         self.others: list[tuple[Head, Tokens]] = []
@@ -77,7 +82,7 @@ class DivergenceEngine(ChunkedEngine):
         """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
         head, tokens, needs, rows = work.head, work.tokens, work.needs, TorchRows()
         # eight temporaries at most; `_Plan` counts three for each head
-        block_rows = max(_Plan.of(head, work.max_scratch_bytes).block_rows // 2, 1)
+        block_rows = max(self._plan(head, work.max_scratch_bytes).block_rows // 2, 1)
         heads = [(head, tokens), *self.others]
         slabs = [_Slab(of, work.longest, block_rows, rows) for of, _ in heads]
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)

@@ -34,6 +34,8 @@ class RowWork(Protocol):
     """Whether logits of any float dtype can be given, and are not changed."""
     policies: frozenset[str]
     """Loss types whose objective `loss` evaluates itself."""
+    temporaries: int
+    """Blocks of rows that it allocates."""
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """Statistics of the rows; their logits may be changed to the input of `gradient`."""
@@ -96,6 +98,7 @@ class TorchRows:
     picks_rows = True
     only_reads = False
     policies: frozenset[str] = frozenset()
+    temporaries = 3
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """See `RowWork.statistics`; turns the logits into z."""

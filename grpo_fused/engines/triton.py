@@ -5,7 +5,8 @@ own, which scores and stores them, and after an in-place pass the library's two 
 already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
 softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a pass.
 
-A weight in another dtype than the computation's, or without contiguous rows, is copied completely.
+A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements,
+is copied completely: kernels with narrow loads would take longer than the copy.
 
 A token's scores are bitwise the same in any batch, and the same in scoring and training.
 """
@@ -16,9 +17,8 @@ import importlib.util
 import os
 
 import torch
-from torch import Tensor
 
-from grpo_fused.engines.base import Cost, Gradients, Work
+from grpo_fused.engines.base import Cost, Gradients, Work, longest_chunk
 from grpo_fused.engines.gradients import GradientSums, lifted
 from grpo_fused.engines.products import Head
 from grpo_fused.engines.scratch import scratch_budget
@@ -56,7 +56,7 @@ class TritonEngine:
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
-        rows = min(self.chunk_rows(head, max_scratch_bytes), num_tokens)
+        rows = min(longest_chunk(num_tokens, self.chunk_rows(head, max_scratch_bytes)), num_tokens)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         products = 3.0 if head.softcap is None else 4.0
         return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))
@@ -66,13 +66,16 @@ class TritonEngine:
         from grpo_fused.kernels import head_launch
 
         head, tokens, rows = work.head, work.tokens, work.rows
-        weight = _row_major(head.rounded_weight)
+        weight = head_launch.aligned(head.rounded_weight)
         partials, _ = head_launch.row_bytes(weight, head.transform())
         count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes)
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
-            hidden, transform = head.operand(tokens.hidden_rows(part)).contiguous(), tokens.transform(head, part)
+            hidden, transform = (
+                head_launch.aligned(head.operand(tokens.hidden_rows(part))),
+                tokens.transform(head, part),
+            )
             targets = tokens.target_rows(part)
             parts.append(head_launch.head_scores(hidden, weight, targets, transform, with_entropy=work.with_entropy))
             del hidden  # before the next copy is made
@@ -83,14 +86,17 @@ class TritonEngine:
         from grpo_fused.kernels import head_launch
 
         head, tokens = work.head, work.tokens
-        weight = _row_major(head.rounded_weight)
+        weight = head_launch.aligned(head.rounded_weight)
         stores = work.known is None and head.softcap is None
         slab = head_launch.Exponentials.empty(work.longest, weight, head.gradient_dtype, head.transform())
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
         for part, taken in work.parts():
-            hidden, transform = head.operand(tokens.hidden_rows(taken)).contiguous(), tokens.transform(head, taken)
+            hidden, transform = (
+                head_launch.aligned(head.operand(tokens.hidden_rows(taken))),
+                tokens.transform(head, taken),
+            )
             place = slab.rows(taken.shape[0])
             if work.known is not None:
                 stats = work.known.select(part)
@@ -132,9 +138,6 @@ def _row_bytes(head: Head) -> int:
 
 def _copies_bytes(head: Head) -> int:
     """Bytes for each row: hidden states gathered, then masked, then its fp32 dhidden."""
-    return head.weight.shape[1] * (2 * head.compute_dtype.itemsize + 4)
+    from grpo_fused.kernels import head_launch
 
-
-def _row_major(weight: Tensor) -> Tensor:
-    """The weight as kernels read it; one with a column stride other than 1 (such as a transposed one) is copied."""
-    return weight if weight.shape[1] == 1 or weight.stride(1) == 1 else weight.contiguous()
+    return head_launch.aligned_width(head.weight.shape[1]) * (2 * head.compute_dtype.itemsize + 4)
