@@ -283,7 +283,7 @@ _ALL = (
     Provider("liger", "LigerFusedLinearGRPOLoss, nothing on top", _liger, package="liger_kernel"),
     Provider(
         "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,
-        package="torchtitan", needs=_without("spmd_types", "tyro"),
+        package="torchtitan", needs=_without("spmd_types", "triton", "tyro"),
     ),
     _from_logps(
         "unsloth",

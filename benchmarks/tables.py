@@ -296,6 +296,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 
 PAGES = {
     "README.md": ("summary", "training-step"),
+    "docs/integrations.md": ("training-step",),
     "docs/benchmarks.md": tuple(name for name in TABLES if name not in ("summary", "training-step")),
 }
 """Page to the names of its tables."""

@@ -22,6 +22,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "grpo_fused.trainer.recipe": ("Recipe", "Reward", "LoRA"),
     "grpo_fused.integrations.trl": (),
     "grpo_fused.integrations.verl": ("SUPPORTED", "patch_verl", "unpatch_verl"),
+    "grpo_fused.integrations.torchtitan": ("SUPPORTED", "FusedLossWrapper"),
+    "grpo_fused.integrations.prime_rl": ("SUPPORTED", "FusedOutputLinear", "GemmaFusedOutputLinear"),
     "grpo_fused.integrations.liger": (),
 }
 """Public modules, and the names to document; none means those of `__all__`."""

@@ -1,6 +1,6 @@
 """prime-rl on our kernels: its fused output layers, with the same constructor, arguments and results.
 
-At the end of `prime_rl/trainer/models/layers/lm_head.py` (and, for Gemma, of `lm_head_gemma.py`):
+At the end of `prime_rl.trainer.models.layers.lm_head` (and, for Gemma, of `lm_head_gemma` there):
 
     from grpo_fused.integrations.prime_rl import FusedOutputLinear
     from grpo_fused.integrations.prime_rl import GemmaFusedOutputLinear
