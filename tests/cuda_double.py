@@ -9,6 +9,7 @@ in its interpreter with a GPU's launch configurations. Other than on a CPU,
 - operators that wait for the device are counted by name, or refused under `torch.cuda.set_sync_debug_mode("error")`;
 - kernels are counted by name, and take CUDA tensors only.
 
+C++ sees CPU tensors: an operator made of others that reads the device there must be added to `_Devices`, as `one_hot`.
 It cannot show what the compiled kernels, their speed, streams or graphs do.
 """
 
@@ -132,9 +133,9 @@ class CudaDouble(CostRecorder):
             self.wait("copy_")
         elif any(x.dim() > 0 and not isinstance(x, CudaTensor) for x in _on_one_device(name, args, tensors)):
             raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {func}")
-        if name in WAITS or (name in INDEXES and any(_is_mask(x) for x in args[1])):
+        if name in WAITS or (name in INDEXES and any(_is_waited_for(x) for x in args[1])):
             self.wait(name)
-        mine = {id(x.data_on_cpu): x for x in tensors if isinstance(x, CudaTensor)}
+        mine = {id(x.data_on_cpu if isinstance(x, CudaTensor) else x): x for x in tensors}
         given, options = tree_map_only(CudaTensor, lambda x: x.data_on_cpu, (args, kwargs))
         body = self._fp32_product if func in FP32_PRODUCTS else func
         out = body(*given, **options)
@@ -159,7 +160,6 @@ class CudaDouble(CostRecorder):
             "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs",
         )
         _require(added is None or added.dtype in (out_dtype, a.dtype), "self dtype must match out_dtype or mat1 dtype")
-        _require(added is None or added is not out or beta == 1, "not tried by the package")
         if a.dtype == torch.bfloat16:
             _require(self.capability >= (8, 0), "CUBLAS_STATUS_NOT_SUPPORTED: bf16 before compute capability 8.0")
         if a.dtype == torch.float16:
@@ -167,9 +167,9 @@ class CudaDouble(CostRecorder):
                 not torch.backends.cuda.matmul.allow_fp16_accumulation,
                 "gemm input type at::Half and output type float is not supported with allowFP16AccumulationCuBLAS",
             )
-        product = torch.mm(a.to(out_dtype), b.to(out_dtype))
-        if added is not None:
-            product = product * alpha + added.to(out_dtype) * beta
+        product = torch.mm(a.to(out_dtype), b.to(out_dtype)) * alpha
+        if added is not None and beta != 0:
+            product = product + added.to(out_dtype) * beta
         return product if out is None else out.copy_(product)
 
 
@@ -184,9 +184,9 @@ WAITS = {
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
-def _is_mask(x: Any) -> bool:
-    """Whether an index is a mask: its positions are counted on the device, and the host waits for their number."""
-    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+def _is_waited_for(index: Tensor | None) -> bool:
+    """Whether an index is a mask, whose positions are counted on the device, or has to be copied there."""
+    return index is not None and (index.dtype in (torch.bool, torch.uint8) or not isinstance(index, CudaTensor))
 
 
 def _on_one_device(name: str, args: Any, tensors: list[Tensor]) -> list[Tensor]:
@@ -225,6 +225,9 @@ class _Devices(TorchFunctionMode):
             moved = x if device is None else self._move(x, device)
             moved = moved if dtype is None else func(moved, dtype)
             return moved.clone() if copies and moved is x else moved
+        # it makes a tensor on the device that C++ sees
+        if func is torch.nn.functional.one_hot and isinstance(args[0], CudaTensor):
+            return CudaTensor(func(args[0].data_on_cpu, *args[1:], **kwargs))
         return func(*args, **kwargs)
 
     def _move(self, x: Tensor, device: torch.device) -> Tensor:

@@ -96,6 +96,7 @@ WAITS = {
     "cpu": lambda x: x.cpu(),
     "to": lambda x: x.to("cpu"),
     "copy_": lambda x: torch.empty(3).copy_(x),
+    "index": lambda x: x[torch.tensor([0])],
     "tensor": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device="cuda"),
 }
 
@@ -112,8 +113,9 @@ def test_the_double_sees_the_host_wait(double, call):
 
 
 @pytest.mark.pairs
-@pytest.mark.gate(keep=lambda capability, dtype, config, **_: capability == (9, 0) or (dtype, config) == (
-    torch.bfloat16, CONFIGS[0]))  # fmt: skip
+@pytest.mark.gate(keep=lambda capability, dtype, config, run, **_: capability == (9, 0) or (
+    dtype == torch.bfloat16 and config == CONFIGS[0] and "max_scratch_bytes" in run
+))  # fmt: skip
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
@@ -123,7 +125,7 @@ def test_the_double_sees_the_host_wait(double, call):
 )
 def test_loss_and_gradients(impl, dtype, config, capability, run):
     """Against float64; several chunks add to an fp32 dW."""
-    case = small_case(dtype, T=6, softcap=5.0, logit_scale=1.3)
+    case = small_case(dtype, masked=0.1, softcap=5.0, logit_scale=1.3)
     with cuda_double(capability) as double:
         assert within(case.compare(config, device="cuda", impl=impl, **run))
     if "max_scratch_bytes" in run:
@@ -271,19 +273,19 @@ def test_a_captured_call_reads_new_values(impl, double):
 
 @pytest.mark.pairs
 @pytest.mark.gate(keep=lambda dtype, **_: dtype != torch.float32)
-@pytest.mark.parametrize("scratch", [None, 2**17], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("scratch", [None, 2**15], ids=["one-chunk", "chunks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", ENGINES)
 def test_memory_is_within_the_engine_cost(impl, dtype, scratch, double):
     """Scratch, the fp32 sum of dW, the gradients; besides them vectors of V and of N, and copies of hidden states."""
-    case = gpu_case(dtype, B=4, H=8, V=4001, extras=False)
+    case = gpu_case(dtype, B=4, H=8, V=1501, extras=False)
     head = Head(case.lm_head_weight, None, 1.0, None, dtype)
     cost = engines.engine(impl).cost(head, 16, scratch)
     double.forget()
     before = double.allocated
     got = case.run(CONFIGS[0], impl=impl, max_scratch_bytes=scratch, compact=False)
     seen = double.peak - before - cost.accumulator_bytes - got.dweight.nbytes
-    assert seen <= cost.scratch_bytes + 4 * 4001 + 16 * (4 * 8 * 4 + 8 * 64)
+    assert seen <= cost.scratch_bytes + 4 * 1501 + 16 * (4 * 8 * 4 + 8 * 64)
 
 
 def test_auto_takes_chunked_with_triton_rows(double):
