@@ -6,8 +6,8 @@
 Repeat the second line until it says that all runs are complete: each part stops after its minutes, with checkpoints,
 and the next continues. The parts of a run are:
 
-1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` worked sums once, so that it writes the
-   steps and the tags. All runs begin with its weights.
+1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` problems with their answers once, so
+   that it writes the tags and ends. All runs begin with its weights.
 2. Held-out accuracy (greedy), GRPO on new problems in each step, held-out accuracy again. The trainers get the same
    problems in the same order, the same options, and sample with their own generators.
 
@@ -44,8 +44,8 @@ from grpo_fused.trainer.recipe import Recipe, Reward, load_parts
 RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
 """Trainer and seed, in the order in which they run."""
 
-TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}
-STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 256, 2047, 2e-5, 16
+TASK, TASK_OPTIONS = "word_sequence_reversal", {"min_words": 5, "max_words": 8}
+STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 64, 2047, 1e-5, 16
 PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 64, 3e-6
 HELD_OUT = 128
 
@@ -114,7 +114,7 @@ class Clock:
 
 
 def start(model: Path, folder: Path, examples: int) -> None:
-    """The supervised start: one epoch over worked sums, saved as a model."""
+    """The supervised start: one epoch over solved problems, saved as a model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def start(model: Path, folder: Path, examples: int) -> None:
     for first in range(0, examples, BATCH):
         rows = [problem(index) for index in range(first, min(first + BATCH, examples))]
         asked = [tokenizer(prompt_of(row)).input_ids for row in rows]
-        answered = [tokenizer(worked(row), add_special_tokens=False).input_ids for row in rows]
+        answered = [tokenizer(answer_of(row), add_special_tokens=False).input_ids for row in rows]
         width = max(len(a) + len(b) for a, b in zip(asked, answered, strict=True)) + 1
         ids = torch.full((len(rows), width), tokenizer.eos_token_id)
         trained = torch.zeros(len(rows), width - 1, dtype=torch.bool)
@@ -149,15 +149,9 @@ def prompt_of(row: Any) -> str:
     return f"User: {row['question']}\nAssistant:"
 
 
-def worked(row: Any) -> str:
-    """` 12 + 34 = 46, 46 - 5 = 41 <answer>41</answer>`."""
-    first, *rest = row["metadata"]["expression"].split()
-    total, steps = int(first), []
-    for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        after = total + int(term) if sign == "+" else total - int(term)
-        steps.append(f"{total} {sign} {term} = {after}")
-        total = after
-    return f" {', '.join(steps)} <answer>{total}</answer>"
+def answer_of(row: Any) -> str:
+    """What the supervised start teaches: the right answer in the tags."""
+    return f" <answer>{row['answer']}</answer>"
 
 
 def train_ours(model: Path, folder: Path, steps: int, seed: int, until: float) -> bool:
