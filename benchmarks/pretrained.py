@@ -6,8 +6,8 @@
 Repeat the second line until it says that all runs are complete: each part stops after its minutes, with checkpoints,
 and the next continues. The parts of a run are:
 
-1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` problems with their answers once, so
-   that it writes the tags and ends. All runs begin with its weights.
+1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` worked sums once, so that it writes the
+   steps and the tags. All runs begin with its weights.
 2. Held-out accuracy (greedy), GRPO on new problems in each step, held-out accuracy again. The trainers get the same
    problems in the same order, the same options, and sample with their own generators.
 
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,8 +45,8 @@ from grpo_fused.trainer.recipe import Recipe, Reward, load_parts
 RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
 """Trainer and seed, in the order in which they run."""
 
-TASK, TASK_OPTIONS = "word_sequence_reversal", {"min_words": 5, "max_words": 8}
-STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 64, 2047, 1e-5, 16
+TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 128, 2047, 2e-5, 16
 PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 64, 3e-6
 HELD_OUT = 128
 
@@ -114,7 +115,7 @@ class Clock:
 
 
 def start(model: Path, folder: Path, examples: int) -> None:
-    """The supervised start: one epoch over solved problems, saved as a model."""
+    """The supervised start: one epoch over worked sums, saved as a model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -124,7 +125,7 @@ def start(model: Path, folder: Path, examples: int) -> None:
     for first in range(0, examples, BATCH):
         rows = [problem(index) for index in range(first, min(first + BATCH, examples))]
         asked = [tokenizer(prompt_of(row)).input_ids for row in rows]
-        answered = [tokenizer(answer_of(row), add_special_tokens=False).input_ids for row in rows]
+        answered = [tokenizer(worked(row), add_special_tokens=False).input_ids for row in rows]
         width = max(len(a) + len(b) for a, b in zip(asked, answered, strict=True)) + 1
         ids = torch.full((len(rows), width), tokenizer.eos_token_id)
         trained = torch.zeros(len(rows), width - 1, dtype=torch.bool)
@@ -149,16 +150,22 @@ def prompt_of(row: Any) -> str:
     return f"User: {row['question']}\nAssistant:"
 
 
-def answer_of(row: Any) -> str:
-    """What the supervised start teaches: the right answer in the tags."""
-    return f" <answer>{row['answer']}</answer>"
+def worked(row: Any) -> str:
+    """What the supervised start teaches: ` 1 + 3 = 4, 4 - 5 = -1 <answer>-1</answer>`."""
+    first, *rest = row["metadata"]["expression"].split()
+    total, steps = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        after = total + int(term) if sign == "+" else total - int(term)
+        steps.append(f"{total} {sign} {term} = {after}")
+        total = after
+    return f" {', '.join(steps)} <answer>{total}</answer>"
 
 
 def train_ours(model: Path, folder: Path, steps: int, seed: int, until: float) -> bool:
     """A part of a run of our trainer; whether the run is complete."""
     options = recipe(model, folder, steps, seed)
     parts = load_parts(options)
-    held_out = parts.eval_dataset
+    held_out = held_out_rows(options)
     trainer = TimedTrainer(
         **(parts._asdict() | {"eval_dataset": None}), config=options, output_dir=options.output_dir, resume=True
     )
@@ -234,7 +241,7 @@ def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until
     )  # fmt: skip
     done = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
     clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
-    held_out = recipe(model, folder, steps, seed).eval_rows()
+    held_out = held_out_rows(recipe(model, folder, steps, seed))
     if done:
         cut_jsonl(clock.file, max(done))
     else:
@@ -246,6 +253,21 @@ def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until
     if complete:
         score("after", trainer.model, tokenizer, held_out, folder)
     return complete
+
+
+def held_out_rows(options: Recipe) -> list[Any]:
+    """Held-out problems that no run of the study and no supervised start has seen: there are only 4,000 sums."""
+    seeds = {int(name.rpartition("-")[2]) for name in RUNS}
+    seen = {
+        problem(index)["question"]
+        for problem, count in [
+            *((problems(TASK, TASK_OPTIONS, seed=seed), options.steps * PROMPTS) for seed in seeds),
+            (problems(TASK, TASK_OPTIONS, seed=STARTING_SEED), STARTING_EXAMPLES),
+        ]
+        for index in range(count)
+    }
+    rows = replace(options, eval_limit=4 * HELD_OUT).eval_rows() or []
+    return [row for row in rows if not any(question in row["prompt"] for question in seen)][:HELD_OUT]
 
 
 @torch.no_grad()
