@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,8 +45,8 @@ from grpo_fused.trainer.recipe import Recipe, Reward, load_parts
 RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
 """Trainer and seed, in the order in which they run."""
 
-TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}
-STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 256, 2047, 2e-5, 16
+TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 128, 2047, 2e-5, 16
 PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 64, 3e-6
 HELD_OUT = 128
 
@@ -150,7 +151,7 @@ def prompt_of(row: Any) -> str:
 
 
 def worked(row: Any) -> str:
-    """` 12 + 34 = 46, 46 - 5 = 41 <answer>41</answer>`."""
+    """What the supervised start teaches: ` 1 + 3 = 4, 4 - 5 = -1 <answer>-1</answer>`."""
     first, *rest = row["metadata"]["expression"].split()
     total, steps = int(first), []
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
@@ -164,7 +165,7 @@ def train_ours(model: Path, folder: Path, steps: int, seed: int, until: float) -
     """A part of a run of our trainer; whether the run is complete."""
     options = recipe(model, folder, steps, seed)
     parts = load_parts(options)
-    held_out = parts.eval_dataset
+    held_out = held_out_rows(options)
     trainer = TimedTrainer(
         **(parts._asdict() | {"eval_dataset": None}), config=options, output_dir=options.output_dir, resume=True
     )
@@ -240,7 +241,7 @@ def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until
     )  # fmt: skip
     done = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
     clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
-    held_out = recipe(model, folder, steps, seed).eval_rows()
+    held_out = held_out_rows(recipe(model, folder, steps, seed))
     if done:
         cut_jsonl(clock.file, max(done))
     else:
@@ -252,6 +253,21 @@ def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until
     if complete:
         score("after", trainer.model, tokenizer, held_out, folder)
     return complete
+
+
+def held_out_rows(options: Recipe) -> list[Any]:
+    """Held-out problems that no run of the study and no supervised start has seen: there are only 4,000 sums."""
+    seeds = {int(name.rpartition("-")[2]) for name in RUNS}
+    seen = {
+        problem(index)["question"]
+        for problem, count in [
+            *((problems(TASK, TASK_OPTIONS, seed=seed), options.steps * PROMPTS) for seed in seeds),
+            (problems(TASK, TASK_OPTIONS, seed=STARTING_SEED), STARTING_EXAMPLES),
+        ]
+        for index in range(count)
+    }
+    rows = replace(options, eval_limit=4 * HELD_OUT).eval_rows() or []
+    return [row for row in rows if not any(question in row["prompt"] for question in seen)][:HELD_OUT]
 
 
 @torch.no_grad()

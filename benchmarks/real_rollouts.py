@@ -1,0 +1,132 @@
+"""What the distribution of a pretrained model in training says: errors of heads, importance ratios, candidate sets.
+
+    python -m benchmarks.real_rollouts runs/pretrained/start --steps 4 --out results.json    # `benchmarks.pretrained`
+
+It samples rollouts of the study's recipe, without training, keeps the hidden states in bf16, and compares log-probs of
+the same states, weight and ids. `head` rounds its logits to bf16 (`eager_logps`); `ours` is the fused loss's score;
+float64 is exact. The old log-probs of a ratio are those of either head: with equal states every ratio should be 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.accuracy import flipped_by_exact_old
+from benchmarks.pretrained import recipe
+from benchmarks.providers import eager_logps
+from benchmarks.results import machine, record
+from grpo_fused import fused_linear_logprobs, group_advantages
+from grpo_fused.trainer import GRPOTrainer
+from grpo_fused.trainer.recipe import build_trainer
+
+TOP_P, TOP_K, ROWS = (0.9, 0.95, 0.97), (20, 50), 32
+INSIDE = (0.9, 1.1)
+
+
+class Recorded(NamedTuple):
+    """N completion tokens of some rollouts."""
+
+    hidden_states: Tensor
+    """[N, H] bf16"""
+    ids: Tensor
+    """[N] int64"""
+    weight: Tensor
+    """[V, H] bf16"""
+    zero_advantage_groups: float
+
+
+@torch.no_grad()
+def collect(trainer: GRPOTrainer, steps: int) -> Recorded:
+    """The tokens of some rollouts of a trainer's policy, which does not change."""
+    states, ids, rewards = [], [], []
+    for _ in range(steps):
+        rollout, found = trainer.collect()
+        rewards.append(found)
+        for _, part in trainer.policy.micro_batches(rollout, torch.arange(len(found))):
+            with trainer.accelerator.autocast():
+                hidden = trainer.policy.hidden_states(part)
+            states.append(hidden[part.completion_mask].bfloat16())
+            ids.append(part.completion_ids[part.completion_mask])
+    groups = group_advantages(torch.cat(rewards), trainer.config.num_generations, weights=trainer.reward_weights)
+    weight = trainer.policy.head()["lm_head_weight"].detach().bfloat16()
+    zero = float(groups.zero_std_groups) / (steps * trainer.config.prompts_per_step)
+    return Recorded(torch.cat(states), torch.cat(ids), weight, zero)
+
+
+@torch.no_grad()
+def report(recorded: Recorded) -> dict[str, Any]:
+    """The figures, in nats, shares and tokens."""
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("exact", "head", "entropy", "max_logit")}
+    sizes: dict[str, list[Tensor]] = {f"top_p {p}": [] for p in TOP_P}
+    masses: dict[str, list[Tensor]] = {f"top_k {k}": [] for k in TOP_K}
+    double = recorded.weight.double()
+    for states, ids in zip(recorded.hidden_states.split(ROWS), recorded.ids.split(ROWS), strict=True):
+        logits = states.double() @ double.T  # [R, V]
+        logps = logits.log_softmax(-1)
+        columns["exact"].append(logps.gather(-1, ids[:, None])[:, 0])
+        columns["head"].append(eager_logps(states[None], recorded.weight, ids[None])[0].double())
+        columns["entropy"].append(-(logps.exp() * logps).sum(-1))
+        columns["max_logit"].append(logits.abs().amax(-1))
+        mass = logps.exp().sort(-1, descending=True).values.cumsum(-1)
+        for p in TOP_P:
+            sizes[f"top_p {p}"].append((mass < p).sum(-1) + 1)
+        for k in TOP_K:
+            masses[f"top_k {k}"].append(mass[:, k - 1])
+    found = {name: torch.cat(values) for name, values in columns.items()}
+    ours = fused_linear_logprobs(recorded.hidden_states, recorded.weight, token_ids=recorded.ids).logps.double()
+    heads = {"ours": ours, "head": found["head"]}
+    return {
+        "tokens": len(recorded.ids),
+        "max_logit": float(found["max_logit"].max()),
+        "entropy": quantiles(found["entropy"]),
+        "zero_advantage_groups": recorded.zero_advantage_groups,
+        "heads": {
+            name: {
+                "logp_error": quantiles((x - found["exact"]).abs()),
+                "flipped": flipped_by_exact_old(x, found["exact"]),
+                "ratio_outside": {old: outside(x, y) for old, y in (heads | {"exact": found["exact"]}).items()},
+            }
+            for name, x in heads.items()
+        },
+        "set_sizes": {name: quantiles(torch.cat(values).double()) for name, values in sizes.items()},
+        "mass": {name: quantiles(torch.cat(values)) for name, values in masses.items()},
+    }  # fmt: skip
+
+
+def outside(new: Tensor, old: Tensor) -> float:
+    """Share of ratios outside [0.9, 1.1]."""
+    ratio = (new - old).exp()
+    return float(((ratio < INSIDE[0]) | (ratio > INSIDE[1])).double().mean())
+
+
+def quantiles(values: Tensor) -> dict[str, float]:
+    """Mean and quantiles."""
+    names = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {"mean": float(values.mean())} | {name: float(values.quantile(q)) for name, q in names.items()}
+
+
+def main() -> None:
+    """Sample, print, and put the section `real_rollouts` into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a folder: the start, or a checkpoint of a run")
+    parser.add_argument("--steps", type=int, default=4, help="rollouts")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    machine("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(recipe(given.model, Path(folder), given.steps, seed=0))
+        found = report(collect(trainer, given.steps))
+    for name, value in found.items():
+        print(f"{name}: {value}")
+    if given.out is not None:
+        record("real_rollouts", {"model": given.model.name, "steps": given.steps, **found}, out=given.out)
+
+
+if __name__ == "__main__":
+    main()
