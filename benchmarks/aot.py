@@ -37,8 +37,9 @@ def record(out: Path) -> None:
     """Compile what ships with the triton that is installed, and put it into the file of a run."""
     import triton
 
-    chosen = [("head", v) for v in aot_head.variants() if v.arch in KINDS and not v.table.startswith("candidate")]
-    chosen += [("rows", v) for v in aot_rows.variants() if v.arch in KINDS]
+    # of each configuration the variant that takes more registers: odd widths for pointers, all options of row kernels
+    chosen = [("head", v) for v in aot_head.variants() if v.arch in KINDS and v.ships and v.hardest]
+    chosen += [("rows", v) for v in aot_rows.variants() if v.arch in KINDS and v.options == "full"]
     results.machine()  # the commit that is compiled
     with Pool(os.cpu_count()) as pool:
         found = dict(pool.imap(_inspect, chosen))

@@ -31,6 +31,16 @@ class Variant:
         return f"{self.arch}-{self.table}-{self.mode}-{self.options}-{'even' if self.even else 'odd'}"
 
     @property
+    def ships(self) -> bool:
+        """Whether it is more than a candidate of the tuner."""
+        return not self.table.startswith("candidate")
+
+    @property
+    def hardest(self) -> bool:
+        """Whether no other variant of its configuration and mode has more to do."""
+        return self.mode in ("finish", "pass") or self.even == self.config.tma
+
+    @property
     def dtype(self) -> str:
         """Of hidden states, weight and stored values."""
         return "fp32" if self.table.startswith("fp32") else "bf16"

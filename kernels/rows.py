@@ -37,32 +37,20 @@ PER_ROW_POINTERS = [
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """z = softcap(logit_scale * (raw + bias)) / temperature, and the slope dz/d(raw)."""
+    slope = logit_scale * inv_t
     u = raw
     if HAS_BIAS:
         u += tl.load(bias_ptr + cols, mask=valid, other=0.0).to(tl.float32)
-    u *= logit_scale
-    slope = logit_scale * inv_t
     if HAS_SOFTCAP:
-        capped = 2.0 * sigmoid(2.0 * u / softcap) - 1.0  # tanh
-        u = softcap * capped
-        slope = slope * (1.0 - capped * capped)
-    return u * inv_t, slope
-
-
-@triton.jit
-def to_log2(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """z / ln 2, whose exponential is one instruction; a head without bias and softcap needs one product for it."""
-    if HAS_BIAS or HAS_SOFTCAP:
-        z, _ = to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
-        return z * LOG2E
+        capped = 2.0 * sigmoid(2.0 * (u * logit_scale) / softcap) - 1.0  # tanh
+        return softcap * capped * inv_t, slope * (1.0 - capped * capped)
     else:
-        return raw * (logit_scale * inv_t * LOG2E)
+        return u * slope, slope
 
 
 @triton.jit
@@ -73,18 +61,18 @@ def finite(m):
 
 @triton.jit
 def shares(shifted, WITH_ENTROPY: tl.constexpr, HAS_INF: tl.constexpr):
-    """2^shifted of the last axis, and the inputs of `merge_statistics`: (e, rest, moment).
+    """exp(shifted) of the last axis for shifted = z - maximum, and the inputs of `merge_statistics`: (e, rest, moment).
 
-    shifted is (z - maximum) / ln 2; HAS_INF: whether it may be -inf.
+    HAS_INF: whether shifted may be -inf.
     """
     axis: tl.constexpr = len(shifted.shape) - 1
-    e = tl.exp2(shifted)
+    e = tl.exp2(shifted * LOG2E)  # tl.exp keeps subnormal numbers, by three more instructions
     total = tl.sum(e, axis=axis)
     moment = total
     if WITH_ENTROPY:
         if HAS_INF:
-            shifted = tl.maximum(shifted, LOWEST_LOGP * LOG2E)
-        moment = tl.sum(e * shifted, axis=axis) * LN2
+            shifted = tl.maximum(shifted, LOWEST_LOGP)
+        moment = tl.sum(e * shifted, axis=axis)
     # The maximum's own 1 is left out of the sum, whose digits a confident token needs. If the sum is close to 1, that
     # 1 is the only exponential which is not small. Counting equal maxima would take up to 55 registers more. Few tiles
     # of a head have such a row: the others do not make the second sum.
@@ -162,8 +150,7 @@ def row_statistics(
         z, _ = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(cols < V, z, -float("inf"))
         block_m = tl.max(z, axis=0)
-        shifted = (z - finite(block_m)) * LOG2E
-        _, block_rest, block_moment = shares(shifted, WITH_ENTROPY, HAS_INF=True)
+        _, block_rest, block_moment = shares(z - finite(block_m), WITH_ENTROPY, HAS_INF=True)
         m, rest, moment = merge_statistics(m, rest, moment, block_m, block_rest, block_moment, WITH_ENTROPY)
     known = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
