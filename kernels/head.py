@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1
-from .rows import LOG2E, dlogits, finish_statistics, finite, merge_statistics, shares, to_z
+from .rows import LN2, LOG2E, dlogits, finish_statistics, finite, merge_statistics, shares, to_z
 
 SCORE = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
@@ -73,6 +73,16 @@ def store_block(out, block, row, col, N, V, stride, BLOCK_N: tl.constexpr, BLOCK
 
 
 @triton.jit
+def score_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """z of raw products, for scores: in units of ln 2 if the head has neither bias nor softcap."""
+    if HAS_BIAS or HAS_SOFTCAP:
+        z, _ = to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+        return z
+    else:
+        return raw * (logit_scale * inv_t * LOG2E)
+
+
+@triton.jit
 def columns_before(end, BLOCK_V: tl.constexpr):
     """[1, BLOCK_V]: which columns of a tile come before `end`.
 
@@ -97,8 +107,8 @@ def epilogue(
     inv_t = tl.full([BLOCK_N], 1.0, tl.float32) / temperature
     if HAS_TEMPERATURES:
         inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
-    z, slope = to_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
     if MODE == DLOGITS:
+        z, slope = to_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
         dlogp = tl.load(dlogp_ptr + rows, mask=live, other=0.0)
         targets = tl.load(targets_ptr + rows, mask=live, other=-1)
         at_target = -dlogp * expm1(tl.load(logp_ptr + rows, mask=live, other=0.0))
@@ -117,11 +127,15 @@ def epilogue(
         store_block(out, dz, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
         return m, rest, moment
     else:
+        LOG2: tl.constexpr = not (HAS_BIAS or HAS_SOFTCAP)
+        z = score_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
         # not of acc: if it changes under a condition, ptxas makes products on Hopper wait for each other
         if tile == num_tiles - 1:
             z = tl.where(columns_before(V - tile * BLOCK_V, BLOCK_V), z, LOWEST_Z)
         tile_m = tl.max(z, axis=1)
-        e, tile_rest, tile_moment = shares(z - finite(tile_m)[:, None], WITH_ENTROPY, HAS_INF=HAS_BIAS)
+        e, tile_rest, tile_moment = shares(z - finite(tile_m)[:, None], WITH_ENTROPY, HAS_INF=HAS_BIAS, LOG2=LOG2)
+        if LOG2:
+            tile_m *= LN2
         if MODE == EXPONENTIALS:
             store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
             tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, tile_m, mask=live)
@@ -281,7 +295,9 @@ def finish_scores_fwd_kernel(
         inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
     product = tl.sum(tl.where(diagonal, acc, 0.0), axis=1)
     product = tl.where(known, product, float("nan"))
-    z, _ = to_z(product, bias_ptr, targets, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    z = score_z(product, bias_ptr, targets, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
+    if not (HAS_BIAS or HAS_SOFTCAP):
+        z *= LN2
 
     m = tl.full([BLOCK_N], -float("inf"), tl.float32)
     rest = tl.zeros([BLOCK_N], tl.float32)

@@ -37,6 +37,7 @@ PER_ROW_POINTERS = [
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -60,19 +61,21 @@ def finite(m):
 
 
 @triton.jit
-def shares(shifted, WITH_ENTROPY: tl.constexpr, HAS_INF: tl.constexpr):
+def shares(shifted, WITH_ENTROPY: tl.constexpr, HAS_INF: tl.constexpr, LOG2: tl.constexpr):
     """exp(shifted) of the last axis for shifted = z - maximum, and the inputs of `merge_statistics`: (e, rest, moment).
 
-    HAS_INF: whether shifted may be -inf.
+    HAS_INF: whether shifted may be -inf. LOG2: whether it is in units of ln 2.
     """
     axis: tl.constexpr = len(shifted.shape) - 1
-    e = tl.exp2(shifted * LOG2E)  # tl.exp keeps subnormal numbers, by three more instructions
+    e = tl.exp2(shifted if LOG2 else shifted * LOG2E)  # tl.exp keeps subnormal numbers, by three more instructions
     total = tl.sum(e, axis=axis)
     moment = total
     if WITH_ENTROPY:
         if HAS_INF:
             shifted = tl.maximum(shifted, LOWEST_LOGP)
         moment = tl.sum(e * shifted, axis=axis)
+        if LOG2:
+            moment *= LN2
     # The maximum's own 1 is left out of the sum, whose digits a confident token needs. If the sum is close to 1, that
     # 1 is the only exponential which is not small. Counting equal maxima would take up to 55 registers more. Few tiles
     # of a head have such a row: the others do not make the second sum.
@@ -150,7 +153,7 @@ def row_statistics(
         z, _ = to_z(raw, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(cols < V, z, -float("inf"))
         block_m = tl.max(z, axis=0)
-        _, block_rest, block_moment = shares(z - finite(block_m), WITH_ENTROPY, HAS_INF=True)
+        _, block_rest, block_moment = shares(z - finite(block_m), WITH_ENTROPY, HAS_INF=True, LOG2=False)
         m, rest, moment = merge_statistics(m, rest, moment, block_m, block_rest, block_moment, WITH_ENTROPY)
     known = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
