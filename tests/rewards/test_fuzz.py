@@ -38,6 +38,7 @@ def columns(completions: list[object]) -> dict[str, list[object]]:
         "answer": ["72"] * number,
         "target": [15] * number,
         "nums": [[8, 2, 1]] * number,
+        "score_answer": [lambda answer: float(answer == "72")] * number,
     }
 
 
