@@ -116,9 +116,7 @@ FP32_CONFIGS: dict[str, HeadTable] = {
 CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
     "sm_90": (
         HeadConfig(128, 256, 64, 8, 4, 3, tma=True, persistent=True),
-        HeadConfig(256, 128, 64, 8, 4, 3, tma=True),
-        HeadConfig(256, 128, 64, 8, 4, 3, tma=True, persistent=True),
-        HeadConfig(128, 128, 64, 8, 3, 3, tma=True),  # 96 KiB and 128 registers: two programs a multiprocessor
+        HeadConfig(128, 128, 64, 8, 3, 3, tma=True),  # scores: two programs a multiprocessor
     ),
     "sm_100": (HeadConfig(128, 128, 64, 8, 4, 4, tma=True, persistent=True),),
 }
