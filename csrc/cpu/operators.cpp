@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "head.h"
+#include "divergence.h"
 #include "pairs.h"
 
 namespace {
@@ -202,6 +203,50 @@ std::tuple<Tensor, Tensor> head_gradient(Tensor hidden, Tensor weight, std::opti
   return {dhidden, dbias};
 }
 
+LogitRows logit_rows(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
+  check_machine();
+  check_shape(x, name, {rows, columns});
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32");
+  STD_TORCH_CHECK(columns >= 1, name, " must have at least one column");
+  STD_TORCH_CHECK(columns == 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous; got a stride of ", x.stride(1));
+  STD_TORCH_CHECK(rows <= 1 || x.stride(0) >= columns, "rows of ", name, " must not overlap; got a stride of ",
+                  x.stride(0), " for ", columns, " columns");
+  return {static_cast<float*>(x.mutable_data_ptr()), rows, columns, x.stride(0)};
+}
+
+const int64_t* targets_of(const Tensor& targets, const LogitRows& z) {
+  check(targets, "targets", ScalarType::Long, {z.rows});
+  const int64_t* ids = data<int64_t>(targets);
+  for (int64_t i = 0; i < z.rows; i++) {
+    STD_TORCH_CHECK(0 <= ids[i] && ids[i] < z.columns, "targets must be in [0, ", z.columns, "); got ", ids[i], " at ", i);
+  }
+  return ids;
+}
+
+Tensor logit_statistics(Tensor logits, Tensor targets, bool with_entropy) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must be [R, V]; got ", logits.dim(), " dimensions");
+  const LogitRows z = logit_rows(logits, "logits", logits.size(0), logits.size(1));
+  Tensor statistics = zeros({4, z.rows});
+  statistics_of_rows(z, targets_of(targets, z), rows_of(statistics, z.rows, with_entropy));
+  return statistics;
+}
+
+Tensor logit_divergence(Tensor logits, Tensor other, Tensor statistics, Tensor other_statistics, Tensor targets,
+                      bool forward, std::optional<Tensor> factor, std::optional<Tensor> dlogp) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must be [R, V]; got ", logits.dim(), " dimensions");
+  const LogitRows z = logit_rows(logits, "logits", logits.size(0), logits.size(1));
+  const LogitRows w = logit_rows(other, "other", z.rows, z.columns);
+  check(statistics, "statistics", ScalarType::Float, {4, z.rows});
+  check(other_statistics, "other_statistics", ScalarType::Float, {4, z.rows});
+  if (factor) check(*factor, "factor", ScalarType::Float, {z.rows});
+  if (dlogp) check(*dlogp, "dlogp", ScalarType::Float, {z.rows});
+  Tensor value = zeros({z.rows});
+  divergence_of_rows(z, w, rows_of(statistics, z.rows, true), rows_of(other_statistics, z.rows, true),
+                     targets_of(targets, z), forward, factor ? data<float>(*factor) : nullptr,
+                     dlogp ? data<float>(*dlogp) : nullptr, static_cast<float*>(value.mutable_data_ptr()));
+  return value;
+}
+
 Matrix matrix(const Tensor& x, const char* name) {
   check_machine();
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2, name, " must be a matrix on the CPU");
@@ -319,6 +364,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
       "float scale, float softcap, Tensor dlogp, Tensor? dentropy) -> Tensor");
   m.def("add_segment_sums(Tensor(a!) out, Tensor rows, Tensor x, Tensor index, Tensor factor, Tensor offsets) -> ()");
   m.def("head_plan(int vocab, int hidden, bool bf16) -> int[]");
+  m.def("logit_statistics(Tensor logits, Tensor targets, bool with_entropy) -> Tensor");
+  m.def(
+      "logit_divergence(Tensor logits, Tensor(a!) other, Tensor statistics, Tensor other_statistics, Tensor targets, "
+      "bool forward, Tensor? factor, Tensor? dlogp) -> Tensor");
   m.def("head_products(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
   m.def(
       "head_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
@@ -336,6 +385,8 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CPU, m) {
+  m.impl("logit_statistics", TORCH_BOX(&logit_statistics));
+  m.impl("logit_divergence", TORCH_BOX(&logit_divergence));
   m.impl("head_products", TORCH_BOX(&head_products));
   m.impl("head_scores", TORCH_BOX(&head_scores));
   m.impl("head_gradient", TORCH_BOX(&head_gradient));

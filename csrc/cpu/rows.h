@@ -46,6 +46,17 @@ struct GradientLanes {
   float softcap;                // 0: none
 };
 
+// A row of logits: its maximum, the sum of exp(z - max) without the maximum's own 1, and that of exp(z - max) (z - max).
+struct RowSums {
+  float max;
+  double rest, weighted;
+};
+
+// log p = (z - max) - log_sum
+struct LogNormalizer {
+  float max, log_sum;
+};
+
 // Row work, packing and products: written once, in kernels/, and compiled for each instruction set.
 struct Kernels {
   // The product of fp32 words.
@@ -97,6 +108,18 @@ struct Kernels {
   // See pairs.h.
   float (*row_product)(Dtype dtype, const void* a, const void* b, int64_t columns);
   void (*add_row)(Dtype dtype, float* out, const void* x, float factor, int64_t columns);
+
+  // See divergence.h. All logits of a row, one after the other.
+  void (*row_sums)(const float* z, int64_t columns, bool with_entropy, RowSums* out);
+
+  // KL of the first distribution from the second: forward (w's from z's), or reverse. `w` becomes x, where
+  // dKL/dz = x - softmax(z) * sum of x.
+  double (*row_divergence)(const float* z, float* w, int64_t columns, bool forward, const LogNormalizer& own,
+                           const LogNormalizer& other, double* sum_of_x);
+
+  // x = factor * dKL/dz + dlogp * d(log-prob of the target)/dz; at the target the latter is `at_target`; -1: none.
+  void (*row_derivative)(const float* z, float* x, int64_t columns, const LogNormalizer& own, float sum_of_x,
+                         float factor, float dlogp, int64_t target, float at_target);
 };
 
 extern const Kernels kernels_avx512, kernels_avx2;

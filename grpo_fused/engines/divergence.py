@@ -17,13 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from grpo_fused import _native
 from grpo_fused.calls import NO_GRADIENT, HeadCall, OtherHead
 from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, _Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head
-from grpo_fused.engines.rows import LOWEST_LOG_P, RowWork, TorchRows, chain_, gradient_of_scores
-from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.engines.rows import LOWEST_LOG_P, RowWork, TorchRows, chain_, gradient_of_scores, z_
+from grpo_fused.kernels.row_types import Rows, Statistics
 from grpo_fused.layout import Layout, values_are_checked
 
 
@@ -80,19 +81,19 @@ class DivergenceEngine(ChunkedEngine):
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
-        head, tokens, needs, rows = work.head, work.tokens, work.needs, TorchRows()
-        # eight temporaries at most; `_Plan` counts three for each head
+        head, tokens, needs = work.head, work.tokens, work.needs
+        # eight temporaries at most; the plan counts three for each head
         block_rows = max(self._plan(head, work.max_scratch_bytes).block_rows // 2, 1)
         heads = [(head, tokens), *self.others]
-        slabs = [_Slab(of, work.longest, block_rows, rows) for of, _ in heads]
+        slabs = [_Slab(of, work.longest, block_rows, TorchRows()) for of, _ in heads]
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
         for part, taken in work.parts():
             chunk = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
             own, out = chunk[0], slabs[0].dlogits(len(taken))
-            found = [rows.statistics(x, with_entropy=work.with_entropy and x is own) for x in chunk]
+            found = [self._statistics(x, work.with_entropy and x is own) for x in chunk]
             scores.append(found[0])
-            dlogp, dentropy, factor, scale = None, None, None, None
+            factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
                 factor = self.weights[taken]
                 bound = factor.abs()
@@ -101,27 +102,74 @@ class DivergenceEngine(ChunkedEngine):
                     bound = bound + dlogp.abs()
                 if head.gradient_dtype == torch.float16:
                     scale = fp16_scale(head, own.transform.temperature, bound, dentropy)
-            for block in even_chunks(len(taken), block_rows):
-                z, where, stats = own.raw[block], taken[block], found[0].select(block)
-                if self.top_k is not None:
-                    ids, log_q = (x[where] for x in self.top_k)
-                    value, dz = _top_k(ids, log_q, tokens.mask[where], z, stats)
+            in_place = self._compiled and dentropy is None  # without temporaries, unless there is a softcap
+            size = len(taken) if in_place and head.softcap is None else block_rows
+            for block in even_chunks(len(taken), max(size, 1)):
+                parts = [Rows(x.raw[block], x.targets[block], x.transform.select(block)) for x in chunk]
+                stats = [x.select(block) for x in found]
+                slopes = [None if x is None else x[block] for x in (factor, dlogp, dentropy)]
+                if in_place:
+                    value, dz = self._compiled_derivative(parts, stats, *slopes[:2])
                 else:
-                    value, dz = self._divergence(z, chunk[1].raw[block], stats, found[1].select(block))
-                self.divergence.index_copy_(0, where, value)
-                if factor is None:
-                    continue
-                at = z.argmax(1, keepdim=True)  # dz sums to 0; this keeps a confident token accurate
-                dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True)).mul_(factor[block].unsqueeze(1))
-                if dlogp is not None:
-                    bonus = None if dentropy is None else dentropy[block]
-                    dz.add_(gradient_of_scores(z, own.targets[block], stats, dlogp[block], bonus))
-                dz = chain_(dz, z, own.transform.select(block))
-                out[block].copy_(dz if scale is None else dz.mul_(scale))
+                    value, dz = self._derivative(taken[block], tokens.mask, parts, stats, *slopes)
+                self.divergence.index_copy_(0, taken[block], value)
+                if factor is not None:
+                    dz = chain_(dz, parts[0].raw, parts[0].transform)
+                    out[block].copy_(dz if scale is None else dz.mul_(scale))
             slabs[0].clear_padding(len(taken))
             if needs.any():
                 sums.add(taken, out, scale)
         return Statistics.concatenate(scores, head.weight, work.with_entropy), sums.result()
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether the C++ extension does the row work: the two KL divergences of fp32 rows on a CPU."""
+        fits = self.divergence.dtype == torch.float32 and self.divergence.device.type == "cpu" and self.top_k is None
+        return fits and self.kind != "jsd" and _native.cpu_available() is None
+
+    def _statistics(self, rows: Rows, with_entropy: bool) -> Statistics:
+        """Turns logits into z."""
+        if not self._compiled:
+            return TorchRows().statistics(rows, with_entropy=with_entropy)
+        z_(rows.raw, rows.transform)
+        found = torch.ops.grpo_fused_C.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
+        return Statistics(*found[:3], found[3] if with_entropy else None)
+
+    def _compiled_derivative(
+        self, rows: list[Rows], statistics: list[Statistics], factor: Tensor | None, dlogp: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(D [R], dL/dz [R, V]); the latter is in the memory of the other head's logits."""
+        tables = [torch.stack([x.max, x.log_sum, x.logp, x.logp]) for x in statistics]
+        slopes = [None if x is None else x.to(torch.float32).contiguous() for x in (factor, dlogp)]
+        value = torch.ops.grpo_fused_C.logit_divergence(
+            rows[0].raw, rows[1].raw, *tables, rows[0].targets, self.kind == "forward_kl", *slopes
+        )
+        return value, rows[1].raw
+
+    def _derivative(
+        self,
+        where: Tensor,
+        mask: Tensor,
+        rows: list[Rows],
+        statistics: list[Statistics],
+        factor: Tensor | None,
+        dlogp: Tensor | None,
+        dentropy: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same in torch operations; `where` [R] are the positions of the rows."""
+        z, stats = rows[0].raw, statistics[0]
+        if self.top_k is not None:
+            ids, log_q = (x[where] for x in self.top_k)
+            value, dz = _top_k(ids, log_q, mask[where], z, stats)
+        else:
+            value, dz = self._divergence(z, rows[1].raw, *statistics)
+        if factor is None:
+            return value, dz
+        at = z.argmax(1, keepdim=True)  # dz sums to 0; this keeps a confident token accurate
+        dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True)).mul_(factor.unsqueeze(1))
+        if dlogp is not None:
+            dz.add_(gradient_of_scores(z, rows[0].targets, stats, dlogp, dentropy))
+        return value, dz
 
     def _divergence(self, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics) -> tuple[Tensor, Tensor]:
         """(D [R], dD/dz [R, V]) from z of ours and w of the other head ([R, V] each); `w` is overwritten."""

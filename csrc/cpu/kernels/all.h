@@ -11,6 +11,7 @@
 #include "pack.h"
 #include "pairs.h"
 #include "score.h"
+#include "divergence.h"
 
 namespace grpo {
 namespace {
@@ -29,6 +30,9 @@ constexpr Kernels kAll{
     .transpose_tile = transpose_tile,
     .row_product = row_product,
     .add_row = add_row,
+    .row_sums = row_sums,
+    .row_divergence = row_divergence,
+    .row_derivative = row_derivative,
 };
 
 }  // namespace

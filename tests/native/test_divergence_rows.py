@@ -1,0 +1,100 @@
+"""Row work on logits of two heads in C++: statistics, the two KL divergences and their derivatives."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("cpu_extension")
+V = 5003
+
+
+@pytest.fixture(params=["", "avx2"], ids=["best", "avx2"])
+def isa(request):
+    if request.param:
+        torch.ops.grpo_fused_C._use_isa(request.param)
+    yield
+    torch.ops.grpo_fused_C._use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+
+
+def logits(seed=0, rows=7, columns=V, std=3.0, near=0.5):
+    g = torch.Generator().manual_seed(seed)
+    z = std * torch.randn(rows, columns + 5, generator=g)[:, :columns]  # rows with gaps
+    w = (z + near * torch.randn(rows, columns, generator=g)).contiguous()
+    return z, w, torch.randint(columns, (rows,), generator=g)
+
+
+def statistics(z, targets):
+    return torch.ops.grpo_fused_C.logit_statistics(z, targets, True)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("columns", [1, 3, 17, 4096, V])
+def test_statistics_are_those_of_float64(columns):
+    z, _, targets = logits(columns=columns)
+    maximum, log_sum, logp, entropy = statistics(z, targets)
+    log_p = z.double().log_softmax(-1)
+    torch.testing.assert_close((maximum.double() + log_sum), z.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logp.double(), log_p.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
+@pytest.mark.parametrize("near", [2.0, 0.5, 0.01])
+@pytest.mark.parametrize("columns", [2, 17, V])
+def test_divergences_are_those_of_float64(columns, near, forward):
+    z, w, targets = logits(columns=columns, near=near)
+    g = torch.Generator().manual_seed(1)
+    factor, dlogp = torch.rand(7, generator=g), torch.randn(7, generator=g)
+    exact = z.double().requires_grad_()
+    log_p, log_q = exact.log_softmax(-1), w.double().log_softmax(-1)
+    first, second = (log_q, log_p) if forward else (log_p, log_q)
+    each = (first.exp() * (first - second)).sum(-1)
+    loss = (factor * each).sum() + (dlogp * log_p.gather(1, targets[:, None])[:, 0]).sum()
+    (want,) = torch.autograd.grad(loss, exact)
+    tables = statistics(z, targets), statistics(w, targets)
+    value = torch.ops.grpo_fused_C.logit_divergence(z, w, *tables, targets, forward, factor, dlogp)
+    torch.testing.assert_close(value.double(), each.detach(), rtol=2e-4, atol=1e-9)
+    torch.testing.assert_close(w.double(), want, rtol=1e-4, atol=2e-7)
+
+
+def test_a_row_is_bitwise_the_same_in_any_batch():
+    z, w, targets = logits()
+    together = w.clone()
+    tables = statistics(z, targets), statistics(w, targets)
+    ones = torch.ones(7)
+    value = torch.ops.grpo_fused_C.logit_divergence(z, together, *tables, targets, False, ones, ones)
+    for r in range(7):
+        own, row = w[r : r + 1].clone(), slice(r, r + 1)
+        one = [statistics(x[row], targets[row]) for x in (z, w)]
+        found = torch.ops.grpo_fused_C.logit_divergence(z[row], own, *one, targets[row], False, ones[row], ones[row])
+        assert torch.equal(found[0], value[r])
+        assert torch.equal(own[0], together[r])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({0: torch.zeros(V)}, r"logits must be \[R, V\]; got 1 dimensions"),
+        ({0: torch.zeros(7, V, dtype=torch.float64)}, "logits must be float32"),
+        ({0: torch.zeros(V, 7).T}, "rows of logits must be contiguous"),
+        ({0: torch.zeros(7, 0), 1: torch.zeros(7, 0)}, "at least one column"),
+        ({1: torch.zeros(7, V - 1)}, rf"other must be \[7, {V}\]; got \[7, {V - 1}\]"),
+        ({1: torch.zeros(V).expand(7, V)}, "rows of other must not overlap"),
+        ({2: torch.zeros(3, 7)}, r"statistics must be \[4, 7\]"),
+        ({4: torch.full((7,), V)}, rf"targets must be in \[0, {V}\); got {V} at 0"),
+        ({4: torch.full((7,), -1)}, "got -1 at 0"),
+        ({6: torch.zeros(6)}, r"factor must be \[7\]"),
+        ({7: torch.zeros(14)[::2]}, "dlogp must be contiguous"),
+    ],
+)
+def test_wrong_calls_are_refused(changes, message):
+    z, w, targets = logits()
+    arguments = [z, w, statistics(z, targets), statistics(w, targets), targets, False, torch.ones(7), torch.ones(7)]
+    for at, value in changes.items():
+        arguments[at] = value
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.grpo_fused_C.logit_divergence(*arguments)
