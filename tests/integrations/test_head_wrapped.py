@@ -15,6 +15,7 @@ from integrations.tiny import build, fused, token_ids
 from grpo_fused import check_head, lm_head_inputs
 
 
+@pytest.mark.full
 def test_a_compiled_model() -> None:
     """Captured inputs and logits in turn: the placeholder must not be compiled into the model."""
     model, ids = build("gemma2"), token_ids()

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import pytest
 from guards import hang_guard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rewards.seeds import as_chat
 
@@ -160,6 +160,7 @@ def test_fractions_in_lowest_terms_and_rates_are_numbers(answer: str) -> None:
 
 
 @given(st.text(alphabet="0123456789.,$%+-\\ ", max_size=120) | st.text(max_size=120))
+@example("0$.")
 def test_plain_numbers_are_numbers(text: str) -> None:
     if "/" not in text and "frac" not in text and plain_number(text) is not None:
         assert is_one_number(text)
