@@ -96,7 +96,7 @@ def run_loss(
     logp, entropy = _of_all_ranks(scores, ranks)
     if exact_kl is not None:
         batch = replace(batch, kl=torch.where(batch.mask, exact_kl.divergence, 0.0))
-        check_finite(exact_kl.divergence, "exact KL")
+        check_finite(batch.kl, "exact KL")  # type: ignore[arg-type]
     result = evaluate(logp, entropy, batch, config)
     if needs.any() and chunks is None:
         dlogp, dentropy = result.dlogp, result.dentropy

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import frobenius_error, make_case, make_config
 from recording import CostRecorder
 
@@ -319,3 +320,20 @@ def test_candidates_are_refused():
 def test_other_functions_say_that_they_have_no_heads():
     with pytest.raises(ValueError, match="kl_estimator='exact' needs hidden states and head"):
         grpo_loss(torch.zeros(2, 3), torch.zeros(2), config=config_of({}))
+
+
+def test_a_sharded_reference_is_gathered():
+    """A weight as FSDP2 holds it."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    pair = Pair(15, dtype=torch.float32, B=2, T=6, H=16, V=60)
+    want = pair.run(config_of({}))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = pair.reference["ref_lm_head_weight"]
+        pair.reference["ref_lm_head_weight"] = DTensor.from_local(weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+        got = pair.run(config_of({}))
+    finally:
+        dist.destroy_process_group()
+    for mine, theirs in zip((got[0].loss, *got[1:]), (want[0].loss, *want[1:]), strict=True):
+        torch.testing.assert_close(mine, theirs)

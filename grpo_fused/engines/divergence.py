@@ -1,4 +1,4 @@
-"""Divergence from another head, beside the scores of a chunk: all of the vocabulary, in torch operations.
+"""Divergence from another head, beside the scores of a chunk: all of the vocabulary, in torch or C++.
 
 With r_j = log p_j - log q_j, both KL and JSD are sums of terms that are 0 with slope 0 at r = 0:
 

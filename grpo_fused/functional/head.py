@@ -10,6 +10,7 @@ from grpo_fused.calls import HeadCall, Needs, OtherHead
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.engines.scratch import scratch_budget
 from grpo_fused.layout import Layout
+from grpo_fused.parallel import whole
 
 
 def needs_of(head: HeadCall) -> Needs:
@@ -35,6 +36,8 @@ def beside(
     """
     assert hidden_states is not None
     assert lm_head_weight is not None
+    lm_head_weight = whole(lm_head_weight, None)
+    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, None)
     tokens = head.hidden_states.new_zeros(layout.shape, dtype=torch.int64)
     try:
         check.check_head(hidden_states, lm_head_weight, lm_head_bias, tokens, "hidden_states")

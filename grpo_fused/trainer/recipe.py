@@ -246,21 +246,20 @@ def load_parts(recipe: Recipe) -> Parts:
     train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
     with nullcontext() if sys.stderr.isatty() else quiet():
         rewards = [reward.load() for reward in recipe.rewards]
-        model = _load("model", recipe.model, recipe)
-        reference = None if recipe.reference_model is None else _load("reference_model", recipe.reference_model, recipe)
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+        load = partial(_load, AutoModelForCausalLM, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+        model, teacher = load("model", recipe.model), recipe.reference_model
+        reference = None if teacher is None else load("reference_model", teacher)
+        tokenizer = _load(AutoTokenizer, "model", recipe.model)
     engine = VLLMEngine(recipe.model, **recipe.vllm_options) if recipe.rollout == "vllm" else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine, reference)
 
 
-def _load(option_name: str, place: str, recipe: Recipe) -> PreTrainedModel:
+def _load(kind: Any, name: str, place: str, **options: Any) -> Any:
+    """`kind.from_pretrained`; an error names the option."""
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            place, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation
-        )
+        return kind.from_pretrained(place, **options)
     except OSError as error:
-        raise OSError(f"{option_name} must be a path or name that can be loaded; got {place!r}: {error}") from error
-    return model
+        raise OSError(f"{name} must be a path or name that can be loaded; got {place!r}: {error}") from error
 
 
 def with_adapter(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:

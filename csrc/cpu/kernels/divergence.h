@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t kSum = 4096;  // columns that are summed in fp32, before they are added in fp64
 
-// f(first column, count) for parts of a row, and g(vectors...) within them.
+// f(first column, number of columns) for each vector of a part of a row.
 template <class F>
 void for_vectors(int64_t begin, int64_t end, F&& f) {
   int64_t at = begin;
