@@ -5,12 +5,14 @@
 It samples rollouts of the study's recipe, without training, keeps the hidden states in bf16, and compares log-probs of
 the same states, weight and ids. `head` rounds its logits to bf16 (`eager_logps`); `ours` is the fused loss's score;
 float64 is exact. The old log-probs of a ratio are those of either head: with equal states every ratio should be 1.
+Then it times the loss of `TIMED` of the tokens, with the whole vocabulary and with the sets of each truncation.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +23,12 @@ from benchmarks.accuracy import flipped_by_exact_old
 from benchmarks.pretrained import recipe
 from benchmarks.providers import eager_logps
 from benchmarks.results import machine, record
-from grpo_fused import fused_linear_logprobs, group_advantages
+from benchmarks.timing import bare_gemms, times_by_round, with_ratios
+from grpo_fused import CandidateSets, fused_linear_grpo_loss, fused_linear_logprobs, group_advantages
 from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.recipe import build_trainer
 
-TOP_P, TOP_K, ROWS = (0.9, 0.95, 0.97), (20, 50), 32
+TOP_P, TOP_K, ROWS, TIMED = (0.9, 0.95, 0.97), (20, 50), 32, 1024
 INSIDE = (0.9, 1.1)
 
 
@@ -61,7 +64,7 @@ def collect(trainer: GRPOTrainer, steps: int) -> Recorded:
 
 @torch.no_grad()
 def report(recorded: Recorded) -> dict[str, Any]:
-    """The figures, in nats, shares and tokens."""
+    """Errors in nats, shares, and sizes in tokens."""
     columns: dict[str, list[Tensor]] = {name: [] for name in ("exact", "head", "entropy", "max_logit")}
     sizes: dict[str, list[Tensor]] = {f"top_p {p}": [] for p in TOP_P}
     masses: dict[str, list[Tensor]] = {f"top_k {k}": [] for k in TOP_K}
@@ -99,6 +102,35 @@ def report(recorded: Recorded) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of forward and backward, and the ratio to the bare products; dW is dense in all of them.
+
+    A token outside its set could not have been sampled: its own id is added to the set.
+    """
+    states = recorded.hidden_states[:TIMED].detach().clone().requires_grad_()[None]
+    weight, ids = recorded.weight.detach().clone().requires_grad_(), recorded.ids[:TIMED]
+    advantages = torch.randn(1, generator=torch.Generator().manual_seed(0))
+
+    def loss(sets: CandidateSets | None) -> None:
+        weight.grad = None
+        fused_linear_grpo_loss(states, weight, ids[None], advantages, candidates=sets).loss.backward()
+
+    def sets(**truncation: float) -> CandidateSets:
+        masks = []
+        for rows, own in zip(states[0].detach().split(ROWS), ids.split(ROWS), strict=True):
+            kept = CandidateSets.from_logits((rows @ recorded.weight.T).float(), **truncation)  # type: ignore[arg-type]
+            masks.append(kept.to_mask(len(recorded.weight)).scatter(1, own[:, None], value=True))
+        return CandidateSets.cat([CandidateSets.from_mask(mask) for mask in masks])
+
+    (V, H), N = weight.shape, len(ids)
+    calls: dict[str, Any] = dict(bare_gemms(N, H, V, torch.bfloat16, "cpu"))
+    calls["fill dW"] = lambda: torch.full((V, H), 1.0, dtype=torch.bfloat16)
+    calls["whole vocabulary"] = partial(loss, None)
+    calls |= {f"top_p {p}": partial(loss, sets(top_p=p)) for p in TOP_P}
+    calls |= {f"top_k {k}": partial(loss, sets(top_k=k)) for k in TOP_K}
+    return with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare-3")
+
+
 def outside(new: Tensor, old: Tensor) -> float:
     """Share of ratios outside [0.9, 1.1]."""
     ratio = (new - old).exp()
@@ -116,12 +148,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a folder: the start, or a checkpoint of a run")
     parser.add_argument("--steps", type=int, default=4, help="rollouts")
+    parser.add_argument("--rounds", type=int, default=5, help="of the times")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     machine("cpu")
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_trainer(recipe(given.model, Path(folder), given.steps, seed=0))
-        found = report(collect(trainer, given.steps))
+        recorded = collect(trainer, given.steps)
+        del trainer
+    found = report(recorded) | {"times": times(recorded, given.rounds)}
     for name, value in found.items():
         print(f"{name}: {value}")
     if given.out is not None:

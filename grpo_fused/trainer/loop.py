@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,7 +156,12 @@ class GRPOTrainer(RunState):
         self.policy.model.eval()
         self.update = Updater(self.policy, self.reference, self.optimizer, config)
         self.engine = engine or HuggingFaceEngine(
-            model, tokenizer, batch_size=config.generation_batch_size, synced=self._sharded
+            model,
+            tokenizer,
+            batch_size=config.generation_batch_size,
+            synced=self._sharded,
+            # of sharded weights, the kept casts would be a whole copy on each process
+            autocast=nullcontext if self._sharded else self.accelerator.autocast,
         )
         self.stopped_by: int | None = None
         self._stop = StopRequest()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -260,6 +260,8 @@ class HuggingFaceEngine:
         tokenizer: For stop strings.
         batch_size: Completions at a time; None takes all at once.
         synced: All processes take the same number of forward passes (FSDP needs it).
+        autocast: Makes the context of a whole generation. A model that enters autocast itself in every pass casts all
+            weights for every token; in one context around all passes they are cast once, and kept until it ends.
     """
 
     def __init__(
@@ -269,8 +271,10 @@ class HuggingFaceEngine:
         *,
         batch_size: int | None = None,
         synced: bool = False,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model, self.tokenizer, self.batch_size, self.synced = model, tokenizer, batch_size, synced
+        self.autocast = autocast
 
     def sync_weights(self, model: PreTrainedModel) -> None:
         """Does nothing: the policy itself samples."""
@@ -282,7 +286,7 @@ class HuggingFaceEngine:
         size = self.batch_size or len(repeated)
         rows: list[list[int]] = []
         sets: list[CandidateSets] = []
-        with _as_sampler(self.model):
+        with _as_sampler(self.model), self.autocast():
             for start in range(0, len(repeated), size):
                 padded = pad_prompts(repeated[start : start + size], sampling.pad_token_id)
                 ids, mask = (tensor.to(self.model.device) for tensor in padded)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.small_model import build_small_model
 from trainer.small_trainer import make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -283,3 +284,26 @@ def test_autocast_trains_fp32_weights(tokenizer: PreTrainedTokenizerFast, rows: 
     history = make_trainer(model, tokenizer, rows, mixed_precision="bf16", num_iterations=2).train()
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert all(row["grad_norm"] > 0 for row in history)
+
+
+def test_a_generation_casts_each_weight_once(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    """Under autocast; a pass for each token must not cast them again."""
+
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            bf16 = (kwargs or {}).get("dtype") == torch.bfloat16
+            self.count += bf16 and func is torch.ops.aten._to_copy.default and args[0] is head.weight
+            return func(*args, **(kwargs or {}))
+
+    model = build_small_model(len(tokenizer))
+    head = model.get_output_embeddings()
+    assert head is not None
+    trainer = make_trainer(model, tokenizer, rows, mixed_precision="bf16")
+    passes: list[int] = []
+    model.model.register_forward_hook(lambda *_: passes.append(1))
+    with Casts() as casts:
+        trainer.collect()
+    assert len(passes) >= 4
+    assert casts.count == 1
