@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.results import newest
-from benchmarks.tables import peak_mib, title, where, with_peers
+from benchmarks.results import newest, where
+from benchmarks.tables import peak_mib, title, with_peers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ class Study(NamedTuple):
         return PLOTS[self.name](self.section)
 
 
-STUDIES = ("accuracy", "growth", "end_to_end", "candidates", "distillation")
+STUDIES = ("accuracy", "growth", "end_to_end", "candidates", "distillation", "pretrained")
 
 
 def plots(folder: Path) -> dict[str, Plot | Study]:

@@ -151,6 +151,12 @@ def newest_first(device: str, section: str, folder: Path = RESULTS) -> list[Run]
     return sorted(found, key=lambda run: (run.machine["date"], run.path.name), reverse=True)
 
 
+def where(run: Run) -> str:
+    """Machine, commit and date of a run."""
+    commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
+    return f"{run.machine['name']}, commit {commit}, {run.machine['date'][:10]}"
+
+
 def _schema(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")).get("schema")
 

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
+from benchmarks.study_page import pretrained_plot
 from benchmarks.style import (
     COLORS,
     INK,
@@ -332,7 +333,7 @@ def _short(dtype: str) -> str:
 
 PLOTS = {
     "accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_end_plot, "candidates": candidates_plot,
-    "distillation": distillation_plot,
+    "distillation": distillation_plot, "pretrained": pretrained_plot,
 }  # fmt: skip
 
 

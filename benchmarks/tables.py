@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Run, newest, newest_first
+from benchmarks import study_page
+from benchmarks.results import Run, newest, newest_first, where
 from benchmarks.sweep import PLANS as GPU_PLANS
 
 NOT_YET = "not measured yet"
@@ -272,12 +273,6 @@ def compiled(folder: Path) -> str:
     return "\n".join([*lines, "", f"For {kinds}; commit {run.machine['commit']}, {run.machine['date'][:10]}."])
 
 
-def where(run: Run) -> str:
-    """Machine, commit and date of a run."""
-    commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
-    return f"{run.machine['name']}, commit {commit}, {run.machine['date'][:10]}"
-
-
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "training-step": training_step,
@@ -291,13 +286,18 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "end-to-end": end_to_end,
     "candidates": candidates,
     "compiled": compiled,
+    "study-runs": study_page.runs,
+    "study-distribution": study_page.distribution,
 }
 """Name of a pair of markers to the text between them."""
 
 PAGES = {
     "README.md": ("summary", "training-step"),
     "docs/integrations.md": ("training-step",),
-    "docs/benchmarks.md": tuple(name for name in TABLES if name not in ("summary", "training-step")),
+    "docs/benchmarks.md": tuple(
+        name for name in TABLES if name not in ("summary", "training-step", "study-runs", "study-distribution")
+    ),
+    "docs/study.md": ("study-runs", "study-distribution"),
 }
 """Page to the names of its tables."""
 

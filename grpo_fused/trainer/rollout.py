@@ -258,7 +258,7 @@ class HuggingFaceEngine:
     Args:
         model: The policy, in any mode: it samples in eval mode, then the mode is restored.
         tokenizer: For stop strings.
-        batch_size: Completions at a time; None takes all at once.
+        batch_size: Completions at a time, those of the longest prompts first; None takes all at once.
         synced: All processes take the same number of forward passes (FSDP needs it).
         autocast: Makes the context of a whole generation. A model that enters autocast itself in every pass casts all
             weights for every token; in one context around all passes they are cast once, and kept until it ends.
@@ -282,7 +282,11 @@ class HuggingFaceEngine:
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """Samples completions of the prompts' token ids."""
-        repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+        group = range(sampling.num_generations)
+        order = list(range(len(prompts)))
+        if self.batch_size is not None:  # less padding, and a batch that does not fit fails first
+            order.sort(key=lambda index: -len(prompts[index]))
+        repeated = [prompts[index] for index in order for _ in group]
         size = self.batch_size or len(repeated)
         rows: list[list[int]] = []
         sets: list[CandidateSets] = []
@@ -304,6 +308,8 @@ class HuggingFaceEngine:
                 cut = [row[:length] for row, length in zip(completions, ends.lengths.tolist(), strict=True)]
                 rows += cut
                 sets += kept.of_rows([len(row) for row in cut]) if sampling.truncates else []
+        places = [place * len(group) + i for place in sorted(order, key=order.__getitem__) for i in group]
+        rows, sets = [rows[place] for place in places], [sets[place] for place in places if sets]
         generation = Generation.of_lists(rows, None, sampling.pad_token_id, sets if sampling.truncates else None)
         device = self.model.device
         candidates = None if generation.candidates is None else generation.candidates.to(device)
@@ -315,7 +321,7 @@ class HuggingFaceEngine:
         The last token of a prompt is left to `generate`, which needs its logits.
         """
         new = first_of_prompts(ids, mask)
-        if ids.shape[1] < 2 or bool(new.all()) or layer_kinds(self.model) != {"full_attention"}:
+        if ids.shape[1] < 2 or bool(new.all()) or not self._sees_all_of(ids.shape[1]):
             return {}
         ids, mask = ids[new, :-1], mask[new, :-1].long()
         cache = DynamicCache(config=self.model.config)
@@ -324,6 +330,11 @@ class HuggingFaceEngine:
         self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
         cache.batch_select_indices(new.cumsum(0) - 1)
         return {"past_key_values": cache}
+
+    def _sees_all_of(self, tokens: int) -> bool:
+        """Whether each layer keeps the keys and values of all tokens of a prompt."""
+        kinds, window = layer_kinds(self.model), getattr(self.model.config.get_text_config(), "sliding_window", None)
+        return kinds <= {"full_attention"} | ({"sliding_attention"} if window and tokens < window else set())
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:

@@ -10,7 +10,13 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
 from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
 from grpo_fused.trainer.rollout import ending_token_ids, length_mask, micro_batches, pad_prompts
@@ -171,6 +177,46 @@ def test_a_prompt_is_computed_once_for_its_completions(
             monkeypatch.undo()
         assert torch.equal(found[0][0], found[1][0])
         assert found[0][1] < found[1][1]
+
+
+@pytest.mark.parametrize(("window", "shared"), [(32, True), (9, True), (5, False)])
+def test_a_prompt_within_a_sliding_window_is_computed_once(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, window: int, shared: bool
+) -> None:
+    """Gemma 3 has both kinds of layers; the completions leave the window of 9."""
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2, sliding_window=window, initializer_range=0.3,
+            layer_types=["sliding_attention", "full_attention"], pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    options = {"num_generations": 4, "max_completion_length": 12}
+    caches: list[Any] = []
+    compute = HuggingFaceEngine._prompt_cache
+    monkeypatch.setattr(HuggingFaceEngine, "_prompt_cache", lambda *a: caches.append(compute(*a)) or caches[-1])
+    found = sampled(model, tokenizer, ["12+3=", "123+34="], **options)
+    monkeypatch.setattr(HuggingFaceEngine, "_prompt_cache", lambda *_: {})
+    plain = sampled(model, tokenizer, ["12+3=", "123+34="], **options)
+    assert [bool(cache) for cache in caches] == [shared]
+    assert torch.equal(found.completion_ids, plain.completion_ids)
+
+
+def test_batches_by_length_return_in_the_order_of_the_prompts(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts, widths = ["123+34=", "5", "77+88+99=", "1+2="], []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: widths.append(kwargs["attention_mask"].shape[1]), with_kwargs=True
+    )
+    options = {"num_generations": 2, "greedy": True, "max_completion_length": 5}
+    at_once = sampled(model, tokenizer, texts, **options).completions()
+    widths.clear()
+    assert sampled(model, tokenizer, texts, 4, **options).completions() == at_once
+    longest = max(len(tokenizer(text).input_ids) for text in texts)
+    assert longest in widths[:2]  # the longest prompts are in the first batch
+    assert sorted(len(tokenizer(text).input_ids) for text in texts)[1] in widths  # and the second is narrow
 
 
 def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
