@@ -33,8 +33,9 @@ from grpo_fused.testing import frobenius_error
 
 SIDES = ("own", "ours")
 PROCESSES = {"deepspeed": 2}
-TOLERANCE = {"bfloat16": (2e-3, 0.05), "float32": (1e-5, 1e-4)}
-"""Difference of the losses in nats, and relative Frobenius error of any gradient; in bf16 both sides round."""
+TOLERANCE = {"bfloat16": (1e-3, 0.05), "float32": (1e-5, 1e-4)}
+"""Difference of the losses in nats, and relative Frobenius error of any gradient; in bf16 both sides round, and 1e-4 and
+0.013 were seen."""
 PACKAGES = {
     "deepspeed": ("deepspeed", "trl"),
     "verl": ("verl",),
@@ -118,6 +119,7 @@ class Side:
 def compare(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
     """Difference of the losses, and the largest relative error of a gradient."""
     assert own["gradients"].keys() == ours["gradients"].keys()
+    assert min(gradient.norm() for gradient in own["gradients"].values()) > 0
     errors = [frobenius_error(ours["gradients"][name], want) for name, want in own["gradients"].items()]
     return {"loss_difference": abs(ours["loss"] - own["loss"]), "gradient_error": max(errors)}
 

@@ -261,6 +261,7 @@ def test_a_training_step_of_an_integration_is_compared_and_timed():
     assert min(own["peak_bytes"], ours["peak_bytes"]) > 1e8
 
 
+@pytest.mark.full
 def test_steps_that_disagree_are_not_timed(monkeypatch):
     pytest.importorskip("liger_kernel")
     monkeypatch.setitem(integration_steps.TOLERANCE, "float32", (1e-5, 0.0))
