@@ -35,7 +35,7 @@ SIDES = ("own", "ours")
 PROCESSES = {"deepspeed": 2}
 TOLERANCE = {"bfloat16": (1e-3, 0.05), "float32": (1e-5, 1e-4)}
 """Difference of the losses in nats, and relative Frobenius error of any gradient; in bf16 both sides round; 1e-4 and
-0.013 were seen."""
+0.015 were seen."""
 PACKAGES = {
     "deepspeed": ("deepspeed", "trl"),
     "verl": ("verl",),

@@ -94,7 +94,7 @@ STEP_ROWS = {
 def integration_steps(folder: Path) -> str:
     """A training step with each project's own loss head and with ours, each from the newest run that timed it."""
     runs = {project: newest("cpu", f"integration_steps.{project}", folder) for project in STEP_ROWS}
-    lines = ["| | its own | ours | times faster | peak memory | losses, gradients differ by |", "|---" * 6 + "|"]
+    lines = ["| | its own | ours | own / ours | peak memory | losses, gradients differ by |", "|---" * 6 + "|"]
     models, places = {}, {}
     for project, words in STEP_ROWS.items():
         run = runs[project]
