@@ -82,6 +82,49 @@ def training_step(folder: Path) -> str:
     )
 
 
+STEP_ROWS = {
+    "verl": "verl's fused head (torch back end) in its FSDP2 engine",
+    "torchtitan": "torchtitan's `ChunkedLossWrapper` around `GRPOLoss`",
+    "prime-rl": "prime-rl's `FusedOutputLinear`",
+    "liger": "`LigerFusedLinearGRPOLoss`",
+    "deepspeed": "TRL under DeepSpeed ZeRO-2, two processes",
+}
+"""Project to what its own side of `benchmarks.integration_steps` is."""
+
+
+def integration_steps(folder: Path) -> str:
+    """A training step with each project's own loss head and with ours, each from the newest run that timed it."""
+    runs = {project: newest("cpu", f"integration_steps.{project}", folder) for project in STEP_ROWS}
+    lines = ["| | its own | ours | own / ours | peak memory | losses, gradients differ by |", "|---" * 6 + "|"]
+    models, places = {}, {}
+    for project, words in STEP_ROWS.items():
+        run = runs[project]
+        if run is None:
+            lines.append(f"| {words} |" + " - |" * 5)
+            continue
+        row = run.sections[f"integration_steps.{project}"]
+        own, ours = (row["sides"][name] for name in ("own", "ours"))
+        release = row["versions"].get(project, row["versions"].get(f"{project}-kernel", ""))
+        cells = [
+            f"{words} {release}".strip(),
+            *(f"{side['seconds']['median']:.2f} s" for side in (own, ours)),
+            f"{row['ratio']:.2f}",
+            f"{own['peak_bytes'] / 2**20:.0f} and {ours['peak_bytes'] / 2**20:.0f} MiB",
+            f"{row['loss_difference']:.0e}, {row['gradient_error']:.0e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        models[project] = (
+            f"{row['layers']} layers of Qwen2, H = {row['hidden']}, V = {row['vocab']}, {row['dtype']}, "
+            f"{row['sequences']} sequences of {row['length']} tokens, {row['threads']} threads"
+        )
+        places[project] = where(run)
+    for found in (models, places):
+        for text in dict.fromkeys(found.values()):
+            these = [project for project in found if found[project] == text]
+            lines += ["", text + (f" ({', '.join(these)})." if len(these) < len(found) else ".")]
+    return "\n".join(lines)
+
+
 def speed(device: str, folder: Path) -> str:
     """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
     run = newest(device, "loss", folder)
@@ -276,6 +319,7 @@ def compiled(folder: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "training-step": training_step,
+    "integration-steps": integration_steps,
     "cpu-speed": lambda folder: speed("cpu", folder),
     "cpu-sparsity": lambda folder: sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed("cuda", folder),
@@ -291,14 +335,13 @@ TABLES: dict[str, Callable[[Path], str]] = {
 }
 """Name of a pair of markers to the text between them."""
 
-PAGES = {
+_PAGES = {
     "README.md": ("summary", "training-step"),
-    "docs/integrations.md": ("training-step",),
-    "docs/benchmarks.md": tuple(
-        name for name in TABLES if name not in ("summary", "training-step", "study-runs", "study-distribution")
-    ),
+    "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/study.md": ("study-runs", "study-distribution"),
 }
+_ELSEWHERE = {name for names in _PAGES.values() for name in names}
+PAGES = _PAGES | {"docs/benchmarks.md": tuple(name for name in TABLES if name not in _ELSEWHERE)}
 """Page to the names of its tables."""
 
 

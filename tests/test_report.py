@@ -218,6 +218,29 @@ def test_the_training_step_compares_ours_with_trl(place):
     assert "| bfloat16 | TRL | 640 | 50% |" in benchmarks_page(place)
 
 
+def test_steps_of_integrations(place):
+    """Each project from the newest run that has it; "-" where none has."""
+    side = {"seconds": {"median": 4.0}, "peak_bytes": 2**30}
+    step = {
+        "vocab": 151936, "hidden": 896, "layers": 2, "sequences": 8, "length": 128, "dtype": "bfloat16", "threads": 2,
+        "rounds": 5, "versions": {"liger-kernel": "0.8.5"}, "loss_difference": 1e-4, "gradient_error": 4e-3,
+        "sides": {"own": side, "ours": {**side, "seconds": {"median": 2.0}}}, "ratio": 2.0,
+    }  # fmt: skip
+    for name, project, day in (("a", "liger", 6), ("b", "prime-rl", 7)):
+        run = json.loads(result("cpu", date=f"2026-05-0{day}T00:00:00"))
+        run["sections"] = {f"integration_steps.{project}": step}
+        put(place, f"{name}.json", json.dumps(run))
+    report.write(*place)
+    text = (place[0] / "docs" / "integrations.md").read_text()
+    row = "| 4.00 s | 2.00 s | 2.00 | 1024 and 1024 MiB | 1e-04, 4e-03 |"
+    assert f"| `LigerFusedLinearGRPOLoss` 0.8.5 {row}" in text
+    assert f"| prime-rl's `FusedOutputLinear` {row}" in text
+    assert "| TRL under DeepSpeed ZeRO-2, two processes | - | - | - | - | - |" in text
+    assert text.count("2 layers of Qwen2, H = 896, V = 151936, bfloat16, 8 sequences of 128 tokens, 2 threads.") == 1
+    assert "abc1234, 2026-05-06 (liger)." in text
+    assert "abc1234, 2026-05-07 (prime-rl)." in text
+
+
 ONE, TWO = (f"<!-- begin:{name} -->\n<!-- end:{name} -->\n" for name in ("summary", "training-step"))
 
 

@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, accuracy_problem, cost, end_to_end, growth, memory, objective, study_plots
+from benchmarks import (
+    accuracy,
+    accuracy_problem,
+    cost,
+    end_to_end,
+    growth,
+    integration_steps,
+    memory,
+    objective,
+    study_plots,
+)
 from benchmarks.problem import loss_from_logps
 from grpo_fused import _native
 from grpo_fused.testing import frobenius_error
@@ -236,3 +246,24 @@ def test_forms_of_a_step_agree(capsys, monkeypatch):
         "bare-1", "bare-3", "built-in", "custom", "k3", "exact KL", lines[-1]
     ]  # fmt: skip
     assert lines[-1].startswith("custom / built-in: ")
+
+
+SMALL_STEP = integration_steps.Setting(vocab=500, hidden=64, layers=1, sequences=4, length=8, dtype="float32")
+
+
+def test_a_training_step_of_an_integration_is_compared_and_timed():
+    pytest.importorskip("liger_kernel")
+    found = integration_steps.measure("liger", SMALL_STEP, rounds=2, threads=1)
+    assert 0 < found["gradient_error"] < 1e-5
+    assert found["loss_difference"] < 1e-6
+    own, ours = (found["sides"][name] for name in ("own", "ours"))
+    assert found["ratio"] == own["seconds"]["median"] / ours["seconds"]["median"] > 0
+    assert min(own["peak_bytes"], ours["peak_bytes"]) > 1e8
+
+
+@pytest.mark.full
+def test_steps_that_disagree_are_not_timed(monkeypatch):
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setitem(integration_steps.TOLERANCE, "float32", (1e-5, 0.0))
+    with pytest.raises(RuntimeError, match="not timed: .*gradient_error"):
+        integration_steps.measure("liger", SMALL_STEP, rounds=1, threads=1)

@@ -1,0 +1,185 @@
+"""A training step (forward, backward, AdamW) with a project's own loss head, and with ours in its place.
+
+    python -m benchmarks.integration_steps liger --out results.json     # each under three minutes on two cores
+
+    verl, deepspeed     in the environments of `make verl` and `make deepspeed`
+    torchtitan, liger   in that of `make test`, with torchtitan of `make torchtitan`
+    prime-rl            the same, with PRIME_RL=<a checkout of prime-rl 0.8>: of it, one file is run
+
+Each side is a process (DeepSpeed: two), `benchmarks.integration_sides`. Both have the same weights and batch; their
+losses and gradients are compared first. Then one side steps at a time, in rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.integration_sides import PROJECTS, ROOT, Setting
+from benchmarks.results import machine, record
+from benchmarks.timing import summary
+from grpo_fused.testing import frobenius_error
+
+SIDES = ("own", "ours")
+PROCESSES = {"deepspeed": 2}
+TOLERANCE = {"bfloat16": (1e-3, 0.05), "float32": (1e-5, 1e-4)}
+"""Difference of the losses in nats, and relative Frobenius error of any gradient; in bf16 both sides round; 1e-4 and
+0.015 were seen."""
+PACKAGES = {
+    "deepspeed": ("deepspeed", "trl"),
+    "verl": ("verl",),
+    "torchtitan": ("torchtitan",),
+    "liger": ("liger-kernel",),
+}
+
+
+class Side:
+    """The processes of one side."""
+
+    def __init__(self, project: str, name: str, setting: Setting, folder: Path, threads: int) -> None:
+        self.folder, count = folder / name, PROCESSES.get(project, 1)
+        self.folder.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        env = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(max(threads // count, 1)),
+            "OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error", "DS_ACCELERATOR": "cpu",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.integration_sides", project, name, json.dumps(asdict(setting))]
+        self.ranks = []
+        for rank in range(count):
+            with (self.folder / f"{rank}.log").open("w") as log:
+                process = subprocess.Popen(
+                    [*command, str(self.folder)], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                )  # fmt: skip
+            self.ranks.append(process)
+
+    def ask(self, command: str) -> list[dict[str, float]]:
+        """A command to all processes, and their answers."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.write(command + "\n")
+            process.stdin.flush()
+        return self.answers()
+
+    def answers(self) -> list[dict[str, float]]:
+        found = []
+        for rank, process in enumerate(self.ranks):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{self.folder.name}, process {rank}: {self.log(rank)[-3000:]}")
+            found.append(json.loads(line))
+        return found
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"{rank}.log").read_text(errors="replace")
+
+    def check(self) -> dict[str, Any]:
+        """Loss and gradients of the first batch."""
+        file = self.folder / "check.pt"
+        self.ask(f"check {file}")
+        return torch.load(file)
+
+    def step(self) -> float:
+        """Seconds, of the slowest process."""
+        return max(answer["seconds"] for answer in self.ask("step"))
+
+    def finish(self) -> float:
+        """The peak of the resident sets, in bytes, summed."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.close()
+        peak = sum(answer["peak_bytes"] for answer in self.answers())
+        for process in self.ranks:
+            process.wait(60)
+        return peak
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+
+
+def compare(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    """Difference of the losses, and the largest relative error of a gradient."""
+    assert own["gradients"].keys() == ours["gradients"].keys()
+    assert min(gradient.norm() for gradient in own["gradients"].values()) > 0
+    errors = [frobenius_error(ours["gradients"][name], want) for name, want in own["gradients"].items()]
+    return {"loss_difference": abs(ours["loss"] - own["loss"]), "gradient_error": max(errors)}
+
+
+def measure(project: str, setting: Setting, rounds: int, threads: int) -> dict[str, Any]:
+    """Compare, then time."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides: list[Side] = []
+        try:
+            sides += [Side(project, name, setting, Path(folder), threads) for name in SIDES]
+            found = compare(*(side.check() for side in sides))
+            print(f"{project}: {found}", file=sys.stderr, flush=True)
+            loss, gradient = TOLERANCE[setting.dtype]
+            if not (found["loss_difference"] <= loss and found["gradient_error"] <= gradient):
+                raise RuntimeError(f"not timed: {found} is above {(loss, gradient)}")
+            times = [[side.step() for side in sides] for _ in range(rounds + 1)][
+                1:
+            ]  # the first step makes AdamW's state
+            peaks = [side.finish() for side in sides]
+        finally:
+            for side in sides:
+                side.kill()
+    rows = {
+        name: {"seconds": summary([row[i] for row in times]), "peak_bytes": peaks[i]} for i, name in enumerate(SIDES)
+    }
+    return found | {"sides": rows, "ratio": rows["own"]["seconds"]["median"] / rows["ours"]["seconds"]["median"]}
+
+
+def versions(project: str) -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", *PACKAGES.get(project, ())):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            sys.exit(f"{project} needs {name}, which is not installed here")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, and put the section `integration_steps.PROJECT` into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("project", choices=PROJECTS)
+    for field in fields(Setting):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path)
+    given = vars(parser.parse_args(argv))
+    project, rounds, threads, out = (given.pop(name) for name in ("project", "rounds", "threads", "out"))
+    machine("cpu")
+    setting, about = Setting(**given), versions(project)
+    found = measure(project, setting, rounds, threads)
+    for name, row in found["sides"].items():
+        print(f"{project} {name:4s} {row['seconds']['median']:7.2f} s, peak {row['peak_bytes'] / 2**20:.0f} MiB")
+    print(f"{found['ratio']:.2f} x; losses differ by {found['loss_difference']:.1e}, ", end="")
+    print(f"gradients by {found['gradient_error']:.1e}")
+    if out is not None:
+        data = {**asdict(setting), "rounds": rounds, "threads": threads, "versions": about, **found}
+        record(f"integration_steps.{project}", data, out=out)
+
+
+if __name__ == "__main__":
+    main()
