@@ -15,14 +15,14 @@ from helpers import assert_same, config_id, frobenius_error, make_case, make_con
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs TRITON_INTERPRET=0: see make emulate", allow_module_level=True)
 triton = pytest.importorskip("triton")
-pytest.importorskip("test.mockgpu.amd.emu", reason="needs a checkout of tinygrad: see make emulate")
+emu = pytest.importorskip("test.mockgpu.amd.emu", reason="needs a checkout of tinygrad: see make emulate")
 
 from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.candidates import pair_products, segment_sums
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 from with_emulator import instructions
-from with_emulator.driver import Driver
+from with_emulator.driver import WAVE, Driver
 
 from grpo_fused import engines
 from grpo_fused.engines.chunked import ChunkedEngine
@@ -142,6 +142,30 @@ def test_panels_and_splits():
         hidden[some], weight, targets[some], Transform(), with_entropy=False, config=config
     )  # fmt: skip
     assert torch.equal(alone.logp, stats.logp[some])
+
+
+def test_barriers(monkeypatch):
+    """Between barriers the emulator runs wave after wave: in the opposite order every result is the same."""
+    hidden, weight, targets, (dlogp, dentropy) = head_of(21, 80, 300, BF16)
+    transform = transform_of("bias+scale", 21, 300)
+    logits = torch.randn(2, 1056)
+
+    def results():
+        room = head_launch.Exponentials.empty(21, weight, BF16, transform)
+        stats = head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room)
+        out = torch.empty(21, configs.padded(300), dtype=BF16)[:, :300]
+        head_launch.head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, dentropy), transform, out)
+        head_launch.exponentials_to_dlogits(room, targets, Coefficients(stats, dlogp, dentropy), transform)
+        rows = TritonRows().statistics(Rows(logits, targets[:2], Transform()), with_entropy=True)
+        return [*stats, out, room.values, *rows]
+
+    forwards = results()
+    start = emu._init_wave
+    monkeypatch.setattr(
+        emu, "_init_wave", lambda code, first, threads, *rest: start(code, threads - WAVE - first, threads, *rest)
+    )
+    for one, other in zip(forwards, results(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["plain", "temperature", "all"])
