@@ -130,7 +130,7 @@ aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel
 # The emulator is in tinygrad's repository, not in its package, and calls clang. TINYGRAD is a checkout of this commit.
 TINYGRAD ?= build/tinygrad
 TINYGRAD_COMMIT := a9069c177a9da9cca18593edf55acd2e6073cca6
-emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an emulator on the CPU (about 10 minutes)
+emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an emulator on the CPU (some minutes)
 	@command -v clang >/dev/null || { echo "the emulator needs clang"; exit 1; }
 	@test -f $(TINYGRAD)/test/mockgpu/amd/emu.py || { \
 	  echo "TINYGRAD=$(TINYGRAD) is no checkout of https://github.com/tinygrad/tinygrad at $(TINYGRAD_COMMIT)"; exit 1; }
