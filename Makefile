@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu aot clean
+.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu aot emulate clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -126,6 +126,15 @@ gpu:  ## on a GPU: its tests, the sweep with the peers, row kernels, the head ke
 
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
 	$(BIN)/python -m benchmarks.aot
+
+# The emulator is in tinygrad's repository, not in its package, and calls clang. TINYGRAD is a checkout of this commit.
+TINYGRAD ?= build/tinygrad
+TINYGRAD_COMMIT := a9069c177a9da9cca18593edf55acd2e6073cca6
+emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an emulator on the CPU (some minutes)
+	@command -v clang >/dev/null || { echo "the emulator needs clang"; exit 1; }
+	@test -f $(TINYGRAD)/test/mockgpu/amd/emu.py || { \
+	  echo "TINYGRAD=$(TINYGRAD) is no checkout of https://github.com/tinygrad/tinygrad at $(TINYGRAD_COMMIT)"; exit 1; }
+	TRITON_INTERPRET=0 PYTHONPATH=$(abspath $(TINYGRAD)) $(BIN)/python -m pytest -q tests/with_emulator
 
 clean:  ## remove the files that make created
 	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

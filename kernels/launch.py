@@ -147,8 +147,13 @@ def _shares_memory(logits: Tensor, out: Tensor, config: RowConfig) -> bool:
         same_rows = logits.data_ptr() == out.data_ptr() and (
             logits.stride(0) * logits.itemsize == out.stride(0) * out.itemsize and out.itemsize <= logits.itemsize
         )
-        if not (config.in_place and same_rows):
-            raise ValueError("the gradient may share the memory of the logits only row by row, and not on this device")
+        # in one size, each element is stored after its own load
+        if not (same_rows and (config.in_place or out.itemsize == logits.itemsize)):
+            sizes = "" if config.in_place else ", on this device only if their elements have one size"
+            raise ValueError(
+                f"the gradient may share the memory of the logits only row by row{sizes}; "
+                f"got {out.dtype} for {logits.dtype}"
+            )
     return shared
 
 

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from grpo_fused.kernels import launch
 from grpo_fused.kernels.configs import PAD
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Coefficients, Rows, Transform
@@ -135,6 +136,22 @@ def test_gradient_refuses_memory_that_it_would_overwrite_too_early():
     wrong = values.view(torch.bfloat16).view(-1)[: 4 * 32].view(4, 32)  # rows packed: row 1 is written to row 0
     with pytest.raises(ValueError, match="row by row"):
         row_gradient(values, wrong, targets, stats, torch.ones(4), None, Transform(None, 1.0, None, 1.0))
+
+
+def test_in_place_where_loads_may_pass_a_barrier(monkeypatch):
+    """AMD: the memory of fp32 logits takes an fp32 gradient, element by element, and no narrower one."""
+    config = launch.row_config(torch.device("cpu"), 37)._replace(in_place=False)
+    monkeypatch.setattr(launch, "row_config", lambda device, vocab_size: config)
+    values, targets = case((3, 37))
+    transform = Transform(None, 1.0, None, 1.0)
+    stats = row_statistics(values, targets, transform, with_entropy=False)
+    want = torch.empty(3, 37)
+    row_gradient(values, want, targets, stats, torch.ones(3), None, transform)
+    narrow = values.view(torch.bfloat16).as_strided((3, 37), (74, 1))
+    with pytest.raises(ValueError, match=r"only if their elements have one size; got torch.bfloat16 for torch.float32"):
+        row_gradient(values, narrow, targets, stats, torch.ones(3), None, transform)
+    row_gradient(values, values, targets, stats, torch.ones(3), None, transform)
+    assert torch.equal(values, want)
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4], ids=str)
