@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, accuracy_problem, cost, end_to_end, growth, memory, objective, study_plots
+from benchmarks import (
+    accuracy,
+    accuracy_problem,
+    candidates,
+    cost,
+    end_to_end,
+    growth,
+    memory,
+    objective,
+    study_plots,
+    tables,
+)
 from benchmarks.problem import loss_from_logps
 from grpo_fused import _native
 from grpo_fused.testing import frobenius_error
@@ -236,3 +247,17 @@ def test_forms_of_a_step_agree(capsys, monkeypatch):
         "bare-1", "bare-3", "built-in", "custom", "k3", "exact KL", lines[-1]
     ]  # fmt: skip
     assert lines[-1].startswith("custom / built-in: ")
+
+
+@pytest.mark.full
+def test_sets_recorded_from_a_rollout(monkeypatch):
+    """Times of exactly its tensors: targets are in their sets, and log-probs those of float64."""
+    problem = candidates.rollout_problem("cpu", warmup_steps=2, prompts=2)
+    monkeypatch.setattr(candidates, "rollout_problem", lambda device: problem)
+    found = candidates.recorded("cpu", ["chunked"], rounds=1)
+    assert found["N"] == len(problem.sets) == problem.hidden.shape[1] > 0
+    assert 1 <= found["set_sizes"]["median"] <= found["V"] == problem.weight.shape[0]
+    assert found["logp_error"]["chunked"] <= 1e-4
+    lines = list(tables._recorded(found))
+    assert f"N = {found['N']}, H = {found['H']}, V = {found['V']}" in lines[0]
+    assert len(lines) == 4 + len(found["calls"])
