@@ -3,10 +3,12 @@
     python -m benchmarks.candidates --out results.json                  # about two minutes on two cores
     python -m benchmarks.candidates --device cuda --out results.json
 
-Two parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2, mean 8,
-p99 82 to 100; prime-rl issue 2979), with the bare products, the dense loss, the masked dense loss that frameworks use
-(all logits, those outside the set at -inf), and filling a fresh dW, which no implementation with a dense dW can avoid.
-`growth`: all sets of one size, which shows from which size on the dense loss is faster.
+Three parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2,
+mean 8, p99 82 to 100; prime-rl issue 2979), with the bare products, the dense loss, the masked dense loss that
+frameworks use (all logits, those outside the set at -inf), and filling a fresh dW, which no implementation with a
+dense dW can avoid.
+`growth`: all sets of one size, which shows from which size on the dense loss is faster. `recorded`: the hidden states,
+head and sets of rollouts with top_p = 0.9 that the small policy of `examples.small` samples here, on the CPU.
 
 Log-probs are compared with float64 before anything is timed.
 """
@@ -18,37 +20,56 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.results import machine, record
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
+from examples.small.prepare import make_puzzles, prepare
 from grpo_fused import CandidateSets, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Sampling, roll_out
+from grpo_fused.trainer.rollout import ending_token_ids
 
 SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
-SIZES = (1, 2, 8, 32, 128, 512, 2048)
+SIZES = (1, 2, 8, 32, 128, 512, 2048, 8192)
 GROWTH_TOKENS = {"cpu": 256, "cuda": 2048}
+TOP_P = 0.9
 
 
 class Problem:
-    """Hidden states, a bf16 head, and sets whose first token is the target."""
+    """Hidden states [N, H] and a head [V, H], in bf16, with targets [N] and their sets."""
 
-    def __init__(self, sizes: Tensor, H: int, V: int, device: str) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, sets: CandidateSets, device: str) -> None:
+        self.hidden = hidden.unsqueeze(0).to(device, torch.bfloat16).requires_grad_()
+        self.weight = weight.to(device, torch.bfloat16).requires_grad_()
+        self.targets, self.sets = targets.unsqueeze(0).to(device), sets.to(device)
+        self.advantages = torch.randn(1, generator=torch.Generator().manual_seed(0)).to(device)
+
+    @classmethod
+    def drawn(cls, sizes: Tensor, H: int, V: int, device: str) -> Problem:
+        """With sets of these sizes whose first token is the target."""
         g = torch.Generator().manual_seed(0)
-        N = len(sizes)
-        self.hidden = torch.randn(1, N, H, generator=g).to(device, torch.bfloat16).requires_grad_()
-        self.weight = (0.03 * torch.randn(V, H, generator=g)).to(device, torch.bfloat16).requires_grad_()
+        hidden, weight = torch.randn(len(sizes), H, generator=g), 0.03 * torch.randn(V, H, generator=g)
         ids = torch.cat([torch.randperm(V, generator=g)[:size] for size in sizes.tolist()])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        self.targets = ids[offsets[:-1]].view(1, N).to(device)
-        self.sets = CandidateSets(ids, offsets).to(device)
-        self.advantages = torch.randn(1, generator=g).to(device)
+        return cls(hidden, weight, ids[offsets[:-1]], CandidateSets(ids, offsets), device)
+
+    @property
+    def set_sizes(self) -> dict[str, float]:
+        """Mean and quantiles of the sizes, and the share of tokens that are alone; an empty set has all V."""
+        sizes = self.sets.sizes.double()
+        sizes = torch.where(sizes == 0, float(self.weight.shape[0]), sizes)
+        return {"mean": sizes.mean().item(), "median": sizes.median().item(),
+                "p99": sizes.quantile(0.99).item(), "alone": (sizes == 1).double().mean().item()}  # fmt: skip
 
     def loss(self, impl: str, *, sets: bool = True, frozen: bool = False) -> None:
         """Forward and backward."""
@@ -91,10 +112,12 @@ class Problem:
         rows = torch.arange(min(tokens, self.targets.shape[1]))
         few, hidden = self.sets.select(rows.to(self.hidden.device)).to("cpu"), self.hidden[0].detach().cpu().double()
         weight, got = self.weight.detach().cpu(), self.score(impl)[0].cpu().double()
+        targets = self.targets[0].cpu()
         worst = 0.0
         for n in rows.tolist():
-            z = weight[few.ids[few.offsets[n] : few.offsets[n + 1]]].double() @ hidden[n]
-            worst = max(worst, abs(float(z.log_softmax(0)[0] - got[n])))
+            own = few.ids[few.offsets[n] : few.offsets[n + 1]] if few.sizes[n] else torch.arange(len(weight))
+            logps = (weight[own].double() @ hidden[n]).log_softmax(0)
+            worst = max(worst, abs(float(logps[own == targets[n]] - got[n])))
         if worst > 1e-4:
             raise SystemExit(f"{impl}: log-probs are off by {worst}: nothing is timed")
         return worst
@@ -111,8 +134,7 @@ def published_sizes(N: int) -> Tensor:
 def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     """Times, ratios to the bare products, errors and memory at the published set sizes."""
     N, H, V = SHAPES[device]
-    problem = Problem(published_sizes(N), H, V, device)
-    sizes = problem.sets.sizes.double()
+    problem = Problem.drawn(published_sizes(N), H, V, device)
     errors = {impl: problem.check(impl) for impl in impls}
     memory = {}
     with blocks_given_back():
@@ -134,9 +156,7 @@ def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     calls["masked dense loss"] = problem.masked_dense
     return {
         "N": N, "H": H, "V": V,
-        "set_sizes": {"mean": sizes.mean().item(), "median": sizes.median().item(),
-                      "p99": sizes.quantile(0.99).item(), "alone": (sizes == 1).double().mean().item()},
-        "logp_error": errors, "scratch_bytes": memory,
+        "set_sizes": problem.set_sizes, "logp_error": errors, "scratch_bytes": memory,
         "calls": with_ratios(times_by_round(calls, device, rounds=rounds), "bare-3"),
     }  # fmt: skip
 
@@ -147,7 +167,7 @@ def growth(device: str, impl: str, rounds: int) -> list[dict[str, Any]]:
     N = GROWTH_TOKENS[device]
     points = []
     for size in SIZES:
-        problem = Problem(torch.full((N,), size), H, V, device)
+        problem = Problem.drawn(torch.full((N,), size), H, V, device)
         problem.check(impl, tokens=4)
         calls = {"sets": partial(problem.loss, impl, frozen=True)}
         calls["dense"] = partial(problem.loss, impl, sets=False, frozen=True)
@@ -155,23 +175,70 @@ def growth(device: str, impl: str, rounds: int) -> list[dict[str, Any]]:
     return points
 
 
+@torch.no_grad()
+def rollout_problem(device: str, *, warmup_steps: int = 200, prompts: int = 32, top_p: float = TOP_P) -> Problem:
+    """All tokens of a rollout of the small policy after its supervised warm-up, 8 completions of each prompt."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as name, torch.enable_grad():
+        prepare(Path(name), warmup_steps=warmup_steps)
+        model = AutoModelForCausalLM.from_pretrained(Path(name) / "policy")
+        tokenizer = AutoTokenizer.from_pretrained(Path(name) / "policy")
+    sampling = Sampling(
+        num_generations=8, max_completion_length=24, top_p=top_p, pad_token_id=tokenizer.pad_token_id,
+        eos_token_ids=ending_token_ids(model, tokenizer),
+    )  # fmt: skip
+    texts = [puzzle["prompt"] for puzzle in make_puzzles()[:prompts]]
+    rollout = roll_out(HuggingFaceEngine(model, tokenizer), [tokenizer(text).input_ids for text in texts], sampling)
+    policy = Policy(model, Accelerator(cpu=True), GRPOTrainerConfig(top_p=top_p))
+    active = rollout.completion_mask
+    hidden = policy.hidden_states(rollout)[active]
+    assert rollout.candidates is not None
+    sets = rollout.candidates.select(active.reshape(-1).nonzero().squeeze(1))
+    weight = policy.head()["lm_head_weight"].detach()
+    return Problem(hidden, weight, rollout.completion_ids[active], sets, device)
+
+
+def recorded(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
+    """Set sizes of a rollout, and times of exactly its loss and scores beside those of dense ones."""
+    problem = rollout_problem(device)
+    calls: dict[str, Callable[[], object]] = {}
+    for impl in impls:
+        calls[f"{impl} loss"] = partial(problem.loss, impl)
+        calls[f"{impl} scoring"] = partial(problem.score, impl)
+        calls[f"{impl} dense loss"] = partial(problem.loss, impl, sets=False)
+    calls["masked dense loss"] = problem.masked_dense
+    V, H = problem.weight.shape
+    return {
+        "N": problem.targets.shape[1], "H": H, "V": V, "top_p": TOP_P, "set_sizes": problem.set_sizes,
+        "logp_error": {impl: problem.check(impl) for impl in impls},
+        "calls": with_ratios(times_by_round(calls, device, rounds=rounds), f"{impls[0]} dense loss"),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure, print, and put the section `candidates` into a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recorded-only", action="store_true", help="only print the part `recorded`")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     machine(given.device)
     device = torch.device(given.device)
     names = ("native", "chunked") if given.device == "cpu" else ("triton", "chunked")
     impls = [name for name in names if engines.unavailable(name, device, torch.bfloat16) is None]
-    found = {"published": published(given.device, impls, given.rounds), "growth": growth(given.device, impls[0], 3)}
-    for name, call in found["published"]["calls"].items():  # type: ignore[call-overload]
+    found: dict[str, Any] = {"recorded": recorded(given.device, impls, given.rounds)}
+    print(f"recorded sets: {found['recorded']['set_sizes']}")
+    for name, call in found["recorded"]["calls"].items():
+        print(f"{name:32s} {call['ms']['median']:9.2f} ms  {call['times_bare']['median']:.4f} x dense")
+    if given.recorded_only:
+        return
+    found |= {"published": published(given.device, impls, given.rounds), "growth": growth(given.device, impls[0], 3)}
+    for name, call in found["published"]["calls"].items():
         print(f"{name:32s} {call['ms']['median']:9.1f} ms  {call['times_bare']['median']:.4f} x bare")
     for point in found["growth"]:
-        sets, dense = point["sets"], point["dense"]  # type: ignore[index]
-        print(f"sets of {point['size']:5d}  {sets['ms']['median']:9.1f} ms; dense {dense['ms']['median']:.1f} ms")  # type: ignore[index]
+        sets, dense = point["sets"], point["dense"]
+        print(f"sets of {point['size']:5d}  {sets['ms']['median']:9.1f} ms; dense {dense['ms']['median']:.1f} ms")
     if given.out is not None:
         record("candidates", found, out=given.out, device=given.device)
 

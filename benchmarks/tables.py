@@ -259,9 +259,27 @@ def candidates(folder: Path) -> str:
         lines.append(f"| {names.get(name, name)} | {_ms(row['ms']['median'])} | {row['times_bare']['median']:.4f} |")
     memory = ", ".join(f"{name} {x / 2**20:.0f} MiB" for name, x in found["scratch_bytes"].items() if x is not None)
     lines += ["", f"Memory beyond inputs and gradients: {memory}.", "", "![sets by size](plots/candidates.svg)"]
+    if (own := run.sections["candidates"].get("recorded")) is not None:
+        lines += ["", *_recorded(own)]
     if (trained := newest("cpu", "truncation", folder)) is not None:
         lines += ["", *_truncation(trained)]
     return "\n".join(lines)
+
+
+def _recorded(found: dict[str, Any]) -> Iterator[str]:
+    """Sets of a rollout of the small demo, and times on exactly its tensors."""
+    sizes = found["set_sizes"]
+    yield (
+        f"Recorded in a rollout of `examples.small`'s policy with top_p = {found['top_p']}, same run: "
+        f"N = {found['N']}, H = {found['H']}, V = {found['V']}; set sizes: {sizes['alone']:.0%} one token, "
+        f"median {sizes['median']:.0f}, "
+        f"mean {sizes['mean']:.1f}, p99 {sizes['p99']:.0f}. Its vocabulary is tiny: the head is little work there."
+    )
+    yield ""
+    yield "| | time | × dense loss |"
+    yield "|---|---|---|"
+    for name, row in found["calls"].items():
+        yield f"| {name} | {_ms(row['ms']['median'])} | {row['times_bare']['median']:.3f} |"
 
 
 def _truncation(run: Run) -> Iterator[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks import (
     accuracy,
     accuracy_problem,
+    candidates,
     cost,
     end_to_end,
     growth,
@@ -18,6 +19,7 @@ from benchmarks import (
     memory,
     objective,
     study_plots,
+    tables,
 )
 from benchmarks.problem import loss_from_logps
 from grpo_fused import _native
@@ -267,3 +269,17 @@ def test_steps_that_disagree_are_not_timed(monkeypatch):
     monkeypatch.setitem(integration_steps.TOLERANCE, "float32", (1e-5, 0.0))
     with pytest.raises(RuntimeError, match="not timed: .*gradient_error"):
         integration_steps.measure("liger", SMALL_STEP, rounds=1, threads=1)
+
+
+@pytest.mark.full
+def test_sets_recorded_from_a_rollout(monkeypatch):
+    """Times of exactly its tensors: targets are in their sets, and log-probs those of float64."""
+    problem = candidates.rollout_problem("cpu", warmup_steps=2, prompts=2)
+    monkeypatch.setattr(candidates, "rollout_problem", lambda device: problem)
+    found = candidates.recorded("cpu", ["chunked"], rounds=1)
+    assert found["N"] == len(problem.sets) == problem.hidden.shape[1] > 0
+    assert 1 <= found["set_sizes"]["median"] <= found["V"] == problem.weight.shape[0]
+    assert found["logp_error"]["chunked"] <= 1e-4
+    lines = list(tables._recorded(found))
+    assert f"N = {found['N']}, H = {found['H']}, V = {found['V']}" in lines[0]
+    assert len(lines) == 4 + len(found["calls"])

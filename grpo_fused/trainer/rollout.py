@@ -13,21 +13,17 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from grpo_fused import CandidateSets
 from grpo_fused.heads.hidden import accepts
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.kept import RecordedSets, padded_sets
 
 
 class Rollout(NamedTuple):
@@ -171,6 +167,10 @@ class Sampling:
         """Whether some tokens cannot be sampled: rollouts then need candidate sets."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
+    def recorder(self) -> RecordedSets:
+        """What samples like this in `generate`, and records the sets."""
+        return RecordedSets(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
     @staticmethod
     def of(config: GRPOTrainerConfig, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
         """The sampling of a run."""
@@ -198,14 +198,7 @@ class Generation(NamedTuple):
         width = max(1, *map(len, ids))
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
         scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
-        sets = None
-        if candidates is not None:
-            nothing = torch.zeros(0, dtype=torch.int64)  # the set of padding, which is not read
-            sets = CandidateSets.cat([
-                part
-                for row, own in zip(ids, candidates, strict=True)
-                for part in (own, CandidateSets(nothing, torch.zeros(width - len(row) + 1, dtype=torch.int64)))
-            ])  # fmt: skip
+        sets = None if candidates is None else padded_sets(candidates, width)
         return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets)
 
 
@@ -294,7 +287,7 @@ class HuggingFaceEngine:
             for start in range(0, len(repeated), size):
                 padded = pad_prompts(repeated[start : start + size], sampling.pad_token_id)
                 ids, mask = (tensor.to(self.model.device) for tensor in padded)
-                ends, kept = _Ends(sampling, self.tokenizer, ids), _Kept(sampling)
+                ends, kept = _Ends(sampling, self.tokenizer, ids), sampling.recorder()
                 sequences = self.model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
                     input_ids=ids,
                     attention_mask=mask.long(),
@@ -346,28 +339,6 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
     return {"sliding_attention" if sliding else "full_attention"}
 
 
-class _Kept(LogitsProcessor):
-    """Temperature, top-k, top-p and min-p as in `generate`, and a record of the tokens that they keep."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-        self.warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-        self.warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        self.warpers += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
-        self.steps: list[CandidateSets] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        for warper in self.warpers:
-            scores = warper(input_ids, scores)
-        self.steps.append(CandidateSets.from_mask(scores > -torch.inf).to("cpu"))
-        return scores
-
-    def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:
-        """The sets of each row, as many as it has tokens."""
-        every, rows = CandidateSets.cat(self.steps), len(lengths)  # ordered by step, then by row
-        return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
-
-
 class _Ends(StoppingCriteria):
     """Ends a sequence at an EOS or a stop string, and records where.
 
@@ -400,7 +371,7 @@ class _Ends(StoppingCriteria):
 def _generation_config(sampling: Sampling) -> GenerationConfig:
     options: dict[str, Any] = {"do_sample": False}
     if sampling.truncates:
-        options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # `_Kept` does the rest
+        options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # `RecordedSets` does the rest
     elif not sampling.greedy:
         # always all of them: `generate` replaces None by its own defaults, such as a top_k of 50
         options = {

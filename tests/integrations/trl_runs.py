@@ -68,7 +68,7 @@ class Run:
 def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, peft: Any = None, **options: Any) -> Run:
     """A few optimizer steps of plain SGD (Adam amplifies rounding where gradients are nearly 0)."""
     set_seed(0)
-    extra = {k: options.pop(k) for k in ("impl", "max_scratch_bytes") if k in options}
+    extra = {k: options.pop(k) for k in ("impl", "max_scratch_bytes", "exact_truncation") if k in options}
     arguments = {
         "output_dir": str(out), "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8,
         "max_steps": STEPS, "learning_rate": 0.003, "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1,

@@ -25,6 +25,7 @@ from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.statistics import extra_statistics
+from grpo_fused.integrations.trl.truncation import with_candidates
 from grpo_fused.integrations.trl.zero import gathered
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -82,8 +83,9 @@ class FusedLogProbFunction:
             compact=True,
             groups="",
         )
+        call, mask = with_candidates(call, targets)
         logps, entropies = PredictedLogprobs.apply(
-            hidden, weight, bias, LogprobsCall(call, targets, None, "entropy" in outputs), current_prediction()
+            hidden, weight, bias, LogprobsCall(call, targets, mask, "entropy" in outputs), current_prediction()
         )
         extras = extra_statistics(call, targets, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (

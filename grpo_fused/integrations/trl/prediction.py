@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from grpo_fused import operators
 from grpo_fused.autograd import scaled
 from grpo_fused.calls import (
+    HeadCall,
     LogprobsCall,
     LogprobsGradientCall,
     LossCall,
@@ -34,6 +35,7 @@ from grpo_fused.calls import (
     detach,
     flat,
 )
+from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 
 TOLERANCE = 5e-6
@@ -204,7 +206,7 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     given = dict(packed.tensors)
     offsets = given.pop("cu_seqlens")
     inputs = LossInputs(**given)  # type: ignore[arg-type]
-    some = head._replace(hidden_states=hidden[rows])
+    some = _at(head, rows)
     loss = operators.LossResult(
         *operators.linear_grpo_loss(*flat(LossCall(some, targets[rows], inputs, offsets, config, True, needs)))
     )
@@ -218,11 +220,21 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     assert inputs.completion_mask is not None
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
-        others = LogprobsCall(head._replace(hidden_states=hidden[beside]), targets[beside], None, True)
+        others = LogprobsCall(_at(head, beside), targets[beside], None, True)
         scores = Scores(*operators.linear_logprobs(*flat(others)))
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)
     return out, entropy_out, star.dlogps, star.dentropies, loss.dhidden, loss.dweight, loss.dbias
+
+
+def _at(head: HeadCall, rows: Tensor) -> HeadCall:
+    """The call for some of its rows."""
+    sets = None if head.candidates is None else CandidateSets(*head.candidates).select(rows)
+    return head._replace(
+        hidden_states=head.hidden_states[rows],
+        candidate_ids=None if sets is None else sets.ids,
+        candidate_offsets=None if sets is None else sets.offsets,
+    )
 
 
 def _spread(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:

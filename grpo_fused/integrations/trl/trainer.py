@@ -19,19 +19,25 @@ from grpo_fused import engines
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
+from grpo_fused.integrations.trl.truncation import ExactTruncation
 
 _MODEL_MEAN = ("dapo", "cispo", "vespo")
 """Loss types whose normaliser spans the generation batch."""
 
 
-class _FusedLoss:
+class _FusedLoss(ExactTruncation):
     """What both trainers add to TRL's."""
 
     loss_counts: Counts
     """`fused`: losses whose gradients came with the scores; `recomputed`: those that took another pass."""
 
     def __init__(
-        self, *args: Any, impl: engines.Impl = "auto", max_scratch_bytes: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        impl: engines.Impl = "auto",
+        max_scratch_bytes: int | None = None,
+        exact_truncation: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.loss_counts = Counts()
         self._head: type[FusedLogProbFunction] = type(
@@ -45,17 +51,20 @@ class _FusedLoss:
                 "layers of the model, and they run on a GPU only. The loss does not need them: "
                 f"{type(self).__name__} makes it by its own kernels"
             )
+        self.exact_truncation = exact_truncation
+        if exact_truncation:
+            self.check_truncation()
         self._announced = False  # whether the loss of this training step was, and its tokens were scored here
         self._warned = False
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with use_fused_head(self._head):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         prediction = self.predict_loss(inputs) if torch.is_grad_enabled() else None
         with predict(prediction):
-            loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+            loss: Tensor = super()._compute_loss(model, inputs)
         self._announced = prediction is not None and prediction.used
         return loss
 
@@ -152,13 +161,19 @@ class _FusedLoss:
 
 
 class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):  # type: ignore[misc]
-    """`trl.GRPOTrainer` with the loss fused: same arguments, losses, metrics and weights, and two more arguments.
+    """`trl.GRPOTrainer` with the loss fused: same arguments, losses, metrics and weights, and three more arguments.
 
     Args:
         impl: engine of the head, see `fused_linear_grpo_loss`.
         max_scratch_bytes: temporary memory of the head.
+        exact_truncation: with `top_k`, `top_p` or `min_p`, score tokens by the distribution that they leave, which was
+            sampled; TRL scores the one over the whole vocabulary. Log-probs (also old and reference ones), entropies
+            and KL are of the truncated distribution. transformers' `generate` must sample, in a single turn.
 
     Raises:
+        ValueError: At construction, if `exact_truncation` is not possible: with vLLM, continuous batching, tools,
+            environments, a `rollout_func`, a vision-language model, or another option of `generate` that changes the
+            distribution.
         RuntimeError: At construction, if TRL reads the head's scale or softcap wrongly for this model.
     """
 

@@ -1,0 +1,204 @@
+"""`exact_truncation`: TRL's trainers on the distribution that top-k, top-p and min-p left, against dense masked logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from integrations.trl_runs import save_small_model, train
+
+pytest.importorskip("trl")
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig
+
+import grpo_fused.integrations.trl as ours
+from grpo_fused import CandidateSets
+from grpo_fused.trainer.kept import padded_sets
+
+TRUNCATED: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.8, "temperature": 0.9},
+    "top_k": {"top_k": 4},
+    "min_p": {"min_p": 0.1, "temperature": 1.3},
+    "all": {"top_k": 9, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+def masked(base: type) -> type:
+    """Every score from all logits, in fp32, with those outside the set at -inf, by autograd."""
+
+    class Trainer(base):
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, *args: Any, **kwargs: Any
+        ):
+            T = logits_to_keep
+            logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -T - 1 : -1].float()
+            logits = logits / self.temperature
+            kept = padded_sets(self._sets, T).to_mask(logits.shape[-1]).view(logits.shape)
+            log_p = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+            entropies = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+            ids = input_ids[:, -T:]
+            mask = attention_mask[:, -T:] != 0
+            # a masked token may be outside its set
+            logps = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill(~mask, 0.0)
+            return logps, entropies.masked_fill(~mask, 0.0), None
+
+    return Trainer
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "steps-per-generation": {"steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.1},
+    "iterations": {"num_iterations": 2, "max_steps": 4, "loss_type": "grpo"},
+    "masked": {"mask_truncated_completions": True, "num_iterations": 2, "beta": 0.1},
+    "sequence": {"importance_sampling_level": "sequence", "num_iterations": 2},
+    "entropy": {"top_entropy_quantile": 0.5, "num_iterations": 2},
+    "default": {"bf16": True, "num_iterations": 2, "max_steps": 2, "beta": 0.1, "gradient_checkpointing": True},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:a loss of Trainer was not made")
+@pytest.mark.gate(keep=lambda truncated, setting: setting in ("accumulation", "default") or truncated == "all")
+@pytest.mark.parametrize(
+    ("truncated", "setting"),
+    [("top_p", name) for name in SETTINGS] + [(name, "iterations") for name in TRUNCATED if name != "top_p"],
+)
+def test_a_run_is_that_of_dense_masked_logits(truncated, setting, folder, tmp_path):
+    options = {**TRUNCATED[truncated], **SETTINGS[setting], "exact_truncation": True}
+    got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, **options)
+    want = train(masked(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
+    moved = {name: x - want.initial[name] for name, x in want.weights.items()}
+    size = torch.cat([x.flatten() for x in moved.values()]).norm()
+    apart = torch.cat([(x - want.weights[name]).flatten() for name, x in got.weights.items()]).norm()
+    assert size > 0
+    assert apart <= (2**-5 if setting == "default" else 1e-4) * size
+    if setting != "default":
+        torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=1e-4, atol=1e-5)
+    assert got.trainer.loss_counts.recomputed == 0, "the loss was not the predicted one"
+    assert got.trainer.loss_counts.fused > 0
+
+
+class Recorded:
+    """A trainer that keeps its generation batches, and the dense logits that each token was sampled from."""
+
+    def __init_subclass__(cls) -> None:
+        cls.batches = []
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+        with torch.no_grad():
+            T = batch["completion_ids"].shape[1]
+            positions = (mask.cumsum(1) - 1).clamp(min=0)  # as `generate`
+            z = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -T - 1 : -1].float()
+        self.batches.append((batch, z / self.temperature))
+        return batch
+
+
+@pytest.mark.gate(keep=lambda truncated: truncated in ("top_p", "all"))
+@pytest.mark.parametrize("truncated", TRUNCATED)
+def test_ratios_to_what_was_sampled_are_1(truncated, folder, tmp_path):
+    """Old log-probs are those of the sampler with `exact_truncation`, and of another distribution without."""
+    options = TRUNCATED[truncated]
+    sampled = []
+    for exact in (True, False):
+
+        class Trainer(Recorded, ours.FusedGRPOTrainer):
+            pass
+
+        run = train(Trainer, GRPOConfig, folder, tmp_path, max_steps=2, num_iterations=2, exact_truncation=exact,
+                    **options)  # fmt: skip
+        batch, z = Trainer.batches[0]
+        mask, T = batch["completion_mask"] != 0, z.shape[1]
+        warpers = {name: x for name, x in options.items() if name != "temperature"}
+        kept = CandidateSets.from_logits(z, **warpers).to_mask(z.shape[-1]).view(z.shape)  # z has its temperature
+        assert kept.sum(-1)[mask].float().mean() < z.shape[-1] / 2
+        log_q = z.double().masked_fill(~kept, -torch.inf).log_softmax(-1)
+        log_q = log_q.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        ratio = (batch["old_per_token_logps"] - log_q)[mask].exp()
+        assert bool(((ratio - 1).abs() < 1e-4).all()) == exact
+        if exact:
+            recorded = padded_sets(batch["candidates"], T).to_mask(z.shape[-1]).view(z.shape)
+            assert torch.equal(recorded[mask], kept[mask])
+            first = run.logs[0]
+            assert first["clip_ratio/region_mean"] == 0
+        else:
+            assert "candidates" not in batch
+        sampled.append(batch["completion_ids"])
+    assert torch.equal(*sampled)  # what is sampled is not changed
+
+
+def test_the_first_ratios_are_bitwise_1(folder, tmp_path):
+    """Old and new scores of the same policy, in another order and in parts: the sets went with their sequences."""
+    seen = []
+
+    class Trainer(ours.FusedGRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            seen.append(found[0].detach())
+            return found
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            self.ratios.append((seen[-1] - inputs["old_per_token_logps"])[inputs["completion_mask"] != 0].exp())
+            return loss
+
+    Trainer.ratios = []
+    train(Trainer, GRPOConfig, folder, tmp_path, exact_truncation=True, top_p=0.8, num_iterations=2, max_steps=2)
+    assert (Trainer.ratios[0] == 1).all()
+    assert (Trainer.ratios[1] != 1).any()
+
+
+def test_evaluation_has_its_own_sets(folder, tmp_path):
+    class Trainer(ours.FusedGRPOTrainer):
+        def prediction_step(self, *args, **kwargs):
+            loss = super().prediction_step(*args, **kwargs)
+            assert self._sets is not None
+            self.evaluated = True
+            return loss
+
+    run = train(Trainer, GRPOConfig, folder, tmp_path, exact_truncation=True, top_p=0.8, max_steps=1)
+    run.trainer.evaluate(run.trainer.train_dataset.select(range(8)))
+    assert run.trainer.evaluated
+
+
+def test_gmpo_and_lora(folder, tmp_path):
+    gmpo = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, exact_truncation=True, top_p=0.8,
+                 num_iterations=2)  # fmt: skip
+    assert (gmpo.trainer.loss_counts.fused, gmpo.trainer.loss_counts.recomputed) == (3, 0)
+    options = {"exact_truncation": True, "top_p": 0.8, "num_iterations": 2, "beta": 0.1}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    run = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, peft=lora, **options)
+    want = train(masked(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, peft=lora, **options)
+    for name, x in run.weights.items():
+        torch.testing.assert_close(x, want.weights[name], rtol=1e-4, atol=1e-6)
+
+
+def test_without_truncation_nothing_changes(folder, tmp_path):
+    options = {"num_iterations": 2, "max_steps": 2}
+    got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, exact_truncation=True, **options)
+    want = train(GRPOTrainer, GRPOConfig, folder, tmp_path, **options)
+    assert got.trainer._sets is None
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"generation_kwargs": {"typical_p": 0.9}}, "generate also has typical_p"),
+        ({"generation_kwargs": {"do_sample": False}}, "generate also has do_sample=False"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generate also has no_repeat_ngram_size"),
+        ({"repetition_penalty": 1.1}, "must be off with a repetition_penalty"),
+        ({"use_transformers_continuous_batching": True}, "cannot be used with use_transformers_continuous_batching"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_cannot_be_recorded_is_refused(options, match, folder, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, exact_truncation=True, top_p=0.8, **options)
