@@ -114,11 +114,10 @@ class LinearLogprobs(torch.autograd.Function):
         gradients = operators.linear_logprobs_gradient(
             *flat(LogprobsGradientCall(call, logps, entropies, maxima, log_sums, dlogps, dentropies, needs))
         )
-        given = (call.head.hidden_states, call.head.lm_head_weight, call.head.lm_head_bias)
         return (
             *(
                 gradient.to(x.dtype) if need and x is not None else None
-                for gradient, x, need in zip(gradients, given, needs, strict=True)
+                for gradient, x, need in zip(gradients, call.head.tensors, needs, strict=True)
             ),
             None,
         )

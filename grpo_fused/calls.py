@@ -77,6 +77,11 @@ class HeadCall(NamedTuple):
         ids, offsets = self.candidate_ids, self.candidate_offsets
         return None if ids is None or offsets is None else (ids, offsets)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those that autograd passes: hidden states, weight, bias."""
+        return self.hidden_states, self.lm_head_weight, self.lm_head_bias
+
     def on(self, hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None) -> HeadCall:
         """The same call with other tensors: those that autograd passes."""
         return self._replace(hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias)

@@ -330,12 +330,6 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
         _refuse_no_logps("old_per_token_logps", old_per_token_logps, _active(mask, old_per_token_logps))
 
 
-def check_one_process(process_group: object) -> None:
-    """The reference supports one process only."""
-    if process_group is not None:
-        raise ValueError("impl='reference' supports one process only; got a process_group")
-
-
 def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
     """A tensor of a dtype of the kind and, if any are given, of one of the shapes."""
     if not isinstance(x, Tensor):
