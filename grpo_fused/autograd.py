@@ -55,8 +55,8 @@ class LinearLoss(torch.autograd.Function):
         ctx.later = call.head.candidates is not None and not call.head.any_whole
         tensors: list[Tensor | None] = []
         if ctx.later and not isinstance(call, DivergenceCall):
-            ids, mask = call.completion_ids, call.completion_mask
-            ctx.call, tensors = detach(CandidateGradientCall(call.head, ids, mask, result.dcandidates, call.needs))
+            later = CandidateGradientCall(call.head, call.token_ids, call.mask, result.dcandidates, call.needs)
+            ctx.call, tensors = detach(later)
         ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
         given = zip((hidden_states, weight, bias), call.needs, strict=True)
         ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]

@@ -122,8 +122,13 @@ class LossCall(NamedTuple):
     """the reference of the exact KL"""
 
     @property
-    def completion_mask(self) -> Tensor | None:
-        """That of the inputs."""
+    def token_ids(self) -> Tensor:
+        """The completion ids."""
+        return self.completion_ids
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The completion mask."""
         return self.inputs.completion_mask
 
     @property
@@ -145,8 +150,8 @@ class CustomCall(NamedTuple):
     """The loss of a custom objective."""
 
     head: HeadCall
-    completion_ids: Tensor
-    completion_mask: Tensor | None
+    token_ids: Tensor
+    mask: Tensor | None
     cu_seqlens: Tensor | None
     inputs: tuple[Any, ...]
     """a NamedTuple of the objective's inputs"""
@@ -194,6 +199,25 @@ class LogprobsGradientCall(NamedTuple):
     dlogps: Tensor | None
     dentropies: Tensor | None
     needs: Needs
+
+    @property
+    def head(self) -> HeadCall:
+        """That of the forward pass."""
+        return self.forward.head
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Those of the forward pass."""
+        return self.forward.token_ids
+
+    @property
+    def mask(self) -> Tensor | None:
+        """That of the forward pass."""
+        return self.forward.mask
+
+
+TokensCall = LossCall | CustomCall | LogprobsCall | LogprobsGradientCall
+"""A call on the tokens of a head, which ranks may share."""
 
 
 class CandidateGradientCall(NamedTuple):

@@ -30,15 +30,10 @@ class Layout(NamedTuple):
     """`[S + 1]` int if packed: sequence s owns the tokens `cu_seqlens[s] : cu_seqlens[s + 1]`."""
 
     @classmethod
-    def of(cls, token_ids: Tensor, cu_seqlens: Tensor | None) -> Layout:
-        """The layout of validated `token_ids`."""
+    def of(cls, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Layout:
+        """The layout of validated ids: [B, T], or [N] with offsets; without, each of the N is its own sequence."""
         num_sequences = token_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return cls(token_ids.shape, num_sequences, cu_seqlens)
-
-    @classmethod
-    def of_tokens(cls, token_ids: Tensor) -> Layout:
-        """The layout of ids without sequences: [B, T], or [N] where each token is its own sequence."""
-        return cls(token_ids.shape, token_ids.shape[0], None)
 
     @property
     def num_tokens(self) -> int:

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import validation as check
-from grpo_fused.calls import DivergenceCall, HeadCall, LossCall, LossInputs
+from grpo_fused.calls import DivergenceCall, HeadCall, LossCall, LossInputs, TokensCall
 from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products
 from grpo_fused.layout import Layout
 from grpo_fused.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
+from grpo_fused.validation import check_call_values
 
 
-def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout) -> LogprobOutput:
-    """Log-probs and entropies of `token_ids` from all logits at once, in fp32, from inputs as autocast rounds them."""
-    check.check_token_values(token_ids, mask, head.lm_head_weight.shape[0], head.temperatures, layout)
-    check.check_candidates(head, token_ids, mask, head.lm_head_weight.shape[0])
+def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
+    """Log-probs and entropies of a call from all logits at once, in fp32, from inputs as autocast rounds them."""
+    head, token_ids, mask = call.head, call.token_ids, call.mask
+    check_call_values(call, layout, head.lm_head_weight.shape[0])
     active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
     logits = _logits(head, active)
     if head.candidates is not None:
@@ -53,7 +53,7 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
     """KL(policy || reference) of each token in the layout of the call, differentiable; None without a reference."""
     if call.other.other_hidden_states is None:
         return None
-    mask = torch.ones_like(call.completion_ids) if call.completion_mask is None else call.completion_mask
+    mask = torch.ones_like(call.token_ids) if call.mask is None else call.mask
     compared = DivergenceCall(call.head, mask, mask, "reverse_kl", 0.5, call.other, None, None, call.needs)
     return _divergence(compared, layout)[0]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import HeadCall, LossCall, LossInputs, named
+from grpo_fused.calls import CustomCall, LogprobsGradientCall, LossCall, LossInputs, TokensCall, named
 from grpo_fused.candidates import CandidateSets, check_values
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout, values_are_checked
@@ -280,13 +280,19 @@ def check_token_values(
         _refuse("temperature", "be > 0", ~(layout.per_token(temperature) > 0), active)
 
 
-def check_candidates(
-    head: HeadCall, token_ids: Tensor, mask: Tensor | None, vocab_size: int, inputs: LossInputs | None = None
-) -> None:
-    """The sets of a call, and log-probs of 0 for tokens whose set has no other token."""
-    if head.candidates is not None:
-        given = {} if inputs is None else {n: x for n, x in named(inputs) if n.endswith("_logps") and x is not None}
-        check_values(CandidateSets(*head.candidates), token_ids, mask, vocab_size, given)
+def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None:
+    """Values of ids, mask and temperatures, of what a loss reads, and of candidate sets."""
+    if isinstance(call, LogprobsGradientCall):  # its forward pass has checked them
+        return
+    ids, mask, logps = call.token_ids, call.mask, {}
+    check_token_values(ids, mask, vocab_size, call.head.temperatures, layout)
+    if isinstance(call, LossCall):
+        check_loss_values(call.inputs, layout)
+        logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
+    elif isinstance(call, CustomCall) and values_are_checked(ids.device):
+        check_offsets(layout)
+    if call.head.candidates is not None:
+        check_values(CandidateSets(*call.head.candidates), ids, mask, vocab_size, logps)
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:

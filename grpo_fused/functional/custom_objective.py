@@ -135,7 +135,7 @@ def fused_linear_objective(
         check.check_devices(call)
 
     if head.impl == "reference":
-        scores = reference.linear_logprobs(head, token_ids, mask, layout)
+        scores = reference.linear_logprobs(call, layout)
         rows = (torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0).reshape(-1).nonzero()[:, 0]
         flat = {name: x.reshape(-1) for name, x in given.items()}
         evaluation = Evaluation(objective, flat, layout, rows, scope, with_entropy)

@@ -110,7 +110,7 @@ def fused_linear_divergence(
         got = getattr(hidden_states, "shape", type(hidden_states).__name__)
         raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
     tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
-    layout = Layout.of_tokens(tokens)
+    layout = Layout.of(tokens)
     head = head_call(
         hidden_states, lm_head_weight, lm_head_bias, tokens, mask, layout, temperature=temperature,
         logit_scale=logit_scale, softcap=softcap, impl="chunked" if impl == "auto" else impl,

@@ -163,8 +163,7 @@ def fused_linear_grpo_loss(
         check.check_devices(call)
 
     if head.impl == "reference":
-        scores = reference.linear_logprobs(head, completion_ids, completion_mask, layout)
-        check.check_loss_values(inputs, layout)
+        scores = reference.linear_logprobs(call, layout)
         kl = reference.exact_kl(call, layout)
         out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config, kl)
         # autograd goes through every position, and computes only the gradients that are required
@@ -231,7 +230,7 @@ def fused_linear_logprobs(
     """
     with nullcontext() if process_group is None else refusing_together(process_group):
         check.check_token_ids(token_ids, "token_ids")
-        layout = Layout.of_tokens(token_ids)
+        layout = Layout.of(token_ids)
         head = head_call(
             hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, layout, temperature=temperature,
             logit_scale=logit_scale, softcap=softcap, impl=impl, max_scratch_bytes=max_scratch_bytes, compact=compact,
@@ -241,7 +240,7 @@ def fused_linear_logprobs(
         check.check_devices(call)
 
     if head.impl == "reference":
-        scores = reference.linear_logprobs(head, token_ids, mask, layout)
+        scores = reference.linear_logprobs(call, layout)
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies = LinearLogprobs.apply(*head.tensors, call)
     return LogprobOutput(logps, entropies if with_entropy else None)
