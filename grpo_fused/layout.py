@@ -14,6 +14,17 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("GRPO_FUSED_DEBUG") == "1"
 
 
+def active_tokens(mask: Tensor | None, like: Tensor) -> Tensor:
+    """bool, shaped like the ids: where the mask is not 0; all of `like` if there is none."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask != 0
+
+
+def segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tensor:
+    """`how` ("sum", "max") over each part offsets[s] <= k < offsets[s + 1] of x's rows."""
+    # unsafe: skips a check that would synchronise; offsets were checked, where values are checked
+    return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
+
+
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
     """(number, None), or (1, the given tensor)."""
     return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)

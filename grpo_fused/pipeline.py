@@ -21,7 +21,7 @@ from grpo_fused.batch import LOWEST_LOGP, TokenBatch
 from grpo_fused.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Evaluation, Objective
-from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks, has_coefficient
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
@@ -203,11 +203,6 @@ def clean_coefficients(
     zero = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     dlogp = zero if dlogps is None else torch.where(mask, dlogps.reshape(-1).to(dtype), zero)
     return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
-
-
-def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """[N] bool"""
-    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
 
 
 def _score(engine: Engine, work: Work, scores: Statistics) -> None:

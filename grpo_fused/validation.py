@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fused.calls import CustomCall, LogprobsGradientCall, LossCall, LossInputs, TokensCall, named
 from grpo_fused.candidates import CandidateSets, check_values
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
-from grpo_fused.layout import Layout, values_are_checked
+from grpo_fused.layout import Layout, active_tokens, values_are_checked
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -270,7 +270,7 @@ def check_token_values(
     if not values_are_checked(token_ids.device):
         return
     _check_zero_or_one(mask)
-    active = _active(mask, token_ids)
+    active = active_tokens(mask, token_ids).reshape(-1)
     ids = token_ids.reshape(-1)[active].to(torch.int64)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         raise ValueError(
@@ -305,7 +305,7 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     sequence = layout.sequence_ids(device)
-    active = _active(inputs.completion_mask, sequence)
+    active = active_tokens(inputs.completion_mask, sequence).reshape(-1)
     _refuse("advantages", "be finite, not NaN,", ~layout.spread(inputs.advantages, sequence).isfinite(), active)
     _refuse_no_logps("old_per_token_logps", inputs.old_per_token_logps, active)
     _refuse_no_logps("ref_per_token_logps", inputs.ref_per_token_logps, active)
@@ -333,7 +333,8 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
     if values_are_checked(old_per_token_logps.device):
         check_offsets(layout)
         _check_zero_or_one(mask)
-        _refuse_no_logps("old_per_token_logps", old_per_token_logps, _active(mask, old_per_token_logps))
+        active = active_tokens(mask, old_per_token_logps).reshape(-1)
+        _refuse_no_logps("old_per_token_logps", old_per_token_logps, active)
 
 
 def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
@@ -375,11 +376,6 @@ def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:
 def _check_zero_or_one(mask: Tensor | None) -> None:
     if mask is not None and mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError("a mask must hold only 0 and 1 (or be bool); got other values")
-
-
-def _active(mask: Tensor | None, like: Tensor) -> Tensor:
-    """[N] bool; all tokens of `like` if there is no mask."""
-    return torch.ones_like(like, dtype=torch.bool).reshape(-1) if mask is None else mask.reshape(-1) != 0
 
 
 def _refuse(name: str, must: str, bad: Tensor, active: Tensor) -> None:

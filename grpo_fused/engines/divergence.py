@@ -23,8 +23,8 @@ from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coe
 from grpo_fused.engines.chunked import ChunkedEngine, _Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head
-from grpo_fused.engines.rows import LOWEST_LOG_P, RowWork, TorchRows, chain_, gradient_of_scores, z_
-from grpo_fused.kernels.row_types import Rows, Statistics
+from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
+from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
 from grpo_fused.layout import Layout, values_are_checked
 
 

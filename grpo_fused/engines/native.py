@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fused import _native
 from grpo_fused.calls import Needs
-from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
+from grpo_fused.engines.base import Cost, Gradients, Tokens, Work, has_coefficient
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
@@ -250,7 +250,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
 
 def _rows_with_gradient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
-    rows = (dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).nonzero().squeeze(1)
+    rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
     saves = -(-rows.shape[0] // _native.LANES) < -(-dlogp.shape[0] // _native.LANES)
     return rows if saves else _all_rows(dlogp)
 

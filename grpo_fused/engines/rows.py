@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.kernels.row_types import (
+    LOWEST_LOG_P,
     Coefficients,
     ObjectiveNumbers,
     RowLoss,
@@ -20,9 +21,6 @@ from grpo_fused.kernels.row_types import (
     TokenInputs,
     Transform,
 )
-
-LOWEST_LOG_P = -1e4
-"""Used for log 0 where it is multiplied by 0: finite, and its exponential is 0 in fp64 too."""
 
 
 class RowWork(Protocol):

@@ -21,7 +21,7 @@ from grpo_fused.custom import Evaluation, Objective, Scope
 from grpo_fused.engines import Impl
 from grpo_fused.functional.head import head_call, needs_of
 from grpo_fused.handshake import refusing_together
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, active_tokens
 from grpo_fused.outputs import ObjectiveOutput
 from grpo_fused.parallel import ParallelGroups
 
@@ -136,7 +136,7 @@ def fused_linear_objective(
 
     if head.impl == "reference":
         scores = reference.linear_logprobs(call, layout)
-        rows = (torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0).reshape(-1).nonzero()[:, 0]
+        rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
         flat = {name: x.reshape(-1) for name, x in given.items()}
         evaluation = Evaluation(objective, flat, layout, rows, scope, with_entropy)
         entropies = scores.entropies if with_entropy else None
