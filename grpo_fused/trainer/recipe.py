@@ -16,9 +16,10 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
+from grpo_fused.options import option
 from grpo_fused.rewards import RewardModel, built_in
 from grpo_fused.trainer.checkpoint import quiet
-from grpo_fused.trainer.config import GRPOTrainerConfig, option
+from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, Rows, check_rows, is_file, load_rows
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import check_trackers
