@@ -21,8 +21,9 @@ from grpo_fused.batch import LOWEST_LOGP, TokenBatch
 from grpo_fused.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Evaluation, Objective
-from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks, has_coefficient
+from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
+from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout, values_are_checked

@@ -157,11 +157,6 @@ class TokenObjective:
         return known.dlogp, known.dentropy
 
 
-def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """[R] bool: rows with a gradient."""
-    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
-
-
 def no_coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Of scoring, which uses none."""
     raise AssertionError("scoring uses no coefficients")

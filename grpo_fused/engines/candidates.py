@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks, has_coefficient
+from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics

@@ -84,6 +84,11 @@ class GradientSums:
         return Gradients(self.hidden, self.weight, self.bias if self.needs.need_bias else None, self.rows)
 
 
+def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """[R] bool: rows with a gradient."""
+    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
+
+
 def lifted(work: Work, rows: Tensor, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
     """Coefficients of `rows`, times a power of two where dlogits are fp16; and that power, else None."""
     head, (stats, dlogp, dentropy) = work.head, coefficients

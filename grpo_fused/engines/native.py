@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grpo_fused import _native
 from grpo_fused.calls import Needs
-from grpo_fused.engines.base import Cost, Gradients, Tokens, Work, has_coefficient
-from grpo_fused.engines.gradients import GradientSums
+from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
+from grpo_fused.engines.gradients import GradientSums, has_coefficient
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 
