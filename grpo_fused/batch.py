@@ -75,8 +75,7 @@ class TokenBatch:
         advantages = active(layout.spread(inputs.advantages, sequence))
         assert advantages is not None
         is_ratio = inputs.importance_sampling_ratio
-        if is_ratio is not None and is_ratio.shape != layout.shape:
-            is_ratio = is_ratio.reshape(-1).index_select(0, sequence)
+        is_ratio = None if is_ratio is None else layout.spread(is_ratio, sequence)
 
         flat: dict[str, Any] = {
             "mask": mask,

@@ -124,10 +124,11 @@ class GRPOLossConfig:
         """The options as a Python literal, the form in which a `torch.library` operator takes them."""
         return self._encoded
 
-    @classmethod
-    def decode(cls, encoded: str) -> GRPOLossConfig:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def decode(encoded: str) -> GRPOLossConfig:
         """The configuration whose `encoded` this is."""
-        return _decode(encoded)
+        return GRPOLossConfig(**dict(ast.literal_eval(encoded)))
 
     @property
     def epsilon_upper(self) -> float:
@@ -172,8 +173,3 @@ class GRPOLossConfig:
             )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' requires epsilon_high, its bound on the ratio itself; got None")
-
-
-@lru_cache(maxsize=256)
-def _decode(encoded: str) -> GRPOLossConfig:
-    return GRPOLossConfig(**dict(ast.literal_eval(encoded)))

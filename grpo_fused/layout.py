@@ -71,9 +71,7 @@ class Layout(NamedTuple):
 
     def spread(self, x: Tensor, sequence_ids: Tensor) -> Tensor:
         """`[N]`: `x` flattened if it is per token, else its value for each sequence (`[B]`, `[B, 1]`) repeated."""
-        if self.is_per_token(x):
-            return x.reshape(-1)
-        return x.reshape(-1).index_select(0, sequence_ids)
+        return x.reshape(-1) if x.shape == self.shape else x.reshape(-1).index_select(0, sequence_ids)
 
     def reading(self, x: Tensor) -> int:
         """How a checked `x` is read: 0 one for each sequence, 1 one for each token, 2 both are the same."""

@@ -173,10 +173,7 @@ def grpo_loss(
     active = active_tokens(inputs.completion_mask, logps).reshape(-1)
 
     def each(x: Tensor | None, lowest: float = -math.inf) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.reshape(-1) if x.shape == layout.shape else x.reshape(-1)[sequence]
-        return x.detach().to(logps.dtype)[active].clamp(min=lowest)
+        return None if x is None else layout.spread(x.detach().to(logps.dtype), sequence)[active].clamp(min=lowest)
 
     chosen = torch.ones_like(active[active])
     entropy = None if entropies is None else entropies.reshape(-1)[active]

@@ -67,12 +67,6 @@ def check_choice(x: object, name: str, literal: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; got {x!r}")
 
 
-def check_scratch(max_scratch_bytes: int | None) -> None:
-    """None or a positive number of bytes."""
-    if max_scratch_bytes is not None:
-        check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
-
-
 def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
     """`token_ids` is [B, T], or [N] with `cu_seqlens` [S + 1]."""
     _check(token_ids, name, _INTEGER)
@@ -313,7 +307,7 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
         _refuse("entropies", "be finite, not NaN,", ~entropies.isfinite(), active)
     ratio = inputs.importance_sampling_ratio
     if ratio is not None:
-        ratio = ratio.reshape(-1) if ratio.shape == layout.shape else ratio.reshape(-1).index_select(0, sequence)
+        ratio = layout.spread(ratio, sequence)
         _refuse("importance_sampling_ratio", "be finite and >= 0", ~(ratio.isfinite() & (ratio >= 0)), active)
 
 

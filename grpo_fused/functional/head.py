@@ -46,7 +46,8 @@ def head_call(
     check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, names[0])
     check.check_mask(mask, token_ids, names[1])
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
-    check.check_scratch(max_scratch_bytes)
+    if max_scratch_bytes is not None:
+        check.check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
     compute = compute_dtype(hidden_states, lm_head_weight)
     engine = engines.choose(impl, hidden_states.device, compute)
     if engine == "reference" and process_group is not None:
