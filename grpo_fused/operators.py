@@ -8,7 +8,7 @@ A result that is not required is an empty tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,7 +47,14 @@ from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import ParallelGroups, TokenParallel
-from grpo_fused.pipeline import run_divergence, run_logprobs, run_logprobs_gradient, run_loss, run_objective
+from grpo_fused.pipeline import (
+    LossParts,
+    run_divergence,
+    run_logprobs,
+    run_logprobs_gradient,
+    run_loss,
+    run_objective,
+)
 from grpo_fused.validation import check_loss_values, check_token_values
 
 
@@ -123,8 +130,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     with _shared(call, layout) as (tokens, ranks):
         engine = DivergenceEngine(head, call.other, call.mask, layout) if _is_exact(call) else _engine(head)
         found = run_loss(engine, tokens, layout, config, call, ranks)
-    metrics = torch.stack([found.metrics[name].to(torch.float32) for name in _loss_metrics(call)])
-    return _loss_result(head, layout, found.loss, found.logps, found.entropies, metrics, found.gradients)
+    return _loss_result(head, layout, found, _loss_metrics(call))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
@@ -146,10 +152,9 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     layout = Layout.of(call.token_ids, call.cu_seqlens)
     with _shared(call, layout) as (tokens, ranks):
-        loss, scores, gradients = run_objective(_engine(call.head), tokens, layout, call, objective)
-        loss = loss if ranks is None else ranks.add(loss)
-    logps = scores.logp
-    return _loss_result(call.head, layout, loss.to(logps.dtype), logps, scores.entropy, _nothing(loss), gradients)
+        found = run_objective(_engine(call.head), tokens, layout, call, objective)
+        loss = found.loss if ranks is None else ranks.add(found.loss)
+    return _loss_result(call.head, layout, found._replace(loss=loss.to(found.logps.dtype)))
 
 
 @_operator(LogprobsCall, Scores)
@@ -210,8 +215,7 @@ def linear_divergence(*values: Any) -> LossResult:
     layout = Layout.of(call.mask)
     with _plain(call.mask.device):
         check_token_values(torch.zeros_like(call.mask), call.mask, 1, call.head.temperatures, layout)
-        loss, divergence, entropies, gradients = run_divergence(call, layout)
-    return _loss_result(call.head, layout, loss, divergence, entropies, _nothing(loss), gradients)
+        return _loss_result(call.head, layout, run_divergence(call, layout))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
@@ -334,23 +338,15 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(
-    head: HeadCall,
-    layout: Layout,
-    loss: Tensor,
-    logps: Tensor,
-    entropies: Tensor | None,
-    metrics: Tensor,
-    gradients: Gradients,
-) -> LossResult:
-    shape, dcandidates = layout.shape, gradients.candidates
+def _loss_result(head: HeadCall, layout: Layout, found: LossParts, metrics: Sequence[str] = ()) -> LossResult:
+    values = [found.metrics[name].to(torch.float32) for name in metrics]
     return LossResult(
-        loss,
-        logps.view(shape),
-        _shaped(entropies, shape, loss),
-        metrics,
-        *_head_gradients(head, gradients),
-        _nothing(loss) if dcandidates is None else dcandidates,
+        found.loss,
+        found.logps.view(layout.shape),
+        _shaped(found.entropies, layout.shape, found.loss),
+        torch.stack(values) if values else _nothing(found.loss),
+        *_head_gradients(head, found.gradients),
+        _nothing(found.loss) if found.gradients.candidates is None else found.gradients.candidates,
     )
 
 
