@@ -55,8 +55,8 @@ class LinearLoss(torch.autograd.Function):
         ctx.later = call.head.candidates is not None and not call.head.any_whole
         tensors: list[Tensor | None] = []
         if ctx.later and not isinstance(call, DivergenceCall):
-            ids, mask = call.completion_ids, call.completion_mask
-            ctx.call, tensors = detach(CandidateGradientCall(call.head, ids, mask, result.dcandidates, call.needs))
+            later = CandidateGradientCall(call.head, call.token_ids, call.mask, result.dcandidates, call.needs)
+            ctx.call, tensors = detach(later)
         ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
         given = zip((hidden_states, weight, bias), call.needs, strict=True)
         ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]
@@ -114,11 +114,10 @@ class LinearLogprobs(torch.autograd.Function):
         gradients = operators.linear_logprobs_gradient(
             *flat(LogprobsGradientCall(call, logps, entropies, maxima, log_sums, dlogps, dentropies, needs))
         )
-        given = (call.head.hidden_states, call.head.lm_head_weight, call.head.lm_head_bias)
         return (
             *(
                 gradient.to(x.dtype) if need and x is not None else None
-                for gradient, x, need in zip(gradients, given, needs, strict=True)
+                for gradient, x, need in zip(gradients, call.head.tensors, needs, strict=True)
             ),
             None,
         )

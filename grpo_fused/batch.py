@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fused.calls import LossInputs
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, active_tokens, segments
 from grpo_fused.parallel import TokenParallel
 
 LOWEST_LOGP = -1e4
@@ -61,10 +61,7 @@ class TokenBatch:
         """The tokens of all ranks, and the positions of this rank's tokens ([n] int64), or None if it has all."""
         device = inputs.advantages.device
         sequence = layout.sequence_ids(device)
-        if inputs.completion_mask is None:
-            mask = torch.ones(layout.num_tokens, dtype=torch.bool, device=device)
-        else:
-            mask = inputs.completion_mask.reshape(-1) != 0
+        mask = active_tokens(inputs.completion_mask, sequence).reshape(-1)
 
         def active(x: Tensor | None, neutral: float = 0.0) -> Tensor | None:
             if x is None:
@@ -78,8 +75,7 @@ class TokenBatch:
         advantages = active(layout.spread(inputs.advantages, sequence))
         assert advantages is not None
         is_ratio = inputs.importance_sampling_ratio
-        if is_ratio is not None and is_ratio.shape != layout.shape:
-            is_ratio = is_ratio.reshape(-1).index_select(0, sequence)
+        is_ratio = None if is_ratio is None else layout.spread(is_ratio, sequence)
 
         flat: dict[str, Any] = {
             "mask": mask,
@@ -95,7 +91,7 @@ class TokenBatch:
             flat, mine = _of_all_ranks(flat, ranks)
             num_sequences, mask, sequence = ranks.num_sequences, flat["mask"], flat["sequence"]
         counts = mask.to(torch.float64)
-        lengths = _segment_sum(counts, _offsets(sequence, num_sequences))
+        lengths = segments(counts, "sum", _offsets(sequence, num_sequences))
         weight = _aggregation_weight(mask, sequence, lengths, counts.sum(), inputs.num_items_in_batch, config)
         batch = cls(
             **flat,
@@ -129,7 +125,7 @@ class TokenBatch:
 
         Summed in fp64 in a fixed order: the same in each run (`index_add` is not, on CUDA), with the accuracy of fp32.
         """
-        return _segment_sum(x.to(torch.float64), self.offsets).to(x.dtype)
+        return segments(x.to(torch.float64), "sum", self.offsets).to(x.dtype)
 
     def of_sequence(self, x: Tensor) -> Tensor:
         """[R]: the value of per-sequence `x` ([B]) at each token."""
@@ -162,11 +158,6 @@ def _of_all_ranks(flat: dict[str, Any], ranks: TokenParallel) -> tuple[dict[str,
 
 def _offsets(sequence: Tensor, num_sequences: int) -> Tensor:
     return torch.searchsorted(sequence, torch.arange(num_sequences + 1, device=sequence.device))
-
-
-def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    # unsafe: skips a check that would synchronise; `offsets` from searchsorted are always valid
-    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
 def _aggregation_weight(

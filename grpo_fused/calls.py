@@ -77,6 +77,11 @@ class HeadCall(NamedTuple):
         ids, offsets = self.candidate_ids, self.candidate_offsets
         return None if ids is None or offsets is None else (ids, offsets)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those that autograd passes: hidden states, weight, bias."""
+        return self.hidden_states, self.lm_head_weight, self.lm_head_bias
+
     def on(self, hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None) -> HeadCall:
         """The same call with other tensors: those that autograd passes."""
         return self._replace(hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias)
@@ -117,8 +122,13 @@ class LossCall(NamedTuple):
     """the reference of the exact KL"""
 
     @property
-    def completion_mask(self) -> Tensor | None:
-        """That of the inputs."""
+    def token_ids(self) -> Tensor:
+        """The completion ids."""
+        return self.completion_ids
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The completion mask."""
         return self.inputs.completion_mask
 
     @property
@@ -140,8 +150,8 @@ class CustomCall(NamedTuple):
     """The loss of a custom objective."""
 
     head: HeadCall
-    completion_ids: Tensor
-    completion_mask: Tensor | None
+    token_ids: Tensor
+    mask: Tensor | None
     cu_seqlens: Tensor | None
     inputs: tuple[Any, ...]
     """a NamedTuple of the objective's inputs"""
@@ -189,6 +199,25 @@ class LogprobsGradientCall(NamedTuple):
     dlogps: Tensor | None
     dentropies: Tensor | None
     needs: Needs
+
+    @property
+    def head(self) -> HeadCall:
+        """That of the forward pass."""
+        return self.forward.head
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Those of the forward pass."""
+        return self.forward.token_ids
+
+    @property
+    def mask(self) -> Tensor | None:
+        """That of the forward pass."""
+        return self.forward.mask
+
+
+TokensCall = LossCall | CustomCall | LogprobsCall | LogprobsGradientCall
+"""A call on the tokens of a head, which ranks may share."""
 
 
 class CandidateGradientCall(NamedTuple):

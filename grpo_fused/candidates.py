@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fused.layout import values_are_checked
+from grpo_fused.layout import active_tokens, values_are_checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,16 +168,15 @@ def check_values(
 
     `logps` are log-probs that must be 0 where a token is alone in its set.
     """
-    offsets, device = candidates.offsets, token_ids.device
-    if not values_are_checked(device):
+    offsets = candidates.offsets
+    if not values_are_checked(token_ids.device):
         return
     if offsets[0] != 0 or offsets[-1] != len(candidates.ids) or (candidates.sizes < 0).any():
         raise ValueError(
             f"offsets of candidates must rise from 0 to {len(candidates.ids)}, the number of ids; "
             f"got {int(offsets[0])} to {int(offsets[-1])}, with steps from {int(candidates.sizes.min())}"
         )
-    active = torch.ones(token_ids.numel(), dtype=torch.bool, device=device) if mask is None else mask.reshape(-1) != 0
-    positions = active.nonzero().squeeze(1)
+    positions = active_tokens(mask, token_ids).reshape(-1).nonzero().squeeze(1)
     every = len(positions) == len(candidates)
     sets = candidates if every else candidates.select(positions)
     targets = token_ids.reshape(-1)[positions].to(torch.int64)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import math
-import numbers
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar, Literal, get_args
+
+from grpo_fused.options import check_options, option
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
@@ -87,32 +87,34 @@ class GRPOLossConfig:
     """
 
     loss_type: LossType = "dapo"
-    beta: float = 0.0
-    epsilon: float = _DEFAULT_EPSILON
-    epsilon_high: float | None = None
-    delta: float | None = None
+    beta: float = option(0.0)
+    epsilon: float = option(_DEFAULT_EPSILON, positive=True)
+    epsilon_high: float | None = option(None, positive=True)
+    delta: float | None = option(None, positive=True)
     dual_clip: float | None = None
     importance_sampling_level: ImportanceSamplingLevel = "token"
     kl_estimator: KLEstimator = "k3"
     use_bias_correction_kl: bool = True
-    max_completion_length: int | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
+    max_completion_length: int | None = option(None, positive=True)
+    sapo_temperature_pos: float = option(1.0, positive=True)
+    sapo_temperature_neg: float = option(1.05, positive=True)
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     off_policy_mask_threshold: float | None = None
-    top_entropy_quantile: float = 1.0
+    top_entropy_quantile: float = option(1.0, most=1)
     entropy_coef: float = 0.0
     _encoded: ClassVar[str]  # computed once: torch.compile cannot trace the repr of a float
 
     def __post_init__(self) -> None:
-        self._check_choices()
+        check_options(self)
         if self.loss_type == "gmpo" and self.epsilon is _DEFAULT_EPSILON:
             object.__setattr__(self, "epsilon", _DEFAULT_EPSILON_GMPO)
-        self._check_types()
-        self._check_ranges()
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
+        if self.dual_clip is not None and self.delta is not None:
+            raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
         self._check_loss_type_uses_options()
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
         object.__setattr__(self, "_encoded", repr(values))
@@ -122,10 +124,11 @@ class GRPOLossConfig:
         """The options as a Python literal, the form in which a `torch.library` operator takes them."""
         return self._encoded
 
-    @classmethod
-    def decode(cls, encoded: str) -> GRPOLossConfig:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def decode(encoded: str) -> GRPOLossConfig:
         """The configuration whose `encoded` this is."""
-        return _decode(encoded)
+        return GRPOLossConfig(**dict(ast.literal_eval(encoded)))
 
     @property
     def epsilon_upper(self) -> float:
@@ -156,52 +159,6 @@ class GRPOLossConfig:
         """Whether the loss itself (not only its metrics) uses entropies."""
         return self.entropy_coef != 0.0 or self.top_entropy_quantile < 1.0
 
-    def _check_choices(self) -> None:
-        for name, choices in (
-            ("loss_type", LossType),
-            ("importance_sampling_level", ImportanceSamplingLevel),
-            ("kl_estimator", KLEstimator),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(choices):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
-            object.__setattr__(self, name, next(choice for choice in get_args(choices) if choice == value))
-
-    def _check_types(self) -> None:
-        for f in fields(self):
-            if f.name in ("loss_type", "importance_sampling_level", "kl_estimator"):
-                continue
-            value = getattr(self, f.name)
-            if f.name == "use_bias_correction_kl":
-                if not isinstance(value, bool):
-                    raise TypeError(f"{f.name} must be a bool; got {value!r}")
-            elif f.name == "max_completion_length":
-                if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                    raise TypeError(f"{f.name} must be an int or None; got {value!r}")
-            elif value is None and f.default is None:
-                continue
-            elif isinstance(value, bool) or not isinstance(value, numbers.Real):
-                raise TypeError(f"{f.name} must be a number; got {value!r} of type {type(value).__name__}")
-            elif not abs(float(value)) < math.inf:
-                raise ValueError(f"{f.name} must be finite; got {value}")
-            elif not isinstance(value, int):
-                object.__setattr__(self, f.name, float(value))  # `encoded` does not support NumPy's numbers
-
-    def _check_ranges(self) -> None:
-        if self.beta < 0:
-            raise ValueError(f"beta must be >= 0; got {self.beta}")
-        positive = ("epsilon", "epsilon_high", "delta", "max_completion_length")
-        for name in (*positive, "sapo_temperature_pos", "sapo_temperature_neg"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be > 0; got {value}")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
-        if self.dual_clip is not None and self.delta is not None:
-            raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
-        if not 0.0 <= self.top_entropy_quantile <= 1.0:
-            raise ValueError(f"top_entropy_quantile must lie in [0, 1]; got {self.top_entropy_quantile}")
-
     def _check_loss_type_uses_options(self) -> None:
         for f in fields(self):
             users = USED_BY.get(f.name)
@@ -216,8 +173,3 @@ class GRPOLossConfig:
             )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' requires epsilon_high, its bound on the ratio itself; got None")
-
-
-@lru_cache(maxsize=256)
-def _decode(encoded: str) -> GRPOLossConfig:
-    return GRPOLossConfig(**dict(ast.literal_eval(encoded)))

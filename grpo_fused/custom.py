@@ -51,8 +51,9 @@ class Evaluation:
         dlogp, *dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
         if values_are_checked(logp.device):
             for name, x in (("value", value), ("gradient", dlogp), *(("gradient by entropies", g) for g in dentropy)):
-                if x.isnan().any() and not logp.isnan().any():
-                    raise ValueError(f"the objective's {name} must be a number for every token; got {count_nan(x)} NaN")
+                count = int(x.isnan().sum())
+                if count and not logp.isnan().any():
+                    raise ValueError(f"the objective's {name} must be a number for every token; got {count} NaN")
         self.loss += value.detach().to(torch.float64).sum()
         return torch.where(possible, dlogp, 0.0), dentropy[0] if dentropy else None
 
@@ -79,11 +80,6 @@ class Evaluation:
         if isinstance(part, slice) and part.stop is not None and part.stop < len(self.rows):
             last = int(sequence[self.rows[part.stop - 1]])
         return torch.searchsorted(sequence[rows], torch.arange(first, last + 2, device=rows.device))
-
-
-def count_nan(x: Tensor) -> int:
-    """Values that are NaN."""
-    return int(x.isnan().sum())
 
 
 def check_objective(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.calls import CustomCall, LogprobsCall, LogprobsGradientCall, LossCall, named
+from grpo_fused.calls import CustomCall, LossCall, TokensCall, named
 from grpo_fused.layout import Layout
 from grpo_fused.parallel import (
     ParallelGroups,
@@ -28,6 +28,7 @@ from grpo_fused.parallel import (
     device_of,
     gather_objects,
 )
+from grpo_fused.validation import check_call_values
 
 _NUMBERS = 3
 """integers that ranks exchange with the digest"""
@@ -55,38 +56,33 @@ def form_of(call: Any) -> dict[str, int | str]:
     return {**found, "tensors": ", ".join(there)}
 
 
-def contents_of(call: Any, mask: Tensor | None) -> dict[str, int | str]:
+def contents_of(call: TokensCall) -> dict[str, int | str]:
     """Fields that must be equal too on ranks with the same tokens: the values of tensors at active positions."""
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
-    sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
+    sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, call.mask) for name, x in tensors.items()}
     # a different mask changes the checksums of all others, so it is named first
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
-def join(
-    groups: ParallelGroups,
-    call: LossCall | CustomCall | LogprobsCall | LogprobsGradientCall,
-    ids: Tensor,
-    mask: Tensor | None,
-    check: Callable[[int], None],
-    layout: Layout | None = None,
-) -> tuple[VocabParallel | None, TokenParallel | None]:
+def join(call: TokensCall, layout: Layout) -> tuple[VocabParallel | None, TokenParallel | None]:
     """The ranks with other slices of the head and those with other tokens, after the check that all make the same call.
 
-    `check` is called with the size of the whole vocabulary, and raises if this rank's tensors have invalid values. If
-    it raises, or the ranks differ, all ranks of both groups raise. `layout` is given for a loss.
+    If this rank's tensors have invalid values, or the ranks differ, all ranks of both groups raise.
     """
-    head = call.forward.head if isinstance(call, LogprobsGradientCall) else call.head
-    vocab, tokens, vocab_size = None, None, head.lm_head_weight.shape[0]
+    groups, vocab, tokens = ParallelGroups.decode(call.head.groups), None, None
     failure: Exception | None = None
+    vocab_size = call.head.lm_head_weight.shape[0]
     if groups.vocab is None:
-        failure = _attempt(check, vocab_size)
+        failure = _attempt(check_call_values, call, layout, vocab_size)
     else:
-        what = {**form_of(call), "tokens": ids.numel(), **contents_of(call, mask)}
-        rows, failure = agree(groups.vocab, what, [vocab_size], None, lambda rows: check(sum(row[0] for row in rows)))
-        vocab = VocabParallel(groups.vocab, [row[0] for row in rows], ids.reshape(-1))
+        what = {**form_of(call), "tokens": layout.num_tokens, **contents_of(call)}
+        rows, failure = agree(
+            groups.vocab, what, [vocab_size], None,
+            lambda rows: check_call_values(call, layout, sum(row[0] for row in rows)),
+        )  # fmt: skip
+        vocab = VocabParallel(groups.vocab, [row[0] for row in rows], call.token_ids.reshape(-1))
         vocab_size = vocab.total
-    if groups.tokens is not None and layout is not None:
+    if groups.tokens is not None and isinstance(call, (LossCall, CustomCall)):
         what = {**form_of(call), "split_sequences": int(groups.split_sequences), "vocabulary": vocab_size}
         sizes = [layout.num_tokens, layout.num_sequences, 2]
         if isinstance(call, LossCall):

@@ -14,6 +14,17 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("GRPO_FUSED_DEBUG") == "1"
 
 
+def active_tokens(mask: Tensor | None, like: Tensor) -> Tensor:
+    """bool, shaped like the ids: where the mask is not 0; all of `like` if there is none."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask != 0
+
+
+def segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tensor:
+    """`how` ("sum", "max") over each part offsets[s] <= k < offsets[s + 1] of x's rows."""
+    # unsafe: skips a check that would synchronise; offsets were checked, where values are checked
+    return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
+
+
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
     """(number, None), or (1, the given tensor)."""
     return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)
@@ -30,15 +41,10 @@ class Layout(NamedTuple):
     """`[S + 1]` int if packed: sequence s owns the tokens `cu_seqlens[s] : cu_seqlens[s + 1]`."""
 
     @classmethod
-    def of(cls, token_ids: Tensor, cu_seqlens: Tensor | None) -> Layout:
-        """The layout of validated `token_ids`."""
+    def of(cls, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Layout:
+        """The layout of validated ids: [B, T], or [N] with offsets; without, each of the N is its own sequence."""
         num_sequences = token_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return cls(token_ids.shape, num_sequences, cu_seqlens)
-
-    @classmethod
-    def of_tokens(cls, token_ids: Tensor) -> Layout:
-        """The layout of ids without sequences: [B, T], or [N] where each token is its own sequence."""
-        return cls(token_ids.shape, token_ids.shape[0], None)
 
     @property
     def num_tokens(self) -> int:
@@ -65,9 +71,7 @@ class Layout(NamedTuple):
 
     def spread(self, x: Tensor, sequence_ids: Tensor) -> Tensor:
         """`[N]`: `x` flattened if it is per token, else its value for each sequence (`[B]`, `[B, 1]`) repeated."""
-        if self.is_per_token(x):
-            return x.reshape(-1)
-        return x.reshape(-1).index_select(0, sequence_ids)
+        return x.reshape(-1) if x.shape == self.shape else x.reshape(-1).index_select(0, sequence_ids)
 
     def reading(self, x: Tensor) -> int:
         """How a checked `x` is read: 0 one for each sequence, 1 one for each token, 2 both are the same."""

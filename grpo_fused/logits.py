@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from grpo_fused.calls import LogitsCall
-from grpo_fused.engines.base import flat_mask, flat_view, rows_of
+from grpo_fused.engines.base import flat_view, rows_of
 from grpo_fused.engines.chunked import row_block_bytes, row_work
+from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.rows import RowWork
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
-from grpo_fused.layout import Layout
-from grpo_fused.pipeline import clean_coefficients, has_coefficient
+from grpo_fused.layout import Layout, active_tokens
+from grpo_fused.pipeline import clean_coefficients
 
 
 def scores(call: LogitsCall, layout: Layout) -> Statistics:
@@ -57,7 +58,7 @@ class _Logits(NamedTuple):
     @classmethod
     def of(cls, call: LogitsCall, layout: Layout) -> _Logits:
         dtype = torch.promote_types(call.logits.dtype, torch.float32)
-        mask = flat_mask(call.token_ids, call.mask)
+        mask = active_tokens(call.mask, call.token_ids).reshape(-1)
         ids = torch.where(mask, call.token_ids.reshape(-1).to(torch.int64), 0)
         temperature: Tensor | float = call.temperature
         if call.temperatures is not None:

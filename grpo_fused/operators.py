@@ -8,7 +8,7 @@ A result that is not required is an empty tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from grpo_fused.calls import (
     Needs,
     ObjectiveCall,
     Scores,
+    TokensCall,
     build,
     fields_of,
 )
@@ -42,19 +43,26 @@ from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import Layout, values_are_checked
+from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.objective import evaluate
-from grpo_fused.parallel import ParallelGroups
-from grpo_fused.pipeline import run_divergence, run_logprobs, run_logprobs_gradient, run_loss, run_objective
-from grpo_fused.validation import check_candidates, check_loss_values, check_offsets, check_token_values
+from grpo_fused.parallel import ParallelGroups, TokenParallel
+from grpo_fused.pipeline import (
+    LossParts,
+    run_divergence,
+    run_logprobs,
+    run_logprobs_gradient,
+    run_loss,
+    run_objective,
+)
+from grpo_fused.validation import check_loss_values, check_token_values
 
 
 def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a `torch.library` operator from a function whose arguments are `*flat(call)`.
 
-    The schema comes from the fields of the call and of the result. The operator's `fake` registers its results for
-    tensors without data.
+    The schema comes from the fields of the call and of the result. The operator's `fake` registers a function of the
+    call: its results for tensors without data.
     """
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
@@ -66,7 +74,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
     def make(body: Callable[..., Any]) -> Any:
         body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
         operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", body, mutates_args=())
-        operator.fake = operator.register_fake
+        operator.fake = lambda fake: operator.register_fake(lambda *values: fake(build(kind, iter(values))))
         return operator
 
     return make
@@ -77,6 +85,15 @@ def _plain(device: torch.device) -> Iterator[None]:
     """No autograd, no autocast (inputs are cast explicitly), IEEE products."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ieee_products():
         yield
+
+
+@contextmanager
+def _shared(call: TokensCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+    """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
+    with _plain(call.token_ids.device):
+        vocab, ranks = join(call, layout)
+        with failing_together(vocab, ranks):
+            yield Tokens.of(call.head, call.token_ids, call.mask, layout, vocab), ranks
 
 
 class HeadGradients(NamedTuple):
@@ -109,33 +126,15 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
     call: LossCall = build(LossCall, iter(values))
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
-    head, mask = call.head, call.inputs.completion_mask
-
-    def check(vocab_size: int) -> None:
-        check_token_values(call.completion_ids, mask, vocab_size, head.temperatures, layout)
-        check_loss_values(call.inputs, layout)
-        check_candidates(head, call.completion_ids, mask, vocab_size, call.inputs)
-
-    with _plain(head.hidden_states.device):
-        vocab, ranks = join(ParallelGroups.decode(head.groups), call, call.completion_ids, mask, check, layout)
-        with failing_together(vocab, ranks):
-            tokens = Tokens.of(head, call.completion_ids, mask, layout, vocab)
-            engine = DivergenceEngine(head, call.other, mask, layout) if _is_exact(call) else _engine(head)
-            result = run_loss(engine, tokens, layout, config, call, ranks)
-    metrics = [result.metrics[name].to(torch.float32) for name in _loss_metrics(call)]
-    return LossResult(
-        result.loss,
-        result.logps.view(layout.shape),
-        _nothing(result.loss) if result.entropies is None else result.entropies.view(layout.shape),
-        torch.stack(metrics),
-        *_head_gradients(head, result.gradients),
-        _nothing(result.loss) if result.gradients.candidates is None else result.gradients.candidates,
-    )
+    head = call.head
+    with _shared(call, layout) as (tokens, ranks):
+        engine = DivergenceEngine(head, call.other, call.mask, layout) if _is_exact(call) else _engine(head)
+        found = run_loss(engine, tokens, layout, config, call, ranks)
+    return _loss_result(head, layout, found, _loss_metrics(call))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> LossResult:
-    call: LossCall = build(LossCall, iter(values))
+def _(call: LossCall) -> LossResult:
     head = call.head
     logps = head.hidden_states.new_empty(call.completion_ids.shape, dtype=Head.of(head).statistics_dtype)
     with_entropy = call.with_metrics or GRPOLossConfig.decode(call.config).needs_entropy
@@ -151,54 +150,25 @@ def _(*values: Any) -> LossResult:
 
 def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
-    head, layout = call.head, Layout.of(call.completion_ids, call.cu_seqlens)
-    groups = ParallelGroups.decode(head.groups)
-
-    def check(vocab_size: int) -> None:
-        check_token_values(call.completion_ids, call.completion_mask, vocab_size, head.temperatures, layout)
-        check_candidates(head, call.completion_ids, call.completion_mask, vocab_size)
-        if values_are_checked(call.completion_ids.device):
-            check_offsets(layout)
-
-    with _plain(head.hidden_states.device):
-        vocab, ranks = join(groups, call, call.completion_ids, call.completion_mask, check, layout)
-        with failing_together(vocab, ranks):
-            tokens = Tokens.of(head, call.completion_ids, call.completion_mask, layout, vocab)
-            loss, scores, gradients = run_objective(_engine(head), tokens, layout, call, objective)
-            loss = loss if ranks is None else ranks.add(loss)
-    logps, entropies = _shaped(call.completion_ids, scores)
-    return LossResult(
-        loss.to(logps.dtype),
-        logps,
-        entropies,
-        _nothing(loss),
-        *_head_gradients(head, gradients),
-        _nothing(loss) if gradients.candidates is None else gradients.candidates,
-    )
+    layout = Layout.of(call.token_ids, call.cu_seqlens)
+    with _shared(call, layout) as (tokens, ranks):
+        found = run_objective(_engine(call.head), tokens, layout, call, objective)
+        loss = found.loss if ranks is None else ranks.add(found.loss)
+    return _loss_result(call.head, layout, found._replace(loss=loss.to(found.logps.dtype)))
 
 
 @_operator(LogprobsCall, Scores)
 def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
-    layout, head = Layout.of_tokens(call.token_ids), call.head
-
-    def check(vocab_size: int) -> None:
-        check_token_values(call.token_ids, call.mask, vocab_size, head.temperatures, layout)
-        check_candidates(head, call.token_ids, call.mask, vocab_size)
-
-    with _plain(head.hidden_states.device):
-        vocab, _ = join(ParallelGroups.decode(head.groups), call, call.token_ids, call.mask, check)
-        with failing_together(vocab, None):
-            tokens = Tokens.of(head, call.token_ids, call.mask, layout, vocab)
-            found = run_logprobs(_engine(head), tokens, head, with_entropy=call.with_entropy)
-    logps, entropies = _shaped(call.token_ids, found)
-    return Scores(logps, entropies, found.max, found.log_sum)
+    with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
+        found = run_logprobs(_engine(call.head), tokens, call.head, with_entropy=call.with_entropy)
+    shape = call.token_ids.shape
+    return Scores(found.logp.view(shape), _shaped(found.entropy, shape, found.logp), found.max, found.log_sum)
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> Scores:
-    call: LogprobsCall = build(LogprobsCall, iter(values))
+def _(call: LogprobsCall) -> Scores:
     like = call.head.hidden_states.new_empty(0, dtype=Head.of(call.head).statistics_dtype)
     row = like.new_empty(call.token_ids.numel())
     return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row))
@@ -208,43 +178,33 @@ def _(*values: Any) -> Scores:
 def linear_logprobs_gradient(*values: Any) -> HeadGradients:
     """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
     call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
-    forward = call.forward
-    layout, head = Layout.of_tokens(forward.token_ids), forward.head
-    known = None
+    head, known = call.head, None
     if call.logps is not None and call.maxima is not None and call.log_sums is not None:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
         known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
-    with _plain(head.hidden_states.device):
-        vocab, _ = join(ParallelGroups.decode(head.groups), call, forward.token_ids, forward.mask, lambda _: None)
-        with failing_together(vocab, None):
-            tokens = Tokens.of(head, forward.token_ids, forward.mask, layout, vocab)
-            gradients = run_logprobs_gradient(
-                _engine(head), tokens, head, known, call.dlogps, call.dentropies, call.needs
-            )
+    with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
+        gradients = run_logprobs_gradient(_engine(head), tokens, head, known, call.dlogps, call.dentropies, call.needs)
         if gradients.candidates is not None and not head.any_whole:
             return _candidate_gradients(head, tokens, gradients, call.needs)
     return _head_gradients(head, gradients)
 
 
 @linear_logprobs_gradient.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> HeadGradients:
-    call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
-    return _fake_gradients(call.forward.head, call.forward.token_ids, call.needs)
+def _(call: LogprobsGradientCall) -> HeadGradients:
+    return _fake_gradients(call.head, call.token_ids, call.needs)
 
 
 @_operator(CandidateGradientCall, HeadGradients)
 def candidate_weight_gradient(*values: Any) -> HeadGradients:
     """dW and db from the derivatives of candidates; dH was made in the forward pass."""
     call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
-    head, layout = call.head, Layout.of_tokens(call.token_ids)
-    with _plain(head.hidden_states.device):
-        tokens = Tokens.of(head, call.token_ids, call.mask, layout, None)
-        return _candidate_gradients(head, tokens, Gradients(None, None, None, 0, call.dproducts), call.needs)
+    with _plain(call.token_ids.device):
+        tokens = Tokens.of(call.head, call.token_ids, call.mask, Layout.of(call.token_ids), None)
+        return _candidate_gradients(call.head, tokens, Gradients(None, None, None, 0, call.dproducts), call.needs)
 
 
 @candidate_weight_gradient.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> HeadGradients:
-    call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
+def _(call: CandidateGradientCall) -> HeadGradients:
     return _fake_gradients(call.head, call.token_ids, call.needs)
 
 
@@ -252,18 +212,14 @@ def _(*values: Any) -> HeadGradients:
 def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: DivergenceCall = build(DivergenceCall, iter(values))
-    layout = Layout.of_tokens(call.mask)
+    layout = Layout.of(call.mask)
     with _plain(call.mask.device):
         check_token_values(torch.zeros_like(call.mask), call.mask, 1, call.head.temperatures, layout)
-        loss, *each, gradients = run_divergence(call, layout)
-    divergence, entropies = (x.view(layout.shape) for x in each)
-    made = _head_gradients(call.head, gradients)
-    return LossResult(loss, divergence, entropies, _nothing(loss), *made, _nothing(loss))
+        return _loss_result(call.head, layout, run_divergence(call, layout))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> LossResult:
-    call: DivergenceCall = build(DivergenceCall, iter(values))
+def _(call: DivergenceCall) -> LossResult:
     row = call.mask.new_empty(call.mask.shape, dtype=Head.of(call.head).statistics_dtype)
     made = _fake_gradients(call.head, row, call.needs, two_heads=True)
     return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
@@ -300,16 +256,15 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
     return ObjectiveResult(
         result.loss,
         logp.view(layout.shape),
-        _nothing(logp) if entropy is None else entropy.view(layout.shape),
+        _shaped(entropy, layout.shape, logp),
         torch.stack([metrics[name].to(torch.float32) for name in _objective_metrics(call)]),
         result.dlogp.view(layout.shape),
-        _nothing(logp) if bonus is None else bonus.view(layout.shape),
+        _shaped(bonus, layout.shape, logp),
     )
 
 
 @grpo_objective.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> ObjectiveResult:
-    call: ObjectiveCall = build(ObjectiveCall, iter(values))
+def _(call: ObjectiveCall) -> ObjectiveResult:
     given = call.per_token_logps
     logp = given.new_empty(given.shape, dtype=torch.promote_types(given.dtype, torch.float32))
     bonus = call.entropies is not None and GRPOLossConfig.decode(call.config).entropy_coef != 0.0
@@ -334,15 +289,15 @@ class LogitsScores(NamedTuple):
 def selective_logprobs(*values: Any) -> LogitsScores:
     """Log-probs and entropies from logits."""
     call: LogitsCall = build(LogitsCall, iter(values))
-    layout = Layout.of_tokens(call.token_ids)
+    layout = Layout.of(call.token_ids)
     with _plain(call.logits.device):
         check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
-        return LogitsScores(*_shaped(call.token_ids, logits.scores(call, layout)))
+        found = logits.scores(call, layout)
+        return LogitsScores(found.logp.view(layout.shape), _shaped(found.entropy, layout.shape, found.logp))
 
 
 @selective_logprobs.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> LogitsScores:
-    call: LogitsCall = build(LogitsCall, iter(values))
+def _(call: LogitsCall) -> LogitsScores:
     like = call.logits.new_empty(0, dtype=torch.promote_types(call.logits.dtype, torch.float32))
     return LogitsScores(*_fake_scores(like, call.token_ids, call.with_entropy))
 
@@ -352,13 +307,12 @@ def selective_logprobs_gradient(*values: Any) -> Tensor:
     """dlogits in the dtype of the logits."""
     call: LogitsGradientCall = build(LogitsGradientCall, iter(values))
     with _plain(call.forward.logits.device):
-        layout = Layout.of_tokens(call.forward.token_ids)
+        layout = Layout.of(call.forward.token_ids)
         return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)
 
 
 @selective_logprobs_gradient.fake  # type: ignore[untyped-decorator]
-def _(*values: Any) -> Tensor:
-    call: LogitsGradientCall = build(LogitsGradientCall, iter(values))
+def _(call: LogitsGradientCall) -> Tensor:
     return call.forward.logits.new_empty(call.forward.logits.shape)
 
 
@@ -380,9 +334,20 @@ def _objective_metrics(call: ObjectiveCall) -> tuple[str, ...]:
     return metric_names(GRPOLossConfig.decode(call.config), with_kl=with_kl, with_entropy=call.entropies is not None)
 
 
-def _shaped(token_ids: Tensor, scores: Statistics) -> tuple[Tensor, Tensor]:
-    shape = token_ids.shape
-    return scores.logp.view(shape), _nothing(scores.logp) if scores.entropy is None else scores.entropy.view(shape)
+def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    return _nothing(like) if x is None else x.view(shape)
+
+
+def _loss_result(head: HeadCall, layout: Layout, found: LossParts, metrics: Sequence[str] = ()) -> LossResult:
+    values = [found.metrics[name].to(torch.float32) for name in metrics]
+    return LossResult(
+        found.loss,
+        found.logps.view(layout.shape),
+        _shaped(found.entropies, layout.shape, found.loss),
+        torch.stack(values) if values else _nothing(found.loss),
+        *_head_gradients(head, found.gradients),
+        _nothing(found.loss) if found.gradients.candidates is None else found.gradients.candidates,
+    )
 
 
 def _fake_scores(like: Tensor, token_ids: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -393,7 +358,7 @@ def _fake_scores(like: Tensor, token_ids: Tensor, with_entropy: bool) -> tuple[T
 def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
     hidden, weight = head.hidden_states, head.lm_head_weight
     return HeadGradients(
-        _nothing(hidden) if gradients.hidden is None else gradients.hidden.view(hidden.shape),
+        _shaped(gradients.hidden, hidden.shape, hidden),
         _nothing(weight) if gradients.weight is None else gradients.weight,
         _nothing(weight) if gradients.bias is None else gradients.bias,
     )

@@ -26,10 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.kernels.row_types import LOWEST_LOG_P, Statistics
 from grpo_fused.layout import values_are_checked
-
-_NEVER = -1e4  # used for log 0 where it is multiplied by 0
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ class VocabParallel(_Ranks):
         self.meet()
         every = all_gather("statistics", torch.stack(parts), self.group)
         m, owner = every[:, 0].max(0, keepdim=True)
-        shift = (every[:, 0] - m).clamp(min=_NEVER)
+        shift = (every[:, 0] - m).clamp(min=LOWEST_LOG_P)
         # as within a row: the term of the maximum, 1, is left out of the sum
         sums = shift.exp() * every[:, 1].exp()
         log_sum = sums.scatter(0, owner, every[:, 1].gather(0, owner).expm1()).sum(0).log1p()

@@ -23,6 +23,7 @@ from grpo_fused.config import GRPOLossConfig
 from grpo_fused.custom import Evaluation, Objective
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
+from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout, values_are_checked
@@ -36,11 +37,11 @@ class LossParts(NamedTuple):
 
     loss: Tensor
     logps: Tensor
-    """[N], 0 where masked"""
+    """[N], 0 where masked; divergences if the loss is one"""
     entropies: Tensor | None
     """[N], 0 where masked; None if neither the loss nor the metrics use them"""
-    metrics: dict[str, Tensor]
     gradients: Gradients
+    metrics: dict[str, Tensor]
 
 
 class _Rows(NamedTuple):
@@ -108,13 +109,11 @@ def run_loss(
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
     metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
     metrics |= compute_metrics(result, entropy, batch, config, complete=call.with_metrics)
-    return LossParts(result.loss, scores.logp, scores.entropy, metrics, gradients)
+    return LossParts(result.loss, scores.logp, scores.entropy, gradients, metrics)
 
 
-def run_objective(
-    engine: Engine, tokens: Tokens, layout: Layout, call: CustomCall, objective: Objective
-) -> tuple[Tensor, Statistics, Gradients]:
-    """Loss (0-d fp64), scores of all N positions, and gradients of a custom objective."""
+def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCall, objective: Objective) -> LossParts:
+    """Loss (0-d fp64), scores and gradients of a custom objective."""
     head, how, needs = Head.of(call.head), call.head, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
     inputs = {name: x.reshape(-1) for name, x in zip(call.inputs._fields, call.inputs, strict=True)}  # type: ignore[attr-defined]
@@ -132,23 +131,23 @@ def run_objective(
         work = replace(work, chunks=chunks, coefficients=evaluation, whole_chunks=call.scope != "token")
         found, gradients = engine.fused(work)
         _place(found, rows, tokens.mask, scores)
-        return evaluation.loss, scores, gradients
+        return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
     _score(engine, work, scores)
     known, gradients = scores.select(rows), Gradients(None, None, None, 0)
     if not needs.any():
         value = evaluation.value(slice(0, len(rows)), known.logp.clamp(min=LOWEST_LOGP), known.entropy)
-        return value.to(torch.float64).sum(), scores, gradients
+        return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, gradients, {})
     dlogp, dentropy = (
         None if x is None else torch.zeros_like(scores.logp).index_copy_(0, rows, x)
         for x in evaluation(slice(0, len(rows)), known.logp, known.entropy)
     )
     assert dlogp is not None
     gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, how.compact))[1]
-    return evaluation.loss, scores, gradients
+    return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
-def run_divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Gradients]:
-    """(loss, divergence [N], entropies [N], gradients): a product for each head, two for the gradients."""
+def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
+    """The weighted sum of divergences: a product for each head, two for the gradients."""
     how, mask, device = call.head, call.mask, call.mask.device
     head, tokens = Head.of(how), Tokens.of(how, torch.zeros_like(mask, dtype=torch.int64), mask, layout, None)
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
@@ -164,8 +163,8 @@ def run_divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor
     _place(found, rows, tokens.mask, scores)
     divergence = torch.where(tokens.mask, engine.divergence, 0.0)
     check_finite(divergence, call.kind)
-    assert scores.entropy is not None
-    return (weights * divergence).sum(dtype=torch.float64).to(weights.dtype), divergence, scores.entropy, gradients
+    loss = (weights * divergence).sum(dtype=torch.float64).to(weights.dtype)
+    return LossParts(loss, divergence, scores.entropy, gradients, {})
 
 
 def run_logprobs(engine: Engine, tokens: Tokens, call: HeadCall, *, with_entropy: bool) -> Statistics:
@@ -203,11 +202,6 @@ def clean_coefficients(
     zero = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     dlogp = zero if dlogps is None else torch.where(mask, dlogps.reshape(-1).to(dtype), zero)
     return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
-
-
-def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """[N] bool"""
-    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
 
 
 def _score(engine: Engine, work: Work, scores: Statistics) -> None:

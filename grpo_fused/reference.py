@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import validation as check
-from grpo_fused.calls import DivergenceCall, HeadCall, LossCall, LossInputs
+from grpo_fused.calls import DivergenceCall, HeadCall, LossCall, LossInputs, TokensCall
 from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, active_tokens
 from grpo_fused.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
+from grpo_fused.validation import check_call_values
 
 
-def linear_logprobs(head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout) -> LogprobOutput:
-    """Log-probs and entropies of `token_ids` from all logits at once, in fp32, from inputs as autocast rounds them."""
-    check.check_token_values(token_ids, mask, head.lm_head_weight.shape[0], head.temperatures, layout)
-    check.check_candidates(head, token_ids, mask, head.lm_head_weight.shape[0])
-    active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
+def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
+    """Log-probs and entropies of a call from all logits at once, in fp32, from inputs as autocast rounds them."""
+    head, token_ids, mask = call.head, call.token_ids, call.mask
+    check_call_values(call, layout, head.lm_head_weight.shape[0])
+    active = active_tokens(mask, token_ids)
     logits = _logits(head, active)
     if head.candidates is not None:
         kept = CandidateSets(*head.candidates).to_mask(logits.shape[-1]).view(logits.shape)
@@ -53,7 +53,7 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
     """KL(policy || reference) of each token in the layout of the call, differentiable; None without a reference."""
     if call.other.other_hidden_states is None:
         return None
-    mask = torch.ones_like(call.completion_ids) if call.completion_mask is None else call.completion_mask
+    mask = active_tokens(call.mask, call.token_ids)
     compared = DivergenceCall(call.head, mask, mask, "reverse_kl", 0.5, call.other, None, None, call.needs)
     return _divergence(compared, layout)[0]
 
@@ -109,7 +109,7 @@ def logprobs(
     logits: Tensor, token_ids: Tensor, mask: Tensor | None, number: float, temperatures: Tensor | None, layout: Layout
 ) -> LogprobOutput:
     """Log-probs and entropies of `token_ids` ([...]) under `logits` ([..., V]) in the dtype of the logits."""
-    active = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0
+    active = active_tokens(mask, token_ids)
     logits = _at_temperature(logits, active, number, temperatures, layout)
     at = logits.argmax(-1, keepdim=True)
     maximum = logits.gather(-1, at)
@@ -170,15 +170,10 @@ def grpo_loss(
 ) -> GRPOLossOutput:
     """The loss from log-probs, entropies and exact KL in the layout of the call; differentiable in all three."""
     sequence = layout.sequence_ids(logps.device)
-    active = torch.ones(layout.num_tokens, dtype=torch.bool, device=logps.device)
-    if inputs.completion_mask is not None:
-        active = inputs.completion_mask.reshape(-1) != 0
+    active = active_tokens(inputs.completion_mask, logps).reshape(-1)
 
     def each(x: Tensor | None, lowest: float = -math.inf) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.reshape(-1) if x.shape == layout.shape else x.reshape(-1)[sequence]
-        return x.detach().to(logps.dtype)[active].clamp(min=lowest)
+        return None if x is None else layout.spread(x.detach().to(logps.dtype), sequence)[active].clamp(min=lowest)
 
     chosen = torch.ones_like(active[active])
     entropy = None if entropies is None else entropies.reshape(-1)[active]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import validation as check
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, active_tokens, segments
 from grpo_fused.objective import MAX_LOG_RATIO
 from grpo_fused.outputs import ImportanceSamplingOutput
 
@@ -80,7 +80,7 @@ def importance_sampling_correction(
     layout = Layout.of(old_per_token_logps, cu_seqlens)
     check.check_rollout_values(old_per_token_logps, mask, layout)
 
-    active = torch.ones_like(old_per_token_logps, dtype=torch.bool) if mask is None else mask != 0
+    active = active_tokens(mask, old_per_token_logps)
     difference = old_per_token_logps.double() - sampling_per_token_logps.double()
     known = active & ~difference.isnan()
     log_ratio = torch.where(known, difference, 0.0)
@@ -120,11 +120,7 @@ def _checked_bounds(clip_min: float | None, clip_max: float | None, mode: str) -
 
 def _sequence_sum(x: Tensor, layout: Layout) -> Tensor:
     """[B] from [B, T], [S] from packed [N]."""
-    if layout.cu_seqlens is None:
-        return x.sum(dim=1)
-    offsets = layout.cu_seqlens.to(torch.int64)
-    # unsafe: skips a check that would synchronise; the offsets were checked, where values are checked
-    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+    return x.sum(dim=1) if layout.cu_seqlens is None else segments(x, "sum", layout.cu_seqlens.to(torch.int64))
 
 
 def _mean(x: Tensor, counted: Tensor) -> Tensor:

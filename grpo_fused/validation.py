@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import HeadCall, LossCall, LossInputs, named
+from grpo_fused.calls import CustomCall, LogprobsGradientCall, LossCall, LossInputs, TokensCall, named
 from grpo_fused.candidates import CandidateSets, check_values
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
-from grpo_fused.layout import Layout, values_are_checked
+from grpo_fused.layout import Layout, active_tokens, values_are_checked
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -65,12 +65,6 @@ def check_choice(x: object, name: str, literal: Any) -> None:
     """One of the values of a `Literal`."""
     if x not in get_args(literal):
         raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; got {x!r}")
-
-
-def check_scratch(max_scratch_bytes: int | None) -> None:
-    """None or a positive number of bytes."""
-    if max_scratch_bytes is not None:
-        check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
 
 
 def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
@@ -270,7 +264,7 @@ def check_token_values(
     if not values_are_checked(token_ids.device):
         return
     _check_zero_or_one(mask)
-    active = _active(mask, token_ids)
+    active = active_tokens(mask, token_ids).reshape(-1)
     ids = token_ids.reshape(-1)[active].to(torch.int64)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         raise ValueError(
@@ -280,13 +274,19 @@ def check_token_values(
         _refuse("temperature", "be > 0", ~(layout.per_token(temperature) > 0), active)
 
 
-def check_candidates(
-    head: HeadCall, token_ids: Tensor, mask: Tensor | None, vocab_size: int, inputs: LossInputs | None = None
-) -> None:
-    """The sets of a call, and log-probs of 0 for tokens whose set has no other token."""
-    if head.candidates is not None:
-        given = {} if inputs is None else {n: x for n, x in named(inputs) if n.endswith("_logps") and x is not None}
-        check_values(CandidateSets(*head.candidates), token_ids, mask, vocab_size, given)
+def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None:
+    """Values of ids, mask and temperatures, of what a loss reads, and of candidate sets."""
+    if isinstance(call, LogprobsGradientCall):  # its forward pass has checked them
+        return
+    ids, mask, logps = call.token_ids, call.mask, {}
+    check_token_values(ids, mask, vocab_size, call.head.temperatures, layout)
+    if isinstance(call, LossCall):
+        check_loss_values(call.inputs, layout)
+        logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
+    elif isinstance(call, CustomCall) and values_are_checked(ids.device):
+        check_offsets(layout)
+    if call.head.candidates is not None:
+        check_values(CandidateSets(*call.head.candidates), ids, mask, vocab_size, logps)
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:
@@ -299,7 +299,7 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     sequence = layout.sequence_ids(device)
-    active = _active(inputs.completion_mask, sequence)
+    active = active_tokens(inputs.completion_mask, sequence).reshape(-1)
     _refuse("advantages", "be finite, not NaN,", ~layout.spread(inputs.advantages, sequence).isfinite(), active)
     _refuse_no_logps("old_per_token_logps", inputs.old_per_token_logps, active)
     _refuse_no_logps("ref_per_token_logps", inputs.ref_per_token_logps, active)
@@ -307,7 +307,7 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
         _refuse("entropies", "be finite, not NaN,", ~entropies.isfinite(), active)
     ratio = inputs.importance_sampling_ratio
     if ratio is not None:
-        ratio = ratio.reshape(-1) if ratio.shape == layout.shape else ratio.reshape(-1).index_select(0, sequence)
+        ratio = layout.spread(ratio, sequence)
         _refuse("importance_sampling_ratio", "be finite and >= 0", ~(ratio.isfinite() & (ratio >= 0)), active)
 
 
@@ -327,13 +327,8 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
     if values_are_checked(old_per_token_logps.device):
         check_offsets(layout)
         _check_zero_or_one(mask)
-        _refuse_no_logps("old_per_token_logps", old_per_token_logps, _active(mask, old_per_token_logps))
-
-
-def check_one_process(process_group: object) -> None:
-    """The reference supports one process only."""
-    if process_group is not None:
-        raise ValueError("impl='reference' supports one process only; got a process_group")
+        active = active_tokens(mask, old_per_token_logps).reshape(-1)
+        _refuse_no_logps("old_per_token_logps", old_per_token_logps, active)
 
 
 def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
@@ -375,11 +370,6 @@ def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:
 def _check_zero_or_one(mask: Tensor | None) -> None:
     if mask is not None and mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError("a mask must hold only 0 and 1 (or be bool); got other values")
-
-
-def _active(mask: Tensor | None, like: Tensor) -> Tensor:
-    """[N] bool; all tokens of `like` if there is no mask."""
-    return torch.ones_like(like, dtype=torch.bool).reshape(-1) if mask is None else mask.reshape(-1) != 0
 
 
 def _refuse(name: str, must: str, bad: Tensor, active: Tensor) -> None:

@@ -30,7 +30,6 @@ class TritonRows:
     It is the Triton implementation of `grpo_fused.engines.rows.RowWork`.
     """
 
-    picks_rows = False
     only_reads = True
     policies = frozenset(POLICIES)
     temporaries = 0

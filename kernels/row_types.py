@@ -11,6 +11,8 @@ POLICIES = {"grpo": 0, "bnpo": 0, "dr_grpo": 0, "dapo": 0, "luspo": 0, "cispo": 
 """Loss types whose coefficients depend on that token only; the averaging is in the token's weight."""
 
 KL_ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
+LOWEST_LOG_P = -1e4
+"""Used for log 0 where it is multiplied by 0: finite, and its exponential is 0 in fp64 too."""
 
 
 class Statistics(NamedTuple):

@@ -56,7 +56,7 @@ def fastest(device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(f"impl='auto' takes chunked, which is slower than native on this CPU: {reason}", stacklevel=4)
+    warnings.warn(f"impl='auto' takes chunked, which is slower than native on this CPU: {reason}", stacklevel=5)
 
 
 def choose_from_logits(impl: Impl) -> str:

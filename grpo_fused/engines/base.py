@@ -15,7 +15,7 @@ from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics, Transform
-from grpo_fused.layout import Layout
+from grpo_fused.layout import Layout, active_tokens
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import VocabParallel
 
@@ -31,11 +31,6 @@ def longest_chunk(count: int, chunk_rows: int) -> int:
     each = -(-count // max(-(-count // chunk_rows), 1))
     multiple = 128 if each >= 1024 else 16  # of the tiles of a product, if that costs little balance
     return max(min(-(-each // multiple) * multiple, chunk_rows), 1)
-
-
-def flat_mask(token_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """[N] bool: active tokens."""
-    return torch.ones_like(token_ids, dtype=torch.bool).view(-1) if mask is None else mask.reshape(-1) != 0
 
 
 def flat_view(x: Tensor) -> Tensor:
@@ -76,7 +71,7 @@ class Tokens(NamedTuple):
         return cls(
             hidden_states=flat_view(head.hidden_states),
             ids=ids if vocab is None else ids - vocab.first,
-            mask=flat_mask(token_ids, mask),
+            mask=active_tokens(mask, token_ids).reshape(-1),
             temperature=head.temperature if head.temperatures is None else layout.per_token(head.temperatures),
             vocab=vocab,
             candidates=None if sets is None else CandidateSets(*sets),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
-from grpo_fused.engines.pairs import Pairs, Scores, Sets, segments
+from grpo_fused.engines.gradients import has_coefficient
+from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.layout import segments
 
 _BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
@@ -74,7 +76,7 @@ class CandidateEngine:
             dlogp, dentropy = work.coefficients(block, stats.logp, stats.entropy)
             found = self.pairs.derivatives(sets, z, stats, dlogp, dentropy)
             dproducts.index_copy_(0, sets.places, found)
-            worked += int((dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).sum())
+            worked += int(has_coefficient(dlogp, dentropy).sum())
             if hidden is not None:
                 chosen = _chosen_rows(head, sets.ids)
                 if tokens.vocab is None:

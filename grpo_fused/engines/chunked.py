@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks, longest_chunk
-from grpo_fused.engines.gradients import GradientSums, lifted
+from grpo_fused.engines.gradients import GradientSums, has_coefficient, lifted
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, Head
 from grpo_fused.engines.rows import RowWork, TorchRows
-from grpo_fused.engines.scratch import scratch_budget
+from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
@@ -79,11 +79,7 @@ class _Plan(NamedTuple):
         chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
         if chunk_rows > _ROW_MULTIPLE:
             chunk_rows -= chunk_rows % _ROW_MULTIPLE
-        if chunk_rows < 1 and max_scratch_bytes is not None:
-            raise ValueError(
-                f"max_scratch_bytes={max_scratch_bytes} is too small: one token of a vocabulary of {head.vocab_size} "
-                f"takes {(1 + temporaries) * row_bytes + widened} bytes of scratch"
-            )
+        check_fits_a_token(max_scratch_bytes, chunk_rows, (1 + temporaries) * row_bytes + widened, head.vocab_size)
         return cls(max(chunk_rows, 1), block_rows, row_bytes, temporaries, widened)
 
 
@@ -122,24 +118,17 @@ class ChunkedEngine:
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`."""
-        head, tokens, coefficients = work.head, work.tokens, work.coefficients
+        head, tokens = work.head, work.tokens
         slab = self._slab(head, work.longest, self._plan(head, work.max_scratch_bytes))
         rows_of = slab.row_work
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
-        one_launch = (
-            isinstance(coefficients, TokenObjective)
-            and tokens.vocab is None
-            and head.gradient_dtype != torch.float16
-            and coefficients.config.token_alone
-            and coefficients.config.loss_type in rows_of.policies
-        )
-        options = objective_numbers(coefficients.config) if isinstance(coefficients, TokenObjective) else None
-        parts = []
+        objective, parts = _in_one_launch(work, rows_of), []
         for part, taken in work.parts():
             logits, out = slab.logits(tokens, taken), slab.dlogits(taken.shape[0])
-            if one_launch and options is not None and isinstance(coefficients, TokenObjective):
-                inputs = token_inputs(coefficients.batch.select(part), coefficients.config)
+            if objective is not None:
+                inputs = token_inputs(objective.batch.select(part), objective.config)
+                options = objective_numbers(objective.config)
                 parts.append(rows_of.loss(logits, inputs, options, out, with_entropy=work.with_entropy).statistics)
                 sums.add(taken, out, None)
                 continue
@@ -147,8 +136,8 @@ class ChunkedEngine:
                 stats = rows_of.statistics(logits, with_entropy=work.with_entropy)
             stats = work.known.select(part) if work.known is not None else tokens.merged(taken, stats)
             parts.append(stats)
-            dlogp, dentropy = coefficients(part, stats.logp, stats.entropy)
-            kept = _nonzero_rows(dlogp, dentropy) if work.skip_zeros and rows_of.picks_rows else None
+            dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy)
+            kept = _nonzero_rows(dlogp, dentropy) if work.skip_zeros and not rows_of.only_reads else None
             if kept is not None:
                 taken, stats, dlogp = taken[kept], stats.select(kept), dlogp[kept]
                 dentropy = None if dentropy is None else dentropy[kept]
@@ -165,11 +154,11 @@ class ChunkedEngine:
     def _plan(self, head: Head, max_scratch_bytes: int | None) -> _Plan:
         return _Plan.of(head, max_scratch_bytes, self._rows)
 
-    def _slab(self, head: Head, rows: int, plan: _Plan) -> _Slab:
-        return _Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
+    def _slab(self, head: Head, rows: int, plan: _Plan) -> Slab:
+        return Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
 
 
-class _Slab:
+class Slab:
     """The scratch of a call: memory for the logits of a chunk, reused by all chunks."""
 
     def __init__(self, head: Head, rows: int, block_rows: int, row_work: RowWork) -> None:
@@ -198,8 +187,16 @@ class _Slab:
             self._dlogits[:count, self.head.vocab_size : self._width] = 0.0
 
 
+def _in_one_launch(work: Work, rows: RowWork) -> TokenObjective | None:
+    """The objective, if the row work evaluates it in the launch that scores and differentiates."""
+    objective = work.coefficients
+    if not isinstance(objective, TokenObjective) or work.tokens.vocab is not None:
+        return None
+    supported = objective.config.token_alone and objective.config.loss_type in rows.policies
+    return objective if supported and work.head.gradient_dtype != torch.float16 else None
+
+
 def _nonzero_rows(dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
     """[K] int64: rows with a coefficient, or None if too few are without one to be worth leaving out."""
-    nonzero = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
-    rows = nonzero.nonzero().squeeze(1)
+    rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
     return rows if rows.shape[0] < _WORTH_SKIPPING * dlogp.shape[0] else None

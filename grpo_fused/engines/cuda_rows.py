@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
 import torch
 from torch import Tensor
 
-from grpo_fused._fakes import register_fakes
+from grpo_fused import _native
 from grpo_fused.kernels.row_types import (
     KL_ESTIMATORS,
     POLICIES,
@@ -27,20 +24,13 @@ def unavailable(device: torch.device | None = None, dtype: torch.dtype = torch.f
         return f"its row kernels run on CUDA devices, the tensors are on {device}"
     if dtype == torch.float64:
         return "its row kernels take float32 logits, not float64"
-    if not hasattr(torch.ops.grpo_fused_C, "row_loss"):
-        if importlib.util.find_spec("grpo_fused._native") is None:
-            return "this installation has no native extension"
-        reason: str | None = importlib.import_module("grpo_fused._native").cuda_available()
-        if reason is not None:
-            return reason
-    register_fakes()
-    return None
+    is_loaded = hasattr(torch.ops.grpo_fused_C, "row_loss")
+    return None if is_loaded else _native.cuda_available()
 
 
 class CudaRows:
     """See `rows.RowWork`; logits stay raw until the gradient is written."""
 
-    picks_rows = False
     only_reads = True
     policies = frozenset(POLICIES)
     temporaries = 0

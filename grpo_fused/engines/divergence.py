@@ -20,11 +20,11 @@ from torch import Tensor
 from grpo_fused import _native
 from grpo_fused.calls import NO_GRADIENT, HeadCall, OtherHead
 from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
-from grpo_fused.engines.chunked import ChunkedEngine, _Slab
+from grpo_fused.engines.chunked import ChunkedEngine, Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head
-from grpo_fused.engines.rows import LOWEST_LOG_P, RowWork, TorchRows, chain_, gradient_of_scores, z_
-from grpo_fused.kernels.row_types import Rows, Statistics
+from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
+from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
 from grpo_fused.layout import Layout, values_are_checked
 
 
@@ -85,7 +85,7 @@ class DivergenceEngine(ChunkedEngine):
         # eight temporaries at most; the plan counts three for each head
         block_rows = max(self._plan(head, work.max_scratch_bytes).block_rows // 2, 1)
         heads = [(head, tokens), *self.others]
-        slabs = [_Slab(of, work.longest, block_rows, TorchRows()) for of, _ in heads]
+        slabs = [Slab(of, work.longest, block_rows, TorchRows()) for of, _ in heads]
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
         for part, taken in work.parts():

@@ -58,16 +58,13 @@ class GradientSums:
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.need_weight:
-            self._add_weight(dlogits, self.head.operand(self.tokens.hidden_rows(rows)), scale)
+            first, hidden = self.weight is None, self.head.operand(self.tokens.hidden_rows(rows))
+            if self.weight is None:
+                self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
+            self.head.accumulate_weight_gradient(self.weight, dlogits, hidden, first=first, scale=scale)
         if self.needs.need_bias:
             dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
             self.bias += dbias if scale is None else dbias / scale
-
-    def _add_weight(self, dlogits: Tensor, hidden: Tensor, scale: Tensor | None) -> None:
-        first = self.weight is None
-        if self.weight is None:
-            self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
-        self.head.accumulate_weight_gradient(self.weight, dlogits, hidden, first=first, scale=scale)
 
     def _finish_sum(self) -> None:
         if self.pending is not None and self.hidden is not None:
@@ -82,6 +79,11 @@ class GradientSums:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
         return Gradients(self.hidden, self.weight, self.bias if self.needs.need_bias else None, self.rows)
+
+
+def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """[R] bool: rows with a gradient."""
+    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
 
 
 def lifted(work: Work, rows: Tensor, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fused import _native
 from grpo_fused.calls import Needs
 from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
-from grpo_fused.engines.gradients import GradientSums
+from grpo_fused.engines.gradients import GradientSums, has_coefficient
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 
@@ -58,7 +58,7 @@ class NativeEngine:
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
-        budget = _default_scratch() if max_scratch_bytes is None else max_scratch_bytes
+        budget = _budget(max_scratch_bytes)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
         plan = _Plan.of(head, num_tokens, dweight, budget)
@@ -74,7 +74,7 @@ class NativeEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        budget = _default_scratch() if work.max_scratch_bytes is None else work.max_scratch_bytes
+        budget = _budget(work.max_scratch_bytes)
         shape = (tokens.ids.shape[0], head.weight.shape[1])
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
         dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
@@ -230,8 +230,9 @@ def _product_dtype(head: Head) -> torch.dtype:
     return head.compute_dtype if head.softcap is None else torch.float32
 
 
-def _default_scratch() -> int:
-    return max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
+def _budget(max_scratch_bytes: int | None) -> int:
+    default = max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
+    return default if max_scratch_bytes is None else max_scratch_bytes
 
 
 def _parts(work: Work, budget: int) -> tuple[slice, ...]:
@@ -250,7 +251,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
 
 def _rows_with_gradient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
-    rows = (dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)).nonzero().squeeze(1)
+    rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
     saves = -(-rows.shape[0] // _native.LANES) < -(-dlogp.shape[0] // _native.LANES)
     return rows if saves else _all_rows(dlogp)
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.kernels.row_types import Statistics, Transform
+from grpo_fused.kernels.row_types import LOWEST_LOG_P, Statistics, Transform
+from grpo_fused.layout import segments
 
 _BLOCK_BYTES = 4 * 2**20
 """Rows that the torch operations copy at a time."""
@@ -120,7 +121,7 @@ class Pairs:
     def derivatives(self, sets: Sets, z: Tensor, stats: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
         """[K]: dL/d(product) of each candidate."""
         token, transform = sets.token, sets.transform
-        log_p = (z - stats.max[token] - stats.log_sum[token]).clamp(min=-1e4)
+        log_p = (z - stats.max[token] - stats.log_sum[token]).clamp(min=LOWEST_LOG_P)
         p = log_p.exp()
         # 1 - p of the target from expm1: a confident token's gradient keeps its digits
         dz = dlogp[token] * torch.where(sets.is_target, -torch.expm1(stats.logp[token]), -p)
@@ -178,9 +179,3 @@ def _numbers(sets: Sets) -> tuple[Tensor, float, float]:
     each, number, scale, _ = sets.transform.numbers
     temperature = torch.full((len(sets.rows),), number) if each is None else each.contiguous()
     return temperature, scale, sets.transform.softcap or 0.0
-
-
-def segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tensor:
-    """`how` ("sum", "max") over each part offsets[s] <= k < offsets[s + 1] of x's rows."""
-    # unsafe: skips a check that would synchronise
-    return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True, initial=initial)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.kernels.row_types import (
+    LOWEST_LOG_P,
     Coefficients,
     ObjectiveNumbers,
     RowLoss,
@@ -21,17 +22,12 @@ from grpo_fused.kernels.row_types import (
     Transform,
 )
 
-LOWEST_LOG_P = -1e4
-"""Used for log 0 where it is multiplied by 0: finite, and its exponential is 0 in fp64 too."""
-
 
 class RowWork(Protocol):
     """The work on a chunk of logits [R, V] between the products of an engine."""
 
-    picks_rows: bool
-    """Whether `gradient` can be called for some of the rows of `statistics`."""
     only_reads: bool
-    """Whether logits of any float dtype can be given, and are not changed."""
+    """Whether logits of any float dtype can be given, and are not changed; if not, `gradient` can pick rows."""
     policies: frozenset[str]
     """Loss types whose objective `loss` evaluates itself."""
     temporaries: int
@@ -95,7 +91,6 @@ def _column(transform: Transform, like: Tensor) -> Tensor | float:
 class TorchRows:
     """Row work in torch operations, in blocks of `block_rows` rows with up to three temporaries of that size."""
 
-    picks_rows = True
     only_reads = False
     policies: frozenset[str] = frozenset()
     temporaries = 3

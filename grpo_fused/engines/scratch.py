@@ -14,6 +14,15 @@ accumulator. Measured on the CPU (AMX, 2 cores, bf16, H = 896, V = 151936, forwa
 """
 
 
+def check_fits_a_token(max_scratch_bytes: int | None, available: int, token_bytes: int, vocab_size: int) -> None:
+    """Raise if the caller's budget leaves no room for one token."""
+    if available < 1 and max_scratch_bytes is not None:
+        raise ValueError(
+            f"max_scratch_bytes={max_scratch_bytes} is too small: one token of a vocabulary of {vocab_size} takes "
+            f"{token_bytes} bytes of scratch"
+        )
+
+
 def scratch_budget(device: torch.device, max_scratch_bytes: int | None) -> int:
     """Bytes: the caller's number, or the device's default."""
     if max_scratch_bytes is not None:

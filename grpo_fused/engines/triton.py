@@ -21,7 +21,7 @@ import torch
 from grpo_fused.engines.base import Cost, Gradients, Work, longest_chunk
 from grpo_fused.engines.gradients import GradientSums, lifted
 from grpo_fused.engines.products import Head
-from grpo_fused.engines.scratch import scratch_budget
+from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.kernels.row_types import Coefficients, Statistics
 
 ROW_MULTIPLE = 128
@@ -72,11 +72,8 @@ class TritonEngine:
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
-            hidden, transform = (
-                head_launch.aligned(head.operand(tokens.hidden_rows(part))),
-                tokens.transform(head, part),
-            )
-            targets = tokens.target_rows(part)
+            hidden = head_launch.aligned(head.operand(tokens.hidden_rows(part)))
+            targets, transform = tokens.target_rows(part), tokens.transform(head, part)
             parts.append(head_launch.head_scores(hidden, weight, targets, transform, with_entropy=work.with_entropy))
             del hidden  # before the next copy is made
         return Statistics.concatenate(parts, head.weight, work.with_entropy)
@@ -93,11 +90,8 @@ class TritonEngine:
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
         for part, taken in work.parts():
-            hidden, transform = (
-                head_launch.aligned(head.operand(tokens.hidden_rows(taken))),
-                tokens.transform(head, taken),
-            )
-            place = slab.rows(taken.shape[0])
+            hidden = head_launch.aligned(head.operand(tokens.hidden_rows(taken)))
+            transform, place = tokens.transform(head, taken), slab.rows(taken.shape[0])
             if work.known is not None:
                 stats = work.known.select(part)
             else:
@@ -119,11 +113,7 @@ class TritonEngine:
 
     def _rows_of(self, head: Head, bytes_each: int, max_scratch_bytes: int | None) -> int:
         count = scratch_budget(head.weight.device, max_scratch_bytes) // bytes_each
-        if count < 1 and max_scratch_bytes is not None:
-            raise ValueError(
-                f"max_scratch_bytes={max_scratch_bytes} is too small: one token of a vocabulary of {head.vocab_size} "
-                f"takes {bytes_each} bytes of scratch"
-            )
+        check_fits_a_token(max_scratch_bytes, count, bytes_each, head.vocab_size)
         return max(count - count % ROW_MULTIPLE if count > ROW_MULTIPLE else count, 1)
 
 

@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused import engines, reference
+from grpo_fused import reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearLoss
-from grpo_fused.calls import CustomCall, HeadCall
-from grpo_fused.candidates import CandidateSets, checked
+from grpo_fused.calls import CustomCall
+from grpo_fused.candidates import CandidateSets
 from grpo_fused.custom import Evaluation, Objective, Scope
 from grpo_fused.engines import Impl
-from grpo_fused.engines.products import compute_dtype
-from grpo_fused.functional.head import needs_of
+from grpo_fused.functional.head import head_call, needs_of
 from grpo_fused.handshake import refusing_together
-from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.layout import Layout, active_tokens
 from grpo_fused.outputs import ObjectiveOutput
-from grpo_fused.parallel import ParallelGroups, whole
+from grpo_fused.parallel import ParallelGroups
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,8 +115,6 @@ def fused_linear_objective(
     """
     given = dict(inputs or {})
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
-        lm_head_weight = whole(lm_head_weight, process_group)
-        lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
         check.check_choice(scope, "scope", Scope)
         check.check_objective_scope(objective, scope)
         if scope == "token" and cu_seqlens is None:
@@ -125,29 +122,21 @@ def fused_linear_objective(
         else:
             check.check_ids(token_ids, cu_seqlens, "token_ids")
         layout = Layout.of(token_ids, cu_seqlens)
-        check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
-        check.check_mask(mask, token_ids, "mask")
+        head = head_call(
+            hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, layout, temperature=temperature,
+            logit_scale=logit_scale, softcap=softcap, impl=impl, max_scratch_bytes=max_scratch_bytes, compact=compact,
+            candidates=candidates, process_group=process_group,
+        )  # fmt: skip
         check.check_objective_inputs(given, layout)
-        check.check_head_numbers(temperature, logit_scale, softcap, layout)
-        check.check_scratch(max_scratch_bytes)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
-        compute = compute_dtype(hidden_states, lm_head_weight)
-        number, temperatures = split_temperature(temperature)
-        head = HeadCall(
-            hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
-            engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
-            ParallelGroups.encode(process_group), *checked(candidates, token_ids, mask, process_group),
-        )  # fmt: skip
         named_inputs = namedtuple("Inputs", given)(**given)  # type: ignore[misc]
         call = CustomCall(head, token_ids, mask, cu_seqlens, named_inputs, scope, with_entropy, needs_of(head))
         check.check_devices(call)
-        if head.impl == "reference":
-            check.check_one_process(process_group)
 
     if head.impl == "reference":
-        scores = reference.linear_logprobs(head, token_ids, mask, layout)
-        rows = (torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask != 0).reshape(-1).nonzero()[:, 0]
+        scores = reference.linear_logprobs(call, layout)
+        rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
         flat = {name: x.reshape(-1) for name, x in given.items()}
         evaluation = Evaluation(objective, flat, layout, rows, scope, with_entropy)
         entropies = scores.entropies if with_entropy else None
@@ -159,5 +148,5 @@ def fused_linear_objective(
         return ObjectiveOutput(
             loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach()
         )
-    loss, logps, entropies, _ = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call, objective)
+    loss, logps, entropies, _ = LinearLoss.apply(*head.tensors, call, objective)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

@@ -10,12 +10,10 @@ from torch import Tensor
 from grpo_fused import reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearLoss
-from grpo_fused.calls import DivergenceCall, HeadCall, OtherHead
-from grpo_fused.engines.products import compute_dtype
-from grpo_fused.functional.head import beside, needs_of
-from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.calls import DivergenceCall, OtherHead
+from grpo_fused.functional.head import beside, head_call, needs_of
+from grpo_fused.layout import Layout
 from grpo_fused.outputs import DivergenceOutput
-from grpo_fused.parallel import ParallelGroups
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 DivergenceImpl = Literal["auto", "chunked", "reference"]
@@ -112,18 +110,14 @@ def fused_linear_divergence(
         got = getattr(hidden_states, "shape", type(hidden_states).__name__)
         raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
     tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
-    layout = Layout.of_tokens(tokens)
-    check.check_head(hidden_states, lm_head_weight, lm_head_bias, tokens, "mask")
-    check.check_mask(mask, tokens, "mask")
-    check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
-    check.check_head_numbers(temperature, logit_scale, softcap, layout)
-    check.check_scratch(max_scratch_bytes)
-    number, temperatures = split_temperature(temperature)
-    compute, other = compute_dtype(hidden_states, lm_head_weight), OtherHead()
-    head = HeadCall(
-        hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, "chunked",
-        compute, max_scratch_bytes, compact, ParallelGroups.encode(None),
+    layout = Layout.of(tokens)
+    head = head_call(
+        hidden_states, lm_head_weight, lm_head_bias, tokens, mask, layout, temperature=temperature,
+        logit_scale=logit_scale, softcap=softcap, impl="chunked" if impl == "auto" else impl,
+        max_scratch_bytes=max_scratch_bytes, compact=compact, names=("mask", "mask"),
     )  # fmt: skip
+    check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
+    other = OtherHead()
     given = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
     if other_hidden_states is not None and other_lm_head_weight is not None and not any(given[2:]):
         head, other = beside(
@@ -146,6 +140,6 @@ def fused_linear_divergence(
     weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
     call = DivergenceCall(head, mask, weights, kind, beta, other, other_ids, other_logprobs, needs_of(head))
     check.check_devices(call)
-    if impl == "reference":
+    if head.impl == "reference":
         return reference.linear_divergence(call, layout)
-    return DivergenceOutput(*LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)[:3])
+    return DivergenceOutput(*LinearLoss.apply(*head.tensors, call)[:3])

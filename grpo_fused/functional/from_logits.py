@@ -110,7 +110,7 @@ def selective_logprobs(
         (logits.float() / temperature).log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     """
     check.check_token_ids(token_ids, "token_ids")
-    layout = Layout.of_tokens(token_ids)
+    layout = Layout.of(token_ids)
     check.check_logits(logits, token_ids)
     check.check_mask(mask, token_ids, "mask")
     check.check_head_numbers(temperature, 1.0, None, layout)

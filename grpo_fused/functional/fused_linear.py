@@ -8,20 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused import engines, reference
+from grpo_fused import reference
 from grpo_fused import validation as check
 from grpo_fused.autograd import LinearLogprobs, LinearLoss
-from grpo_fused.calls import HeadCall, LogprobsCall, LossCall, LossInputs
-from grpo_fused.candidates import CandidateSets, checked
+from grpo_fused.calls import LogprobsCall, LossCall, LossInputs
+from grpo_fused.candidates import CandidateSets
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.engines import Impl
-from grpo_fused.engines.products import compute_dtype
-from grpo_fused.functional.head import beside, needs_of
+from grpo_fused.functional.head import beside, head_call, needs_of
 from grpo_fused.handshake import refusing_together
-from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.layout import Layout
 from grpo_fused.metrics import loss_metric_names
 from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
-from grpo_fused.parallel import ParallelGroups, whole
+from grpo_fused.parallel import ParallelGroups
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -131,14 +130,14 @@ def fused_linear_grpo_loss(
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
-        lm_head_weight = whole(lm_head_weight, process_group)
-        lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
         check.check_ids(completion_ids, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
-        check.check_head(hidden_states, lm_head_weight, lm_head_bias, completion_ids, "completion_ids")
-        check.check_mask(completion_mask, completion_ids)
-        check.check_head_numbers(temperature, logit_scale, softcap, layout)
-        check.check_scratch(max_scratch_bytes)
+        head = head_call(
+            hidden_states, lm_head_weight, lm_head_bias, completion_ids, completion_mask, layout,
+            temperature=temperature, logit_scale=logit_scale, softcap=softcap, impl=impl,
+            max_scratch_bytes=max_scratch_bytes, compact=compact, candidates=candidates, process_group=process_group,
+            names=("completion_ids", "completion_mask"),
+        )  # fmt: skip
         inputs = LossInputs(
             advantages=advantages,
             completion_mask=completion_mask,
@@ -149,13 +148,6 @@ def fused_linear_grpo_loss(
             num_items_in_batch=check.as_num_items(num_items_in_batch, hidden_states.device),
         )
         check.check_loss_inputs(inputs, layout, config, with_heads=True)
-        compute = compute_dtype(hidden_states, lm_head_weight)
-        number, temperatures = split_temperature(temperature)
-        head = HeadCall(
-            hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
-            engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
-            ParallelGroups.encode(process_group), *checked(candidates, completion_ids, completion_mask, process_group),
-        )  # fmt: skip
         call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs_of(head))
         ref = ref_hidden_states, ref_lm_head_weight, ref_lm_head_bias
         if config.kl_estimator == "exact":
@@ -169,19 +161,16 @@ def fused_linear_grpo_loss(
                 f"got {config.kl_estimator!r}"
             )
         check.check_devices(call)
-        if head.impl == "reference":
-            check.check_one_process(process_group)
 
     if head.impl == "reference":
-        scores = reference.linear_logprobs(head, completion_ids, completion_mask, layout)
-        check.check_loss_values(inputs, layout)
+        scores = reference.linear_logprobs(call, layout)
         kl = reference.exact_kl(call, layout)
         out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config, kl)
         # autograd goes through every position, and computes only the gradients that are required
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
-    loss, logps, entropies, metrics = LinearLoss.apply(hidden_states, lm_head_weight, lm_head_bias, call)
+    loss, logps, entropies, metrics = LinearLoss.apply(*head.tensors, call)
     names = loss_metric_names(config, with_kl=call.with_kl, complete=with_metrics)
     has_entropies = with_metrics or config.needs_entropy
     return GRPOLossOutput(
@@ -240,28 +229,18 @@ def fused_linear_logprobs(
         entropies = -(log_p.exp() * log_p).sum(-1)
     """
     with nullcontext() if process_group is None else refusing_together(process_group):
-        lm_head_weight = whole(lm_head_weight, process_group)
-        lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
         check.check_token_ids(token_ids, "token_ids")
-        layout = Layout.of_tokens(token_ids)
-        check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, "token_ids")
-        check.check_mask(mask, token_ids, "mask")
-        check.check_head_numbers(temperature, logit_scale, softcap, layout)
-        check.check_scratch(max_scratch_bytes)
-        compute = compute_dtype(hidden_states, lm_head_weight)
-        number, temperatures = split_temperature(temperature)
-        head = HeadCall(
-            hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap,
-            engines.choose(impl, hidden_states.device, compute), compute, max_scratch_bytes, compact,
-            ParallelGroups.encode(process_group), *checked(candidates, token_ids, mask, process_group),
+        layout = Layout.of(token_ids)
+        head = head_call(
+            hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, layout, temperature=temperature,
+            logit_scale=logit_scale, softcap=softcap, impl=impl, max_scratch_bytes=max_scratch_bytes, compact=compact,
+            candidates=candidates, process_group=process_group,
         )  # fmt: skip
         call = LogprobsCall(head, token_ids, mask, with_entropy)
         check.check_devices(call)
-        if head.impl == "reference":
-            check.check_one_process(process_group)
 
     if head.impl == "reference":
-        scores = reference.linear_logprobs(head, token_ids, mask, layout)
+        scores = reference.linear_logprobs(call, layout)
         return scores if with_entropy else scores._replace(entropies=None)
-    logps, entropies = LinearLogprobs.apply(hidden_states, lm_head_weight, lm_head_bias, call)
+    logps, entropies = LinearLogprobs.apply(*head.tensors, call)
     return LogprobOutput(logps, entropies if with_entropy else None)

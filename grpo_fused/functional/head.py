@@ -3,20 +3,66 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from grpo_fused import engines
 from grpo_fused import validation as check
 from grpo_fused.calls import HeadCall, Needs, OtherHead
+from grpo_fused.candidates import CandidateSets, checked
+from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.engines.scratch import scratch_budget
-from grpo_fused.layout import Layout
-from grpo_fused.parallel import whole
+from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.parallel import ParallelGroups, whole
+
+
+def head_call(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    lm_head_bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    layout: Layout,
+    *,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    impl: Impl,
+    max_scratch_bytes: int | None,
+    compact: bool,
+    candidates: CandidateSets | None = None,
+    process_group: dist.ProcessGroup | ParallelGroups | None = None,
+    names: tuple[str, str] = ("token_ids", "mask"),
+) -> HeadCall:
+    """The head's part of a call, checked, with the engine that `impl` chooses.
+
+    Args:
+        layout: that of the token ids, which are checked already.
+        names: of the ids and the mask in errors.
+    """
+    lm_head_weight = whole(lm_head_weight, process_group)
+    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
+    check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, names[0])
+    check.check_mask(mask, token_ids, names[1])
+    check.check_head_numbers(temperature, logit_scale, softcap, layout)
+    if max_scratch_bytes is not None:
+        check.check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
+    compute = compute_dtype(hidden_states, lm_head_weight)
+    engine = engines.choose(impl, hidden_states.device, compute)
+    if engine == "reference" and process_group is not None:
+        raise ValueError("impl='reference' supports one process only; got a process_group")
+    number, temperatures = split_temperature(temperature)
+    return HeadCall(
+        hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, engine, compute,
+        max_scratch_bytes, compact, ParallelGroups.encode(process_group),
+        *checked(candidates, token_ids, mask, process_group),
+    )  # fmt: skip
 
 
 def needs_of(head: HeadCall) -> Needs:
     """Which gradients autograd will request."""
-    tensors = (head.hidden_states, head.lm_head_weight, head.lm_head_bias)
-    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))
+    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head.tensors))
 
 
 def beside(

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.advantages import Aggregation, ScaleRewards
 from grpo_fused.engines import Impl
+from grpo_fused.options import check_options, option
 from grpo_fused.rollout_corrections import ImportanceSamplingMode
 
 LRSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["no", "bf16", "fp16"]
-
-
-NAMES = {int: "an integer", float: "a number", bool: "true or false", GRPOLossConfig: "a GRPOLossConfig"}
-
-
-def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
-    """A finite number with its range, checked by `GRPOTrainerConfig`: from `least`, or above 0 if it is `positive`."""
-    return field(default=default, metadata={"least": least, "positive": positive, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +125,7 @@ class GRPOTrainerConfig:
     def __post_init__(self) -> None:
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", () if self.report_to == "none" else (self.report_to,))
-        hints = get_type_hints(type(self))
-        for f in fields(self):
-            _check(f.name, getattr(self, f.name), hints[f.name], **f.metadata)
+        check_options(self)
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
         if self.eval_samples == 1:
@@ -153,25 +142,3 @@ class GRPOTrainerConfig:
     def rollout_size(self) -> int:
         """Completions in a rollout, over all processes."""
         return self.prompts_per_step * self.num_generations
-
-
-def _check(
-    name: str, value: Any, hint: Any, *, least: float = 0, positive: bool = False, most: float = math.inf
-) -> None:
-    """Raises unless an option is of its type, and a number in its range."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) or NoneType in get_args(hint) else (hint,)
-    kind, choices = kinds[0], [choice for one in kinds for choice in get_args(one) if get_origin(one) is Literal]
-    if value is None and NoneType in kinds:
-        return
-    if choices and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
-        raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
-    is_number = kind in (int, float)
-    accepted: Any = (int, float) if kind is float else kind if kind in (int, bool, GRPOLossConfig) else object
-    if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
-        raise TypeError(f"{name} must be {NAMES.get(kind, kind.__name__)}; got {value!r}")
-    if is_number and not (least <= value <= most and math.isfinite(value) and (value or not positive)):
-        lower = "positive" if positive else f"at least {least}"
-        upper = "finite" if most == math.inf else f"at most {most}"
-        raise ValueError(f"{name} must be {lower} and {upper}; got {value}")

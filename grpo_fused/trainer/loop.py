@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import engines, group_advantages, share_failures
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
-from grpo_fused.rewards import RewardModel
+from grpo_fused.rewards import RewardFunction, RewardModel
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Row, Rows, Stream, check_rows
 from grpo_fused.trainer.evaluation import evaluate
@@ -29,7 +29,7 @@ from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, pr
 from grpo_fused.trainer.policy import Policy, Reference, disable_dropout
 from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
-from grpo_fused.trainer.scoring import RewardFunction, reward_names, reward_weights_of, score_completions
+from grpo_fused.trainer.scoring import reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.state import RunState
 from grpo_fused.trainer.update import Updater
 

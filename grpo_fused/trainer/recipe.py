@@ -16,15 +16,15 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
-from grpo_fused.rewards import RewardModel, built_in
+from grpo_fused.options import option
+from grpo_fused.rewards import RewardFunction, RewardModel, built_in
 from grpo_fused.trainer.checkpoint import quiet
-from grpo_fused.trainer.config import GRPOTrainerConfig, option
+from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, Rows, check_rows, is_file, load_rows
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import check_trackers
 from grpo_fused.trainer.reasoning_gym import REASONING_GYM, problems
 from grpo_fused.trainer.rollout import RolloutEngine
-from grpo_fused.trainer.scoring import RewardFunction
 from grpo_fused.trainer.tasks import TASKS, format_rows
 
 
@@ -167,7 +167,8 @@ class Recipe(GRPOTrainerConfig):
 
     def train_rows(self) -> Rows:
         """The training data: rows, or a function that makes them."""
-        return self._formatted(self._raw(self.dataset, self.subset, self.split, self.limit))
+        rows = self._raw(self.dataset, self.subset, self.split, self.limit)
+        return (lambda index: self._format([rows(index)])[0]) if callable(rows) else self._format(rows)
 
     def eval_rows(self) -> list[Row] | None:
         """The held-out data, if any."""
@@ -196,9 +197,6 @@ class Recipe(GRPOTrainerConfig):
         if not callable(rows):
             return load_rows(list(rows), limit=limit)
         return rows if limit is None else [rows(index) for index in range(limit)]  # type: ignore[no-any-return]
-
-    def _formatted(self, rows: Rows) -> Rows:
-        return (lambda index: self._format([rows(index)])[0]) if callable(rows) else self._format(rows)
 
     def _format(self, rows: Sequence[Row]) -> Sequence[Row]:
         if self.task is not None:

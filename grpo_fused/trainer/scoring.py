@@ -10,12 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grpo_fused.rewards.calling import RewardError, RewardFunction, call_reward_functions, check_time_limit
+from grpo_fused.rewards.calling import RewardFunction, call_reward_functions, check_time_limit
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.data import Row, check_rows
-
-__all__ = ["RewardError", "RewardFunction", "Row", "reward_names", "score_completions"]
-
 
 _MAX_REWARD = torch.finfo(torch.float32).max  # beyond it a finite reward would become an infinite one
 

@@ -15,7 +15,7 @@ from grpo_fused import (
     fused_linear_objective,
     pipeline,
 )
-from grpo_fused.engines.chunked import _Slab
+from grpo_fused.engines.chunked import Slab
 from grpo_fused.engines.rows import TorchRows
 from grpo_fused.parallel import counting
 
@@ -147,7 +147,7 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
         options["max_scratch_bytes"] = 1
     elif rank == 1 and what == "score":
         options["impl"] = "chunked"
-        _fail_once("score", _Slab, "logits")
+        _fail_once("score", Slab, "logits")
     elif rank == 1 and what == "gradient":
         options["impl"] = "chunked"
         _fail_once("gradient", TorchRows, "gradient")

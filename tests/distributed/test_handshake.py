@@ -19,8 +19,7 @@ def call(ids=IDS, mask=MASK, compact=True, **coefficients):
 
 
 def contents(**changes):
-    made = call(**changes)
-    return contents_of(made, made.forward.mask)
+    return contents_of(call(**changes))
 
 
 def test_form_has_options_and_which_tensors_are_given():

@@ -11,9 +11,9 @@ from grpo_fused.integrations.liger import FusedLinearGRPOLoss, grpo_loss_from_lo
 BAD_OPTIONS = {
     "loss_type": ({"loss_type": "gmpo"}, "loss_type must be one of grpo"),
     "level": ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
-    "beta": ({"beta": -0.1}, "beta must be >= 0"),
+    "beta": ({"beta": -0.1}, "beta must be at least 0"),
     "temperature": ({"temperature": 0.0}, "temperature must be > 0"),
-    "delta": ({"delta": 0.0}, "delta must be > 0"),
+    "delta": ({"delta": 0.0}, "delta must be (> 0|positive)"),
     "sapo": ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be > 0"),
 }
 

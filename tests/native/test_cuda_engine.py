@@ -18,8 +18,6 @@ from grpo_fused.kernels.row_types import Transform
 from native.building import CSRC
 from native.harness import GRADIENT, LOSS, STATISTICS, Layout, Options
 
-from grpo_fused.engines import cuda_rows
-
 LAYOUT = Layout(2, 64)
 CONFIGS = [
     make_config("dapo"),
@@ -90,7 +88,6 @@ def double(row_functions, monkeypatch):
         for schema, body in zip(schemas(), (row_statistics, row_gradient, row_loss), strict=True):
             library.define(schema)
             library.impl(body.__name__, body, "CompositeExplicitAutograd")
-        monkeypatch.setattr(cuda_rows, "register_fakes", lambda: None)
         yield device
     for name in ("row_statistics", "row_gradient", "row_loss"):
         vars(operators).pop(name, None)  # or they would seem to exist

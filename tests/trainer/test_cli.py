@@ -161,7 +161,7 @@ def test_wrong_recipes_end_with_the_reason(
         ("steps: 2", "lora: yes", "7: lora must have another type"),
         ("beta: 0.04", "bta: 0.04", "12: unknown option 'loss.bta'; did you mean 'loss.beta'?"),
         ("beta: 0.04", "beta: low", "12: loss.beta must be a number; got 'low'"),
-        ("beta: 0.04", "beta: -1", "12: beta must be >= 0; got -1.0"),
+        ("beta: 0.04", "beta: -1", "12: beta must be at least 0 and finite; got -1.0"),
         ("{name: length", "{nam: length", "6: unknown option 'rewards.nam'; did you mean 'name'?"),
         ("{name: length", "{weight: x, name: length", "6: rewards.weight must be a number; got 'x'"),
         ("{name: length", "{model: m, name: length", "5: rewards must each have exactly one of name, function and"),

@@ -1,0 +1,70 @@
+"""Options as fields of frozen dataclasses, checked by their annotations and ranges."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_NAMES = {int: "an integer", float: "a number", bool: "true or false"}
+_of_class: dict[type, list[_Option]] = {}  # read once: torch.compile cannot trace annotations
+
+
+def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
+    """A finite number with its range, checked by `check_options`: from `least`, or above 0 if it is `positive`."""
+    return field(default=default, metadata={"least": least, "positive": positive, "most": most})
+
+
+def check_options(options: Any) -> None:
+    """Raises unless each field of a dataclass is of its type, and a number in its range.
+
+    Values that equal a number or a choice (NumPy's numbers, enumerations of texts) become that.
+    """
+    cls = type(options)
+    if cls not in _of_class:
+        hints = get_type_hints(cls)
+        _of_class[cls] = [_Option(f.name, hints[f.name], **f.metadata) for f in fields(cls)]
+    for each in _of_class[cls]:
+        object.__setattr__(options, each.name, each.checked(getattr(options, each.name)))
+
+
+@dataclass
+class _Option:
+    name: str
+    hint: Any
+    least: float = -math.inf
+    positive: bool = False
+    most: float = math.inf
+
+    def __post_init__(self) -> None:
+        is_union = isinstance(self.hint, UnionType) or NoneType in get_args(self.hint)
+        kinds = get_args(self.hint) if is_union else (self.hint,)
+        self.kind, self.may_be_none = kinds[0], NoneType in kinds
+        self.choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+
+    def checked(self, value: Any) -> Any:
+        """The value, or the number or choice that it equals."""
+        name, kind, choices = self.name, self.kind, self.choices
+        if value is None and self.may_be_none:
+            return None
+        if choices:
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+            return choices[choices.index(value)]
+        if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
+            raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
+        is_number = kind in (int, float)
+        accepted: Any = Real if kind is float else kind if kind in (int, bool) or is_dataclass(kind) else object
+        if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
+            raise TypeError(f"{name} must be {_NAMES.get(kind, f'a {kind.__name__}')}; got {value!r}")
+        if not is_number:
+            return value
+        if not (self.least <= value <= self.most and abs(value) < math.inf and (value or not self.positive)):
+            lower = (
+                "positive and " if self.positive else f"at least {self.least} and " if self.least > -math.inf else ""
+            )
+            upper = "finite" if self.most == math.inf else f"at most {self.most}"
+            raise ValueError(f"{name} must be {lower}{upper}; got {value}")
+        return value if isinstance(value, int) else float(value)
