@@ -1,7 +1,8 @@
 """A plugin of vLLM: log-probs of sampled tokens as the trainer scores them, from vLLM's own hidden states.
 
-    llm = vllm.LLM(model, worker_extension_cls="grpo_fused.integrations.vllm_logprobs.ExactLogprobs", ...)
-    llm.collective_rpc("score_exactly")
+    extension = "grpo_fused.integrations.vllm_logprobs.ExactLogprobs"
+    llm = vllm.LLM(model, worker_extension_cls=extension, logprobs_mode="processed_logprobs")
+    llm.collective_rpc("score_exactly", kwargs={"temperature": 0.7})
     llm.generate(...)                        # the log-prob of each sampled token is exact
 
 vLLM rounds its logits to the model's dtype, with eight bits in bf16. Here the sampled tokens are scored once more by
