@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from with_vllm import test_sync
 from with_vllm.conftest import OPTIONS
 from with_vllm.models import build_policy, save
-from with_vllm.test_sync import largest_difference
 from with_vllm.test_training import RATIO, make_trainer
 
 from grpo_fused import CandidateSets, fused_linear_logprobs, importance_sampling_correction, lm_head_inputs
 from grpo_fused.integrations import vllm as integration
 from grpo_fused.integrations import vllm_logprobs
-from grpo_fused.trainer import Sampling, VLLMEngine, roll_out
+from grpo_fused.trainer import Rollout, Sampling, VLLMEngine, roll_out
 
 PROMPTS = [[72, 101, 108], [3, 4, 5, 6, 7, 8], [1, 2]]
 SAMPLING = Sampling(num_generations=4, max_completion_length=12, seed=5)
@@ -118,15 +118,21 @@ def test_tokens_stay_aligned_when_prompts_are_chunked_and_requests_preempted(
     engine = crowded_engine(tmp_path)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     preempt, preempted = scheduler._preempt_request, []
-    monkeypatch.setattr(
-        scheduler, "_preempt_request", lambda request, *rest: (preempted.append(request), preempt(request, *rest))
-    )
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    rollouts: list[Rollout] = []
+    monkeypatch.setattr(test_sync, "roll_out", lambda *given: rollouts.append(roll_out(*given)) or rollouts[-1])
     model = build_policy(4)
     engine.sync_weights(model)
     sampling = Sampling(num_generations=4, max_completion_length=40, temperature=temperature)
-    assert largest_difference(engine, model, sampling) < 1e-4
+    assert test_sync.largest_difference(engine, model, sampling) < 1e-4
     assert preempted
-    assert sum(len(call.token_ids) for call in calls) > 2 * 4 * 40  # also rows of unfinished prompts
+    # the rows of unfinished prompts too, which are no tokens
+    assert sum(len(call.token_ids) for call in calls) > rollouts[0].completion_mask.sum()
 
 
 _crowded: list[VLLMEngine] = []
