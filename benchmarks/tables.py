@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks.md, each from the newest run that has its section. No number is typed.
+"""The tables of README.md and the pages in docs/, each from the newest run that has its section. No number is typed.
 
 A table is a function from the folder of results to Markdown. `PAGES` has the names of the tables of each page; the page
 has a pair of markers for each name, and `benchmarks.report` writes between them.
@@ -334,6 +334,25 @@ def compiled(folder: Path) -> str:
     return "\n".join([*lines, "", f"For {kinds}; commit {run.machine['commit']}, {run.machine['date'][:10]}."])
 
 
+def mismatch(folder: Path) -> str:
+    """Differences between log-probs of vLLM and of the policy, by their cause."""
+    run = newest("cpu", "mismatch", folder)
+    if run is None:
+        return f"Mismatch by cause: {NOT_YET} (`python -m benchmarks.mismatch`)."
+    cases = run.sections["mismatch"]["cases"]
+    names = list(next(iter(next(iter(cases.values()))["policies"].values())))
+    lines = [f"| model | policy | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for case, found in sorted(cases.items()):
+        for policy, rows in found["policies"].items():
+            cells = [
+                f"{row['mean']:.2g}, {row['p99']:.2g}, {row['max']:.2g}; {row['outside']:.1%}"
+                for row in (rows[name] for name in names)
+            ]
+            lines.append(f"| {case} | {policy} | {' | '.join(cells)} |")
+    tokens = ", ".join(str(count) for count in sorted({found["tokens"] for found in cases.values()}))
+    return "\n".join([*lines, "", f"{tokens} sampled tokens of a model; {where(run)}."])
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "training-step": training_step,
@@ -350,12 +369,14 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "compiled": compiled,
     "study-runs": study_page.runs,
     "study-distribution": study_page.distribution,
+    "mismatch": mismatch,
 }
 """Name of a pair of markers to the text between them."""
 
 _PAGES = {
     "README.md": ("summary", "training-step"),
     "docs/integrations.md": ("training-step", "integration-steps"),
+    "docs/training.md": ("mismatch",),
     "docs/study.md": ("study-runs", "study-distribution"),
 }
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}

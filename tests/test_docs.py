@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 API = "docs/api.md"
 """Generated from docstrings: its blocks are signatures."""
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "api.md")]
-FRAGMENTS = {"docs/extending.md": 1, "docs/integrations.md": 2, "docs/scaling.md": 2}
+FRAGMENTS = {"docs/extending.md": 1, "docs/integrations.md": 2, "docs/scaling.md": 2, "docs/training.md": 1}
 """Blocks that are not run; a new one must be counted here."""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused import CandidateSets
+from grpo_fused.integrations.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Generation, Sampling
 
@@ -40,11 +41,14 @@ class VLLMEngine:
         gpu_memory_utilization: Share of the GPU's memory that vLLM may take; the trainer needs the rest.
         max_logprob_difference: Nats by which vLLM's log-probs may differ from the policy's after a sync, mean of a few
             tokens. Rounding to bf16 makes about 0.02.
+        exact_logprobs: Return the log-probs that `fused_linear_logprobs` gives vLLM's hidden states, not vLLM's own,
+            which are of rounded logits. It takes one more product with the head for each sampled token.
         **options: Further options of `vllm.LLM` (max_model_len, dtype, enforce_eager, ...).
 
     Raises:
         ImportError: vllm is not installed, or older than 0.32.
-        ValueError: Options ask for more than one worker: weights are handed over within the process.
+        ValueError: Options ask for more than one worker: weights are handed over within the process. Or for a
+            `worker_extension_cls` beside `exact_logprobs`, which is one.
     """
 
     def __init__(
@@ -53,18 +57,23 @@ class VLLMEngine:
         *,
         gpu_memory_utilization: float = 0.3,
         max_logprob_difference: float = 0.5,
+        exact_logprobs: bool = False,
         **options: Any,
     ) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if options.get(name, 1) != 1:
                 raise ValueError(f"{name} must be 1: vLLM runs in the trainer's process; got {options[name]}")
+        if exact_logprobs:
+            if (other := options.get("worker_extension_cls")) is not None:
+                raise ValueError(f"worker_extension_cls must not be set with exact_logprobs, which is one; got {other}")
+            options |= {"worker_extension_cls": f"{ExactLogprobs.__module__}.{ExactLogprobs.__name__}"}
         # the engine core in this process: weights are handed over as tensors
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm  # optional
 
         if Version(vllm.__version__) < Version(OLDEST):
             raise ImportError(f"vllm must be {OLDEST} or newer; got {vllm.__version__}")
-        self.vllm, self.max_logprob_difference = vllm, max_logprob_difference
+        self.vllm, self.max_logprob_difference, self.exact_logprobs = vllm, max_logprob_difference, exact_logprobs
         self.synced = False
         # vLLM makes a process group of one if there is none, and the trainer's processes would not find each other
         if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
@@ -114,21 +123,41 @@ class VLLMEngine:
 
         Raises:
             RuntimeError: `sync_weights` was not called: the weights are random.
+            ValueError: A repetition penalty with `exact_logprobs`, which do not have its effect.
         """
         if not self.synced:
             raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            sampling_params=[self._parameters(sampling, number) for number in range(len(prompts))],
-            use_tqdm=False,
-        )
+        with self._scores(sampling):
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                sampling_params=[self._parameters(sampling, number) for number in range(len(prompts))],
+                use_tqdm=False,
+            )
         completions = [completion for output in outputs for completion in output.outputs]
         return Generation.of_lists(
             [list(completion.token_ids) for completion in completions],
             [sampled_logprobs(completion) for completion in completions],
             sampling.pad_token_id,
-            [candidates_of(completion) for completion in completions] if sampling.truncates else None,
+            [candidates_of(one, checked=self.exact_logprobs) for one in completions] if sampling.truncates else None,
         )
+
+    @contextmanager
+    def _scores(self, sampling: Sampling) -> Iterator[None]:
+        """Within it log-probs are exact, if that is asked for. Not for the check of a sync: it is of vLLM's own."""
+        if not self.exact_logprobs:
+            yield
+            return
+        if sampling.repetition_penalty != 1:
+            raise ValueError(
+                "repetition_penalty must be 1 with exact_logprobs, which are without it; got "
+                f"{sampling.repetition_penalty}"
+            )
+        temperature = 1.0 if sampling.greedy else sampling.temperature
+        self.llm.collective_rpc("score_exactly", kwargs={"temperature": temperature, "truncated": sampling.truncates})
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc("score_as_vllm")
 
     def _parameters(self, sampling: Sampling, prompt: int) -> Any:
         """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
@@ -145,8 +174,12 @@ class VLLMEngine:
             include_stop_str_in_output=True,
             stop_token_ids=list(sampling.eos_token_ids),
             seed=seed,
-            # 0: of the sampled token only
-            logprobs=min(sampling.top_k or MOST_CANDIDATES, self.vocab_size) if sampling.truncates else 0,
+            # 0: of the sampled token only. top_k keeps all tokens that are as likely as the k-th: many, in bf16
+            logprobs=min(
+                2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES, MOST_CANDIDATES, self.vocab_size
+            )
+            if sampling.truncates
+            else 0,
             detokenize=bool(sampling.stop_strings),
         )
 
@@ -179,21 +212,25 @@ def sampled_logprobs(completion: Any) -> list[float]:
     return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
 
 
-def candidates_of(completion: Any) -> CandidateSets:
-    """The tokens that could be sampled at each position: those of finite log-prob.
+def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
+    """The tokens that could be sampled at each position: those whose log-prob is not -inf.
 
     Raises:
-        RuntimeError: Their probabilities do not sum to 1 within 1e-3: vLLM returned only a part of them.
+        RuntimeError: Their probabilities do not sum to 1 within 1e-3: vLLM returned only a part of them. Where
+            `ExactLogprobs` checked that, a log-prob is NaN instead.
     """
+    allowed = math.inf if checked else KEPT_TOLERANCE
     kept = [
-        {token: x.logprob for token, x in position.items() if x.logprob > -math.inf} for position in completion.logprobs
+        {token: x.logprob for token, x in position.items() if x.logprob != -math.inf}
+        for position in completion.logprobs
     ]
     for index, position in enumerate(kept):
         total = math.fsum(math.exp(logprob) for logprob in position.values())
-        if abs(total - 1.0) > 1e-3:
+        if not abs(total - 1.0) <= allowed:  # also if it is NaN
+            sums = "do not sum to 1" if math.isnan(total) else f"sum to {total:.4f}"
             raise RuntimeError(
                 f"vLLM must return all tokens that could be sampled; the probabilities of {len(position)} at token "
-                f"{index} of a completion sum to {total:.4f}. Set top_k (at most {MOST_CANDIDATES}), or a lower top_p"
+                f"{index} of a completion {sums}. Set top_k (at most {MOST_CANDIDATES}), or a lower top_p"
             )
     ids = [token for position in kept for token in position]
     sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)

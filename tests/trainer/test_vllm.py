@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,15 +22,19 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The part of the package that the engine uses; records the calls."""
     module = ModuleType("vllm")
     module.__version__ = "0.32.0"
-    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21}
+    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21, "rpc": []}
 
     class LLM:
         def __init__(self, **options: Any) -> None:
             calls["options"] = options
             self.model_config = SimpleNamespace(get_vocab_size=lambda: calls["vocab_size"])
 
-        def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-            calls["loaded"].update(kwargs["weights_iterator"])
+        def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+            if method == "reload_weights":
+                assert kwargs is not None
+                calls["loaded"].update(kwargs["weights_iterator"])
+            else:
+                calls["rpc"].append((method, kwargs))
 
         def apply_model(self, function: Any) -> None:
             calls["applied"] = function
@@ -40,6 +45,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
             sampling_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
             calls["prompts"], calls["parameters"] = prompts, sampling_params
+            calls["rpc"].append("generate")
 
             def position(token: int) -> dict[int, Any]:
                 return {token: SimpleNamespace(logprob=-token / 10), 99: SimpleNamespace(logprob=-9.0)}
@@ -98,6 +104,21 @@ def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> Non
     assert rollout.completions() == [[5, 1], [6, 7, 1]] * 2
     assert rollout.sampling_logps is not None
     torch.testing.assert_close(rollout.sampling_logps[:2], torch.tensor([[-0.5, -0.1, 0.0], [-0.6, -0.7, -0.1]]))
+
+
+def test_exact_log_probs_are_asked_for_during_a_rollout(vllm: Any) -> None:
+    engine = synced_engine(exact_logprobs=True)
+    module, _, name = vllm.calls["options"]["worker_extension_cls"].rpartition(".")
+    assert callable(getattr(import_module(module), name).score_exactly)
+    engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.7))
+    engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, greedy=True))
+    temperatures = [call[1]["temperature"] for call in vllm.calls["rpc"] if call[0] == "score_exactly"]
+    assert temperatures == [0.7, 1.0]
+    assert vllm.calls["rpc"][1:3] == ["generate", ("score_as_vllm", None)]
+    with pytest.raises(ValueError, match="repetition_penalty must be 1 with exact_logprobs"):
+        engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, repetition_penalty=1.1))
+    with pytest.raises(ValueError, match="worker_extension_cls must not be set with exact_logprobs"):
+        VLLMEngine("folder", exact_logprobs=True, worker_extension_cls="a.B")
 
 
 def test_an_engine_whose_log_probs_are_not_the_policys_is_refused(vllm: Any) -> None:

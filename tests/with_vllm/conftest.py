@@ -39,7 +39,10 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VLLMEng
 
     @cache
     def make(dtype: str = "float32", tied: bool = False) -> VLLMEngine:
-        return VLLMEngine(save(build_policy(tied=tied), tmp_path_factory.mktemp("policy")), dtype=dtype, **OPTIONS)
+        path = save(build_policy(tied=tied), tmp_path_factory.mktemp("policy"))
+        engine = VLLMEngine(path, dtype=dtype, exact_logprobs=True, **OPTIONS)
+        engine.exact_logprobs = False  # some tests switch it on
+        return engine
 
     return make
 
