@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import zlib
+
+gc.disable()  # imports and collection leave little garbage; enabled below
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:  # one of a worker for each core
@@ -62,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+    gc.freeze()  # a million objects that stay: each gc.collect() of a trainer would take half a second for them
+    gc.enable()
     if IS_WORKER:
         items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST))
 
