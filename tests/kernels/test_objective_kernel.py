@@ -40,20 +40,22 @@ GRID = [
 CALLS = ((0, False, False), (1, True, False), (2, False, True))  # seed, on_policy, with_ratio
 
 
+def pairs(config, call):
+    """Pairs of options that share code; policy and KL terms are computed separately and added."""
+    policy = ("policy", POLICIES[config.loss_type])
+    kl = ("kl", config.beta, config.kl_estimator, config.use_bias_correction_kl)
+    clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
+    bonus = ("bonus", config.entropy_coef)
+    found = {(policy, kl), (policy, bonus), (kl, bonus), (policy, call), (kl, call)}
+    return found if call[1] else found | {(policy, clip), (clip, bonus)}  # on-policy, nothing is clipped
+
+
 def covering(cases):
-    """Cases that have a pair of options for the first time; policy and KL terms are computed separately and added."""
-    seen, chosen = set(), []
-    for config, call in cases:
-        policy = ("policy", POLICIES[config.loss_type])
-        kl = ("kl", config.beta, config.kl_estimator, config.use_bias_correction_kl)
-        clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
-        bonus = ("bonus", config.entropy_coef)
-        pairs = {(policy, kl), (policy, bonus), (kl, bonus), (policy, call), (kl, call)}
-        if not call[1]:  # on-policy, nothing is clipped
-            pairs |= {(policy, clip), (clip, bonus)}
-        if not pairs <= seen:
-            chosen.append((config, call))
-            seen |= pairs
+    """Cases that have a pair of options for the first time, those with most such pairs first."""
+    wanted, chosen = set().union(*(pairs(*case) for case in cases)), []
+    while wanted:
+        chosen.append(max(cases, key=lambda case: len(pairs(*case) & wanted)))
+        wanted -= pairs(*chosen[-1])
     return chosen
 
 
