@@ -74,16 +74,16 @@ def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
     targets = torch.randint(0, vocab_size, (rows,), generator=g)
     logp = logits.double().log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
     mask = torch.rand(rows, generator=g) > 0.2
-    mask[[2, 3, 9, 10]] = True
+    mask[[2, 3, 8, 9, 10]] = True
     spread = torch.randn(rows, generator=g) * 0.4
-    spread[2], spread[3] = 30.0, -30.0
+    spread[2], spread[3], spread[8] = 30.0, -30.0, -1.0
     old, ref = (logp + spread).float(), (logp + torch.randn(rows, generator=g)).float()
     ref[9] += 40.0
     ref[10] = -math.inf
     for x in (old, ref):
         x[~mask] = torch.nan
-    advantages = torch.randn(3, generator=g)
-    advantages[1] = 0.0
+    signs = torch.tensor([1.0, 0.0, -1.0])  # of tokens 2 and 3; of token 8, beyond every bound
+    advantages = (torch.rand(3, generator=g) + 0.5) * (-signs if with_ratio else signs)
     layout = Layout(torch.Size((3, 4)), 3, None)
     inputs = LossInputs(
         advantages=advantages,
