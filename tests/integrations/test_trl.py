@@ -62,8 +62,8 @@ def both(folder: Any, tmp_path: Any, *, ours_as: Any = ours.FusedGRPOTrainer, **
 
 
 LOSSES = {
-    "grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}, "luspo": {}, "cispo": {"epsilon_high": 1.2}, "sapo": {},
-    "vespo": {},
+    "grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}, "luspo": {}, "cispo": {"epsilon_high": 1.2},
+    "sapo": {"sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.3}, "vespo": {"vespo_k_pos": 1.5, "vespo_k_neg": 2.5},
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
