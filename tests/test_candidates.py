@@ -44,7 +44,8 @@ def test_loss_is_that_of_a_dense_mask(config, head, whole, impl):
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_dtypes(dtype, impl):
-    case = with_sets(make_case(3, B=8, T=16, H=64, V=300, dtype=dtype, grid=0.02, logit_std=3.0), whole=0.1)
+    B, V = (2, 100) if impl == "triton" else (8, 300)
+    case = with_sets(make_case(3, B=B, T=16, H=64, V=V, dtype=dtype, grid=0.02, logit_std=3.0), whole=0.1)
     config = make_config("dapo", beta=0.1)
     got, want = (
         case.run(config, impl=impl, upstream=4.0),
@@ -58,9 +59,9 @@ def test_narrow_dtypes(dtype, impl):
 
 @pytest.mark.parametrize("impl", ["reference", *ENGINES])
 def test_against_autograd_through_a_masked_softmax(impl):
-    """Independent of the reference: random sets, 60 cases, log-probs, entropies and gradients of both."""
+    """Independent of the reference: random sets, 60 cases (6 interpreted), log-probs, entropies and gradients of both."""
     dtype, tol = PRECISION[impl]
-    for seed in range(12 if impl == "triton" else 60):
+    for seed in range(6 if impl == "triton" else 60):
         g = torch.Generator().manual_seed(seed)
         N, H, V = int(torch.randint(1, 9, (1,), generator=g)), int(torch.randint(1, 40, (1,), generator=g)), 23
         h, w = torch.randn(N, H, generator=g, dtype=torch.float64), torch.randn(V, H, generator=g, dtype=torch.float64)

@@ -188,6 +188,10 @@ PREPARED: dict[str, Callable[[Small, dict[str, Any]], Any]] = {
 }
 
 
+SMALLER = {"README.md": ("V = 8, 128, 256, 32000", "V = 8, 128, 256, 2000")}
+"""Sizes of a reader's problem, and those that run here: beside the call, the page computes all logits and their gradient."""
+
+
 def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, dict[str, Any]]]:
     """Each block that runs, its output, and the page's names so far."""
     small, module = Small(folder), types.ModuleType("page")
@@ -197,6 +201,7 @@ def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, dict[str, An
     for block in blocks(page):
         if block.language != "python" or block.not_run is not None:
             continue
+        block = block._replace(code=block.code.replace(*SMALLER.get(page, ("", ""))))
         for name in block.needs:
             names[name] = small.prepare(name, names)
         if block.ranks:

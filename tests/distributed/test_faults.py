@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from distributed.faults import losses, other_rows, run_pair, training, twice, without_launcher
-from trainer.test_processes import free_port
+from distributed.test_training import free_port
 
 from grpo_fused import share_failures
 from grpo_fused.trainer.checkpoint import checkpoints

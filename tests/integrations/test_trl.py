@@ -62,8 +62,8 @@ def both(folder: Any, tmp_path: Any, *, ours_as: Any = ours.FusedGRPOTrainer, **
 
 
 LOSSES = {
-    "grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}, "luspo": {}, "cispo": {"epsilon_high": 1.2}, "sapo": {},
-    "vespo": {},
+    "grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}, "luspo": {}, "cispo": {"epsilon_high": 1.2},
+    "sapo": {"sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.3}, "vespo": {"vespo_k_pos": 1.5, "vespo_k_neg": 2.5},
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -109,20 +109,24 @@ def allowed(loss: str, level: str, beta: float, setting: str) -> bool:
     return not (setting in ("sync-ref", "no-bias-correction") and beta == 0.0)
 
 
-def first_of_each(runs: list) -> list:
-    """What shows a loss type, a pair of level and beta, or a setting, for the first time."""
+def one_of_each(runs: list) -> list:
+    """A run for each setting: the one that shows most loss types, and pairs of level and beta, for the first time."""
     seen, chosen = set(), []
-    for run in runs:
-        loss, level, beta, setting = run
-        shown = {loss, (level, beta), setting}
-        if not shown <= seen:
-            chosen.append(run)
-            seen |= shown
+
+    def shown(run: tuple) -> set:
+        loss, level, beta, _ = run
+        return {loss, (level, beta)}
+
+    for setting in reversed(SETTINGS):  # the last ones go with few loss types and betas
+        run = max((run for run in runs if run[3] == setting), key=lambda run: len(shown(run) - seen))
+        chosen.append(run)
+        seen |= shown(run)
+    assert seen == {*LOSSES, *itertools.product(("token", "sequence"), (0.0, 0.1))}
     return chosen
 
 
 RUNS = covering_runs()
-GATE = first_of_each(RUNS)
+GATE = one_of_each(RUNS)
 
 
 def run_options(loss: str, level: str, beta: float, setting: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,21 +38,66 @@ def row_in_gate(variant) -> bool:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def evidence(request) -> list[dict]:
-    """All variants with --full."""
-    from benchmarks.aot_rows import variants
+def head_in_gate(variant) -> bool:
+    """For each table and architecture the kernel for scores, that for dlogits with most options; all small kernels.
 
-    chosen = [str(v) for v in variants() if request.config.getoption("--full") or row_in_gate(v)]
-    return json.loads(
-        compiled(f"""
-import json
-from dataclasses import asdict
-from benchmarks.aot_rows import inspect, variants
-chosen = [v for v in variants() if str(v) in {chosen!r}]
-print(json.dumps([{{**asdict(v), **asdict(inspect(v))}} for v in chosen]))
-""")
+    Candidates are for the tuner.
+    """
+    if variant.arch not in KINDS or variant.table.startswith("candidate"):
+        return False
+    return (
+        str(variant) in KEY_RESOURCES
+        or (variant.mode == "score" and variant.options == "plain" and not (variant.even and variant.table == "fp32"))
+        or (
+            variant.table == "bf16"
+            and variant.mode == "dlogits"
+            and variant.options == "full"
+            and variant.even == variant.config.tma
+        )
+        or (variant.table == "bf16" and variant.mode in ("finish", "pass") and variant.options == "full")
     )
+
+
+COMPILE = """
+import contextlib, io, json
+from dataclasses import asdict
+from benchmarks import aot_candidates, aot_head, aot_rows
+
+rows = [v for v in aot_rows.variants() if str(v) in ROWS]
+heads = [v for v in aot_head.variants() if str(v) in HEADS]
+unsafe = aot_rows.Variant("row_gradient_bwd_kernel", "sm_90", "fp32", "plain")
+if FEW:
+    aot_candidates.ARCHITECTURES, aot_candidates.DTYPES = ("sm_90", "gfx942"), ("bf16",)
+with contextlib.redirect_stdout(io.StringIO()):
+    candidates = aot_candidates.table()
+print(json.dumps({
+    "rows": [{**asdict(v), **asdict(aot_rows.inspect(v))} for v in rows],
+    "heads": [{**asdict(v), **asdict(aot_head.inspect(v)), "wants_tma": v.config.tma} for v in heads],
+    "candidates": candidates,
+    "without a barrier": aot_rows.barriers_hold(aot_rows.compile_variant(unsafe, IN_PLACE=False).asm["ptx"]),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def compilations(request) -> dict[str, Any]:
+    """Everything that these tests look at, compiled by one process; all variants with --full."""
+    from benchmarks import aot_head, aot_rows
+
+    full = request.config.getoption("--full")
+    rows = [str(v) for v in aot_rows.variants() if full or row_in_gate(v)]
+    heads = [str(v) for v in aot_head.variants() if full or head_in_gate(v)]
+    return json.loads(compiled(f"ROWS, HEADS, FEW = {rows}, {heads}, {not full}\n{COMPILE}"))
+
+
+@pytest.fixture(scope="module")
+def evidence(compilations) -> list[dict]:
+    return compilations["rows"]
+
+
+@pytest.fixture(scope="module")
+def head_evidence(compilations) -> list[dict]:
+    return compilations["heads"]
 
 
 def test_no_spill_and_wide_loads(evidence):
@@ -70,17 +116,12 @@ def test_shared_memory_within_limits(evidence):
         assert row["shared_kib"] <= SHARED_LIMIT[row["arch"]], row
 
 
-def test_in_place_gradient_has_its_barrier(evidence):
+def test_in_place_gradient_has_its_barrier(evidence, compilations):
     """A load, a barrier, a store, in this order, in every iteration; without the barrier the check finds the race."""
     in_place = [row for row in evidence if row["kernel"] != "row_statistics_fwd_kernel" and row["arch"] != "gfx942"]
     assert in_place
     assert all(row["barrier_before_store"] for row in in_place)
-    unsafe = compiled("""
-from benchmarks.aot_rows import Variant, barriers_hold, compile_variant
-variant = Variant("row_gradient_bwd_kernel", "sm_90", "fp32", "plain")
-print(barriers_hold(compile_variant(variant, IN_PLACE=False).asm["ptx"]))
-""")
-    assert unsafe.strip() == "False"
+    assert not compilations["without a barrier"]
 
 
 COUNT = """
@@ -126,43 +167,6 @@ def test_one_compilation_for_all_lengths_temperatures_and_options():
     assert compiled(COUNT).split() == ["1", "1", "1"]
     compiled_in = COUNT.replace("    head = ", "    flags['BLOCK'] = 512 * (1 + tokens % 2)\n    head = ")
     assert compiled(compiled_in).split() == ["2", "2", "2"], "the count must include compiled-in arguments"
-
-
-def head_in_gate(variant) -> bool:
-    """For each table and architecture the kernel for scores, that for dlogits with most options; all small kernels.
-
-    Candidates are for the tuner.
-    """
-    if variant.arch not in KINDS or variant.table.startswith("candidate"):
-        return False
-    return (
-        str(variant) in KEY_RESOURCES
-        or (variant.mode == "score" and variant.options == "plain" and not (variant.even and variant.table == "fp32"))
-        or (
-            variant.table == "bf16"
-            and variant.mode == "dlogits"
-            and variant.options == "full"
-            and variant.even == variant.config.tma
-        )
-        or (variant.table == "bf16" and variant.mode in ("finish", "pass") and variant.options == "full")
-    )
-
-
-@pytest.fixture(scope="module")
-def head_evidence(request) -> list[dict]:
-    """All variants with --full."""
-    from benchmarks.aot_head import variants
-
-    chosen = [str(v) for v in variants() if request.config.getoption("--full") or head_in_gate(v)]
-    return json.loads(
-        compiled(f"""
-import json
-from dataclasses import asdict
-from benchmarks.aot_head import inspect, variants
-chosen = [v for v in variants() if str(v) in {chosen!r}]
-print(json.dumps([{{**asdict(v), **asdict(inspect(v)), "wants_tma": v.config.tma}} for v in chosen]))
-""")
-    )
 
 
 def test_head_kernel_fits(head_evidence):
@@ -314,21 +318,9 @@ def test_key_kernels_take_no_more_than_before(evidence, head_evidence):
     assert not grown, "kernel: (registers, KiB) now, and at most"
 
 
-def test_kernels_of_candidate_sets_do_not_spill(request):
+def test_kernels_of_candidate_sets_do_not_spill(compilations, request):
     """All architectures and dtypes with --full."""
-    few = not request.config.getoption("--full")
-    rows = json.loads(
-        compiled(f"""
-import contextlib, io, json
-from benchmarks import aot_candidates
-if {few}:
-    aot_candidates.ARCHITECTURES, aot_candidates.DTYPES = ("sm_90", "gfx942"), ("bf16",)
-with contextlib.redirect_stdout(io.StringIO()):
-    rows = aot_candidates.table()
-print(json.dumps(rows))
-""")
-    )
-    assert len(rows) == (4 if few else 16)
-    for row in rows:
+    assert len(compilations["candidates"]) == (16 if request.config.getoption("--full") else 4)
+    for row in compilations["candidates"]:
         assert row["stack"] == 0, row
         assert row["registers"] <= 128, row

@@ -97,7 +97,7 @@ def test_scores(shape, config, exponentials):
         assert room.values.amax(1).eq(1.0).all(), "an offset is its tile's maximum"
 
 
-@pytest.mark.gate(keep=lambda option, dtype: dtype == torch.float32 or option in ("plain", "all"))
+@pytest.mark.gate(keep=lambda option, dtype: dtype == torch.float32 or option == "all")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_options(option, dtype):
@@ -211,8 +211,8 @@ def test_a_score_does_not_depend_on_the_batch(config):
 
     Interpreted, this shows that no choice depends on N; `make gpu` shows that products on a GPU round the same way.
     """
-    hidden, weight, targets = case((25, 40, 131), torch.bfloat16)
-    transform = transform_of("plain", 25, 131)
+    hidden, weight, targets = case((25, 40, 77), torch.bfloat16)  # two panels, two splits
+    transform = transform_of("plain", 25, 77)
 
     def scores(rows, **options):
         return head_scores(
@@ -223,7 +223,7 @@ def test_a_score_does_not_depend_on_the_batch(config):
     every = torch.arange(25)
     together = scores(every)
     order = torch.randperm(25, generator=torch.Generator().manual_seed(1))
-    for rows in (order, every[7:8], every[16:17], every[3:20], every[::5]):
+    for rows in (order, every[16:17], every[3:20]):
         for mine, want in zip(scores(rows), together, strict=True):
             assert torch.equal(mine, want[rows])
     room = Exponentials.empty(25, weight, torch.float32, transform, config=config)

@@ -40,20 +40,22 @@ GRID = [
 CALLS = ((0, False, False), (1, True, False), (2, False, True))  # seed, on_policy, with_ratio
 
 
+def pairs(config, call):
+    """Pairs of options that share code; policy and KL terms are computed separately and added."""
+    policy = ("policy", POLICIES[config.loss_type])
+    kl = ("kl", config.beta, config.kl_estimator, config.use_bias_correction_kl)
+    clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
+    bonus = ("bonus", config.entropy_coef)
+    found = {(policy, kl), (policy, bonus), (kl, bonus), (policy, call), (kl, call)}
+    return found if call[1] else found | {(policy, clip), (clip, bonus)}  # on-policy, nothing is clipped
+
+
 def covering(cases):
-    """Cases that have a pair of options for the first time; policy and KL terms are computed separately and added."""
-    seen, chosen = set(), []
-    for config, call in cases:
-        policy = ("policy", POLICIES[config.loss_type])
-        kl = ("kl", config.beta, config.kl_estimator, config.use_bias_correction_kl)
-        clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
-        bonus = ("bonus", config.entropy_coef)
-        pairs = {(policy, kl), (policy, bonus), (kl, bonus), (policy, call), (kl, call)}
-        if not call[1]:  # on-policy, nothing is clipped
-            pairs |= {(policy, clip), (clip, bonus)}
-        if not pairs <= seen:
-            chosen.append((config, call))
-            seen |= pairs
+    """Cases that have a pair of options for the first time, those with most such pairs first."""
+    wanted, chosen = set().union(*(pairs(*case) for case in cases)), []
+    while wanted:
+        chosen.append(max(cases, key=lambda case: len(pairs(*case) & wanted)))
+        wanted -= pairs(*chosen[-1])
     return chosen
 
 
@@ -72,16 +74,16 @@ def batch_and_logits(config, seed=0, on_policy=False, with_ratio=False):
     targets = torch.randint(0, vocab_size, (rows,), generator=g)
     logp = logits.double().log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
     mask = torch.rand(rows, generator=g) > 0.2
-    mask[[2, 3, 9, 10]] = True
+    mask[[2, 3, 8, 9, 10]] = True
     spread = torch.randn(rows, generator=g) * 0.4
-    spread[2], spread[3] = 30.0, -30.0
+    spread[2], spread[3], spread[8] = 30.0, -30.0, -1.0
     old, ref = (logp + spread).float(), (logp + torch.randn(rows, generator=g)).float()
     ref[9] += 40.0
     ref[10] = -math.inf
     for x in (old, ref):
         x[~mask] = torch.nan
-    advantages = torch.randn(3, generator=g)
-    advantages[1] = 0.0
+    signs = torch.tensor([1.0, 0.0, -1.0])  # of tokens 2 and 3; of token 8, beyond every bound
+    advantages = (torch.rand(3, generator=g) + 0.5) * (-signs if with_ratio else signs)
     layout = Layout(torch.Size((3, 4)), 3, None)
     inputs = LossInputs(
         advantages=advantages,

@@ -165,5 +165,5 @@ def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    programs = {"killed_while_saving": killed_while_saving, "shared": shared, "fails_on_one": fails_on_one}
+    programs = {"killed_while_saving": killed_while_saving, "fails_on_one": fails_on_one}
     programs[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]  # each has its own arguments

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.runs import shared
+from accelerate.state import AcceleratorState
+from distributed import faults
+from trainer import runs
 
 from grpo_fused.trainer.checkpoint import checkpoints
 
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
 """Absolute, on weights of size 0.2 after four optimizer steps at 1e-2: gradients are summed in another order, and Adam
 divides them by their own size."""
@@ -27,24 +30,24 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run(repo_root: Path, folder: Path, processes: int, kind: str, loss_type: str) -> Any:
+def run(folder: Path, processes: int, kind: str, loss_type: str) -> Any:
     folder.mkdir()
     if processes == 1:
-        shared(str(folder), kind, loss_type)
-        return outcome(folder, processes)
-    done = launch(repo_root, processes, "shared", str(folder), kind, loss_type)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        runs.shared(str(folder), kind, loss_type)
+    else:
+        assert [each.said for each in faults.run_pair(folder, faults.shared, kind, loss_type)] == ["done", "done"]
     return outcome(folder, processes)
 
 
-def launch(repo_root: Path, processes: int, *arguments: str) -> Any:
-    """A program of `trainer.runs`."""
-    path = os.pathsep.join([str(repo_root), str(repo_root / "tests")])
+def launch(processes: int, *arguments: str) -> Any:
+    """A program of `trainer.runs`, under torchrun."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     # not `accelerate launch --cpu`, which always starts one process
     launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
     command = [sys.executable, "-m", *launcher, "-m", "trainer.runs", *arguments]
-    return subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
 
 
 def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
@@ -62,10 +65,10 @@ def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list
         pytest.param("lora", "bnpo", id="ddp-lora-bnpo", marks=pytest.mark.full),
     ],
 )
-def test_two_processes_equal_one(repo_root: Path, tmp_path: Path, kind: str, loss_type: str) -> None:
+def test_two_processes_equal_one(tmp_path: Path, kind: str, loss_type: str) -> None:
     one_kind = "plain" if kind == "fsdp" else kind
-    weights, history = run(repo_root, tmp_path / "one", 1, one_kind, loss_type)
-    other_weights, other_history = run(repo_root, tmp_path / "two", 2, kind, loss_type)
+    weights, history = run(tmp_path / "one", 1, one_kind, loss_type)
+    other_weights, other_history = run(tmp_path / "two", 2, kind, loss_type)
     assert weights.keys() == other_weights.keys()
     moved = 0.0
     for name, value in weights.items():
@@ -81,9 +84,9 @@ def test_two_processes_equal_one(repo_root: Path, tmp_path: Path, kind: str, los
 
 
 @pytest.mark.full
-def test_a_failure_on_one_process_loses_no_training(repo_root: Path, tmp_path: Path) -> None:
+def test_a_failure_on_one_process_loses_no_training(tmp_path: Path) -> None:
     """The other one does not wait for it, and both save the training so far."""
-    done = launch(repo_root, 2, "fails_on_one", str(tmp_path), "raises")
+    done = launch(2, "fails_on_one", str(tmp_path), "raises")
     assert done.returncode != 0
     reason = "RewardError: reward function 'count_ones' raised ConnectionError: the judge is offline"
     assert f"PeerError: rank 1 of the process group failed: {reason}" in done.stderr
@@ -91,7 +94,7 @@ def test_a_failure_on_one_process_loses_no_training(repo_root: Path, tmp_path: P
 
 
 @pytest.mark.full
-def test_a_kill_of_one_process_ends_both(repo_root: Path, tmp_path: Path) -> None:
-    done = launch(repo_root, 2, "fails_on_one", str(tmp_path), "killed")
+def test_a_kill_of_one_process_ends_both(tmp_path: Path) -> None:
+    done = launch(2, "fails_on_one", str(tmp_path), "killed")
     assert done.returncode != 0
     assert "PeerError: another process of the group ended without an error" in done.stderr
