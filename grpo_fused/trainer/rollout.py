@@ -13,17 +13,19 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
 )
 
 from grpo_fused import CandidateSets
 from grpo_fused.heads.hidden import accepts
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.kept import RecordedSets, padded_sets
+from grpo_fused.trainer.sampling import Draw, RecordedSets, padded_sets
 
 
 class Rollout(NamedTuple):
@@ -288,12 +290,17 @@ class HuggingFaceEngine:
                 padded = pad_prompts(repeated[start : start + size], sampling.pad_token_id)
                 ids, mask = (tensor.to(self.model.device) for tensor in padded)
                 ends, kept = _Ends(sampling, self.tokenizer, ids), sampling.recorder()
+                processors: list[LogitsProcessor] = [] if sampling.greedy else [Draw()]
+                if sampling.truncates:
+                    processors.insert(0, kept)
+                elif sampling.temperature != 1 and not sampling.greedy:
+                    processors.insert(0, TemperatureLogitsWarper(sampling.temperature))
                 sequences = self.model.generate(  # type: ignore[operator]  # transformers types it as a Tensor
                     input_ids=ids,
                     attention_mask=mask.long(),
                     generation_config=_generation_config(sampling),
                     stopping_criteria=StoppingCriteriaList([ends]),
-                    logits_processor=LogitsProcessorList([kept] if sampling.truncates else []),
+                    logits_processor=LogitsProcessorList(processors),
                     synced_gpus=self.synced,
                     **self._prompt_cache(ids, mask),
                 )
@@ -369,24 +376,13 @@ class _Ends(StoppingCriteria):
 
 
 def _generation_config(sampling: Sampling) -> GenerationConfig:
-    options: dict[str, Any] = {"do_sample": False}
-    if sampling.truncates:
-        options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # `RecordedSets` does the rest
-    elif not sampling.greedy:
-        # always all of them: `generate` replaces None by its own defaults, such as a top_k of 50
-        options = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-        }
     return GenerationConfig(
         max_new_tokens=sampling.max_completion_length,
         eos_token_id=list(sampling.eos_token_ids),
         pad_token_id=sampling.pad_token_id,
         repetition_penalty=sampling.repetition_penalty,
+        do_sample=False,  # `Draw` samples
         use_cache=True,
-        **options,
     )
 
 

@@ -15,7 +15,7 @@ from trl.experimental.gmpo import GMPOConfig
 
 import grpo_fused.integrations.trl as ours
 from grpo_fused import CandidateSets
-from grpo_fused.trainer.kept import padded_sets
+from grpo_fused.trainer.sampling import padded_sets
 
 TRUNCATED: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8, "temperature": 0.9},

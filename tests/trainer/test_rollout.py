@@ -20,6 +20,7 @@ from transformers import (
 
 from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
 from grpo_fused.trainer.rollout import ending_token_ids, length_mask, micro_batches, pad_prompts
+from grpo_fused.trainer.sampling import BLOCK, draw
 
 EOS = 1
 
@@ -147,6 +148,36 @@ def test_the_eos_tokens_of_a_model(model: Qwen2ForCausalLM, tokenizer: PreTraine
     model.generation_config = GenerationConfig()
     with pytest.raises(ValueError, match="needs an EOS token"):
         ending_token_ids(model, tokenizer)
+
+
+@pytest.mark.parametrize("size", [1, 5, BLOCK, BLOCK + 1, 1000])
+def test_draws_have_their_probabilities(size: int) -> None:
+    """Chi-square of 100,000 draws, within 6 sigma; 30 % of the tokens are impossible."""
+    torch.manual_seed(0)
+    p = torch.randn(size).mul(2).softmax(0)
+    p[torch.rand(size) < 0.3] = 0.0
+    p[-1] = p[-1] if p.count_nonzero() else 1.0
+    counts = draw(p.expand(100_000, size)).bincount(minlength=size).double()
+    assert len(counts) == size
+    assert not counts[p == 0].any()
+    expected = 1e5 * p.double() / p.double().sum()
+    often = expected > 5
+    chi_square = ((counts - expected)[often].square() / expected[often]).sum()
+    freedom = max(int(often.sum()) - 1, 1)
+    assert chi_square < freedom + 6 * (2 * freedom) ** 0.5
+
+
+def test_a_draw_is_never_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the random number is at an end of its range, or a sum is rounded."""
+    for number in (0.0, 1 - 2.0**-53):
+        monkeypatch.setattr(torch, "rand", lambda *shape, number=number, **_: torch.full(shape, number).double())
+        for place in (0, 1, 127, 128, 500, 999):
+            p = torch.zeros(1, 1000)
+            p[0, place] = 0.3
+            assert draw(p).item() == place
+        p = torch.full((1, 1000), 1e-3)
+        p[0, 990:] = p[0, :7] = 0.0
+        assert draw(p).item() == (7 if number == 0 else 989)
 
 
 def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
