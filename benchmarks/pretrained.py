@@ -47,7 +47,7 @@ RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
 
 TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 128, 2047, 2e-5, 16
-PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 48, 1e-5
+PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 48, 2e-6
 HELD_OUT = 128
 
 
