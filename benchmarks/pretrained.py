@@ -302,7 +302,8 @@ def part(name: str, model: Path, work: Path, steps: int, until: float) -> None:
     args = (model, folder, steps, int(seed), until)
     complete = train_ours(*args) if kind == "ours" else train_trl(kind, *args)
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    append_jsonl(folder / "parts.jsonl", {"seconds": time.perf_counter() - begun, "peak_bytes": peak})
+    done = len(read_jsonl(folder / "steps.jsonl"))
+    append_jsonl(folder / "parts.jsonl", {"step": done, "seconds": time.perf_counter() - begun, "peak_bytes": peak})
     if complete:
         (folder / "complete").touch()
 
