@@ -45,6 +45,25 @@ def runs(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def summary(folder: Path) -> str:
+    """A sentence on our first run, and the time of a step in each trainer."""
+    run = newest("cpu", "pretrained", folder)
+    if run is None:
+        return "A pretrained model: not measured yet (`python -m benchmarks.pretrained`)."
+    found = run.sections["pretrained"]["runs"]
+    ours, accuracy = found["ours-0"], found["ours-0"]["accuracy"]
+    steps = ", ".join(
+        f"{found[f'{kind}-0']['median']['seconds']:.0f} s with {name}"
+        for kind, name in TRAINERS.items()
+        if f"{kind}-0" in found
+    )
+    return (
+        f"Gemma 3 270M (V = 262,144) learns sums of reasoning-gym: from {accuracy['before']:.0%} to "
+        f"{accuracy.get('after', 0.0):.0%} of {run.sections['pretrained']['held_out']} held-out problems in "
+        f"{ours['steps']} steps on two CPU cores. A step takes {steps} ([the study](docs/study.md))."
+    )
+
+
 def distribution(folder: Path) -> str:
     """What the recorded tokens say: errors of heads, sizes of candidate sets, and times of the loss."""
     run = newest("cpu", "real_rollouts", folder)

@@ -367,6 +367,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "end-to-end": end_to_end,
     "candidates": candidates,
     "compiled": compiled,
+    "study": study_page.summary,
     "study-runs": study_page.runs,
     "study-distribution": study_page.distribution,
     "mismatch": mismatch,
@@ -374,7 +375,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 """Name of a pair of markers to the text between them."""
 
 _PAGES = {
-    "README.md": ("summary", "training-step"),
+    "README.md": ("summary", "training-step", "study"),
     "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/training.md": ("mismatch",),
     "docs/study.md": ("study-runs", "study-distribution"),

@@ -151,6 +151,8 @@ class GRPOTrainer(RunState):
             lr=config.learning_rate,
             betas=config.adam_betas,
             weight_decay=config.weight_decay,
+            # one pass over weights, gradients and moments; accelerate does not notice the steps that it skips in fp16
+            fused=config.mixed_precision != "fp16",
         )
         self.policy.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.policy.model.eval()
