@@ -137,7 +137,7 @@ def pretrained_plot(section: dict[str, Any]) -> Figure:
         if "after" in found:
             line = [found["before"], found["after"]]
             accuracy.plot([0, 1], line, "o-", color=color[kind], linewidth=1.4, markersize=5)
-    rewards.legend(frameon=False, fontsize=8.5, loc="lower right")
+    rewards.legend(frameon=False, fontsize=8.5, loc="upper left")
     decorate(rewards, "Reward in training", "step", "mean reward")
     accuracy.set_xticks([0, 1], ["before", "after"])
     accuracy.set_xlim(-0.3, 1.3)
