@@ -48,9 +48,9 @@ def runs(folder: Path) -> str:
 def summary(folder: Path) -> str:
     """A sentence on our first run, and the time of a step in each trainer."""
     run = newest("cpu", "pretrained", folder)
-    if run is None:
+    found = {} if run is None else run.sections["pretrained"]["runs"]
+    if run is None or "after" not in found.get("ours-0", {}).get("accuracy", {}):
         return "A pretrained model: not measured yet (`python -m benchmarks.pretrained`)."
-    found = run.sections["pretrained"]["runs"]
     ours, accuracy = found["ours-0"], found["ours-0"]["accuracy"]
     steps = ", ".join(
         f"{found[f'{kind}-0']['median']['seconds']:.0f} s with {name}"
@@ -58,9 +58,10 @@ def summary(folder: Path) -> str:
         if f"{kind}-0" in found
     )
     return (
-        f"Gemma 3 270M (V = 262,144) learns sums of reasoning-gym: from {accuracy['before']:.0%} to "
-        f"{accuracy.get('after', 0.0):.0%} of {run.sections['pretrained']['held_out']} held-out problems in "
-        f"{ours['steps']} steps on two CPU cores. A step takes {steps} ([the study](docs/study.md))."
+        "After a short supervised start, Gemma 3 270M (V = 262,144) learns sums of reasoning-gym: from "
+        f"{accuracy['before']:.0%} to {accuracy['after']:.0%} of "
+        f"{run.sections['pretrained']['held_out']} held-out problems in {ours['steps']} steps "
+        f"on two CPU cores. A step takes {steps} ([the study](docs/study.md))."
     )
 
 

@@ -32,10 +32,15 @@ def draw(p: Tensor) -> Tensor:
     """`[R]` int64: a column of each row of p `[R, V]` fp32, with a probability in proportion to its value (>= 0).
 
     A column whose value is 0 is never drawn. Sums are in fp64 from blocks of fp32.
+
+    Raises:
+        ValueError: A row has NaN or inf, or only zeros.
     """
     blocks = torch.nn.functional.pad(p, (0, -p.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
+    if not ((ends[:, -1] > 0) & ends[:, -1].isfinite()).all():
+        raise ValueError("each row of probabilities must be finite, with a sum > 0: the model's logits have NaN or inf")
     below_one = 1 - 2.0**-52  # an index beyond the last positive value must not be found
     at = torch.rand(len(p), 1, dtype=torch.float64, device=p.device) * below_one * ends[:, -1:]
     block = torch.searchsorted(ends, at, right=True)

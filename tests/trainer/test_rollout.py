@@ -180,6 +180,14 @@ def test_a_draw_is_never_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
         assert draw(p).item() == (7 if number == 0 else 989)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_draw_of_no_distribution_is_refused(value: float) -> None:
+    p = torch.full((2, 300), 1 / 300)
+    p[1] = value
+    with pytest.raises(ValueError, match="must be finite, with a sum > 0"):
+        draw(p)
+
+
 def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     rollout = sampled(model, tokenizer, ["12+3="], max_completion_length=1, greedy=True)
     logits = model(torch.tensor([tokenizer("12+3=").input_ids])).logits[0, -1]
