@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.results import newest, where
-from benchmarks.tables import peak_mib, title, with_peers
+from benchmarks.speed_tables import peak_mib, title, with_peers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,54 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import study_page
-from benchmarks.results import Run, newest, newest_first, where
-from benchmarks.sweep import PLANS as GPU_PLANS
-
-NOT_YET = "not measured yet"
-SPEED_COLUMNS = (
-    "", "forward + backward", "× bare (p20 to p80)", "scoring", "× bare", "memory", "gradients off by",
-    "max \\|Δlogp\\|",
-)  # fmt: skip
-SUMMARY_PEERS = {"torch.compile": "torch.compile", "liger": "Liger", "trl": "TRL"}
-COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
-
-
-def summary(folder: Path) -> str:
-    """One row: time and memory of our loss and of its peers, from the newest CPU run that timed all of them."""
-    found = newest_first("cpu", "loss", folder)
-    run = next((run for run in found if _summary_case(run)), None)
-    if run is None:
-        return f"Time and memory: {NOT_YET} (`{COMMANDS['cpu']}`)."
-    case = _summary_case(run)
-    assert case is not None
-    names = {"native": "**grpo_fused**", **SUMMARY_PEERS}
-    cells = []
-    for name in names:
-        row = case["providers"][name]
-        mib = peak_mib(row)
-        cells.append(_ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
-    shape = case["shape"]
-    return "\n".join(
-        [
-            f"| {shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']} | "
-            + " | ".join(names.values())
-            + " |",
-            "|---" * (len(names) + 1) + "|",
-            "| time of forward + backward, memory beyond inputs and gradients | " + " | ".join(cells) + " |",
-            "",
-            f"{where(run)}, {run.machine['threads']} threads.",
-        ]
-    )
-
-
-def _summary_case(run: Run) -> dict[str, Any] | None:
-    """The first dense case in which ours and all of `SUMMARY_PEERS` were timed."""
-    for case in _dense(run).values():
-        rows = case["providers"]
-        if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
-            return case
-    return None
+from benchmarks import speed_tables, study_page
+from benchmarks.results import Run, newest, where
+from benchmarks.speed_tables import COMMANDS, NOT_YET, ms
 
 
 def training_step(folder: Path) -> str:
@@ -123,53 +78,6 @@ def integration_steps(folder: Path) -> str:
             these = [project for project in found if found[project] == text]
             lines += ["", text + (f" ({', '.join(these)})." if len(these) < len(found) else ".")]
     return "\n".join(lines)
-
-
-def speed(device: str, folder: Path) -> str:
-    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
-    run = newest(device, "loss", folder)
-    if run is None:
-        return _not_yet(device)
-    cases = with_peers(run)
-    ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
-    blocks = [_about(run), *(_speed_table(found, ours) for found in cases.values())]
-    alone = [row for name, found in _dense(run).items() if name not in cases for row in _alone_rows(found)]
-    if alone:
-        header = "| Other sizes | | forward + backward | × bare | scoring | × bare | memory |"
-        blocks.append("\n".join([header, "|---" * 7 + "|", *alone]))
-    if missing := _not_yet(device, run):
-        blocks.append(missing)
-    name = "gpu" if device == "cuda" else device
-    if any("not_timed" not in row for found in cases.values() for row in found["providers"].values()):
-        blocks.append(f"![time of forward and backward, relative to the bare products](plots/{name}-speed.svg)")
-    if any(peak_mib(row) is not None for found in cases.values() for row in found["providers"].values()):
-        blocks.append(f"![peak memory](plots/{name}-memory.svg)")
-    return "\n\n".join(blocks)
-
-
-def sparsity(device: str, folder: Path) -> str:
-    """Savings by inactive tokens: the time of each pattern relative to the dense case, per token of the batch."""
-    run = newest(device, "loss", folder)
-    header = "| problem | tokens with a gradient | | time | × bare | time / dense time |"
-    rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
-    if not rows:
-        return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
-    return "\n".join([header, "|---|---|---|---|---|---|", *rows])
-
-
-def providers(folder: Path) -> str:
-    """What is timed under each name, and why it was not run on a machine."""
-    runs = {device: newest(device, "loss", folder) for device in ("cpu", "cuda")}
-    known = {device: run.sections["loss"]["providers"] for device, run in runs.items() if run is not None}
-    if not known:
-        return "`benchmarks/providers.py` says what is timed under each name."
-    lines = ["<details><summary>What is timed under each name</summary>", "", "| name | what is timed | not run |"]
-    lines.append("|---|---|---|")
-    for name in dict.fromkeys(name for found in known.values() for name in found):
-        entries = {device: found[name] for device, found in known.items() if name in found}
-        absent = [f"{device}: {entry['unavailable']}" for device, entry in entries.items() if entry["unavailable"]]
-        lines.append(f"| {name} | {_cell(next(iter(entries.values()))['composition'])} | {_cell('; '.join(absent))} |")
-    return "\n".join([*lines, "", "</details>"])
 
 
 def accuracy(folder: Path) -> str:
@@ -256,7 +164,7 @@ def candidates(folder: Path) -> str:
     ]
     for name, row in found["calls"].items():
         names = {"bare-1": "one bare product", "bare-3": "bare products", "fill dW": "fill a fresh dW"}
-        lines.append(f"| {names.get(name, name)} | {_ms(row['ms']['median'])} | {row['times_bare']['median']:.4f} |")
+        lines.append(f"| {names.get(name, name)} | {ms(row['ms']['median'])} | {row['times_bare']['median']:.4f} |")
     memory = ", ".join(f"{name} {x / 2**20:.0f} MiB" for name, x in found["scratch_bytes"].items() if x is not None)
     lines += ["", f"Memory beyond inputs and gradients: {memory}.", "", "![sets by size](plots/candidates.svg)"]
     if (own := run.sections["candidates"].get("recorded")) is not None:
@@ -279,7 +187,7 @@ def _recorded(found: dict[str, Any]) -> Iterator[str]:
     yield "| | time | × dense loss |"
     yield "|---|---|---|"
     for name, row in found["calls"].items():
-        yield f"| {name} | {_ms(row['ms']['median'])} | {row['times_bare']['median']:.3f} |"
+        yield f"| {name} | {ms(row['ms']['median'])} | {row['times_bare']['median']:.3f} |"
 
 
 def _truncation(run: Run) -> Iterator[str]:
@@ -354,14 +262,14 @@ def mismatch(folder: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "summary": summary,
+    "summary": speed_tables.summary,
     "training-step": training_step,
     "integration-steps": integration_steps,
-    "cpu-speed": lambda folder: speed("cpu", folder),
-    "cpu-sparsity": lambda folder: sparsity("cpu", folder),
-    "gpu-speed": lambda folder: speed("cuda", folder),
-    "gpu-sparsity": lambda folder: sparsity("cuda", folder),
-    "providers": providers,
+    "cpu-speed": lambda folder: speed_tables.speed("cpu", folder),
+    "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
+    "gpu-speed": lambda folder: speed_tables.speed("cuda", folder),
+    "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
+    "providers": speed_tables.providers,
     "accuracy": accuracy,
     "growth": growth,
     "end-to-end": end_to_end,
@@ -383,172 +291,3 @@ _PAGES = {
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}
 PAGES = _PAGES | {"docs/benchmarks.md": tuple(name for name in TABLES if name not in _ELSEWHERE)}
 """Page to the names of its tables."""
-
-
-def with_peers(run: Run) -> dict[str, Any]:
-    """The dense cases in which a peer was timed or tried."""
-    entries = run.sections["loss"]["providers"]
-    return {
-        name: found
-        for name, found in _dense(run).items()
-        if not all(entries[provider]["ours"] for provider in found["providers"])
-    }
-
-
-def _dense(run: Run) -> dict[str, Any]:
-    return {
-        name: found for name, found in run.sections["loss"]["cases"].items() if found["shape"]["pattern"] == "dense"
-    }
-
-
-def title(shape: dict[str, Any]) -> str:
-    """A problem as text."""
-    return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
-
-
-def peak_mib(row: dict[str, Any]) -> float | None:
-    """MiB beyond inputs and gradients: the resident set on a CPU, the allocator's on a GPU; None if not measured."""
-    found = row.get("memory_mib", {})
-    return found.get("resident", found.get("allocator"))
-
-
-def _not_yet(device: str, run: Run | None = None) -> str:
-    """A note that nothing was measured, or which of the GPU's problems were not."""
-    cases = {} if run is None else run.sections["loss"]["cases"]
-    shapes = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
-    lines = (
-        [] if run else [f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."]
-    )
-    if shapes and device == "cuda":
-        lines += ["", "| problem | bare products | ours | TRL | Liger |", "|---|---|---|---|---|"]
-        lines += [f"| {title(case.describe())} |" + f" {NOT_YET} |" * 4 for case in shapes]
-    return "\n".join(lines).strip()
-
-
-def _about(run: Run) -> str:
-    machine, section = run.machine, run.sections["loss"]
-    name = machine["name"]
-    if machine["device"] == "cpu":
-        name += f", {machine['cores']} cores, {machine['threads']} threads ({machine['native']})"
-    else:
-        name += f", copies at {section['copy_tb_per_s']:.1f} TB/s"
-    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
-    commit = machine["commit"] + (" with local changes" if machine["dirty"] else "")
-    load = f", load average {machine['load']} at the start" if "load" in machine else ""
-    return (
-        f"{name}; {versions}; Python {machine['python']}.\n"
-        f"Commit {commit}, {machine['date'][:10]}, {section['rounds']} rounds{load}. "
-        f"Repeat it with `{section['command']}`."
-    )
-
-
-def _speed_table(found: dict[str, Any], ours: set[str]) -> str:
-    shape, bare, rows = found["shape"], found["bare"], found["providers"]
-    product = 2 * shape["N"] * shape["H"] * shape["V"]
-    timed = sorted(
-        (name for name in rows if "not_timed" not in rows[name]),
-        key=lambda name: rows[name]["forward_backward"]["ms"]["median"],
-    )
-    lines = [
-        f"**{title(shape)}**",
-        "",
-        "| " + " | ".join(SPEED_COLUMNS) + " |",
-        "|" + "---|" * len(SPEED_COLUMNS),
-    ]
-    three, one = bare["bare-3"]["median"], bare["bare-1"]["median"]
-    lines.append(
-        f"| bare products | {_ms(three)}, {_rate(3 * product / three)} | 1 | {_ms(one)}, {_rate(product / one)} "
-        "| 1 | | | |"
-    )
-    for name in timed:
-        row = rows[name]
-        spread = row["forward_backward"]["times_bare"]
-        both, ratio, *others = _taken(row)
-        ratio += f" ({spread['p20']:.2f} to {spread['p80']:.2f})"
-        cells = [f"**{name}**" if name in ours else name, both, ratio, *others, *_errors(row["errors"])]
-        lines.append("| " + " | ".join(cells) + " |")
-    for name, row in rows.items():
-        if "not_timed" in row:
-            errors = _errors(row["errors"]) if "errors" in row else ["", ""]
-            lines.append(f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(errors)} |")
-    return "\n".join(lines)
-
-
-def _taken(row: dict[str, Any]) -> list[str]:
-    """Forward + backward and its ratio to the bare products, scoring and its ratio, memory."""
-    both, score = row["forward_backward"], row.get("scoring")
-    return [
-        _ms(both["ms"]["median"]),
-        f"{both['times_bare']['median']:.2f}",
-        _ms(score["ms"]["median"]) if score else "",
-        f"{score['times_bare']['median']:.2f}" if score else "",
-        _memory(row),
-    ]
-
-
-def _alone_rows(found: dict[str, Any]) -> Iterator[str]:
-    for name, row in found["providers"].items():
-        taken = [f"not timed: {_cell(row['not_timed'])}", *[""] * 4] if "not_timed" in row else _taken(row)
-        yield f"| {' | '.join([title(found['shape']), name, *taken])} |"
-
-
-def _sparse_rows(cases: dict[str, Any]) -> Iterator[str]:
-    for found in cases.values():
-        shape = found["shape"]
-        if shape["pattern"] == "dense":
-            continue
-        dense = cases.get(_dense_name(shape, cases))
-        for name, row in found["providers"].items():
-            if "not_timed" in row or (dense is not None and "not_timed" in dense["providers"].get(name, {})):
-                continue
-            both = row["forward_backward"]
-            of_dense = ""
-            if dense is not None and name in dense["providers"]:
-                whole = dense["providers"][name]["forward_backward"]["ms"]["median"] / dense["shape"]["N"]
-                of_dense = f"{both['ms']['median'] / shape['N'] / whole:.2f}"
-            yield (
-                f"| {title(shape)}, {shape['pattern']} | {found['shares']['gradient']:.0%} | {name} "
-                f"| {_ms(both['ms']['median'])} | {both['times_bare']['median']:.2f} | {of_dense} |"
-            )
-
-
-def _dense_name(shape: dict[str, Any], cases: dict[str, Any]) -> str:
-    """The dense case of the same head whose number of tokens is nearest."""
-    same = {
-        name: abs(found["shape"]["N"] - shape["N"])
-        for name, found in cases.items()
-        if found["shape"]["pattern"] == "dense" and all(found["shape"][k] == shape[k] for k in ("dtype", "H", "V"))
-    }
-    return min(same, key=lambda name: same[name], default="")
-
-
-def _errors(errors: dict[str, float | None]) -> list[str]:
-    """The larger error of the two gradients, and the error of the log-probs."""
-    gradients = [errors.get("dhidden"), errors.get("dweight")]
-    known = [error for error in gradients if error is not None]
-    return [_small(max(known)) if len(known) == 2 else "", _small(errors.get("logp"))]
-
-
-def _small(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
-
-
-def _rate(flop_per_ms: float) -> str:
-    """The rate of matrix products as text."""
-    gflops = flop_per_ms / 1e6
-    return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 1e4 else f"{gflops:.0f} GFLOP/s"
-
-
-def _memory(row: dict[str, Any]) -> str:
-    mib = peak_mib(row)
-    if mib is not None:
-        return f"{mib:.0f} MiB"
-    return _cell(row.get("memory_mib", {}).get("failed", ""))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

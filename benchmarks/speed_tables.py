@@ -1,0 +1,272 @@
+"""The tables of speed and memory, from the section `loss` of the newest run: see `benchmarks.tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Run, newest, newest_first, where
+from benchmarks.sweep import PLANS as GPU_PLANS
+
+NOT_YET = "not measured yet"
+SPEED_COLUMNS = (
+    "", "forward + backward", "× bare (p20 to p80)", "scoring", "× bare", "memory", "gradients off by",
+    "max \\|Δlogp\\|",
+)  # fmt: skip
+SUMMARY_PEERS = {"torch.compile": "torch.compile", "liger": "Liger", "trl": "TRL"}
+COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
+
+
+def summary(folder: Path) -> str:
+    """One row: time and memory of our loss and of its peers, from the newest CPU run that timed all of them."""
+    found = newest_first("cpu", "loss", folder)
+    run = next((run for run in found if _summary_case(run)), None)
+    if run is None:
+        return f"Time and memory: {NOT_YET} (`{COMMANDS['cpu']}`)."
+    case = _summary_case(run)
+    assert case is not None
+    names = {"native": "**grpo_fused**", **SUMMARY_PEERS}
+    cells = []
+    for name in names:
+        row = case["providers"][name]
+        mib = peak_mib(row)
+        cells.append(ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
+    shape = case["shape"]
+    return "\n".join(
+        [
+            f"| {shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']} | "
+            + " | ".join(names.values())
+            + " |",
+            "|---" * (len(names) + 1) + "|",
+            "| time of forward + backward, memory beyond inputs and gradients | " + " | ".join(cells) + " |",
+            "",
+            f"{where(run)}, {run.machine['threads']} threads.",
+        ]
+    )
+
+
+def _summary_case(run: Run) -> dict[str, Any] | None:
+    """The first dense case in which ours and all of `SUMMARY_PEERS` were timed."""
+    for case in _dense(run).values():
+        rows = case["providers"]
+        if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
+            return case
+    return None
+
+
+def speed(device: str, folder: Path) -> str:
+    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
+    run = newest(device, "loss", folder)
+    if run is None:
+        return _not_yet(device)
+    cases = with_peers(run)
+    ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
+    blocks = [_about(run), *(_speed_table(found, ours) for found in cases.values())]
+    alone = [row for name, found in _dense(run).items() if name not in cases for row in _alone_rows(found)]
+    if alone:
+        header = "| Other sizes | | forward + backward | × bare | scoring | × bare | memory |"
+        blocks.append("\n".join([header, "|---" * 7 + "|", *alone]))
+    if missing := _not_yet(device, run):
+        blocks.append(missing)
+    name = "gpu" if device == "cuda" else device
+    if any("not_timed" not in row for found in cases.values() for row in found["providers"].values()):
+        blocks.append(f"![time of forward and backward, relative to the bare products](plots/{name}-speed.svg)")
+    if any(peak_mib(row) is not None for found in cases.values() for row in found["providers"].values()):
+        blocks.append(f"![peak memory](plots/{name}-memory.svg)")
+    return "\n\n".join(blocks)
+
+
+def sparsity(device: str, folder: Path) -> str:
+    """Savings by inactive tokens: the time of each pattern relative to the dense case, per token of the batch."""
+    run = newest(device, "loss", folder)
+    header = "| problem | tokens with a gradient | | time | × bare | time / dense time |"
+    rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
+    if not rows:
+        return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
+    return "\n".join([header, "|---|---|---|---|---|---|", *rows])
+
+
+def providers(folder: Path) -> str:
+    """What is timed under each name, and why it was not run on a machine."""
+    runs = {device: newest(device, "loss", folder) for device in ("cpu", "cuda")}
+    known = {device: run.sections["loss"]["providers"] for device, run in runs.items() if run is not None}
+    if not known:
+        return "`benchmarks/providers.py` says what is timed under each name."
+    lines = ["<details><summary>What is timed under each name</summary>", "", "| name | what is timed | not run |"]
+    lines.append("|---|---|---|")
+    for name in dict.fromkeys(name for found in known.values() for name in found):
+        entries = {device: found[name] for device, found in known.items() if name in found}
+        absent = [f"{device}: {entry['unavailable']}" for device, entry in entries.items() if entry["unavailable"]]
+        lines.append(f"| {name} | {_cell(next(iter(entries.values()))['composition'])} | {_cell('; '.join(absent))} |")
+    return "\n".join([*lines, "", "</details>"])
+
+
+def with_peers(run: Run) -> dict[str, Any]:
+    """The dense cases in which a peer was timed or tried."""
+    entries = run.sections["loss"]["providers"]
+    return {
+        name: found
+        for name, found in _dense(run).items()
+        if not all(entries[provider]["ours"] for provider in found["providers"])
+    }
+
+
+def _dense(run: Run) -> dict[str, Any]:
+    return {
+        name: found for name, found in run.sections["loss"]["cases"].items() if found["shape"]["pattern"] == "dense"
+    }
+
+
+def title(shape: dict[str, Any]) -> str:
+    """A problem as text."""
+    return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
+
+
+def peak_mib(row: dict[str, Any]) -> float | None:
+    """MiB beyond inputs and gradients: the resident set on a CPU, the allocator's on a GPU; None if not measured."""
+    found = row.get("memory_mib", {})
+    return found.get("resident", found.get("allocator"))
+
+
+def _not_yet(device: str, run: Run | None = None) -> str:
+    """A note that nothing was measured, or which of the GPU's problems were not."""
+    cases = {} if run is None else run.sections["loss"]["cases"]
+    shapes = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
+    lines = (
+        [] if run else [f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."]
+    )
+    if shapes and device == "cuda":
+        lines += ["", "| problem | bare products | ours | TRL | Liger |", "|---|---|---|---|---|"]
+        lines += [f"| {title(case.describe())} |" + f" {NOT_YET} |" * 4 for case in shapes]
+    return "\n".join(lines).strip()
+
+
+def _about(run: Run) -> str:
+    machine, section = run.machine, run.sections["loss"]
+    name = machine["name"]
+    if machine["device"] == "cpu":
+        name += f", {machine['cores']} cores, {machine['threads']} threads ({machine['native']})"
+    else:
+        name += f", copies at {section['copy_tb_per_s']:.1f} TB/s"
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    commit = machine["commit"] + (" with local changes" if machine["dirty"] else "")
+    load = f", load average {machine['load']} at the start" if "load" in machine else ""
+    return (
+        f"{name}; {versions}; Python {machine['python']}.\n"
+        f"Commit {commit}, {machine['date'][:10]}, {section['rounds']} rounds{load}. "
+        f"Repeat it with `{section['command']}`."
+    )
+
+
+def _speed_table(found: dict[str, Any], ours: set[str]) -> str:
+    shape, bare, rows = found["shape"], found["bare"], found["providers"]
+    product = 2 * shape["N"] * shape["H"] * shape["V"]
+    timed = sorted(
+        (name for name in rows if "not_timed" not in rows[name]),
+        key=lambda name: rows[name]["forward_backward"]["ms"]["median"],
+    )
+    lines = [
+        f"**{title(shape)}**",
+        "",
+        "| " + " | ".join(SPEED_COLUMNS) + " |",
+        "|" + "---|" * len(SPEED_COLUMNS),
+    ]
+    three, one = bare["bare-3"]["median"], bare["bare-1"]["median"]
+    lines.append(
+        f"| bare products | {ms(three)}, {_rate(3 * product / three)} | 1 | {ms(one)}, {_rate(product / one)} "
+        "| 1 | | | |"
+    )
+    for name in timed:
+        row = rows[name]
+        spread = row["forward_backward"]["times_bare"]
+        both, ratio, *others = _taken(row)
+        ratio += f" ({spread['p20']:.2f} to {spread['p80']:.2f})"
+        cells = [f"**{name}**" if name in ours else name, both, ratio, *others, *_errors(row["errors"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, row in rows.items():
+        if "not_timed" in row:
+            errors = _errors(row["errors"]) if "errors" in row else ["", ""]
+            lines.append(f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(errors)} |")
+    return "\n".join(lines)
+
+
+def _taken(row: dict[str, Any]) -> list[str]:
+    """Forward + backward and its ratio to the bare products, scoring and its ratio, memory."""
+    both, score = row["forward_backward"], row.get("scoring")
+    return [
+        ms(both["ms"]["median"]),
+        f"{both['times_bare']['median']:.2f}",
+        ms(score["ms"]["median"]) if score else "",
+        f"{score['times_bare']['median']:.2f}" if score else "",
+        _memory(row),
+    ]
+
+
+def _alone_rows(found: dict[str, Any]) -> Iterator[str]:
+    for name, row in found["providers"].items():
+        taken = [f"not timed: {_cell(row['not_timed'])}", *[""] * 4] if "not_timed" in row else _taken(row)
+        yield f"| {' | '.join([title(found['shape']), name, *taken])} |"
+
+
+def _sparse_rows(cases: dict[str, Any]) -> Iterator[str]:
+    for found in cases.values():
+        shape = found["shape"]
+        if shape["pattern"] == "dense":
+            continue
+        dense = cases.get(_dense_name(shape, cases))
+        for name, row in found["providers"].items():
+            if "not_timed" in row or (dense is not None and "not_timed" in dense["providers"].get(name, {})):
+                continue
+            both = row["forward_backward"]
+            of_dense = ""
+            if dense is not None and name in dense["providers"]:
+                whole = dense["providers"][name]["forward_backward"]["ms"]["median"] / dense["shape"]["N"]
+                of_dense = f"{both['ms']['median'] / shape['N'] / whole:.2f}"
+            yield (
+                f"| {title(shape)}, {shape['pattern']} | {found['shares']['gradient']:.0%} | {name} "
+                f"| {ms(both['ms']['median'])} | {both['times_bare']['median']:.2f} | {of_dense} |"
+            )
+
+
+def _dense_name(shape: dict[str, Any], cases: dict[str, Any]) -> str:
+    """The dense case of the same head whose number of tokens is nearest."""
+    same = {
+        name: abs(found["shape"]["N"] - shape["N"])
+        for name, found in cases.items()
+        if found["shape"]["pattern"] == "dense" and all(found["shape"][k] == shape[k] for k in ("dtype", "H", "V"))
+    }
+    return min(same, key=lambda name: same[name], default="")
+
+
+def _errors(errors: dict[str, float | None]) -> list[str]:
+    """The larger error of the two gradients, and the error of the log-probs."""
+    gradients = [errors.get("dhidden"), errors.get("dweight")]
+    known = [error for error in gradients if error is not None]
+    return [_small(max(known)) if len(known) == 2 else "", _small(errors.get("logp"))]
+
+
+def _small(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def ms(value: float) -> str:
+    """A time in milliseconds as text."""
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _rate(flop_per_ms: float) -> str:
+    """The rate of matrix products as text."""
+    gflops = flop_per_ms / 1e6
+    return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 1e4 else f"{gflops:.0f} GFLOP/s"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    mib = peak_mib(row)
+    if mib is not None:
+        return f"{mib:.0f} MiB"
+    return _cell(row.get("memory_mib", {}).get("failed", ""))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
