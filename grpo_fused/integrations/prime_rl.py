@@ -11,32 +11,16 @@ need not be installed.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 from torch import Tensor
 
 from grpo_fused import fused_linear_logprobs
+from grpo_fused.integrations.releases import check_release
 
 SUPPORTED = {"0.8": "FusedOutputLinear, GemmaFusedOutputLinear"}
 """Release (all patch releases of it) to what of it is replaced."""
 
-
-def check_version(installed: str | None) -> None:
-    """Raise `ImportError` if this is a prime-rl release whose output layers are not known."""
-    if installed is not None and ".".join(installed.split(".")[:2]) not in SUPPORTED:
-        known = ", ".join(f"{release}.*" for release in SUPPORTED)
-        raise ImportError(f"grpo_fused.integrations.prime_rl knows the layers of prime-rl {known}; found {installed}")
-
-
-def _installed() -> str | None:
-    try:
-        return version("prime-rl")
-    except PackageNotFoundError:
-        return None
-
-
-check_version(_installed())
+check_release("prime-rl", SUPPORTED, optional=True)
 
 
 class FusedOutputLinear(torch.nn.Linear):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,29 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from grpo_fused import fused_linear_objective
 from grpo_fused.heads.hidden import replaced_forward
+from grpo_fused.integrations.releases import check_release
 from grpo_fused.outputs import ObjectiveOutput
 
 SUPPORTED = {"0.3": "torchtitan.components.loss.ChunkedLossWrapper"}
 """Release (all patch releases of it) to what of it is replaced."""
 
-
-def check_version(installed: str | None) -> None:
-    """Raise `ImportError` unless the loss wrapper of this torchtitan release is known."""
-    known = ", ".join(f"{release}.*" for release in SUPPORTED)
-    if installed is None:
-        raise ImportError(f"grpo_fused.integrations.torchtitan needs torchtitan ({known}); it is not installed")
-    if ".".join(installed.split(".")[:2]) not in SUPPORTED:
-        raise ImportError(f"grpo_fused.integrations.torchtitan knows the losses of {known}; found {installed}")
-
-
-def _installed() -> str | None:
-    try:
-        return version("torchtitan")
-    except PackageNotFoundError:
-        return None
-
-
-check_version(_installed())
+check_release("torchtitan", SUPPORTED)
 
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper  # noqa: E402
 from torchtitan.distributed.spmd_types import spmd_mesh_size  # noqa: E402

@@ -13,7 +13,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.form import candidate_forms
 from grpo_fused.heads.hidden import replaced_forward
 from grpo_fused.heads.modules import output_head
+from grpo_fused.integrations.releases import check_release
 
 SUPPORTED = {"0.9": "FusedLinearForPPO, linear_cross_entropy, patch_forward_with_backends"}
 """Release (all patch releases of it) to what of it is replaced."""
@@ -52,13 +52,7 @@ def patch_verl() -> None:
             does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on the head);
             Megatron, whose fused forward sums the gradient of the hidden states itself.
     """
-    try:
-        installed = version("verl")
-    except PackageNotFoundError:
-        raise ImportError("patch_verl needs verl (0.9.*); it is not installed") from None
-    if ".".join(installed.split(".")[:2]) not in SUPPORTED:
-        known = ", ".join(f"{release}.*" for release in SUPPORTED)
-        raise ImportError(f"patch_verl knows the fused heads of verl {known}; found verl {installed}")
+    check_release("verl", SUPPORTED)
     if _replaced:
         return
     products = importlib.import_module("verl.utils.experimental.torch_functional")

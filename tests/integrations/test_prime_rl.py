@@ -76,10 +76,3 @@ def test_bad_input():
         layer(hidden[..., :4], labels, temperature)
     with pytest.raises(TypeError, match="sampling_mask"):  # of later development versions
         layer(hidden, labels, temperature, sampling_mask=None)
-
-
-def test_versions():
-    prime_rl.check_version(None)
-    prime_rl.check_version("0.8.1.dev3")
-    with pytest.raises(ImportError, match=r"knows the layers of prime-rl 0\.8\.\*; found 0\.9\.0"):
-        prime_rl.check_version("0.9.0")

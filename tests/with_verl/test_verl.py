@@ -36,6 +36,7 @@ from verl.models.transformers import monkey_patch
 from verl.utils.experimental import torch_functional
 from verl.utils.kernel import linear_cross_entropy as kernels
 
+from grpo_fused.integrations import releases
 from grpo_fused.integrations import verl as adapter
 
 SIZES: dict[str, Any] = {
@@ -218,8 +219,8 @@ def test_patch_and_unpatch():
 
 
 def test_unknown_versions_are_refused(monkeypatch):
-    monkeypatch.setattr(adapter, "version", lambda _: "0.8.2")
-    with pytest.raises(ImportError, match=r"knows the fused heads of verl 0.9.\*; found verl 0.8.2"):
+    monkeypatch.setattr(releases, "version", lambda _: "0.8.2")
+    with pytest.raises(ImportError, match=r"knows verl 0.9.\*; found verl 0.8.2"):
         adapter.patch_verl()
 
 

@@ -12,7 +12,7 @@ Releases of TRL whose fused head is known: see `SUPPORTED`. Importing this with 
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from grpo_fused.integrations.releases import check_release
 
 SUPPORTED = {
     "1.15": "the same; without Triton TRL itself has no such functions, ours run",
@@ -20,24 +20,7 @@ SUPPORTED = {
 }
 """Release (all patch releases of it) to what of it is replaced."""
 
-
-def check_version(installed: str | None) -> None:
-    """Raise `ImportError` unless the fused head of this TRL release is known."""
-    known = ", ".join(f"{release}.*" for release in SUPPORTED)
-    if installed is None:
-        raise ImportError(f"grpo_fused.integrations.trl needs trl ({known}); it is not installed")
-    if ".".join(installed.split(".")[:2]) not in SUPPORTED:
-        raise ImportError(f"grpo_fused.integrations.trl knows the fused head of trl {known}; found trl {installed}")
-
-
-def _installed() -> str | None:
-    try:
-        return version("trl")
-    except PackageNotFoundError:
-        return None
-
-
-check_version(_installed())
+check_release("trl", SUPPORTED)
 
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, patch_trl, unpatch_trl, use_fused_head  # noqa: E402
 from grpo_fused.integrations.trl.trainer import FusedGMPOTrainer, FusedGRPOTrainer  # noqa: E402
@@ -47,7 +30,6 @@ __all__ = [
     "FusedGMPOTrainer",
     "FusedGRPOTrainer",
     "FusedLogProbFunction",
-    "check_version",
     "patch_trl",
     "unpatch_trl",
     "use_fused_head",

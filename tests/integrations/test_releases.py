@@ -1,0 +1,46 @@
+"""Releases of other packages that are refused when an integration is imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from grpo_fused.integrations import releases
+from grpo_fused.integrations.releases import check_release
+
+KNOWN = {"1.15": "", "1.16": ""}
+
+
+@pytest.mark.parametrize("installed", ["1.15.3", "1.16.0", "1.16.1.dev3"])
+def test_known_releases(installed, monkeypatch):
+    monkeypatch.setattr(releases, "version", lambda package: installed)
+    check_release("trl", KNOWN)
+
+
+@pytest.mark.parametrize("installed", ["1.14.2", "1.17.0", "1.1", "0.29.1", "2.0.0"])
+def test_other_releases(installed, monkeypatch):
+    monkeypatch.setattr(releases, "version", lambda package: installed)
+    with pytest.raises(ImportError, match=rf"knows trl 1.15.\*, 1.16.\*; found trl {installed}"):
+        check_release("trl", KNOWN)
+
+
+def test_an_absent_package(monkeypatch):
+    def absent(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(releases, "version", absent)
+    check_release("prime-rl", KNOWN, optional=True)
+    with pytest.raises(ImportError, match=r"needs trl 1.15.\*, 1.16.\* for this; it is not installed"):
+        check_release("trl", KNOWN)
+
+
+@pytest.mark.parametrize("module", ["trl", "prime_rl"])
+def test_importing_an_integration_checks_the_release(module, monkeypatch):
+    import importlib
+    import sys
+
+    monkeypatch.setattr(releases, "version", lambda package: "0.1")
+    monkeypatch.delitem(sys.modules, f"grpo_fused.integrations.{module}", raising=False)
+    with pytest.raises(ImportError, match="found .* 0.1"):
+        importlib.import_module(f"grpo_fused.integrations.{module}")
