@@ -8,8 +8,9 @@ and the next continues. The parts of a run are:
 
 1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` worked sums once, so that it writes the
    steps and the tags. All runs begin with its weights.
-2. Held-out accuracy (greedy), GRPO on new problems in each step, held-out accuracy again. The trainers get the same
-   problems in the same order, the same options, and sample with their own generators.
+2. GRPO on new problems in each step. The trainers get the same problems in the same order, the same options, and
+   sample with their own generators.
+3. Held-out accuracy (greedy) of the start and of each complete run, from its saved weights.
 
 Each step's time is split by hooks: `generation` is that of `model.generate`, `body` the forward and backward passes of
 the layers, `head` what is between them (head, loss and their gradients), `other` the rest (rewards, AdamW, checks).
@@ -48,7 +49,7 @@ RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
 TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 128, 2047, 2e-5, 16
 PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 48, 2e-6
-HELD_OUT = 128
+HELD_OUT = 384
 
 
 def recipe(model: Path, folder: Path, steps: int, seed: int) -> Recipe:
@@ -165,20 +166,14 @@ def train_ours(model: Path, folder: Path, steps: int, seed: int, until: float) -
     """A part of a run of our trainer; whether the run is complete."""
     options = recipe(model, folder, steps, seed)
     parts = load_parts(options)
-    held_out = held_out_rows(options)
     trainer = TimedTrainer(
         **(parts._asdict() | {"eval_dataset": None}), config=options, output_dir=options.output_dir, resume=True
     )
     trainer.until, trainer.clock = until, Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
     cut_jsonl(trainer.clock.file, trainer.steps_done)
-    if trainer.steps_done == 0:
-        score("before", trainer.model, trainer.tokenizer, held_out, folder)
     trainer.clock.restart()
     trainer.train()
-    complete = trainer.steps_done == steps
-    if complete:
-        score("after", trainer.model, trainer.tokenizer, held_out, folder)
-    return complete
+    return trainer.steps_done == steps
 
 
 class TimedTrainer(GRPOTrainer):
@@ -241,18 +236,13 @@ def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until
     )  # fmt: skip
     done = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
     clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
-    held_out = held_out_rows(recipe(model, folder, steps, seed))
     if done:
         cut_jsonl(clock.file, max(done))
     else:
         clock.file.write_text("")
-        score("before", trainer.model, tokenizer, held_out, folder)
     clock.restart()
     trainer.train(resume_from_checkpoint=bool(done))
-    complete = trainer.state.global_step == steps
-    if complete:
-        score("after", trainer.model, tokenizer, held_out, folder)
-    return complete
+    return trainer.state.global_step == steps
 
 
 def held_out_rows(options: Recipe) -> list[Any]:
@@ -266,15 +256,19 @@ def held_out_rows(options: Recipe) -> list[Any]:
         ]
         for index in range(count)
     }
-    rows = replace(options, eval_limit=4 * HELD_OUT).eval_rows() or []
+    drawn = replace(options, eval_limit=4 * HELD_OUT).eval_rows() or []
+    rows = list({row["prompt"]: row for row in drawn}.values())  # each once
     return [row for row in rows if not any(question in row["prompt"] for question in seen)][:HELD_OUT]
 
 
 @torch.no_grad()
-def score(when: str, model: Any, tokenizer: Any, rows: Any, folder: Path) -> None:
-    """Greedy accuracy on the held-out problems (a reward of 1 is a right answer), into `accuracy.json`."""
-    size, training, texts = 64, model.training, list[str]()
-    model.eval()
+def score(folder: Path, rows: Any, start: Path) -> None:
+    """Greedy accuracy of a run or of the start (a right answer has a reward of 1), into its folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=start)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved).eval(), AutoTokenizer.from_pretrained(start)
+    size, texts = 64, list[str]()
     for first in range(0, len(rows), size):
         batch = tokenizer(
             [row["prompt"] for row in rows[first : first + size]],
@@ -285,13 +279,10 @@ def score(when: str, model: Any, tokenizer: Any, rows: Any, folder: Path) -> Non
         with torch.autocast("cpu", torch.bfloat16):
             ids = model.generate(**batch, max_new_tokens=LENGTH, do_sample=False)
         texts += tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
-    model.train(training)
     rewards = score_answer_reward(texts, [row["score_answer"] for row in rows])
     right = sum(reward == 1.0 for reward in rewards) / len(rewards)
-    file = folder / "accuracy.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(known | {when: right, f"{when}_examples": texts[:3]}))
-    print(f"{when}: {right:.1%} of {len(rows)} held-out problems", flush=True)
+    (folder / "accuracy.json").write_text(json.dumps({"right": right, "of": len(rows), "examples": texts[:3]}))
+    print(f"{folder.name}: {right:.1%} of {len(rows)} held-out problems", flush=True)
 
 
 def part(name: str, model: Path, work: Path, steps: int, until: float) -> None:
@@ -313,7 +304,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     steps, parts = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "parts.jsonl")
     names = ("seconds", "generation", "body", "head", "other")
     columns = ("reward", "completion_length", "zero_std_groups", *names)
-    accuracy = json.loads((folder / "accuracy.json").read_text())
+    files = {"before": folder.parent / "start" / "accuracy.json", "after": folder / "accuracy.json"}
     return {
         "steps": len(steps),
         "median": {name: median([row.get(name) or 0.0 for row in steps]) for name in names},
@@ -321,7 +312,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
             [PROMPTS * GENERATIONS * (row["completion_length"] or 0.0) / (row["seconds"] or 1.0) for row in steps]
         ),
         "peak_bytes": max(row["peak_bytes"] or 0.0 for row in parts),
-        "accuracy": accuracy,
+        "accuracy": {when: json.loads(file.read_text())["right"] for when, file in files.items() if file.exists()},
         "curves": {name: [row.get(name) for row in steps] for name in columns},
     }
 
@@ -358,6 +349,11 @@ def main() -> None:
             sys.exit(f"benchmarks.pretrained: error: {name} failed")
         if (given.work / name / "complete").exists():
             waiting.remove(name)
+    complete = [given.work / name for name in given.runs if name not in waiting]
+    held_out = held_out_rows(recipe(begin, begin, given.steps, 0))
+    for folder in [begin, *complete]:
+        if not (folder / "accuracy.json").exists():
+            score(folder, held_out, begin)
     found = {name: summary_of(given.work / name) for name in given.runs if (given.work / name / "parts.jsonl").exists()}
     for name, run in found.items():
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in run["median"].items())
@@ -368,7 +364,7 @@ def main() -> None:
             {
                 "model": "Gemma 3 270M, Q4_K_M weights in fp32", "task": TASK, "task_options": TASK_OPTIONS,
                 "starting_examples": given.examples, "prompts": PROMPTS, "generations": GENERATIONS,
-                "max_completion_length": LENGTH, "learning_rate": RATE, "held_out": HELD_OUT, "runs": found,
+                "max_completion_length": LENGTH, "learning_rate": RATE, "held_out": len(held_out), "runs": found,
             },
             out=given.out,
         )  # fmt: skip
