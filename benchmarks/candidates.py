@@ -40,7 +40,7 @@ from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Sam
 from grpo_fused.trainer.rollout import ending_token_ids
 
 SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
-SIZES = (1, 2, 8, 32, 128, 512, 2048, 8192)
+SIZES = (1, 2, 8, 32, 128, 512, 2048, 8192, 18992, 75968)
 GROWTH_TOKENS = {"cpu": 256, "cuda": 2048}
 TOP_P = 0.9
 

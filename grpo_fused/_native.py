@@ -133,7 +133,7 @@ def _unfit() -> str | None:
 def _register_fakes() -> None:
     @torch.library.register_fake("grpo_fused_C::head_scores")
     def _(  # type: ignore[no-untyped-def]
-        hidden, weight, bias, targets, temperature, scale, softcap, with_entropy, kept, spill
+        hidden, weight, bias, targets, temperature, scale, softcap, set_ids, set_ranges, with_entropy, kept, spill
     ):
         block_rows, kept_lanes = kept_layout(hidden, weight, kept, spill)
         statistics = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
@@ -142,8 +142,8 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("grpo_fused_C::head_gradient")
     def _(  # type: ignore[no-untyped-def]
-        hidden, weight, bias, targets, temperature, scale, softcap, statistics, offsets, rows, dlogp, dentropy,
-        dweight, spill, superblock, need_hidden, need_bias,
+        hidden, weight, bias, targets, temperature, scale, softcap, set_ids, set_ranges, statistics, offsets, rows,
+        dlogp, dentropy, dweight, spill, superblock, need_hidden, need_bias,
     ):  # fmt: skip
         dhidden = (rows.shape[0] if need_hidden else 0, hidden.shape[1])
         return (

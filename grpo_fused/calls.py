@@ -71,7 +71,7 @@ class HeadCall(NamedTuple):
     """`CandidateSets.ids`"""
     candidate_offsets: Tensor | None = None
     any_whole: bool = True
-    """whether the set of an active token may be the whole vocabulary"""
+    """whether an active token may need the whole head: its set is empty, or larger than `engines.largest_sparse_set`"""
 
     @property
     def candidates(self) -> tuple[Tensor, Tensor] | None:

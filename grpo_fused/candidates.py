@@ -138,6 +138,13 @@ class CandidateSets:
         starts = self.offsets[positions] - _offsets(sizes)[:-1]
         return torch.repeat_interleave(starts, sizes) + torch.arange(int(sizes.sum()), device=sizes.device)
 
+    def within(self, first: int, size: int) -> tuple[CandidateSets, Tensor]:
+        """The sets on a slice of the vocabulary, with ids from 0 in it, and `[K]` bool: which of `ids` they keep."""
+        ids = self.ids.to(torch.int64) - first
+        keep = (ids >= 0) & (ids < size)
+        ends = torch.arange(len(self) + 1, device=ids.device)
+        return CandidateSets(ids[keep], torch.searchsorted(self.positions[keep], ends)), keep
+
     def to_mask(self, vocab_size: int) -> Tensor:
         """`[N, V]` bool: True where a token is in the set; all of a row where the set is empty."""
         mask = (self.sizes == 0).unsqueeze(1).repeat(1, vocab_size)
@@ -146,9 +153,12 @@ class CandidateSets:
 
 
 def checked(
-    candidates: CandidateSets | None, token_ids: Tensor, mask: Tensor | None, process_group: object
+    candidates: CandidateSets | None, token_ids: Tensor, mask: Tensor | None, process_group: object, most: int
 ) -> tuple[Tensor | None, Tensor | None, bool]:
-    """The last fields of a `HeadCall`: ids and offsets of N sets, and whether one may be the whole vocabulary."""
+    """The last fields of a `HeadCall`: ids and offsets of N sets, and whether one may need the whole head.
+
+    That is one that is empty, or of more than `most` tokens.
+    """
     if candidates is None:
         return None, None, True
     if not isinstance(candidates, CandidateSets):
@@ -158,7 +168,7 @@ def checked(
     if candidates.ids.device != token_ids.device:
         raise ValueError(f"candidates must be on {token_ids.device}, as the ids; got {candidates.ids.device}")
     sizes = candidates.sizes if mask is None else candidates.sizes[mask.reshape(-1) != 0]
-    return candidates.ids, candidates.offsets, process_group is not None or bool((sizes == 0).any())
+    return candidates.ids, candidates.offsets, process_group is not None or bool(((sizes == 0) | (sizes > most)).any())
 
 
 def check_values(

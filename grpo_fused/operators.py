@@ -128,7 +128,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     head = call.head
     with _shared(call, layout) as (tokens, ranks):
-        engine = DivergenceEngine(head, call.other, call.mask, layout) if _is_exact(call) else _engine(head)
+        engine = DivergenceEngine(head, call.other, call.mask, layout) if _is_exact(call) else _engine(head, tokens)
         found = run_loss(engine, tokens, layout, config, call, ranks)
     return _loss_result(head, layout, found, _loss_metrics(call))
 
@@ -152,7 +152,7 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     layout = Layout.of(call.token_ids, call.cu_seqlens)
     with _shared(call, layout) as (tokens, ranks):
-        found = run_objective(_engine(call.head), tokens, layout, call, objective)
+        found = run_objective(_engine(call.head, tokens), tokens, layout, call, objective)
         loss = found.loss if ranks is None else ranks.add(found.loss)
     return _loss_result(call.head, layout, found._replace(loss=loss.to(found.logps.dtype)))
 
@@ -162,7 +162,7 @@ def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
     with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        found = run_logprobs(_engine(call.head), tokens, call.head, with_entropy=call.with_entropy)
+        found = run_logprobs(_engine(call.head, tokens), tokens, call.head, with_entropy=call.with_entropy)
     shape = call.token_ids.shape
     return Scores(found.logp.view(shape), _shaped(found.entropy, shape, found.logp), found.max, found.log_sum)
 
@@ -183,7 +183,9 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
         known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
     with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        gradients = run_logprobs_gradient(_engine(head), tokens, head, known, call.dlogps, call.dentropies, call.needs)
+        gradients = run_logprobs_gradient(
+            _engine(head, tokens), tokens, head, known, call.dlogps, call.dentropies, call.needs
+        )
         if gradients.candidates is not None and not head.any_whole:
             return _candidate_gradients(head, tokens, gradients, call.needs)
     return _head_gradients(head, gradients)
@@ -364,9 +366,13 @@ def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
     )
 
 
-def _engine(head: HeadCall) -> Engine:
+def _engine(head: HeadCall, tokens: Tokens) -> Engine:
     engine = engines.engine(head.impl)
-    return engine if head.candidates is None else CandidateEngine(engine, engines.pairs(head.impl), head.any_whole)
+    if head.candidates is None:
+        return engine
+    vocab_size = len(head.lm_head_weight) if tokens.vocab is None else tokens.vocab.total
+    most = engines.largest_sparse_set(head.impl, vocab_size)
+    return CandidateEngine(engine, engines.pairs(head.impl), head.any_whole, most)
 
 
 def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs: Needs) -> HeadGradients:

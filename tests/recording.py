@@ -94,7 +94,7 @@ def _head_scores(hidden: Tensor, weight: Tensor, *_: Any) -> int:
 
 
 def _head_gradient(hidden: Tensor, weight: Tensor, *rest: Any) -> int:
-    offsets, rows, dweight, need_hidden = rest[6], rest[7], rest[10], rest[13]
+    offsets, rows, dweight, need_hidden = rest[8], rest[9], rest[12], rest[15]
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
     once = 2 * weight.shape[0] * weight.shape[1]
     return once * (rows.shape[0] * (int(dweight.numel() > 0) + int(need_hidden)) + made_again)

@@ -218,6 +218,23 @@ def test_autocast_rounds_as_without_sets(impl):
     assert frobenius_error(got.dweight, want.dweight) < 2**-7
 
 
+@pytest.mark.parametrize("where", [slice(None), slice(0, 1)], ids=["all", "alone"])
+def test_large_sets_are_worked_by_the_whole_head(where, monkeypatch):
+    """By the size of a set alone, in any batch: of more than V / 8 tokens."""
+    from grpo_fused.engines.native import NativeEngine
+
+    worked, score = [], NativeEngine.score
+    monkeypatch.setattr(NativeEngine, "score", lambda self, work: (worked.append(work.rows), score(self, work))[1])
+    mask = torch.arange(80) < torch.tensor([11, 10, 1, 79, 80, 2]).unsqueeze(1)
+    sets, ids = CandidateSets.from_mask(mask[where]), torch.zeros(len(mask[where]), dtype=torch.int64)
+    hidden, weight = torch.randn(len(ids), 16), torch.randn(80, 16)
+    got = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl="native")
+    want = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl="reference")
+    assert [rows.tolist() for rows in worked] == [[0, 3, 4] if where == slice(None) else [0]]
+    torch.testing.assert_close(got.logps, want.logps, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.entropies, want.entropies, rtol=0, atol=1e-5)
+
+
 def test_a_call_holds_no_vocab_sized_tensor():
     """Besides dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
     from recording import AllocationRecorder

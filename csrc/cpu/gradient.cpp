@@ -129,7 +129,7 @@ class Gradient {
         weights_(workers_ * plan.block_rows * plan.stride),
         across_(g.dweight == nullptr ? 0 : workers_ * plan.block_rows * across_stride_),
         sum_(g.dweight == nullptr ? 0 : workers_ * sums_ * plan.block_rows * kLanes),
-        tiles_(workers_ * plan.block_rows * kLanes),
+        tiles_(workers_ * tile_size(plan, inputs)),
         exponentials_(workers_ * plan.block_rows * kLanes),
         stage_(dense_ ? 0 : workers_ * plan.block_rows * stage_stride_),
         stage_offsets_(workers_ * (chunk_ + kLanes)) {}
@@ -213,7 +213,7 @@ class Gradient {
     float rest[kLanes];
     void* kept = exponentials_.get() + worker * size;
     exponentials_of_tile(plan_, in_, weights_.get() + worker * plan_.block_rows * plan_.stride,
-                         recomputed_.panel(panel), block, panel, tiles_.get() + worker * size,
+                         recomputed_.panel(panel), block, panel, tiles_.get() + worker * tile_size(plan_, in_),
                          {statistics, rest, nullptr}, kept);
     *offset = statistics;
     return kept;

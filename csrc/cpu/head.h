@@ -75,6 +75,9 @@ struct HeadInputs {
   const float* bias;       // [vocab] or nullptr
   const int64_t* targets;  // [tokens]
   const float* temperature;  // [tokens]
+  // Candidate sets, or nullptr: token t keeps the ids in [set_ranges[2 t], set_ranges[2 t + 1]) of `set_ids`, ascending;
+  // all ids if that begins at -1.
+  const int64_t *set_ids, *set_ranges;
   int64_t tokens;
   float scale;
   float softcap;  // 0: none
@@ -126,6 +129,11 @@ class TokenPanels {
   int64_t first_, size_;
   Buffer<uint32_t> words_;
 };
+
+// Floats of one worker for `exponentials_of_tile`: a tile, and one more for candidate sets.
+inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
+  return plan.block_rows * kLanes * (inputs.set_ranges == nullptr ? 1 : 2);
+}
 
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
 void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint32_t* packed_weight,

@@ -1,63 +1,17 @@
 // The operators: all arguments are checked here, before a pointer is used.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <string>
 #include <tuple>
-#include <vector>
 
-#include "head.h"
+#include "arguments.h"
 #include "divergence.h"
+#include "head.h"
 #include "pairs.h"
 
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using namespace grpo;
-
-void check_machine() {
-  STD_TORCH_CHECK(machine().missing.empty(), "the native engine cannot run here: ", machine().missing);
-}
-
-Dtype dtype_of(const Tensor& x, const char* name) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return Dtype::fp32;
-    case ScalarType::BFloat16: return Dtype::bf16;
-    case ScalarType::Half: return Dtype::fp16;
-    default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
-  }
-  return Dtype::fp32;
-}
-
-void check_shape(const Tensor& x, const char* name, std::vector<int64_t> shape) {
-  STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
-  bool same = x.dim() == static_cast<int64_t>(shape.size());
-  std::string expected, came;
-  for (size_t d = 0; d < shape.size(); d++) expected += (d ? ", " : "") + std::to_string(shape[d]);
-  for (int64_t d = 0; d < x.dim(); d++) {
-    came += (d ? ", " : "") + std::to_string(x.size(d));
-    same = same && x.size(d) == shape[d];
-  }
-  STD_TORCH_CHECK(same, name, " must be [", expected, "]; got [", came, "]");
-}
-
-void check(const Tensor& x, const char* name, ScalarType dtype, std::vector<int64_t> shape) {
-  check_shape(x, name, std::move(shape));
-  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " has the wrong dtype");
-  STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
-}
-
-template <class T>
-const T* data(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
 
 struct Head {
   Plan plan;
@@ -87,15 +41,32 @@ Head checked_matrices(const Tensor& hidden, const Tensor& weight) {
   return head;
 }
 
+// Candidate sets of `inputs.tokens` tokens: see HeadInputs.
+void add_sets(HeadInputs& inputs, const Tensor& ids, const Tensor& ranges, int64_t vocab) {
+  inputs.set_ids = rows_within(ids, "set_ids", ids.numel(), vocab);
+  check(ranges, "set_ranges", ScalarType::Long, {inputs.tokens, 2});
+  inputs.set_ranges = data<int64_t>(ranges);
+  for (int64_t t = 0; t < inputs.tokens; t++) {
+    const int64_t begin = inputs.set_ranges[2 * t], end = inputs.set_ranges[2 * t + 1];
+    STD_TORCH_CHECK(begin == -1 || (0 <= begin && begin <= end && end <= ids.numel()), "set_ranges must lie in [0, ",
+                    ids.numel(), "], or begin at -1; got ", begin, " to ", end, " at ", t);
+    for (int64_t k = begin + 1; begin >= 0 && k < end; k++) {
+      STD_TORCH_CHECK(inputs.set_ids[k - 1] < inputs.set_ids[k], "set_ids must ascend within a set");
+    }
+  }
+}
+
 // `kept`: dW's storage, [V, H] of any dtype, or empty; `spill`: bytes.
 Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& targets,
-                  const Tensor& temperature, double scale, double softcap, const Tensor& kept, const Tensor& spill) {
+                  const Tensor& temperature, double scale, double softcap, const std::optional<Tensor>& set_ids,
+                  const std::optional<Tensor>& set_ranges, const Tensor& kept, const Tensor& spill) {
   Head head = checked_matrices(hidden, weight);
   HeadInputs& inputs = head.inputs;
   const int64_t N = inputs.tokens, H = head.plan.hidden, V = head.plan.vocab;
   check(targets, "targets", ScalarType::Long, {N});
   check(temperature, "temperature", ScalarType::Float, {N});
   if (bias) check(*bias, "bias", ScalarType::Float, {V});
+  if (set_ids && set_ranges) add_sets(inputs, *set_ids, *set_ranges, V);
   STD_TORCH_CHECK(std::isfinite(softcap) && softcap >= 0, "softcap must be finite and positive, or 0 for none; got ",
                   softcap);
   const int64_t* ids = data<int64_t>(targets);
@@ -128,12 +99,6 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
   return head;
 }
 
-Tensor zeros(std::vector<int64_t> shape) {
-  Tensor out = torch::stable::empty(shape, ScalarType::Float);
-  torch::stable::zero_(out);
-  return out;
-}
-
 Statistics rows_of(const Tensor& statistics, int64_t tokens, bool with_entropy) {
   float* base = static_cast<float*>(statistics.mutable_data_ptr());
   return {base, base + tokens, base + 2 * tokens, base + 3 * tokens, with_entropy};
@@ -153,9 +118,11 @@ void head_products(Tensor hidden, Tensor weight, Tensor out) {
 }
 
 std::tuple<Tensor, Tensor> head_scores(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
-                                       Tensor temperature, double scale, double softcap, bool with_entropy, Tensor kept,
-                                       Tensor spill) {
-  const Head head = checked_head(hidden, weight, bias, targets, temperature, scale, softcap, kept, spill);
+                                       Tensor temperature, double scale, double softcap,
+                                       std::optional<Tensor> set_ids, std::optional<Tensor> set_ranges,
+                                       bool with_entropy, Tensor kept, Tensor spill) {
+  const Head head =
+      checked_head(hidden, weight, bias, targets, temperature, scale, softcap, set_ids, set_ranges, kept, spill);
   const int64_t kept_panels = head.inputs.in_gradient.panels + head.inputs.spill.panels;
   Tensor statistics = zeros({4, head.inputs.tokens});
   Tensor offsets = torch::stable::empty({head.plan.blocks, kept_panels * kLanes}, ScalarType::Float);
@@ -167,11 +134,13 @@ std::tuple<Tensor, Tensor> head_scores(Tensor hidden, Tensor weight, std::option
 }
 
 std::tuple<Tensor, Tensor> head_gradient(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
-                                         Tensor temperature, double scale, double softcap, Tensor statistics,
-                                         Tensor offsets, Tensor rows, Tensor dlogp, std::optional<Tensor> dentropy,
-                                         Tensor dweight, Tensor spill, int64_t superblock, bool need_hidden,
-                                         bool need_bias) {
-  const Head head = checked_head(hidden, weight, bias, targets, temperature, scale, softcap, dweight, spill);
+                                         Tensor temperature, double scale, double softcap,
+                                         std::optional<Tensor> set_ids, std::optional<Tensor> set_ranges,
+                                         Tensor statistics, Tensor offsets, Tensor rows, Tensor dlogp,
+                                         std::optional<Tensor> dentropy, Tensor dweight, Tensor spill,
+                                         int64_t superblock, bool need_hidden, bool need_bias) {
+  const Head head =
+      checked_head(hidden, weight, bias, targets, temperature, scale, softcap, set_ids, set_ranges, dweight, spill);
   const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab;
   const int64_t kept_panels = head.inputs.in_gradient.panels + head.inputs.spill.panels;
   check(statistics, "statistics", ScalarType::Float, {4, N});
@@ -245,39 +214,6 @@ Tensor logit_divergence(Tensor logits, Tensor other, Tensor statistics, Tensor o
                      targets_of(targets, z), forward, factor ? data<float>(*factor) : nullptr,
                      dlogp ? data<float>(*dlogp) : nullptr, static_cast<float*>(value.mutable_data_ptr()));
   return value;
-}
-
-Matrix matrix(const Tensor& x, const char* name) {
-  check_machine();
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2, name, " must be a matrix on the CPU");
-  STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous");
-  const Dtype dtype = dtype_of(x, name);
-  return {static_cast<char*>(x.mutable_data_ptr()), dtype, x.stride(0) * static_cast<int64_t>(x.element_size()),
-          x.size(1)};
-}
-
-const int64_t* rows_within(const Tensor& x, const char* name, int64_t count, int64_t limit) {
-  check(x, name, ScalarType::Long, {count});
-  const int64_t* values = data<int64_t>(x);
-  for (int64_t k = 0; k < count; k++) {
-    STD_TORCH_CHECK(0 <= values[k] && values[k] < limit, name, " must be in [0, ", limit, "); got ", values[k], " at ", k);
-  }
-  return values;
-}
-
-// Where each of the segments begins, and the last one ends.
-const int64_t* segments_of(const Tensor& offsets, int64_t count) {
-  const int64_t segments = offsets.numel() - 1;
-  STD_TORCH_CHECK(segments >= 0, "offsets must hold at least one number");
-  check(offsets, "offsets", ScalarType::Long, {segments + 1});
-  const int64_t* from = data<int64_t>(offsets);
-  for (int64_t s = 0; s <= segments; s++) {
-    STD_TORCH_CHECK(from[s] >= (s == 0 ? 0 : from[s - 1]) && from[s] <= count, "offsets must rise within [0, ", count,
-                    "]; got ", from[s], " at ", s);
-  }
-  STD_TORCH_CHECK(from[0] == 0 && from[segments] == count, "offsets must run from 0 to ", count, "; got ", from[0], " to ",
-                  from[segments]);
-  return from;
 }
 
 CandidateSets candidate_sets(const Tensor& ids, const Tensor& offsets, const Tensor& targets,
@@ -371,11 +307,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
   m.def("head_products(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
   m.def(
       "head_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
-      "float softcap, bool with_entropy, Tensor(a!) kept, Tensor(b!) spill) -> (Tensor, Tensor)");
+      "float softcap, Tensor? set_ids, Tensor? set_ranges, bool with_entropy, Tensor(a!) kept, Tensor(b!) spill) -> "
+      "(Tensor, Tensor)");
   m.def(
       "head_gradient(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature, float scale, "
-      "float softcap, Tensor statistics, Tensor offsets, Tensor rows, Tensor dlogp, Tensor? dentropy, "
-      "Tensor(a!) dweight, Tensor spill, int superblock, bool need_hidden, bool need_bias) -> (Tensor, Tensor)");
+      "float softcap, Tensor? set_ids, Tensor? set_ranges, Tensor statistics, Tensor offsets, Tensor rows, Tensor dlogp, "
+      "Tensor? dentropy, Tensor(a!) dweight, Tensor spill, int superblock, bool need_hidden, bool need_bias) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fused_C, CompositeExplicitAutograd, m) {

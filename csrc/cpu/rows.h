@@ -23,6 +23,7 @@ struct Transform {
   float scale;
   float softcap;                     // 0: none
   const float* inverse_temperature;  // [64]
+  const float* most;                 // [rows, 64]: z is at most this; or nullptr
 };
 
 // Statistics of one tile, or of the tiles merged so far, [64] each.

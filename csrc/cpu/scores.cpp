@@ -1,5 +1,6 @@
 // Log-probs and entropies: one product, its row work done while a tile is in cache.
 #include <cmath>
+#include <limits>
 
 #include "head.h"
 
@@ -48,6 +49,35 @@ void pack_weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block
   std::fill(out + rows * plan.stride, out + round_up(rows, 32) * plan.stride, 0u);
 }
 
+namespace {
+
+// +inf where a token keeps a row, -inf elsewhere: [rows, 64]; nullptr if no token of the panel has a candidate set.
+const float* limits_of_tile(const Plan& plan, const HeadInputs& inputs, int64_t block, int64_t panel, float* out) {
+  if (inputs.set_ranges == nullptr) return nullptr;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const int64_t rows = plan.rows_of(block), first = block * plan.block_rows;
+  const int64_t count = std::min(kLanes, inputs.tokens - panel * kLanes);
+  const int64_t* ranges = inputs.set_ranges + 2 * panel * kLanes;
+  float outside[kLanes];
+  bool any = false;
+  for (int64_t j = 0; j < kLanes; j++) {
+    const bool has_set = j < count && ranges[2 * j] >= 0;
+    outside[j] = has_set ? -kInfinity : kInfinity;
+    any = any || has_set;
+  }
+  if (!any) return nullptr;
+  for (int64_t r = 0; r < rows; r++) std::copy(outside, outside + kLanes, out + r * kLanes);
+  for (int64_t j = 0; j < count; j++) {
+    if (ranges[2 * j] < 0) continue;
+    const int64_t* end = inputs.set_ids + ranges[2 * j + 1];
+    const int64_t* id = std::lower_bound(inputs.set_ids + ranges[2 * j], end, first);
+    for (; id != end && *id < first + rows; ++id) out[(*id - first) * kLanes + j] = kInfinity;
+  }
+  return out;
+}
+
+}  // namespace
+
 void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint32_t* packed_weight,
                           const uint32_t* token_panel, int64_t block, int64_t panel, float* z,
                           const TileStatistics& out, void* kept) {
@@ -58,7 +88,8 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint
   }
   plan.multiply(rows, plan.words, packed_weight, plan.stride, token_panel, z, kLanes, false);
   const Transform transform{inputs.bias == nullptr ? nullptr : inputs.bias + block * plan.block_rows, inputs.scale,
-                            inputs.softcap, inverse_temperature};
+                            inputs.softcap, inverse_temperature,
+                            limits_of_tile(plan, inputs, block, panel, z + plan.block_rows * kLanes)};
   plan.kernels->score_tile(z, rows, transform, out, plan.kept, kept);
 }
 
@@ -105,12 +136,12 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
   const TokenPanels tokens(plan, inputs, 0, panels);
   const Buffer<float> partials(splits * partial_size), target_logit(padded);
   const Buffer<uint32_t> weights(workers * plan.block_rows * plan.stride);
-  const Buffer<float> tiles(workers * plan.block_rows * kLanes);
+  const Buffer<float> tiles(workers * tile_size(plan, inputs));
 
   parallel_tasks(splits, workers, [&](int64_t split, int64_t worker) {
     const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
     uint32_t* weight = weights.get() + worker * plan.block_rows * plan.stride;
-    float* z = tiles.get() + worker * plan.block_rows * kLanes;
+    float* z = tiles.get() + worker * tile_size(plan, inputs);
     const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
     for (int64_t block = begin; block < end; block++) {
       pack_weight_block(plan, inputs, block, weight);

@@ -75,6 +75,14 @@ def pairs(name: str) -> Pairs:
     return {"native": NativePairs, "triton": TritonPairs}.get(name, Pairs)()
 
 
+def largest_sparse_set(name: str, vocab_size: int) -> int:
+    """Tokens of the largest candidate set that is worked by the rows of its tokens; larger ones go to the whole head.
+
+    Only `native` has a mask for them there.
+    """
+    return vocab_size // 8 if name == "native" else vocab_size
+
+
 def engine(name: str) -> Engine:
     """The engine that `choose` named."""
     return _ENGINES[name]

@@ -23,12 +23,15 @@ _BLOCK_CANDIDATES = 2**18
 
 @dataclass
 class CandidateEngine:
-    """The engine of a call with candidate sets: `whole` works on tokens whose set is empty. One for each call."""
+    """The engine of a call with candidate sets. One for each call."""
 
     whole: Engine
+    """works on tokens whose set is empty, or too large"""
     pairs: Pairs
     any_whole: bool
-    """whether a set may be empty; if not, `add_weight_gradient` makes dW from the derivatives of the candidates"""
+    """whether there may be such tokens; if not, `add_weight_gradient` makes dW from the candidates' derivatives"""
+    most: int
+    """tokens of a set that is not too large"""
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
@@ -44,7 +47,7 @@ class CandidateEngine:
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
-        own, others = _split(work)
+        own, others = self._split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, work.head.statistics_dtype).zero_()
         for block in _blocks(work, own):
             out.place_(block, self._score(work, _sets_of(work.head, work.tokens, work.rows[block])).statistics)
@@ -55,11 +58,11 @@ class CandidateEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; coefficients are asked for by index, so they must not need more than their token."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        own, others = _split(work)
+        own, others = self._split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, head.statistics_dtype).zero_()
         gradients = Gradients(None, None, None, 0)
         if self.any_whole:
-            found, gradients = self.whole.fused(_without_sets(work, others))
+            found, gradients = self.whole.fused(_of_whole_head(work, others))
             out.place_(others, found)
 
         assert tokens.candidates is not None
@@ -89,6 +92,13 @@ class CandidateEngine:
             add_weight_gradient(self.pairs, head, tokens, dproducts, gradients.weight, gradients.bias)
         return out, gradients._replace(hidden=hidden, tokens=worked, candidates=dproducts)
 
+    def _split(self, work: Work) -> tuple[Tensor, Tensor]:
+        """Indices of the rows that need their set only, and of those of the whole head; none if masked with a set."""
+        assert work.tokens.candidates is not None
+        sizes, active = work.tokens.candidates.sizes[work.rows], work.tokens.mask[work.rows]
+        small, large = (sizes > 0) & (sizes <= self.most), sizes > self.most
+        return (small & active).nonzero().squeeze(1), ((sizes == 0) | (large & active)).nonzero().squeeze(1)
+
     def _score(self, work: Work, sets: Sets) -> Scores:
         hidden = work.head.operand(work.tokens.hidden_rows(sets.rows)).contiguous()
         return self.pairs.scores(hidden, *_chosen_rows(work.head, sets.ids), sets, work.with_entropy)
@@ -101,16 +111,13 @@ def _sets_of(head: Head, tokens: Tokens, rows: Tensor) -> Sets:
         sets, places = tokens.candidates, torch.arange(len(tokens.candidates.ids), device=rows.device)
     else:
         sets, places = tokens.candidates.select(rows), tokens.candidates.places(rows)
-    ids, offsets = sets.ids.to(torch.int64), sets.offsets
     if tokens.vocab is not None:
-        token, ids = sets.positions, ids - tokens.vocab.first
-        own = (ids >= 0) & (ids < head.vocab_size)
-        places, ids = places[own], ids[own]
-        offsets = torch.searchsorted(token[own], torch.arange(len(rows) + 1, device=rows.device))
+        sets, own = sets.within(tokens.vocab.first, head.vocab_size)
+        places = places[own]
     transform = tokens.transform(head, rows)
     if isinstance(transform.temperature, Tensor):
         transform = transform._replace(temperature=transform.temperature.to(head.statistics_dtype))
-    return Sets(rows, ids, places, offsets, tokens.ids[rows], transform)
+    return Sets(rows, sets.ids.to(torch.int64), places, sets.offsets, tokens.ids[rows], transform)
 
 
 def add_weight_gradient(
@@ -136,13 +143,6 @@ def add_weight_gradient(
         bias.index_add_(0, unique, segments(factor, "sum", offsets).to(bias.dtype))
 
 
-def _split(work: Work) -> tuple[Tensor, Tensor]:
-    """Indices of the rows that have a set, and of those without; a masked one with a set is neither."""
-    assert work.tokens.candidates is not None
-    has_set = work.tokens.candidates.sizes[work.rows] > 0
-    return (has_set & work.tokens.mask[work.rows]).nonzero().squeeze(1), (~has_set).nonzero().squeeze(1)
-
-
 def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
     """`rows` (indices of those of the work) in blocks of about `_BLOCK_CANDIDATES` candidates."""
     assert work.tokens.candidates is not None
@@ -153,8 +153,8 @@ def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
     return list(rows.split(counts.tolist()))
 
 
-def _without_sets(work: Work, others: Tensor) -> Work:
-    """The work of the rows without a set."""
+def _of_whole_head(work: Work, others: Tensor) -> Work:
+    """The work of the rows of the whole head."""
     given = work.coefficients
 
     def coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:

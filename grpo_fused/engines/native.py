@@ -152,6 +152,7 @@ class _Call:
             torch.full(rows.shape, number, device=rows.device) if each is None else each,
             scale,
             0.0 if head.softcap is None else float(head.softcap),
+            *_sets(tokens, head, rows),
         )
 
     def score(self, with_entropy: bool) -> _Scored:
@@ -223,6 +224,24 @@ class _Plan(NamedTuple):
         fixed += min(in_gradient, panels) * lanes * blocks * 4
         spill = min(max(budget - fixed, 0) // panel_bytes, max(panels - in_gradient, 0))
         return cls(superblock, spill * lanes * vocab * kept_item, fixed, min((in_gradient + spill) * lanes, count))
+
+
+def _sets(tokens: Tokens, head: Head, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Candidate sets of `rows` [R]: ids on this head, ascending within a set, and [R, 2] from where to where.
+
+    A row without a set has -1. (None, None) if no row has one.
+    """
+    if tokens.candidates is None or not (tokens.candidates.sizes[rows] > 0).any():
+        return None, None
+    sets = tokens.candidates.select(rows)
+    whole = sets.sizes == 0
+    if tokens.vocab is not None:
+        sets, _ = sets.within(tokens.vocab.first, head.vocab_size)
+    key = sets.positions * head.vocab_size + sets.ids
+    if not (key[1:] > key[:-1]).all():
+        key = key.sort().values
+    ranges = torch.stack([sets.offsets[:-1], sets.offsets[1:]], dim=1)
+    return key % head.vocab_size, torch.where(whole.unsqueeze(1), -1, ranges)
 
 
 def _product_dtype(head: Head) -> torch.dtype:

@@ -56,7 +56,7 @@ def head_call(
     return HeadCall(
         hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, engine, compute,
         max_scratch_bytes, compact, ParallelGroups.encode(process_group),
-        *checked(candidates, token_ids, mask, process_group),
+        *checked(candidates, token_ids, mask, process_group, engines.largest_sparse_set(engine, len(lm_head_weight))),
     )  # fmt: skip
 
 

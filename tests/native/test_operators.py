@@ -11,23 +11,30 @@ from grpo_fused import _native
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 N, H, V = 70, 40, 300
+SHARED = ("hidden", "weight", "bias", "targets", "temperature", "scale", "softcap", "set_ids", "set_ranges")
 
 
 def scores(**changes):
     arguments = {
         "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": None, "targets": torch.randint(0, V, (N,)),
-        "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "with_entropy": True,
-        "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
+        "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
+        "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
     }  # fmt: skip
     return tuple(arguments.values())
+
+
+def sets_of_first(ids, of_first):
+    """The first token has a candidate set, from where to where in `ids`; the others have none."""
+    ranges = torch.full((N, 2), -1)
+    ranges[0] = torch.tensor(of_first)
+    return {"set_ids": torch.tensor(ids), "set_ranges": ranges}
 
 
 def gradient(**changes):
     *inputs, _, kept, spill = scores()
     statistics, offsets = torch.ops.grpo_fused_C.head_scores(*inputs, True, kept, spill)
     arguments = {
-        **dict(zip(("hidden", "weight", "bias", "targets", "temperature", "scale", "softcap"), inputs, strict=True)),
-        "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
+        **dict(zip(SHARED, inputs, strict=True)), "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
         "dentropy": torch.randn(N), "dweight": kept, "spill": spill, "superblock": 2, "need_hidden": True,
         "need_bias": True, **changes,
     }  # fmt: skip
@@ -63,6 +70,13 @@ def test_opcheck(dtype):
         ({"softcap": float("nan")}, "softcap must be finite"),
         ({"kept": torch.empty(V, H - 1)}, r"dweight must be \[300, 40\]; got \[300, 39\]"),
         ({"kept": torch.empty(H, V).T}, "dweight must be contiguous"),
+        (sets_of_first([0, V], [0, 2]), rf"set_ids must be in \[0, {V}\); got {V} at 1"),
+        (sets_of_first([7, 3], [0, 2]), "set_ids must ascend within a set"),
+        (sets_of_first([3, 3], [0, 2]), "set_ids must ascend within a set"),
+        (sets_of_first([3, 7], [0, 3]), r"set_ranges must lie in \[0, 2\], or begin at -1; got 0 to 3 at 0"),
+        (sets_of_first([3, 7], [2, 1]), "got 2 to 1 at 0"),
+        (sets_of_first([3, 7], [-2, 1]), "got -2 to 1 at 0"),
+        ({"set_ids": torch.arange(2), "set_ranges": torch.zeros(N, 3, dtype=torch.int64)}, r"must be \[70, 2\]"),
         ({"spill": torch.empty(V * 64 * 4 + 1, dtype=torch.uint8)}, "the same number of bytes for each of 300 rows"),
     ],
 )  # fmt: skip
@@ -107,7 +121,18 @@ def test_block_plan_agrees_with_the_kept_layout(dtype):
     hidden, weight = torch.randn(500, 200).to(dtype), torch.randn(1000, 200).to(dtype)
     kept, spill = torch.empty_like(weight), torch.empty(1000 * 64 * 4 * 2, dtype=torch.uint8)
     _, offsets = torch.ops.grpo_fused_C.head_scores(
-        hidden, weight, None, torch.zeros(500, dtype=torch.int64), torch.ones(500), 1.0, 0.0, False, kept, spill
+        hidden,
+        weight,
+        None,
+        torch.zeros(500, dtype=torch.int64),
+        torch.ones(500),
+        1.0,
+        0.0,
+        None,
+        None,
+        False,
+        kept,
+        spill,
     )
     block_rows, lanes = _native.kept_layout(hidden, weight, kept, spill)
     assert offsets.shape == (-(-1000 // block_rows), lanes)

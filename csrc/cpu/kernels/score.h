@@ -70,6 +70,9 @@ void score_tile(float* z, int64_t rows, const Transform& t, const TileStatistics
     max[j] = all(kLowest);  // finite, so that a tile of -inf gives exponentials of 0
   }
   if (!identity) to_logits(z, rows, t, factor);
+  if (t.most != nullptr) {
+    for (int64_t at = 0; at < rows * kLanes; at += kWidth) store(z + at, smaller(load(z + at), load(t.most + at)));
+  }
   for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; j++) max[j] = larger(max[j], load(z + r * kLanes + kWidth * j));
