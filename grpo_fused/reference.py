@@ -254,10 +254,15 @@ def _token_losses(tokens: Tokens, config: GRPOLossConfig) -> TokenLosses:
     return TokenLosses(loss + config.beta * kl if config.beta != 0.0 else loss, kl, seen, advantages)
 
 
+def _clamp(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """With the derivative 1 at a bound; that of `torch.clamp` is 1 in torch 2.13, and 0 in 2.15."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def _ratio(log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> Tensor:
     if config.importance_sampling_level == "token":
-        return log_ratio.clamp(-20, 20).exp()
-    c = tokens.mean(log_ratio).clamp(-20, 20).exp().expand_as(log_ratio)
+        return _clamp(log_ratio, -20, 20).exp()
+    c = _clamp(tokens.mean(log_ratio), -20, 20).exp().expand_as(log_ratio)
     if config.importance_sampling_level == "sequence":
         return c
     return c.detach() * (tokens.logps - tokens.logps.detach()).exp()
@@ -276,11 +281,11 @@ def _policy_loss(c: Tensor, log_ratio: Tensor, tokens: Tokens, config: GRPOLossC
         phi = _gamma_weight(log_ratio.detach(), tokens, config)
         return -phi * advantages * logps, phi
     if config.loss_type == "gmpo":
-        good, bad = log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon)
+        good, bad = _clamp(log_ratio, high=config.epsilon_upper), _clamp(log_ratio, low=-config.epsilon)
         mean = tokens.mean(torch.where(advantages > 0, good, bad), tokens.high_entropy)
-        return -mean.clamp(max=20).exp() * advantages, log_ratio
-    capped = c if config.delta is None else c.clamp(max=config.delta)
-    clipped = c.clamp(1.0 - config.epsilon, 1.0 + config.epsilon_upper)
+        return -_clamp(mean, high=20).exp() * advantages, log_ratio
+    capped = c if config.delta is None else _clamp(c, high=config.delta)
+    clipped = _clamp(c, 1.0 - config.epsilon, 1.0 + config.epsilon_upper)
     loss = -torch.min(capped * advantages, clipped * advantages)
     if config.dual_clip is not None:
         loss = torch.where(advantages < 0, torch.min(loss, -config.dual_clip * advantages), loss)
