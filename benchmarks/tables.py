@@ -258,7 +258,12 @@ def mismatch(folder: Path) -> str:
             ]
             lines.append(f"| {case} | {policy} | {' | '.join(cells)} |")
     tokens = ", ".join(str(count) for count in sorted({found["tokens"] for found in cases.values()}))
-    return "\n".join([*lines, "", f"{tokens} sampled tokens of a model; {where(run)}."])
+    lines += ["", f"{tokens} sampled tokens of a model; {where(run)}."]
+    timed = {case: found["calls"]["exact_logprobs"] for case, found in sorted(cases.items()) if "calls" in found}
+    if timed:
+        ratios = ", ".join(f"{row['times_bare']['median']:.2f} ({case})" for case, row in timed.items())
+        lines += ["", f"Time of a rollout with `exact_logprobs` relative to one without: {ratios}."]
+    return "\n".join(lines)
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
