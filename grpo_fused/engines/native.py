@@ -21,9 +21,9 @@ from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
-"""Scratch of a call where `max_scratch_bytes` is None: the first, or the second for each thread if that is more.
-Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread), with any
-budget; the rest stores exponentials."""
+"""Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
+is most. Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread),
+with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,10 +58,9 @@ class NativeEngine:
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
-        budget = _budget(max_scratch_bytes)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
-        plan = _Plan.of(head, num_tokens, dweight, budget)
+        plan = _Plan.of(head, num_tokens, dweight, _budget(max_scratch_bytes, dweight))
         products = 3.0 + (num_tokens - plan.kept_tokens) / max(num_tokens, 1)
         return Cost(products, plan.fixed_bytes + plan.spill_bytes, GradientSums.accumulator_bytes(head, dtype))
 
@@ -74,13 +73,13 @@ class NativeEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        budget = _budget(work.max_scratch_bytes)
         shape = (tokens.ids.shape[0], head.weight.shape[1])
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
         dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
         dhidden = head.weight.new_zeros(shape, dtype=head.product_dtype) if needs.need_hidden else None
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
+        budget = _budget(work.max_scratch_bytes, kept)
         worked, scores = 0, []
         # ranks with other slices would split at other rows
         cut = work if tokens.vocab is not None else replace(work, chunks=_parts(work, budget))
@@ -249,8 +248,9 @@ def _product_dtype(head: Head) -> torch.dtype:
     return head.compute_dtype if head.softcap is None else torch.float32
 
 
-def _budget(max_scratch_bytes: int | None) -> int:
-    default = max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads())
+def _budget(max_scratch_bytes: int | None, kept: Tensor) -> int:
+    of_gradient = kept.numel() * kept.element_size()
+    default = max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads(), of_gradient)
     return default if max_scratch_bytes is None else max_scratch_bytes
 
 
