@@ -56,10 +56,10 @@ class Problem:
 
     @classmethod
     def drawn(cls, sizes: Tensor, H: int, V: int, device: str) -> Problem:
-        """With sets of these sizes whose first token is the target."""
+        """With sets of these sizes, ascending, as of `CandidateSets.from_mask`; the first token is the target."""
         g = torch.Generator().manual_seed(0)
         hidden, weight = torch.randn(len(sizes), H, generator=g), 0.03 * torch.randn(V, H, generator=g)
-        ids = torch.cat([torch.randperm(V, generator=g)[:size] for size in sizes.tolist()])
+        ids = torch.cat([torch.randperm(V, generator=g)[:size].sort().values for size in sizes.tolist()])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
         return cls(hidden, weight, ids[offsets[:-1]], CandidateSets(ids, offsets), device)
 

@@ -124,6 +124,11 @@ class CandidateSets:
         """`[K]` int64, ascending: the position that each candidate belongs to."""
         return torch.repeat_interleave(self.sizes, output_size=len(self.ids))
 
+    def keys(self, vocab_size: int) -> Tensor:
+        """`[K]` int64, ascending: position * V + id of each candidate."""
+        keys = self.positions * vocab_size + self.ids
+        return keys if (keys[1:] > keys[:-1]).all() else keys.sort().values
+
     def to(self, device: torch.device | str) -> CandidateSets:
         """The same on another device."""
         return CandidateSets(self.ids.to(device), self.offsets.to(device))
@@ -193,8 +198,8 @@ def check_values(
     ids, owner = sets.ids.to(torch.int64), sets.positions
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         raise ValueError(f"candidate ids must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}")
-    ordered = (owner * vocab_size + ids).sort().values
-    twice = int((ordered[1:] == ordered[:-1]).sum())
+    keys = sets.keys(vocab_size)
+    twice = int((keys[1:] == keys[:-1]).sum())
     if twice:
         raise ValueError(f"a candidate set must hold different ids; got {twice} that are there again")
     found = torch.zeros_like(targets).index_add_(0, owner, (ids == targets[owner]).to(torch.int64))

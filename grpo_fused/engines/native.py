@@ -236,11 +236,8 @@ def _sets(tokens: Tokens, head: Head, rows: Tensor) -> tuple[Tensor, Tensor] | t
     whole = sets.sizes == 0
     if tokens.vocab is not None:
         sets, _ = sets.within(tokens.vocab.first, head.vocab_size)
-    key = sets.positions * head.vocab_size + sets.ids
-    if not (key[1:] > key[:-1]).all():
-        key = key.sort().values
     ranges = torch.stack([sets.offsets[:-1], sets.offsets[1:]], dim=1)
-    return key % head.vocab_size, torch.where(whole.unsqueeze(1), -1, ranges)
+    return sets.keys(head.vocab_size) % head.vocab_size, torch.where(whole.unsqueeze(1), -1, ranges)
 
 
 def _product_dtype(head: Head) -> torch.dtype:
