@@ -73,7 +73,6 @@ class Problem:
 
     def loss(self, impl: str, *, sets: bool = True, frozen: bool = False) -> None:
         """Forward and backward."""
-        self.hidden.grad = self.weight.grad = None
         weight = self.weight.detach() if frozen else self.weight
         given = self.sets if sets else None
         fused_linear_grpo_loss(
@@ -84,6 +83,7 @@ class Problem:
             candidates=given,
             impl=impl,  # type: ignore[arg-type]
         ).loss.backward()
+        self.hidden.grad = self.weight.grad = None  # given back in its own time
 
     @torch.no_grad()
     def score(self, impl: str) -> Tensor:
@@ -98,7 +98,6 @@ class Problem:
 
     def masked_dense(self, chunk: int = 128) -> None:
         """As in frameworks: logits, a mask, a log-softmax in fp32; in chunks, since it would not fit otherwise."""
-        self.hidden.grad = self.weight.grad = None
         N = self.targets.shape[1]
         for start in range(0, N, chunk):
             rows = torch.arange(start, min(start + chunk, N), device=self.hidden.device)
@@ -106,6 +105,7 @@ class Problem:
             logits = logits.masked_fill(~self.sets.select(rows).to_mask(logits.shape[1]), -torch.inf)
             logps = logits.log_softmax(-1).gather(1, self.targets[0, rows].unsqueeze(1))
             (-(logps - logps.detach()).exp() * self.advantages / N).sum().backward()
+        self.hidden.grad = self.weight.grad = None
 
     def check(self, impl: str, tokens: int = 64) -> float:
         """Largest error of log-probs against float64, of some tokens."""
@@ -140,12 +140,7 @@ def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     with blocks_given_back():
         for impl in impls:
             gradients = problem.hidden.nbytes + problem.weight.nbytes
-
-            def call(impl: str = impl) -> None:
-                problem.loss(impl)
-                problem.hidden.grad = problem.weight.grad = None
-
-            memory[impl] = peak_bytes(call, device) - gradients
+            memory[impl] = peak_bytes(partial(problem.loss, impl), device) - gradients
     calls: dict[str, Callable[[], object]] = dict(bare_gemms(N, H, V, torch.bfloat16, device))
     calls["fill dW"] = lambda: torch.full((V, H), 1.0, dtype=torch.bfloat16, device=device)
     for impl in impls:

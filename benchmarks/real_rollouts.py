@@ -112,8 +112,8 @@ def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, floa
     advantages = torch.randn(1, generator=torch.Generator().manual_seed(0))
 
     def loss(sets: CandidateSets | None) -> None:
-        weight.grad = None
         fused_linear_grpo_loss(states, weight, ids[None], advantages, candidates=sets).loss.backward()
+        weight.grad = None  # given back in its own time
 
     def sets(**truncation: float) -> CandidateSets:
         masks = []

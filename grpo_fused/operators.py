@@ -41,6 +41,7 @@ from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
 from grpo_fused.engines.products import Head, ieee_products
+from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.layout import Layout
@@ -380,7 +381,7 @@ def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs
     head, weight = Head.of(call), call.lm_head_weight
     assert found.candidates is not None
     made = found._replace(
-        weight=torch.zeros_like(weight, memory_format=torch.contiguous_format) if needs.need_weight else None,
+        weight=sparse_zeros_like(weight) if needs.need_weight else None,
         bias=weight.new_zeros(weight.shape[0], dtype=head.statistics_dtype) if needs.need_bias else None,
     )
     add_weight_gradient(engines.pairs(call.impl), head, tokens, found.candidates, made.weight, made.bias)

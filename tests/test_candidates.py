@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers import PRECISION, assert_same, config_id, frobenius_error, make_case, make_config, set_scores, with_sets
 
 from grpo_fused import CandidateSets, GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.testing import BITWISE
 
 ENGINES = ["chunked", "native", "triton"]
@@ -339,6 +341,21 @@ def test_blocks_of_candidates(impl, monkeypatch):
     want = case.run(config, impl=impl)
     monkeypatch.setattr(candidates, "_BLOCK_CANDIDATES", 10)
     assert_same(case.run(config, impl=impl), want, tol=1e-6 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [10, 300_000], ids=["small", "large"])
+def test_zeros_of_a_sparse_gradient(rows, dtype):
+    weight = torch.randn(rows, 64).to(dtype)[:, :60]
+    zeros = sparse_zeros_like(weight)
+    assert (zeros.shape, zeros.dtype, zeros.is_contiguous()) == (weight.shape, dtype, True)
+    zeros[7] += 1
+    assert zeros.sum(dtype=torch.float64) == 60
+    assert torch.equal(pickle.loads(pickle.dumps(zeros)), zeros)
+    weight = weight.requires_grad_()
+    (weight.sum() * 0).backward()
+    weight.grad = zeros
+    torch.optim.SGD([weight], lr=1.0).step()
 
 
 def test_torch_compile_runs_the_call():

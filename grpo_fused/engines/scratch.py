@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+
 import torch
+from torch import Tensor
+
+_HUGE_PAGE_BYTES = 2**21
 
 DEFAULT_SCRATCH_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Scratch of a call where `max_scratch_bytes` is None, by device type (256 MiB on others).
@@ -28,3 +34,18 @@ def scratch_budget(device: torch.device, max_scratch_bytes: int | None) -> int:
     if max_scratch_bytes is not None:
         return max_scratch_bytes
     return DEFAULT_SCRATCH_BYTES.get(device.type, 256 * 2**20)
+
+
+def sparse_zeros_like(weight: Tensor) -> Tensor:
+    """Zeros of the shape and dtype of `weight`, contiguous, of which few rows will be written.
+
+    On a CPU large ones are in huge pages, which the system clears when they are first written to. docs/findings.md has
+    the times, also of an optimizer that reads or writes all of it.
+    """
+    size = weight.numel() * weight.element_size()
+    if weight.device.type != "cpu" or size < 16 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
