@@ -218,6 +218,29 @@ def _truncation(run: Run) -> Iterator[str]:
         yield f"| {'with' if sets else 'without'} candidate sets | {' | '.join(cells)} |"
 
 
+def divergence(folder: Path) -> str:
+    """Time, memory and errors of divergences between two heads, ours and those of TRL and Liger."""
+    run = newest("cpu", "divergence", folder)
+    if run is None:
+        return f"Divergences: {NOT_YET} (`python -m benchmarks.divergence`)."
+    found = run.sections["divergence"]
+    lines = ["| | time | × bare | memory | loss off by | dH off by |", "|---" * 6 + "|"]
+    for name, error in found["errors"].items():
+        provider, kind = name.split()
+        row, memory = found["calls"][name], found["scratch_bytes"][name]
+        cells = [
+            f"{kind}, {provider}",
+            ms(row["ms"]["median"]),
+            f"{row['times_bare']['median']:.2f}",
+            f"{memory / 2**20:.0f} MiB",
+            f"{error['loss']:.0e}",
+            f"{error['dhidden']:.0e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    shape = f"bf16, N = {found['N']}, H = {found['H']}, V = {found['V']}, forward and backward"
+    return "\n".join([*lines, "", f"{shape}; {where(run)}."])
+
+
 def compiled(folder: Path) -> str:
     """The Triton kernels that ship, compiled for every kind of GPU by several versions of triton: what went wrong."""
     run = newest("cpu", "compiled", folder)
@@ -280,6 +303,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "end-to-end": end_to_end,
     "candidates": candidates,
     "compiled": compiled,
+    "divergence": divergence,
     "study": study_page.summary,
     "study-runs": study_page.runs,
     "study-distribution": study_page.distribution,
@@ -291,6 +315,7 @@ _PAGES = {
     "README.md": ("summary", "training-step", "study"),
     "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/training.md": ("mismatch",),
+    "docs/divergence.md": ("divergence",),
     "docs/study.md": ("study-runs", "study-distribution"),
 }
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}
