@@ -237,6 +237,26 @@ def test_large_sets_are_worked_by_the_whole_head(where, monkeypatch):
     torch.testing.assert_close(got.entropies, want.entropies, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "computed again"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "head", [{}, {"softcap": 5.0}, {"temperature": 0.25}, {"logit_scale": -4.0}], ids=lambda head: "+".join(head)
+)
+def test_large_sets_that_leave_out_whole_blocks_of_the_vocabulary(head, dtype, scratch):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=g).to(dtype).requires_grad_() for n in (3, 2000))
+    sets = CandidateSets.from_mask((torch.arange(2000) < 500).repeat(3, 1))
+    ids = torch.tensor([0, 499, 7])
+    grads = []
+    for impl in ("native", "reference"):
+        out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl=impl, max_scratch_bytes=scratch,
+                                    with_entropy=True, **head)  # fmt: skip
+        grads.append(torch.autograd.grad(out.logps.sum() + 2 * out.entropies.sum(), (hidden, weight)))
+    for got, want in zip(*grads, strict=True):
+        assert frobenius_error(got, want) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert (grads[0][1][500:] == 0).all()
+
+
 def test_a_call_holds_no_vocab_sized_tensor():
     """Besides dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
     from recording import AllocationRecorder

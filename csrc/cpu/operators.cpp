@@ -66,7 +66,8 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
   check(targets, "targets", ScalarType::Long, {N});
   check(temperature, "temperature", ScalarType::Float, {N});
   if (bias) check(*bias, "bias", ScalarType::Float, {V});
-  if (set_ids && set_ranges) add_sets(inputs, *set_ids, *set_ranges, V);
+  STD_TORCH_CHECK(set_ids.has_value() == set_ranges.has_value(), "set_ids and set_ranges go together");
+  if (set_ids) add_sets(inputs, *set_ids, *set_ranges, V);
   STD_TORCH_CHECK(std::isfinite(softcap) && softcap >= 0, "softcap must be finite and positive, or 0 for none; got ",
                   softcap);
   const int64_t* ids = data<int64_t>(targets);

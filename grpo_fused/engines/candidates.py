@@ -42,7 +42,7 @@ class CandidateEngine:
         return self.whole.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
 
     def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
-        """See `Engine.cost`: that of tokens without a set."""
+        """See `Engine.cost`: that of the whole head."""
         return self.whole.cost(head, num_tokens, max_scratch_bytes)
 
     def score(self, work: Work) -> Statistics:

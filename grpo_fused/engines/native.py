@@ -212,7 +212,7 @@ class _Plan(NamedTuple):
             affordable -= affordable % _BLOCKS_OF_A_PRODUCT
         superblock = min(wanted, affordable, blocks)
         chunk = min(tokens, 2048 // item)
-        per_thread = block_rows * (columns * item + chunk * item + 3 * lanes * 4)
+        per_thread = block_rows * (columns * item + chunk * item + 4 * lanes * 4)
         if tokens > chunk:
             per_thread += block_rows * columns * 4
         fixed = superblock * block_bytes + threads * per_thread

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from distributed.jobs import slices, vocab_logprobs, vocab_loss
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
-from grpo_fused import fused_linear_logprobs
+from grpo_fused import CandidateSets, fused_linear_logprobs
 from grpo_fused.calls import Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
@@ -147,6 +149,21 @@ def test_one_chunk_waits_for_the_ranks_at_a_time():
     assert (slices.most, slices.running) == (1, 0)
     torch.testing.assert_close(got.hidden, 2 * dlogits @ weight)
     torch.testing.assert_close(got.weight, dlogits.T @ hidden)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_candidate_sets_in_one_slice(impl, workers):
+    """Sets of half the vocabulary, of which two of three ranks have nothing."""
+    dtype, tol = PRECISION[impl]
+    case = make_case(1, **(OPTIONS | {"softcap": 4.0}))
+    case = replace(case, completion_ids=case.completion_ids % 15)
+    kept = torch.arange(29) < 15
+    sets = CandidateSets.from_mask(kept.repeat(case.completion_ids.numel(), 1))
+    case = replace(case, options=case.options | {"candidates": sets}).to(dtype)
+    config = make_config("dapo", entropy_coef=2.0)
+    want = case.to(torch.float64).run(config, impl="reference")
+    sizes = [15, 3, 11]
+    assert_is_one_process(workers.run(vocab_loss, 3, case, config, impl, sizes, {}), want, sizes, tol)
 
 
 @pytest.mark.parametrize("impl", ENGINES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -37,9 +39,6 @@ def test_an_absent_package(monkeypatch):
 
 @pytest.mark.parametrize("module", ["trl", "prime_rl"])
 def test_importing_an_integration_checks_the_release(module, monkeypatch):
-    import importlib
-    import sys
-
     monkeypatch.setattr(releases, "version", lambda package: "0.1")
     monkeypatch.delitem(sys.modules, f"grpo_fused.integrations.{module}", raising=False)
     with pytest.raises(ImportError, match="found .* 0.1"):

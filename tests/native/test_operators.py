@@ -76,6 +76,7 @@ def test_opcheck(dtype):
         (sets_of_first([3, 7], [0, 3]), r"set_ranges must lie in \[0, 2\], or begin at -1; got 0 to 3 at 0"),
         (sets_of_first([3, 7], [2, 1]), "got 2 to 1 at 0"),
         (sets_of_first([3, 7], [-2, 1]), "got -2 to 1 at 0"),
+        ({"set_ids": torch.arange(2)}, "set_ids and set_ranges go together"),
         ({"set_ids": torch.arange(2), "set_ranges": torch.zeros(N, 3, dtype=torch.int64)}, r"must be \[70, 2\]"),
         ({"spill": torch.empty(V * 64 * 4 + 1, dtype=torch.uint8)}, "the same number of bytes for each of 300 rows"),
     ],

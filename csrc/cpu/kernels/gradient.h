@@ -27,7 +27,7 @@ inline Floats gradient_of(Floats e, const Vector& v, bool with_entropy, bool wit
     }
     dz = (e * v.factor) * slope;
     if (with_softcap) {
-      const Floats capped = (log_e + v.offset) * v.per_cap;
+      const Floats capped = larger(all(-1.0f), (log_e + v.offset) * v.per_cap);
       dz = dz * minus_multiply_add(capped, capped, all(1.0f));
     }
   }
@@ -48,7 +48,8 @@ Vector vector_of(const GradientLanes& lanes, int64_t lane, bool dense) {
   const bool with_entropy = lanes.minus_dentropy != nullptr, with_softcap = lanes.softcap != 0.0f;
   Vector v;
   v.offset = load(lanes.offset + lane);
-  v.log_factor = (v.offset - load(lanes.max + lane)) - load(lanes.log_sum + lane);
+  // bounded, as in exp: a tile without a finite logit has the lowest offset, whose products would overflow
+  v.log_factor = larger(all(-110.0f), (v.offset - load(lanes.max + lane)) - load(lanes.log_sum + lane));
   v.minus_dlogp = load(lanes.minus_dlogp + lane);
   v.factor = exp_nonpositive(v.log_factor);
   if (dense) v.factor = v.factor * v.minus_dlogp;
