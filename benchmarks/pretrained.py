@@ -266,7 +266,9 @@ def score(folder: Path, rows: Any, start: Path) -> None:
     """Greedy accuracy of a run or of the start (a right answer has a reward of 1), into its folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    saved = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=start)
+    saved = start
+    if folder != start:
+        saved = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved).eval(), AutoTokenizer.from_pretrained(start)
     size, texts = 64, list[str]()
     for first in range(0, len(rows), size):
@@ -352,7 +354,8 @@ def main() -> None:
     complete = [given.work / name for name in given.runs if name not in waiting]
     held_out = held_out_rows(recipe(begin, begin, given.steps, 0))
     for folder in [begin, *complete]:
-        if not (folder / "accuracy.json").exists():
+        file = folder / "accuracy.json"
+        if not file.exists() or json.loads(file.read_text()).get("of") != len(held_out):
             score(folder, held_out, begin)
     found = {name: summary_of(given.work / name) for name in given.runs if (given.work / name / "parts.jsonl").exists()}
     for name, run in found.items():

@@ -46,22 +46,23 @@ def runs(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """A sentence on our first run, and the time of a step in each trainer."""
+    """A sentence on the first run of each trainer: accuracy, and the time of a step."""
     run = newest("cpu", "pretrained", folder)
     found = {} if run is None else run.sections["pretrained"]["runs"]
     if run is None or "after" not in found.get("ours-0", {}).get("accuracy", {}):
         return "A pretrained model: not measured yet (`python -m benchmarks.pretrained`)."
-    ours, accuracy = found["ours-0"], found["ours-0"]["accuracy"]
-    steps = ", ".join(
-        f"{found[f'{kind}-0']['median']['seconds']:.0f} s with {name}"
-        for kind, name in TRAINERS.items()
-        if f"{kind}-0" in found
+    first = {name: found[f"{kind}-0"] for kind, name in TRAINERS.items() if f"{kind}-0" in found}
+    ends = ", ".join(
+        f"{row['accuracy']['after']:.0%} with {name} ({row['median']['seconds']:.0f} s a step)"
+        for name, row in first.items()
+        if "after" in row["accuracy"]
     )
+    ours = found["ours-0"]
     return (
-        "After a short supervised start, Gemma 3 270M (V = 262,144) learns sums of reasoning-gym: from "
-        f"{accuracy['before']:.0%} to {accuracy['after']:.0%} of "
-        f"{run.sections['pretrained']['held_out']} held-out problems in {ours['steps']} steps "
-        f"on two CPU cores. A step takes {steps} ([the study](docs/study.md))."
+        "After a short supervised start, Gemma 3 270M (V = 262,144) learns sums of reasoning-gym in "
+        f"{ours['steps']} steps on two CPU cores: from {ours['accuracy']['before']:.0%} of "
+        f"{run.sections['pretrained']['held_out']} held-out problems to {ends}; one run of each "
+        "([the study](docs/study.md))."
     )
 
 
