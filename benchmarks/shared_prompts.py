@@ -75,7 +75,8 @@ def main() -> None:
         rates = f"{1e3 * tokens / separate:6.0f} completion tokens/s apart, {1e3 * tokens / shared:6.0f} shared"
         print(f"{prompt:4d}:{completion} tokens, {generations} completions: {rates} ({separate / shared:.2f} x)")
     if given.out is not None:
-        record("shared_prompts", {"hidden": HIDDEN, "layers": LAYERS, "vocab": VOCAB, "cases": cases}, out=given.out)
+        section = {"hidden": HIDDEN, "layers": LAYERS, "vocab": VOCAB, "prompts": PROMPTS, "cases": cases}
+        record("shared_prompts", section, out=given.out)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,39 @@ def divergence(folder: Path) -> str:
     return "\n".join([*lines, "", f"{shape}; {where(run)}."])
 
 
+def shared_prompts(folder: Path) -> str:
+    """Completion tokens per second of an update in which completions share their prompt, and of one without."""
+    run = newest("cpu", "shared_prompts", folder)
+    if run is None:
+        return f"Shared prompts: {NOT_YET} (`python -m benchmarks.shared_prompts`)."
+    section = run.sections["shared_prompts"]
+    lines = ["| prompt, completion | completions | apart | shared | |", "|---" * 5 + "|"]
+    for case in section["cases"]:
+        apart, shared = (case["updates"][name]["ms"]["median"] / 1e3 for name in ("separate", "shared"))
+        tokens = section.get("prompts", 2) * case["generations"] * case["completion"]
+        lines.append(
+            f"| {case['prompt']}, {case['completion']} | {case['generations']} | {tokens / apart:.0f} "
+            f"| {tokens / shared:.0f} | {apart / shared:.2f} x |"
+        )
+    return "\n".join([*lines, "", f"{where(run)}."])
+
+
+def generation(folder: Path) -> str:
+    """Seconds of a rollout by transformers and by our engine, with shared prompts and without."""
+    run = newest("cpu", "generation", folder)
+    if run is None:
+        return f"Generation: {NOT_YET} (`python -m benchmarks.generation`)."
+    section = run.sections["generation"]
+    names = list(section["cases"][0]["rollouts"])
+    lines = [f"| longest prompt | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case in section["cases"]:
+        times = (case["rollouts"][name]["ms"]["median"] / 1e3 for name in names)
+        lines.append(f"| {case['prompt']} | {' | '.join(f'{seconds:.2f} s' for seconds in times)} |")
+    model = f"Qwen2, {section['layers']} layers, H = {section['hidden']}, V = {section['vocab']}, fp32"
+    batch = f"{section['prompts']} x {section['generations']} completions of {section['completion']} tokens"
+    return "\n".join([*lines, "", f"{model}; {batch}; {where(run)}."])
+
+
 def compiled(folder: Path) -> str:
     """The Triton kernels that ship, compiled for every kind of GPU by several versions of triton: what went wrong."""
     run = newest("cpu", "compiled", folder)
@@ -304,6 +337,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "candidates": candidates,
     "compiled": compiled,
     "divergence": divergence,
+    "generation": generation,
+    "shared-prompts": shared_prompts,
     "study": study_page.summary,
     "study-runs": study_page.runs,
     "study-distribution": study_page.distribution,
@@ -314,7 +349,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 _PAGES = {
     "README.md": ("summary", "training-step", "study"),
     "docs/integrations.md": ("training-step", "integration-steps"),
-    "docs/training.md": ("mismatch",),
+    "docs/training.md": ("generation", "shared-prompts", "mismatch"),
     "docs/divergence.md": ("divergence",),
     "docs/study.md": ("study-runs", "study-distribution"),
 }
