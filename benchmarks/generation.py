@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig
 
 from benchmarks.results import machine, record
+from benchmarks.shared_prompts import HIDDEN, LAYERS, small_model
 from benchmarks.timing import times_by_round, with_ratios
 from grpo_fused.trainer import HuggingFaceEngine, Sampling
 from grpo_fused.trainer.rollout import pad_prompts
 from grpo_fused.trainer.tiny import tiny_tokenizer
 
-VOCAB, HIDDEN, LAYERS, PROMPTS, GENERATIONS, LENGTH = 151936, 384, 6, 4, 8, 32
+VOCAB, PROMPTS, GENERATIONS, LENGTH = 151936, 4, 8, 32
 CASES = (32, 256)
 """tokens of the longest prompt; the shortest has half of them"""
 
@@ -39,13 +40,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     machine("cpu")
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
-            num_attention_heads=6, num_key_value_heads=2, pad_token_id=None, eos_token_id=None,
-        )
-    ).eval()  # fmt: skip
+    model = small_model(VOCAB).eval()
     sampling = Sampling(num_generations=GENERATIONS, max_completion_length=LENGTH, pad_token_id=0, eos_token_ids=())
     shared, own = (HuggingFaceEngine(model, tiny_tokenizer()) for _ in range(2))
     own._prompt_cache = lambda ids, mask: {}  # type: ignore[method-assign]

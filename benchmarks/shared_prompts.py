@@ -39,15 +39,21 @@ def rollout_of(prompt: int, completion: int, generations: int) -> Rollout:
     return Rollout(prompts, whole(rows, prompt), completions, whole(rows, completion))
 
 
-def trainer(*, share_prompts: bool) -> GRPOTrainer:
-    """Of a model that is the same every time."""
+def small_model(vocab_size: int) -> Qwen2ForCausalLM:
+    """The same every time; it never ends a completion."""
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
+    return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
+            vocab_size=vocab_size, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
             num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=None,
+            eos_token_id=None,
         )
     )  # fmt: skip
+
+
+def trainer(*, share_prompts: bool) -> GRPOTrainer:
+    """Of the small model."""
+    model = small_model(VOCAB)
     config = GRPOTrainerConfig(
         prompts_per_step=PROMPTS, num_generations=8, share_prompts=share_prompts, micro_batch_tokens=4096
     )

@@ -49,7 +49,7 @@ Vector vector_of(const GradientLanes& lanes, int64_t lane, bool dense) {
   Vector v;
   v.offset = load(lanes.offset + lane);
   // bounded, as in exp: a tile without a finite logit has the lowest offset, whose products would overflow
-  v.log_factor = larger(all(-110.0f), (v.offset - load(lanes.max + lane)) - load(lanes.log_sum + lane));
+  v.log_factor = larger(all(kLowestExponent), (v.offset - load(lanes.max + lane)) - load(lanes.log_sum + lane));
   v.minus_dlogp = load(lanes.minus_dlogp + lane);
   v.factor = exp_nonpositive(v.log_factor);
   if (dense) v.factor = v.factor * v.minus_dlogp;

@@ -4,9 +4,12 @@
 namespace grpo {
 namespace {
 
+// exp is 0 in fp32 from here on.
+constexpr float kLowestExponent = -110.0f;
+
 // exp(x) for x <= 0, to 1 ulp; 0 below -104, NaN for NaN.
 inline Floats exp_nonpositive(Floats x) {
-  x = larger(all(-110.0f), x);
+  x = larger(all(kLowestExponent), x);
   const Floats n = rounded(x * all(1.44269504f));
   Floats r = minus_multiply_add(n, all(0.693359375f), x);
   r = minus_multiply_add(n, all(-2.12194440e-4f), r);
