@@ -19,11 +19,8 @@ using Gemm = void (*)(int64_t rows, int64_t depth, const uint32_t* a, int64_t ld
 void multiply_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
                    int64_t ldc, bool add);
 
-// PyTorch's own micro-kernel for AMX (brgemm.cpp), or nullptr where it is missing or fails its self-test.
-Gemm find_brgemm_bf16();
-
-// Releases this thread's AMX tiles. brgemm configures them once; any other AMX product on the thread (the library's)
-// configures them again, and the next brgemm would be an illegal instruction.
-void release_tiles();
+// bf16 by AMX (kernels_amx.cpp), on a processor that has it; nullptr if the operating system or the compiler does not
+// allow it.
+Gemm amx_bf16();
 
 }  // namespace grpo

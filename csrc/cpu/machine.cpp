@@ -40,9 +40,9 @@ Machine probe(const std::string& wanted) {
   const bool best = wanted.empty(), avx512 = has_avx512();
   std::string needs;
   if (best || wanted == "amx") {
-    needs = "AVX-512, AMX and PyTorch's brgemm";
-    const Gemm brgemm = avx512 && has_amx_bf16() ? find_brgemm_bf16() : nullptr;
-    if (brgemm != nullptr) return {"", "AMX (brgemm)", &kernels_avx512, brgemm};
+    needs = "AVX-512 and AMX";
+    const Gemm amx = avx512 && has_amx_bf16() ? amx_bf16() : nullptr;
+    if (amx != nullptr) return {"", "AMX", &kernels_avx512, amx};
   }
   if (best || wanted == "avx512") {
     needs = "AVX-512 (F, BW, VL, DQ)";

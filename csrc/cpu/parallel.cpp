@@ -15,7 +15,6 @@ void run_tasks(int64_t tasks, int64_t workers, void (*f)(int64_t, int64_t, void*
     for (int64_t worker = begin; worker < end; worker++) {
       for (int64_t task = next++; task < tasks; task = next++) f(task, worker, context);
     }
-    release_tiles();
   });
 }
 
