@@ -180,6 +180,8 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not _graph_is_freed() or _is_batched(factor):
         return (gradient * factor).to(dtype)
+    if factor.device.type == "cpu" and factor == 1:  # as `loss.backward()` gives; on a GPU, to look would wait for it
+        return gradient.to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     return gradient.mul_(factor).to(dtype)

@@ -154,10 +154,12 @@ class Gradient {
   void first_round(int64_t superblock, int64_t block, int64_t worker) {
     const int64_t rows = plan_.rows_of(block), first = block * plan_.block_rows;
     const int64_t column = (block - superblock) * plan_.block_rows / pair_;
-    uint32_t* weight = weights_.get() + worker * plan_.block_rows * plan_.stride;
-    if (g_.dhidden != nullptr || kept_panels_ < panels_) pack_weight_block(plan_, in_, block, weight);
+    WeightBlock weight{};
+    if (g_.dhidden != nullptr || kept_panels_ < panels_) {
+      weight = weight_block(plan_, in_, block, weights_.get() + worker * plan_.block_rows * plan_.stride);
+    }
     if (g_.dhidden != nullptr) {
-      plan_.kernels->transpose_block(weight, round_up(rows, 32), plan_.stride, plan_.words, plan_.kind,
+      plan_.kernels->transpose_block(weight.words, round_up(rows, 32), weight.stride, plan_.words, plan_.kind,
                                      transposed_.get() + column, transposed_stride_);
     }
     float* row_sums = g_.dbias == nullptr ? nullptr : g_.dbias + first;
@@ -165,11 +167,11 @@ class Gradient {
     uint32_t* across = g_.dweight == nullptr ? nullptr : across_.get() + worker * plan_.block_rows * across_stride_;
     for (int64_t begin = 0; begin < padded_; begin += chunk_) {
       const int64_t length = std::min(chunk_, padded_ - begin);
-      if (!dense_) gather(block, begin, std::min(begin + length, g_.count), worker);
+      if (!dense_) gather(weight, block, begin, std::min(begin + length, g_.count), worker);
       for (int64_t lane = 0; lane < length; lane += kLanes) {
         const float* offset = nullptr;
         int64_t stride = kLanes;
-        const void* kept = dense_ ? tile_of(block, (begin + lane) / kLanes, worker, &offset)
+        const void* kept = dense_ ? tile_of(weight, block, (begin + lane) / kLanes, worker, &offset)
                                   : staged(lane, worker, &offset, &stride);
         int32_t targets[kLanes];
         for (int64_t j = 0; j < kLanes; j++) {
@@ -202,7 +204,7 @@ class Gradient {
   }
 
   // Exponentials of a panel of all tokens: stored, or computed again.
-  const void* tile_of(int64_t block, int64_t panel, int64_t worker, const float** offset) {
+  const void* tile_of(WeightBlock weight, int64_t block, int64_t panel, int64_t worker, const float** offset) {
     if (panel < kept_panels_) {
       *offset = g_.offsets + (block * kept_panels_ + panel) * kLanes;
       return panel < in_.in_gradient.panels ? in_.in_gradient.tile(plan_, block, panel)
@@ -212,22 +214,21 @@ class Gradient {
     float* statistics = stage_offsets_.get() + worker * (chunk_ + kLanes) + chunk_;  // beyond a chunk's offsets
     float rest[kLanes];
     void* kept = exponentials_.get() + worker * size;
-    exponentials_of_tile(plan_, in_, weights_.get() + worker * plan_.block_rows * plan_.stride,
-                         recomputed_.panel(panel), block, panel, tiles_.get() + worker * tile_size(plan_, in_),
-                         {statistics, rest, nullptr}, kept);
+    exponentials_of_tile(plan_, in_, weight, recomputed_.panel(panel), block, panel,
+                         tiles_.get() + worker * tile_size(plan_, in_), {statistics, rest, nullptr}, kept);
     *offset = statistics;
     return kept;
   }
 
   // Gather the tokens [begin, end) of `rows` from the panels that hold them.
-  void gather(int64_t block, int64_t begin, int64_t end, int64_t worker) {
+  void gather(WeightBlock weight, int64_t block, int64_t begin, int64_t end, int64_t worker) {
     const int64_t rows = plan_.rows_of(block), size = plan_.kept_size();
     char* stage = stage_.get_bytes() + worker * plan_.block_rows * stage_stride_ * 4;
     float* offsets = stage_offsets_.get() + worker * (chunk_ + kLanes);
     for (int64_t i = begin; i < end;) {
       const int64_t panel = g_.rows[i] / kLanes, start = i;
       const float* offset = nullptr;
-      const void* tile = tile_of(block, panel, worker, &offset);
+      const void* tile = tile_of(weight, block, panel, worker, &offset);
       uint64_t mask = 0;
       for (; i < end && g_.rows[i] / kLanes == panel; i++) {
         const int64_t lane = g_.rows[i] % kLanes;
@@ -253,8 +254,8 @@ class Gradient {
     const int64_t last = superblock + count - 1;
     const int64_t vocab_rows = (count - 1) * plan_.block_rows + plan_.rows_of(last);
     const int64_t depth = ceil_div(vocab_rows, pair_), step = kBlocksOfAProduct * plan_.block_rows / pair_;
-    // rows of W^T that stay in the second-level cache while the token panels pass
-    const int64_t height = std::max<int64_t>(448 * 1024 / (4 * std::min(depth, step)) / 6 * 6, 48);
+    // rows of W^T that stay in the second-level cache while the token panels pass; whole tiles of each micro-kernel
+    const int64_t height = std::max<int64_t>(448 * 1024 / (4 * std::min(depth, step)) / 48 * 48, 48);
     const int64_t strips = ceil_div(plan_.hidden, height), out_panels = padded_ / kLanes;
     const int64_t group = 8, groups = ceil_div(out_panels, group), tasks = strips * groups;
     parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t) {

@@ -130,16 +130,22 @@ class TokenPanels {
   Buffer<uint32_t> words_;
 };
 
+// Rows of the weight as a of a product, zeros after them up to a multiple of 32 rows.
+struct WeightBlock {
+  const uint32_t* words;
+  int64_t stride;
+};
+
+// The weight itself where its layout is that of an operand, else a copy in `buffer` [block_rows * stride].
+WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
+
 // Floats of one worker for `exponentials_of_tile`: a tile, and one more for candidate sets.
 inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
   return plan.block_rows * kLanes * (inputs.set_ranges == nullptr ? 1 : 2);
 }
 
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
-void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint32_t* packed_weight,
-                          const uint32_t* token_panel, int64_t block, int64_t panel, float* z,
-                          const TileStatistics& out, void* kept);
-
-void pack_weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* out);
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
+                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept);
 
 }  // namespace grpo

@@ -39,14 +39,21 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
   });
 }
 
-void pack_weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* out) {
-  const int64_t item = inputs.weight_dtype == Dtype::fp32 ? 4 : 2;
-  const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
-  plan.kernels->pack_rows(static_cast<const char*>(inputs.weight) + first * inputs.weight_stride * item,
-                          inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute, plan.kind, out,
-                          plan.stride);
-  // the transposition takes 32 rows at a time
-  std::fill(out + rows * plan.stride, out + round_up(rows, 32) * plan.stride, 0u);
+WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
+  const int64_t item = inputs.weight_dtype == Dtype::fp32 ? 4 : 2, pairs = per_word(plan.kind);
+  const int64_t rows = plan.rows_of(block), stride = inputs.weight_stride / pairs;
+  const char* source = static_cast<const char*>(inputs.weight) + block * plan.block_rows * inputs.weight_stride * item;
+  const bool same_words = inputs.weight_dtype == inputs.compute && item * pairs == 4;
+  const bool whole_lines = plan.hidden % (16 * pairs) == 0 && inputs.weight_stride % (16 * pairs) == 0 &&
+                           reinterpret_cast<uintptr_t>(source) % 64 == 0;
+  // see Plan::stride; the transposition takes 32 rows at a time
+  if (same_words && whole_lines && stride % 256 != 0 && rows % 32 == 0) {
+    return {reinterpret_cast<const uint32_t*>(source), stride};
+  }
+  plan.kernels->pack_rows(source, inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute,
+                          plan.kind, buffer, plan.stride);
+  std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);
+  return {buffer, plan.stride};
 }
 
 namespace {
@@ -78,15 +85,14 @@ const float* limits_of_tile(const Plan& plan, const HeadInputs& inputs, int64_t 
 
 }  // namespace
 
-void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const uint32_t* packed_weight,
-                          const uint32_t* token_panel, int64_t block, int64_t panel, float* z,
-                          const TileStatistics& out, void* kept) {
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
+                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept) {
   const int64_t rows = plan.rows_of(block), token = panel * kLanes;
   float inverse_temperature[kLanes];
   for (int64_t j = 0; j < kLanes; j++) {
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
-  plan.multiply(rows, plan.words, packed_weight, plan.stride, token_panel, z, kLanes, false);
+  plan.multiply(rows, plan.words, weight.words, weight.stride, token_panel, z, kLanes, false);
   const Transform transform{inputs.bias == nullptr ? nullptr : inputs.bias + block * plan.block_rows, inputs.scale,
                             inputs.softcap, inverse_temperature,
                             limits_of_tile(plan, inputs, block, panel, z + plan.block_rows * kLanes)};
@@ -140,11 +146,11 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
 
   parallel_tasks(splits, workers, [&](int64_t split, int64_t worker) {
     const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
-    uint32_t* weight = weights.get() + worker * plan.block_rows * plan.stride;
+    uint32_t* buffer = weights.get() + worker * plan.block_rows * plan.stride;
     float* z = tiles.get() + worker * tile_size(plan, inputs);
     const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
     for (int64_t block = begin; block < end; block++) {
-      pack_weight_block(plan, inputs, block, weight);
+      const WeightBlock weight = weight_block(plan, inputs, block, buffer);
       const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
       for (int64_t panel = 0; panel < panels; panel++) {
         float own[3 * kLanes];
@@ -183,13 +189,13 @@ void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64
   const Buffer<uint32_t> weights(workers * plan.block_rows * plan.stride);
   const Buffer<float> tiles(workers * plan.block_rows * kLanes);
   parallel_tasks(plan.blocks, workers, [&](int64_t block, int64_t worker) {
-    uint32_t* weight = weights.get() + worker * plan.block_rows * plan.stride;
     float* tile = tiles.get() + worker * plan.block_rows * kLanes;
     const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
-    pack_weight_block(plan, inputs, block, weight);
+    const WeightBlock weight =
+        weight_block(plan, inputs, block, weights.get() + worker * plan.block_rows * plan.stride);
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
-      plan.multiply(rows, plan.words, weight, plan.stride, tokens.panel(panel), tile, kLanes, false);
+      plan.multiply(rows, plan.words, weight.words, weight.stride, tokens.panel(panel), tile, kLanes, false);
       plan.kernels->transpose_tile(tile, rows, count, out + token * out_stride + first, out_stride);
     }
   });

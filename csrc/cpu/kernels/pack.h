@@ -26,8 +26,16 @@ inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, 
 
 void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
                Operand kind, uint32_t* out, int64_t words) {
+  const int64_t item = dtype == Dtype::fp32 ? 4 : 2;
+  const bool same_words = dtype == compute && item * per_word(kind) == 4;
   for (int64_t r = 0; r < rows; r++) {
     uint32_t* to = out + r * words;
+    if (same_words) {
+      char* bytes = reinterpret_cast<char*>(to);
+      __builtin_memcpy(bytes, static_cast<const char*>(source) + r * source_stride * item, depth * item);
+      __builtin_memset(bytes + depth * item, 0, 4 * words - depth * item);
+      continue;
+    }
     const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
       const Floats x = rounded_to(load_as(source, dtype, r * source_stride + k, count), compute);
       if (holds_pairs(kind)) {
