@@ -70,7 +70,11 @@ void transpose_block(const uint32_t* rows, int64_t count, int64_t stride, int64_
     for (int64_t r = 0; r < count; r += 2 * kWidth) {
       Words even[kWidth], odd[kWidth];
       for (int i = 0; i < kWidth; i++) {
-        const Words a = load(rows + (r + 2 * i) * stride + k), b = load(rows + (r + 2 * i + 1) * stride + k);
+        const uint32_t* const upper = rows + (r + 2 * i) * stride + k;
+        const uint32_t* const lower = upper + stride;
+        __builtin_prefetch(upper + kWidth);  // of the weight itself: no stream that the hardware sees
+        __builtin_prefetch(lower + kWidth);
+        const Words a = load(upper), b = load(lower);
         even[i] = even_columns(a, b);
         odd[i] = odd_columns(a, b);
       }
