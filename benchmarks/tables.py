@@ -274,6 +274,26 @@ def generation(folder: Path) -> str:
     return "\n".join([*lines, "", f"{model}; {batch}; {where(run)}."])
 
 
+def threads(folder: Path) -> str:
+    """Seconds of the engines and of the bare products with one thread, one for each core, and two."""
+    run = newest("cpu", "threads", folder)
+    if run is None:
+        return f"Threads: {NOT_YET} (`python -m benchmarks.threads`)."
+    section = run.sections["threads"]
+    counts = list(section["cases"][0]["threads"])
+    lines = [
+        f"| | threads: | {' | '.join(counts)} |",
+        "|---" * (len(counts) + 2) + "|",
+    ]
+    for case in section["cases"]:
+        for name in case["threads"][counts[0]]:
+            rows = [case["threads"][count][name] for count in counts]
+            ratio = "" if name == "bare" else ", {:.2f} × bare"
+            cells = (f"{row['ms']['median'] / 1e3:.2f} s" + ratio.format(row["times_bare"]["median"]) for row in rows)
+            lines.append(f"| {speed_tables.title(case['shape'])} | {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{section['cores']} cores; {where(run)}."])
+
+
 def compiled(folder: Path) -> str:
     """The Triton kernels that ship, compiled for every kind of GPU by several versions of triton: what went wrong."""
     run = newest("cpu", "compiled", folder)
@@ -333,6 +353,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "providers": speed_tables.providers,
     "accuracy": accuracy,
     "growth": growth,
+    "threads": threads,
     "end-to-end": end_to_end,
     "candidates": candidates,
     "compiled": compiled,

@@ -1,0 +1,64 @@
+"""Time of the CPU engines and of the bare products by the number of threads, up to twice the number of cores.
+
+    python -m benchmarks.threads --out results.json    # about four minutes on two cores
+
+A result must not change with the number of threads (`native`); the tests check that, this measures time.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take the time of those that work
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.problem import DTYPES, Case, clear
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import machine, record
+from benchmarks.timing import bare_gemms, times_by_round, with_ratios
+
+ENGINES = ("native", "chunked")
+CASES = (Case(4, 256, 896, 151936, "bf16"), Case(1, 256, 896, 151936, "fp32"))
+
+
+def study(case: Case, counts: list[int], rounds: int) -> dict[str, Any]:
+    """A problem's times by thread count, and their ratios to the bare products with as many threads."""
+    problem = case.problem("cpu")
+
+    def train(engine: str) -> None:
+        clear(problem)
+        PROVIDERS[engine].loss(problem).backward()
+
+    calls = {"bare": bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], "cpu")["bare-3"]}
+    calls |= {engine: partial(train, engine) for engine in ENGINES}
+    by_count = {}
+    for count in counts:
+        torch.set_num_threads(count)
+        found = with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare")
+        print(case.name, count, {name: round(row["ms"]["median"]) for name, row in found.items()}, flush=True)
+        by_count[count] = found
+    return {"shape": case.describe(), "threads": by_count}
+
+
+def main() -> None:
+    """Measure, print, and put the section `threads` into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    machine("cpu")
+    cores = torch.get_num_threads()
+    counts = [*(2**k for k in range(cores.bit_length()) if 2**k < cores), cores, 2 * cores]
+    section = {"cores": cores, "cases": [study(case, counts, given.rounds) for case in CASES]}
+    if given.out is not None:
+        record("threads", section, out=given.out)
+
+
+if __name__ == "__main__":
+    main()
