@@ -23,7 +23,7 @@ import trl
 from integrations.trl_runs import sampled_from
 from trl.trainer import utils
 
-own = trl.GRPOTrainer.func._generate_and_score_completions
+own = trl.GRPOTrainer._generate_and_score_completions
 
 def checked(self, inputs):
     batch = own(self, inputs)
@@ -34,10 +34,10 @@ def checked(self, inputs):
     print(f"RANK {self.accelerator.process_index}:", {"error": error, "sets": sets}, flush=True)
     return batch
 
-trl.GRPOTrainer.func._generate_and_score_completions = checked
+trl.GRPOTrainer._generate_and_score_completions = checked
 
 def reward(completions, **_):
-    print("THE TRAINER IS", trl.GRPOTrainer.func.__name__, "THE HEAD IS", utils._ChunkedLogProbFunction.__module__)
+    print("THE TRAINER IS", trl.GRPOTrainer.__name__, "THE HEAD IS", utils._ChunkedLogProbFunction.__module__)
     return [len(text) % 5 for text in completions]
 """
 OPTIONS = {
@@ -83,7 +83,14 @@ def test_grpo_through_accelerate_launch(processes, folder):
     assert len({str(rank["sets"]) for rank in ranks.values()}) == processes  # each has its own completions
 
 
-def test_launches_the_patch_in_place_of_the_script(monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "ours", "given"),
+    [
+        ("sft", [], {}),
+        ("grpo", ["--exact-truncation", "true", "--impl", "chunked"], {"exact_truncation": True, "impl": "chunked"}),
+    ],
+)
+def test_launches_the_patch_in_place_of_the_script(command, ours, given, monkeypatch):
     from trl.cli import accelerate_launcher
 
     launched = []
@@ -91,13 +98,13 @@ def test_launches_the_patch_in_place_of_the_script(monkeypatch):
     own = accelerate_launcher.launch_training_script
     monkeypatch.setattr(accelerate_launcher, "launch_command", launched.append)
     with pytest.raises(SystemExit) as end:
-        cli.main(["grpo", *options, "--exact_truncation", "true", "--num_processes", "2", "--impl", "chunked"])
+        cli.main([command, *options, *ours, "--num_processes", "2"])
     assert end.value.code == 0
     (args,) = launched
     assert (args.module, args.training_script, args.num_processes) == (True, "grpo_fused.integrations.trl.cli", 2)
-    given, script, *rest = args.training_script_args
-    assert json.loads(given) == {"impl": "chunked", "exact_truncation": True}
-    assert script.endswith("trl/scripts/grpo.py")
+    passed, script, *rest = args.training_script_args
+    assert json.loads(passed) == given
+    assert script.endswith(f"trl/scripts/{command}.py")
     assert rest == options
     assert accelerate_launcher.launch_training_script is own
 

@@ -58,8 +58,8 @@ def _own_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
         prog="grpo-fused trl grpo", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     parser.add_argument("--impl")
-    parser.add_argument("--max_scratch_bytes", type=int)
-    parser.add_argument("--exact_truncation", type=string_to_bool, nargs="?", const=True)
+    parser.add_argument("--max_scratch_bytes", "--max-scratch-bytes", type=int)
+    parser.add_argument("--exact_truncation", "--exact-truncation", type=string_to_bool, nargs="?", const=True)
     given, rest = parser.parse_known_args(argv)
     return vars(given), rest
 
@@ -70,8 +70,12 @@ def run_script(options: dict[str, Any], path: str, arguments: list[str]) -> None
 
     from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl
 
+    class Trainer(FusedGRPOTrainer):
+        __init__ = functools.partialmethod(FusedGRPOTrainer.__init__, **options)
+
+    Trainer.__name__ = FusedGRPOTrainer.__name__
     patch_trl()
-    trl.GRPOTrainer = functools.partial(FusedGRPOTrainer, **options)
+    trl.GRPOTrainer = Trainer
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
 
