@@ -81,7 +81,7 @@ def cpu_extension() -> Extension:
         sorted(glob("csrc/cpu/*.cpp")),
         include_dirs=["csrc", str(torch / "include")],
         library_dirs=[str(torch / "lib")],
-        libraries=["torch_cpu", "dl"],
+        libraries=["torch_cpu"],
         define_macros=DEFINES,
         # GCC 12's own AVX-512 header causes the warnings that are turned off
         extra_compile_args=[

@@ -180,7 +180,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not _graph_is_freed() or _is_batched(factor):
         return (gradient * factor).to(dtype)
-    if factor.device.type == "cpu" and factor == 1:  # as `loss.backward()` gives; on a GPU, to look would wait for it
+    if _can_be_read(factor) and factor == 1:  # as from `loss.backward()`
         return gradient.to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
@@ -191,6 +191,11 @@ def _is_batched(x: Tensor) -> bool:
     """Whether `x` is a batch of tensors, under `vmap` or `torch.autograd.grad(is_grads_batched=True)`."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+def _can_be_read(x: Tensor) -> bool:
+    """Whether the value of `x` is there without waiting for a device: also not while a program is traced."""
+    return x.device.type == "cpu" and type(x) is Tensor and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _graph_is_freed() -> bool:

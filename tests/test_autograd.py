@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import Case, frobenius_error, make_case, make_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fused import (
     GRPOLossConfig,
+    autograd,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     grpo_loss,
@@ -54,6 +56,12 @@ def test_upstream_gradient(upstream, scratch):
     scaled = case.run(CONFIG, max_scratch_bytes=scratch, upstream=upstream)
     for name, gradient in one.gradients().items():
         torch.testing.assert_close(scaled.gradients()[name], gradient * upstream, msg=name)
+
+
+def test_an_upstream_gradient_without_a_value_is_not_read(monkeypatch):
+    monkeypatch.setattr(autograd, "_graph_is_freed", lambda: True)
+    with FakeTensorMode():
+        assert autograd.scaled(torch.empty(4, 3), torch.ones(()), torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_two_backward_passes_with_retain_graph():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -17,44 +19,78 @@ from grpo_fused.integrations.trl import cli
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 REWARD = """
-import sys
 import trl
+from integrations.trl_runs import sampled_from
 from trl.trainer import utils
+
+own = trl.GRPOTrainer._generate_and_score_completions
+
+def checked(self, inputs):
+    batch = own(self, inputs)
+    _, log_q = sampled_from(self, batch, top_p=0.8)
+    mask = batch["completion_mask"] != 0
+    error = (batch["old_per_token_logps"] - log_q)[mask].abs().max().item()
+    sets = [sets.ids.tolist() for sets in batch["candidates"]]
+    print(f"RANK {self.accelerator.process_index}:", {"error": error, "sets": sets}, flush=True)
+    return batch
+
+trl.GRPOTrainer._generate_and_score_completions = checked
 
 def reward(completions, **_):
     print("THE TRAINER IS", trl.GRPOTrainer.__name__, "THE HEAD IS", utils._ChunkedLogProbFunction.__module__)
     return [len(text) % 5 for text in completions]
 """
+OPTIONS = {
+    "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "my_rewards.reward", "output_dir": "out",
+    "max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6,
+    "use_cpu": "true", "bf16": "false", "report_to": "none", "logging_steps": 1, "dtype": "float32", "top_p": 0.8,
+    "num_iterations": 2,
+}  # fmt: skip
+FLAGS = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
 
 
-def run(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-
-
-@pytest.mark.full
-def test_grpo_through_accelerate_launch(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A model, prompts and rewards for TRL's script."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_model(tokenizer).save_pretrained(tmp_path / "model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dataset()))
     (tmp_path / "my_rewards.py").write_text(REWARD)
-    options = {
-        "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "my_rewards.reward", "output_dir": "out",
-        "max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6,
-        "use_cpu": "true", "bf16": "false", "report_to": "none", "logging_steps": 1, "dtype": "float32",
-    }  # fmt: skip
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    found = run(tmp_path, "-m", "grpo_fused", "trl", "grpo", *flags, "--num_processes", "1")
+    return tmp_path
+
+
+def run(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *arguments]
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stderr[-3000:]
-    lines = [line for line in found.stdout.splitlines() if line.startswith("THE TRAINER")]
-    assert lines == ["THE TRAINER IS FusedGRPOTrainer THE HEAD IS grpo_fused.integrations.trl.head"]
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    return found.stdout
 
 
-def test_launches_the_patch_in_place_of_the_script(monkeypatch):
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_grpo_through_accelerate_launch(processes, folder):
+    launch = ["--num_processes", str(processes), *["--multi_gpu"] * (processes > 1)]  # which a CPU allows
+    output = run(folder, "-m", "grpo_fused", "trl", "grpo", *FLAGS, "--exact_truncation", *launch)
+    lines = {line for line in output.splitlines() if line.startswith("THE TRAINER")}
+    assert lines == {"THE TRAINER IS FusedGRPOTrainer THE HEAD IS grpo_fused.integrations.trl.head"}
+    assert (folder / "out" / "model.safetensors").exists()
+    ranks = {rank: ast.literal_eval(found) for rank, found in re.findall(r"RANK (\d): ({.*?})", output)}
+    assert len(ranks) == processes
+    assert max(rank["error"] for rank in ranks.values()) < 1e-4
+    assert len({str(rank["sets"]) for rank in ranks.values()}) == processes  # each has its own completions
+
+
+@pytest.mark.parametrize(
+    ("command", "ours", "given"),
+    [
+        ("sft", [], {}),
+        ("grpo", ["--exact-truncation", "true", "--impl", "chunked"], {"exact_truncation": True, "impl": "chunked"}),
+    ],
+)
+def test_launches_the_patch_in_place_of_the_script(command, ours, given, monkeypatch):
     from trl.cli import accelerate_launcher
 
     launched = []
@@ -62,14 +98,20 @@ def test_launches_the_patch_in_place_of_the_script(monkeypatch):
     own = accelerate_launcher.launch_training_script
     monkeypatch.setattr(accelerate_launcher, "launch_command", launched.append)
     with pytest.raises(SystemExit) as end:
-        cli.main(["sft", *options, "--num_processes", "2"])
+        cli.main([command, *options, *ours, "--num_processes", "2"])
     assert end.value.code == 0
     (args,) = launched
     assert (args.module, args.training_script, args.num_processes) == (True, "grpo_fused.integrations.trl.cli", 2)
-    script, *rest = args.training_script_args
-    assert script.endswith("trl/scripts/sft.py")
+    passed, script, *rest = args.training_script_args
+    assert json.loads(passed) == given
+    assert script.endswith(f"trl/scripts/{command}.py")
     assert rest == options
     assert accelerate_launcher.launch_training_script is own
+
+
+def test_options_of_another_trainer():
+    with pytest.raises(SystemExit, match="--exact_truncation: for the command grpo only"):
+        cli.main(["sft", "--exact_truncation", "--model_name_or_path", "m"])
 
 
 def test_unknown_release(monkeypatch):

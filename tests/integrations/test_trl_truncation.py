@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.trl_runs import save_small_model, train
+from integrations.trl_runs import sampled_from, save_small_model, train
 
 pytest.importorskip("trl")
 from peft import LoraConfig
@@ -14,7 +14,6 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 import grpo_fused.integrations.trl as ours
-from grpo_fused import CandidateSets
 from grpo_fused.trainer.sampling import padded_sets
 
 TRUNCATED: dict[str, dict[str, Any]] = {
@@ -84,47 +83,31 @@ def test_a_run_is_that_of_dense_masked_logits(truncated, setting, folder, tmp_pa
     assert got.trainer.loss_counts.fused > 0
 
 
-class Recorded:
-    """A trainer that keeps its generation batches, and the dense logits that each token was sampled from."""
-
-    def __init_subclass__(cls) -> None:
-        cls.batches = []
-
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-        with torch.no_grad():
-            T = batch["completion_ids"].shape[1]
-            positions = (mask.cumsum(1) - 1).clamp(min=0)  # as `generate`
-            z = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -T - 1 : -1].float()
-        self.batches.append((batch, z / self.temperature))
-        return batch
-
-
 @pytest.mark.gate(keep=lambda truncated: truncated in ("top_p", "all"))
 @pytest.mark.parametrize("truncated", TRUNCATED)
 def test_ratios_to_what_was_sampled_are_1(truncated, folder, tmp_path):
     """Old log-probs are those of the sampler with `exact_truncation`, and of another distribution without."""
     options = TRUNCATED[truncated]
+    warpers = {name: x for name, x in options.items() if name != "temperature"}
     sampled = []
     for exact in (True, False):
 
-        class Trainer(Recorded, ours.FusedGRPOTrainer):
-            pass
+        class Trainer(ours.FusedGRPOTrainer):
+            def _generate_and_score_completions(self, inputs):
+                batch = super()._generate_and_score_completions(inputs)
+                self.batches.append((batch, *sampled_from(self, batch, **warpers)))
+                return batch
 
+        Trainer.batches = []
         run = train(Trainer, GRPOConfig, folder, tmp_path, max_steps=2, num_iterations=2, exact_truncation=exact,
                     **options)  # fmt: skip
-        batch, z = Trainer.batches[0]
-        mask, T = batch["completion_mask"] != 0, z.shape[1]
-        warpers = {name: x for name, x in options.items() if name != "temperature"}
-        kept = CandidateSets.from_logits(z, **warpers).to_mask(z.shape[-1]).view(z.shape)  # z has its temperature
-        assert kept.sum(-1)[mask].float().mean() < z.shape[-1] / 2
-        log_q = z.double().masked_fill(~kept, -torch.inf).log_softmax(-1)
-        log_q = log_q.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        batch, kept, log_q = Trainer.batches[0]
+        mask = batch["completion_mask"] != 0
+        assert kept.sum(-1)[mask].float().mean() < kept.shape[-1] / 2
         ratio = (batch["old_per_token_logps"] - log_q)[mask].exp()
         assert bool(((ratio - 1).abs() < 1e-4).all()) == exact
         if exact:
-            recorded = padded_sets(batch["candidates"], T).to_mask(z.shape[-1]).view(z.shape)
+            recorded = padded_sets(batch["candidates"], kept.shape[1]).to_mask(kept.shape[-1]).view(kept.shape)
             assert torch.equal(recorded[mask], kept[mask])
             first = run.logs[0]
             assert first["clip_ratio/region_mean"] == 0

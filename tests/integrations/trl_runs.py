@@ -13,6 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 
+from grpo_fused import CandidateSets
+
 WORDS = [f"w{i}" for i in range(40)]
 STEPS = 3
 
@@ -63,6 +65,22 @@ class Run:
     weights: dict[str, torch.Tensor]
     initial: dict[str, torch.Tensor]
     trainer: Any
+
+
+@torch.no_grad()
+def sampled_from(trainer: Any, batch: dict[str, Any], **warpers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the completions [B, T] of a generation batch were sampled from, by dense logits.
+
+    bool [B, T, V], the tokens that transformers' warpers keep; and [B, T] fp64, the log-probs of what was sampled.
+    """
+    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+    T = batch["completion_ids"].shape[1]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # as `generate`
+    z = trainer.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -T - 1 : -1].float()
+    z = z / trainer.temperature
+    kept = CandidateSets.from_logits(z, **warpers).to_mask(z.shape[-1]).view(z.shape)
+    log_q = z.double().masked_fill(~kept, -torch.inf).log_softmax(-1)
+    return kept, log_q.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
 def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, peft: Any = None, **options: Any) -> Run:

@@ -332,6 +332,28 @@ def test_gradients_do_not_depend_on_the_threads(dtype, scratch, threads):
 
 
 @on_each_isa
+@pytest.mark.pairs
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("vocab", [512, 3001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_is_read_in_place_is_as_its_copy(dtype, vocab, scratch, threads):
+    """Rows of whole cache lines are not packed; those with gaps are. Both with one thread and two."""
+    case = make_case(14, B=2, T=70, H=96, V=vocab, dtype=dtype, extras=False)
+    config = make_config("dapo", entropy_coef=0.01)
+    packed, in_place = torch.empty(vocab, 99, dtype=dtype)[:, :96], case.lm_head_weight
+    packed.copy_(in_place)
+    found = []
+    for weight, count in ((in_place, 1), (in_place, 2), (packed, 2)):
+        threads(count)
+        case.lm_head_weight = weight
+        found.append(case.run(config, impl="native", max_scratch_bytes=scratch))
+    for other in found[1:]:
+        assert torch.equal(other.out.per_token_logps, found[0].out.per_token_logps)
+        for name, gradient in other.gradients().items():
+            assert torch.equal(gradient, found[0].gradients()[name]), name
+
+
+@on_each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_products_and_sums_of_single_rows(dtype):
     """Of any length, from any address."""

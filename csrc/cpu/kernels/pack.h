@@ -1,4 +1,4 @@
-// Operands in the order that the products read them. Each is packed once, none in a product's inner loop.
+// Operands in the order that the products read them, packed outside of their inner loops.
 #pragma once
 
 namespace grpo {
