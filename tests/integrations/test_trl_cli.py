@@ -19,6 +19,8 @@ from grpo_fused.integrations.trl import cli
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 REWARD = """
+import os
+import sys
 import trl
 from integrations.trl_runs import sampled_from
 from trl.trainer import utils
@@ -34,7 +36,13 @@ def checked(self, inputs):
     print(f"RANK {self.accelerator.process_index}:", {"error": error, "sets": sets}, flush=True)
     return batch
 
+def end(self):
+    # on a CPU with two processes TRL's script does not return from here, with its own trainer neither
+    sys.stdout.flush()
+    os._exit(0)
+
 trl.GRPOTrainer._generate_and_score_completions = checked
+trl.GRPOTrainer.end = end
 
 def reward(completions, **_):
     print("THE TRAINER IS", trl.GRPOTrainer.__name__, "THE HEAD IS", utils._ChunkedLogProbFunction.__module__)
