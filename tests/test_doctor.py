@@ -83,13 +83,14 @@ def test_nothing_is_predicted_where_bare_products_are_a_slow_fallback(monkeypatc
     assert all(p.ratios == MEASURED.get((p.engine, torch.float32)) for p in predictions.predict(shape, CPU))
 
 
-def test_the_table_equals_the_committed_run():
-    report = json.loads((Path(__file__).parents[1] / MEASURED_IN).read_text())
-    cases = [c for c in report["sections"]["loss"]["cases"].values() if c["shape"]["pattern"] == "dense"]
+def test_the_table_equals_the_committed_runs():
+    reports = [json.loads((Path(__file__).parents[1] / path).read_text()) for path in MEASURED_IN]
+    cases = [c for report in reports for c in report["sections"]["loss"]["cases"].values()]
+    cases = [c for c in cases if c["shape"]["pattern"] == "dense"]
     names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
     for (engine, dtype), ratios in MEASURED.items():
         rows = [c["providers"][engine] for c in cases if c["shape"]["dtype"] == names[dtype]]
-        assert len(rows) == 4
+        assert len(rows) >= 4
         measured = [
             (min(row[what]["times_bare"]["p20"] for row in rows), max(row[what]["times_bare"]["p80"] for row in rows))
             for what in ("forward_backward", "scoring")

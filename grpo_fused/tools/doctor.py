@@ -146,7 +146,7 @@ def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[s
         times = _time(training, bare, 3), _time(scoring, bare, 1)
         rows.append((f"  {name}{' *' if is_auto else ''}", f"{cost.products:.3g}", memory, *times))
     last = "  * what impl='auto' takes. Times are predictions: bare products times ratios measured before, in"
-    return [*lines, *_table(rows), last, f"    {predictions.MEASURED_IN}"]
+    return [*lines, *_table(rows), last, *(f"    {path}" for path in predictions.MEASURED_IN)]
 
 
 def _time(ratio: tuple[float, float] | None, bare: float | None, products: int) -> str:
