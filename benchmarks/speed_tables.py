@@ -40,10 +40,24 @@ def summary(folder: Path) -> str:
             + " |",
             "|---" * (len(names) + 1) + "|",
             "| time of forward + backward, memory beyond inputs and gradients | " + " | ".join(cells) + " |",
+            *_candidate_row(run, shape, len(names), folder),
             "",
             f"{where(run)}, {run.machine['threads']} threads.",
         ]
     )
+
+
+def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> Iterator[str]:
+    """The same with candidate sets of published sizes, if it was measured on the same machine."""
+    run = newest("cpu", "candidates", folder)
+    if run is None or run.machine["name"] != dense.machine["name"]:
+        return
+    found = run.sections["candidates"]["published"]
+    if any(found[name] != shape[name] for name in "NHV"):
+        return
+    row, memory = found["calls"]["native loss"], found["scratch_bytes"]["native"] / 2**20
+    text = "the same for tokens sampled with top-p 0.97, from their [candidate sets](docs/candidates.md) only"
+    yield f"| {text} | {ms(row['ms']['median'])}, {memory:.0f} MiB |" + " |" * (columns - 1)
 
 
 def _summary_case(run: Run) -> dict[str, Any] | None:
