@@ -1,6 +1,6 @@
 """Ten steps of TRL's GRPO trainer, generation included: stock, with `patch_trl()`, and `FusedGRPOTrainer`.
 
-    python -m benchmarks.trl_steps --out results.json    # about three minutes on two cores
+    python -m benchmarks.trl_steps --out results.json    # about ten minutes on two cores
 
 Each run has a process of its own: time is that of `train()`, memory the peak of the process. All of them generate the
 same completions and must report the same losses. A small model with a large vocabulary is mostly head; the section
