@@ -33,6 +33,7 @@ def summary(folder: Path) -> str:
         mib = peak_mib(row)
         cells.append(ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
     shape = case["shape"]
+    row, source = _candidate_row(run, shape, len(names), folder)
     return "\n".join(
         [
             f"| {shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']} | "
@@ -40,24 +41,25 @@ def summary(folder: Path) -> str:
             + " |",
             "|---" * (len(names) + 1) + "|",
             "| time of forward + backward, memory beyond inputs and gradients | " + " | ".join(cells) + " |",
-            *_candidate_row(run, shape, len(names), folder),
+            *([row] if row else []),
             "",
-            f"{where(run)}, {run.machine['threads']} threads.",
+            f"{where(run)}, {run.machine['threads']} threads{source}.",
         ]
     )
 
 
-def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> Iterator[str]:
-    """The same with candidate sets of published sizes, if it was measured on the same machine."""
+def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> tuple[str, str]:
+    """The same with candidate sets of published sizes, and its source; empty if it was measured on another machine."""
     run = newest("cpu", "candidates", folder)
     if run is None or run.machine["name"] != dense.machine["name"]:
-        return
+        return "", ""
     found = run.sections["candidates"]["published"]
     if any(found[name] != shape[name] for name in "NHV"):
-        return
+        return "", ""
     row, memory = found["calls"]["native loss"], found["scratch_bytes"]["native"] / 2**20
-    text = "the same for tokens sampled with top-p 0.97, from their [candidate sets](docs/candidates.md) only"
-    yield f"| {text} | {ms(row['ms']['median'])}, {memory:.0f} MiB |" + " |" * (columns - 1)
+    text = "the same with [candidate sets](docs/candidates.md) of the sizes that top-p 0.97 leaves"
+    line = f"| {text} | {ms(row['ms']['median'])}, {memory:.0f} MiB |" + " |" * (columns - 1)
+    return line, f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
 
 
 def _summary_case(run: Run) -> dict[str, Any] | None:

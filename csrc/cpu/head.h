@@ -31,6 +31,9 @@ class Buffer {
   T* data_;
 };
 
+// Whether the rows of a tile, this many words apart, lie in few sets of the first-level cache.
+inline bool shares_cache_sets(int64_t stride) { return stride % 256 == 0; }
+
 // How a head is split, by its size and types only: a score must not depend on the other tokens of the batch.
 struct Plan {
   const Kernels* kernels;
@@ -39,7 +42,7 @@ struct Plan {
   Gemm multiply;
   int64_t vocab, hidden;
   int64_t words;         // of a packed row of weight or hidden states, a multiple of 16
-  int64_t stride;        // of packed rows: not a multiple of a page, whose lines would share one cache set
+  int64_t stride;        // of packed rows, see `shares_cache_sets`
   int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache
   int64_t blocks;
   int64_t token_chunk;   // tokens whose dz stays there

@@ -16,7 +16,7 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   plan.vocab = vocab;
   plan.hidden = hidden;
   plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
-  plan.stride = plan.words % 256 == 0 ? plan.words + 16 : plan.words;
+  plan.stride = shares_cache_sets(plan.words) ? plan.words + 16 : plan.words;
   // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache
   plan.block_rows = std::clamp<int64_t>(448 * 1024 / (4 * plan.words) / 32 * 32, 64, 256);
   plan.blocks = ceil_div(vocab, plan.block_rows);
@@ -46,8 +46,8 @@ WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t blo
   const bool same_words = inputs.weight_dtype == inputs.compute && item * pairs == 4;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && inputs.weight_stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
-  // see Plan::stride; the transposition takes 32 rows at a time
-  if (same_words && whole_lines && stride % 256 != 0 && rows % 32 == 0) {
+  // the transposition takes 32 rows at a time
+  if (same_words && whole_lines && !shares_cache_sets(stride) && rows % 32 == 0) {
     return {reinterpret_cast<const uint32_t*>(source), stride};
   }
   plan.kernels->pack_rows(source, inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute,
