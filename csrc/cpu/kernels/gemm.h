@@ -10,15 +10,19 @@ namespace {
 // Time (shortest calls): as one chain within 2 %; with 128, 2 to 6 % more.
 constexpr int64_t kDepth = 256;
 
+constexpr int64_t kLine = 16;  // words of a cache line
+
 struct Fp32 {
   PRODUCT static inline __attribute__((always_inline)) Floats step(Words a, Words b, Floats sum) {
     return multiply_add((Floats)a, (Floats)b, sum);
   }
 };
 
+// At each step a line of `later` is fetched to the second-level cache.
 template <int Rows, class Element>
 PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const uint32_t* a, int64_t lda,
-                                                           const uint32_t* b, float* c, int64_t ldc, bool add) {
+                                                           const uint32_t* b, const uint32_t* later, float* c,
+                                                           int64_t ldc, bool add) {
   Floats sum[Rows][kProductVectors];
 #pragma GCC unroll 6
   for (int i = 0; i < Rows; i++) {
@@ -26,6 +30,7 @@ PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const 
     for (int j = 0; j < kProductVectors; j++) sum[i][j] = all(0.0f);
   }
   for (int64_t k = 0; k < depth; k++) {
+    __builtin_prefetch(later + k * kLine, 0, 2);
     Words right[kProductVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kProductVectors; j++) right[j] = load(b + k * kLanes + kWidth * j);
@@ -46,6 +51,9 @@ PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const 
   }
 }
 
+// What is multiplied after a slice of b is the next slice, or the next panel, which follows in memory. Four groups of
+// rows fetch a quarter of it each. Measured (fp32, AVX-512, 2 cores, medians of 6 processes): loss and gradients take
+// 0.95 x the time at N = 1024, H = 896, V = 151936, and 0.93 x at 2048, 2048, 32000.
 template <class Element>
 PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_t depth, const uint32_t* a,
                                                             int64_t lda, const uint32_t* b, float* c, int64_t ldc,
@@ -54,21 +62,23 @@ PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_
   do {
     const int64_t length = depth - k < kDepth ? depth - k : kDepth;
     const bool adds = add || k > 0;
+    const uint32_t* const next = b + (k + length) * kLanes;
     for (int64_t lane = 0; lane < kLanes; lane += kProductVectors * kWidth) {
       const uint32_t* slice = b + k * kLanes + lane;
       const uint32_t* left = a + k;
       float* to = c + lane;
       int64_t i = 0;
       for (; i + kProductRows <= rows; i += kProductRows) {
-        rows_of<kProductRows, Element>(length, left + i * lda, lda, slice, to + i * ldc, ldc, adds);
+        const uint32_t* later = next + i / kProductRows % (kLanes / kLine) * length * kLine;
+        rows_of<kProductRows, Element>(length, left + i * lda, lda, slice, later, to + i * ldc, ldc, adds);
       }
       left += i * lda, to += i * ldc;
       switch (rows - i) {
-        case 5: rows_of<5, Element>(length, left, lda, slice, to, ldc, adds); break;
-        case 4: rows_of<4, Element>(length, left, lda, slice, to, ldc, adds); break;
-        case 3: rows_of<3, Element>(length, left, lda, slice, to, ldc, adds); break;
-        case 2: rows_of<2, Element>(length, left, lda, slice, to, ldc, adds); break;
-        case 1: rows_of<1, Element>(length, left, lda, slice, to, ldc, adds); break;
+        case 5: rows_of<5, Element>(length, left, lda, slice, next, to, ldc, adds); break;
+        case 4: rows_of<4, Element>(length, left, lda, slice, next, to, ldc, adds); break;
+        case 3: rows_of<3, Element>(length, left, lda, slice, next, to, ldc, adds); break;
+        case 2: rows_of<2, Element>(length, left, lda, slice, next, to, ldc, adds); break;
+        case 1: rows_of<1, Element>(length, left, lda, slice, next, to, ldc, adds); break;
         default: break;
       }
     }
