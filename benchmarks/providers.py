@@ -46,6 +46,8 @@ class Provider:
     """why it cannot run on this device, or None"""
     compiles: bool = False
     """compiles at its first call of a shape"""
+    always_gradients: bool = False
+    """its forward calls backward itself, so it has no forward without gradients"""
     patterns: tuple[str, ...] = tuple(PATTERNS)
     """where it differs from the others"""
 
@@ -283,7 +285,7 @@ _ALL = (
     Provider("liger", "LigerFusedLinearGRPOLoss, nothing on top", _liger, package="liger_kernel"),
     Provider(
         "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,
-        package="torchtitan", needs=_without("spmd_types", "triton", "tyro"),
+        package="torchtitan", needs=_without("spmd_types", "triton", "tyro"), always_gradients=True,
     ),
     _from_logps(
         "unsloth",

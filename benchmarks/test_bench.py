@@ -81,6 +81,8 @@ def test_speed(benchmark, prepared, recorded, name, what):
         pytest.skip("the same as others here")
     if what == "scoring" and provider.logps is None:
         pytest.skip("it returns no log-probs")
+    if what == "forward" and provider.always_gradients:
+        pytest.skip("it computes the gradients in its forward")
     errors, reason = prepared.verdict(name)
     row = {"provider": name, "what": what, "errors": errors, **prepared.case.describe()}
     recorded.append(row)
