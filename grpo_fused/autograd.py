@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grpo_fused import operators
 from grpo_fused.calls import (
@@ -26,6 +27,30 @@ from grpo_fused.calls import (
     flat,
 )
 from grpo_fused.custom import Objective
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose gradients cannot be differentiated again: that raises, and `create_graph=True` alone does not.
+
+    torch's `once_differentiable` returns constants where no upstream gradient requires grad: a term of a second-order
+    loss would be lost without a word.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *upstream: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *upstream)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled backward refuses this itself
+            return found
+        parts = found if isinstance(found, tuple) else (found,)
+        leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in parts]
+        raising = torch._C._functions.DelayedError(_SECOND_ORDER, len(leaves))
+        return tuple(raising(*leaves)) if isinstance(found, tuple) else raising(*leaves)
+
+    return checked
+
+
+_SECOND_ORDER = b"grpo_fused has no second derivatives: differentiate once, or use impl='reference'"
 
 
 class LinearLoss(torch.autograd.Function):
@@ -65,7 +90,7 @@ class LinearLoss(torch.autograd.Function):
         return result.loss, result.logps, result.entropies, result.metrics
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None, None, None
@@ -102,7 +127,7 @@ class LinearLogprobs(torch.autograd.Function):
         return scores.logps, scores.entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         logps, entropies, maxima, log_sums, *tensors = ctx.saved_tensors
         call: LogprobsCall = attach(ctx.call, tensors)
@@ -138,7 +163,7 @@ class GRPOObjective(torch.autograd.Function):
         return result.loss, result.logps, result.entropies, result.metrics
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None
@@ -163,7 +188,7 @@ class SelectiveLogprobs(torch.autograd.Function):
         return logps, entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         call: LogitsCall = attach(ctx.call, ctx.saved_tensors)
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder

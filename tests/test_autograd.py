@@ -12,10 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fused import (
+    CandidateSets,
     GRPOLossConfig,
     autograd,
+    fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
+    fused_linear_objective,
     grpo_loss,
     operators,
     selective_logprobs,
@@ -92,8 +95,55 @@ def test_double_backward_is_refused():
     hidden, factor = case.hidden_states.requires_grad_(), torch.ones((), dtype=torch.float64, requires_grad=True)
     loss = factor * call(case, hidden, case.lm_head_weight).loss
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="no second derivatives"):
         gradient.sum().backward()
+
+
+def test_transforms_of_functions_are_refused():
+    hidden, weight, ids = torch.randn(2, 3, 4), torch.randn(9, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+    def logps(x):
+        return fused_linear_logprobs(x, weight, ids[: len(x)] if x.dim() == 3 else ids[0]).logps
+
+    for transform in (torch.func.vmap(logps), torch.func.grad(lambda x: logps(x).sum())):
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            transform(hidden)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        logps(torch.autograd.forward_ad.make_dual(hidden, hidden))
+
+
+def _twice(name, hidden, weight, impl):
+    """A loss of hidden states [B, T, H] and weight, by one of the public functions."""
+    ids, mask = torch.zeros(hidden.shape[:2], dtype=torch.int64), torch.ones(hidden.shape[:2])
+    if name == "loss":
+        return fused_linear_grpo_loss(hidden, weight, ids, mask, impl=impl).loss
+    if name == "objective":
+        return fused_linear_objective(hidden, weight, ids, lambda logps, _: logps.square(), impl=impl).loss
+    if name == "logprobs":
+        return fused_linear_logprobs(hidden, weight, ids, impl=impl).logps.square().sum()
+    if name == "candidates":
+        sets = CandidateSets.from_padded(torch.arange(4).repeat(*hidden.shape[:2], 1))
+        return fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl=impl).logps.sum()
+    if name == "divergence":
+        return fused_linear_divergence(hidden, weight, hidden.detach() + 1, weight.detach()).loss
+    logits = hidden @ weight.T
+    if name == "selective":
+        return selective_logprobs(logits, ids).logps.sum()
+    return grpo_loss(logits.log_softmax(-1)[..., 0], mask).loss
+
+
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+@pytest.mark.parametrize(
+    "name", ["loss", "objective", "logprobs", "candidates", "divergence", "selective", "grpo_loss"]
+)
+def test_a_second_backward_is_never_dropped(name, impl):
+    """Also where no upstream gradient requires grad; `create_graph=True` alone passes, since libraries set it."""
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(40, 4, requires_grad=True)
+    loss = _twice(name, hidden, weight, impl)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), torch.autograd.grad(_twice(name, hidden, weight, impl), hidden)[0])
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        (loss.detach() + 3 * gradient.square().sum()).backward()
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)

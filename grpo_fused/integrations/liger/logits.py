@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_fused import objective
 from grpo_fused import validation as check
+from grpo_fused.autograd import first_order
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import LossInputs
 from grpo_fused.config import PPO_FAMILY, GRPOLossConfig
@@ -152,7 +153,7 @@ class _PerTokenLoss(torch.autograd.Function):
         return objective.token_loss(logps.reshape(-1), batch, config).loss.view_as(logps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         (logps,) = ctx.saved_tensors
         weight = torch.where(ctx.batch.mask, upstream.to(logps.dtype).reshape(-1), 0.0)
