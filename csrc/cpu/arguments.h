@@ -83,6 +83,7 @@ Matrix matrix(const Tensor& x, const char* name) {
   check_machine();
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2, name, " must be a matrix on the CPU");
   STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous");
+  STD_TORCH_CHECK(x.size(1) < int64_t{1} << 31, name, " must have fewer than 2^31 columns; got ", x.size(1));
   const Dtype dtype = dtype_of(x, name);
   return {static_cast<char*>(x.mutable_data_ptr()), dtype, x.stride(0) * static_cast<int64_t>(x.element_size()),
           x.size(1)};

@@ -106,6 +106,23 @@ class ColumnPanels {
   Buffer<uint32_t> words_;
 };
 
+// Inf and NaN become 0 in rows [rows][words] of W^T. With candidate sets: a row of the weight outside of a token's set has
+// dz = 0 there, and 0 * NaN would be NaN. A token that keeps such a row has NaN scores, which make its dz NaN.
+void drop_nonfinite(uint32_t* first, int64_t rows, int64_t words, int64_t stride, Operand kind) {
+  for (int64_t r = 0; r < rows; r++) {
+    uint32_t* row = first + r * stride;
+    if (kind == Operand::bf16) {
+      for (int64_t k = 0; k < words; k++) {
+        const uint32_t low = (row[k] & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0xffffffffu;
+        const uint32_t high = (row[k] & 0x7f800000u) == 0x7f800000u ? 0x0000ffffu : 0xffffffffu;
+        row[k] &= low & high;
+      }
+    } else {
+      for (int64_t k = 0; k < words; k++) row[k] = (row[k] & 0x7f800000u) == 0x7f800000u ? 0u : row[k];
+    }
+  }
+}
+
 class Gradient {
  public:
   Gradient(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g)
@@ -161,6 +178,9 @@ class Gradient {
     if (g_.dhidden != nullptr) {
       plan_.kernels->transpose_block(weight.words, round_up(rows, 32), weight.stride, plan_.words, plan_.kind,
                                      transposed_.get() + column, transposed_stride_);
+      if (in_.set_ranges != nullptr) {
+        drop_nonfinite(transposed_.get() + column, plan_.hidden, ceil_div(rows, pair_), transposed_stride_, plan_.kind);
+      }
     }
     float* row_sums = g_.dbias == nullptr ? nullptr : g_.dbias + first;
     if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);

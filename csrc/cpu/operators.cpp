@@ -13,6 +13,14 @@
 
 namespace {
 
+// What a head may have of rows and of columns: index arithmetic on such sizes does not overflow.
+constexpr int64_t kMostRows = int64_t{1} << 31;
+
+void check_head_size(int64_t vocab, int64_t hidden) {
+  STD_TORCH_CHECK(1 <= vocab && vocab < kMostRows && 1 <= hidden && hidden < kMostRows,
+                  "a head must have from 1 to 2^31 - 1 rows and columns; got [", vocab, ", ", hidden, "]");
+}
+
 struct Head {
   Plan plan;
   HeadInputs inputs;
@@ -23,8 +31,7 @@ Head checked_matrices(const Tensor& hidden, const Tensor& weight) {
   STD_TORCH_CHECK(hidden.dim() == 2, "hidden must be [N, H]; got ", hidden.dim(), " dimensions");
   STD_TORCH_CHECK(weight.dim() == 2, "weight must be [V, H]; got ", weight.dim(), " dimensions");
   const int64_t N = hidden.size(0), H = hidden.size(1), V = weight.size(0);
-  STD_TORCH_CHECK(V >= 1 && V < int64_t{1} << 31, "weight must have from 1 to 2^31 rows; got ", V);
-  STD_TORCH_CHECK(H >= 1, "hidden must have at least one column");
+  check_head_size(V, H);
   check_shape(hidden, "hidden", {N, H});
   check_shape(weight, "weight", {V, H});
   STD_TORCH_CHECK(hidden.is_contiguous(), "hidden must be contiguous");
@@ -276,7 +283,7 @@ void add_segment_sums_of(Tensor out, Tensor rows, Tensor x, Tensor index, Tensor
 // bf16 or not.
 std::vector<int64_t> head_plan(int64_t vocab, int64_t hidden, bool bf16) {
   check_machine();
-  STD_TORCH_CHECK(vocab >= 1 && hidden >= 1, "a head has at least one row and one column; got [", vocab, ", ", hidden, "]");
+  check_head_size(vocab, hidden);
   const Plan plan = Plan::of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
   return {plan.block_rows, 4 / per_word(plan.kind), plan.kept_size()};
 }

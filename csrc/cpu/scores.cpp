@@ -69,7 +69,8 @@ const float* limits_of_tile(const Plan& plan, const HeadInputs& inputs, int64_t 
   bool any = false;
   for (int64_t j = 0; j < kLanes; j++) {
     const bool has_set = j < count && ranges[2 * j] >= 0;
-    outside[j] = has_set ? -kInfinity : kInfinity;
+    // nor does a padding lane keep a row: with a NaN in the weight its product would be NaN, and so would dW
+    outside[j] = has_set || j >= count ? -kInfinity : kInfinity;
     any = any || has_set;
   }
   if (!any) return nullptr;

@@ -60,10 +60,10 @@ def test_opcheck(dtype):
         ({"hidden": torch.randn(N, H + 1)}, rf"weight must be \[{V}, {H + 1}\]; got \[{V}, {H}\]"),
         ({"hidden": torch.randn(H, N).T}, "hidden must be contiguous"),
         ({"hidden": torch.randn(N)}, r"hidden must be \[N, H\]; got 1 dimensions"),
-        ({"hidden": torch.randn(N, 0), "weight": torch.randn(V, 0)}, "at least one column"),
+        ({"hidden": torch.randn(N, 0), "weight": torch.randn(V, 0)}, "from 1 to 2.31 - 1 rows and columns"),
         ({"hidden": torch.randn(N, H).double()}, "hidden must be float32, bfloat16 or float16"),
         ({"weight": torch.randn(H, V).T}, "rows of weight must be contiguous"),
-        ({"weight": torch.randn(0, H)}, "weight must have from 1 to 2.31 rows; got 0"),
+        ({"weight": torch.randn(0, H)}, "from 1 to 2.31 - 1 rows and columns; got .0, "),
         ({"weight": torch.zeros(V, H, dtype=torch.int32)}, "weight must be float32, bfloat16 or float16"),
         ({"bias": torch.zeros(V - 1)}, rf"bias must be \[{V}\]"),
         ({"temperature": torch.ones(N, 1)}, r"temperature must be \[70\]; got \[70, 1\]"),
@@ -140,10 +140,12 @@ def test_block_plan_agrees_with_the_kept_layout(dtype):
     assert lanes > 2 * 64
 
 
-@pytest.mark.parametrize(("vocab", "hidden"), [(300, 0), (0, 40), (-1, 40)])
-def test_a_plan_of_an_empty_head_is_refused(vocab, hidden):
-    """An integer division by zero would kill the process."""
-    with pytest.raises(RuntimeError, match=r"at least one row and one column; got \["):
+@pytest.mark.parametrize(
+    ("vocab", "hidden"), [(300, 0), (0, 40), (-1, 40), (1, 2**62), (1, 2**31), (2**31, 1), (2**63 - 1, 2**63 - 1)]
+)
+def test_a_plan_of_a_head_of_no_such_size_is_refused(vocab, hidden):
+    """An integer division by zero, also after an overflow, would kill the process."""
+    with pytest.raises(RuntimeError, match=r"from 1 to 2\^31 - 1 rows and columns; got \["):
         torch.ops.grpo_fused_C.head_plan(vocab, hidden, True)
 
 
