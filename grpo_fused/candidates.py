@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.layout import active_tokens, values_are_checked
+from grpo_fused.options import check_integer, check_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +85,28 @@ class CandidateSets:
         Args:
             logits: `[..., V]`, before temperature. -inf is never kept.
             temperature: > 0; it changes what top-p keeps.
-            top_k: Keep the k largest logits, and those equal to the k-th.
-            top_p: Keep the most probable tokens until their probabilities sum to `top_p`, at least one.
-            min_p: Keep tokens of at least `min_p` times the largest probability.
+            top_k: >= 1: keep the k largest logits, and those equal to the k-th.
+            top_p: In (0, 1]: keep the most probable tokens until their probabilities sum to `top_p`, at least one.
+            min_p: In [0, 1]: keep tokens of at least `min_p` times the largest probability.
+
+        Raises:
+            ValueError: An option out of its range, NaN or +inf in the logits, or a row of -inf only.
+            TypeError: An option of another type.
 
         Source: the logits warpers of Hugging Face transformers, in the order of `generate`.
         """
+        check_number(temperature, "temperature", above=0.0)
+        if top_k is not None:
+            check_integer(top_k, "top_k", least=1)
+        if top_p is not None and not 0.0 < check_number(top_p, "top_p") <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1]; got {top_p}")
+        if min_p is not None and not 0.0 <= check_number(min_p, "min_p") <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1]; got {min_p}")
         z = logits.reshape(-1, logits.shape[-1]).float() / temperature
+        largest = z.amax(-1)
+        if not largest.isfinite().all():  # the maximum of a row with a NaN is NaN
+            got = largest[~largest.isfinite()][0]
+            raise ValueError(f"logits must hold finite numbers or -inf, not -inf only; got a row of maximum {got:g}")
         if top_k is not None:
             least = z.topk(min(top_k, z.shape[-1]), dim=-1).values[:, -1:]
             z = z.masked_fill(z < least, -torch.inf)

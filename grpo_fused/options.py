@@ -1,4 +1,4 @@
-"""Options as fields of frozen dataclasses, checked by their annotations and ranges."""
+"""Checks of options: of single ones, and of frozen dataclasses by their annotations and ranges."""
 
 from __future__ import annotations
 
@@ -10,6 +10,32 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _NAMES = {int: "an integer", float: "a number", bool: "true or false"}
 _of_class: dict[type, list[_Option]] = {}  # read once: torch.compile cannot trace annotations
+
+
+def check_number(x: object, name: str, *, above: float = -math.inf) -> float:
+    """A finite number greater than `above`: Python's or NumPy's, no bool and no tensor."""
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number; got {x!r} of type {type(x).__name__}")
+    number = float(x)
+    if not abs(number) < math.inf:  # NaN neither; torch.compile can trace this, but not math.isfinite
+        raise ValueError(f"{name} must be finite; got {x}")
+    if not number > above:
+        raise ValueError(f"{name} must be > {above:g}; got {x}")
+    return number
+
+
+def check_integer(x: object, name: str, *, least: int) -> None:
+    """An int of at least `least`, no bool."""
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise TypeError(f"{name} must be an int; got {x!r}")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}; got {x}")
+
+
+def check_choice(x: object, name: str, literal: Any) -> None:
+    """One of the values of a `Literal`."""
+    if x not in get_args(literal):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; got {x!r}")
 
 
 def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:

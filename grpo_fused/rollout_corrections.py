@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_fused import validation as check
 from grpo_fused.layout import Layout, active_tokens, segments
 from grpo_fused.objective import MAX_LOG_RATIO
+from grpo_fused.options import check_choice, check_number
 from grpo_fused.outputs import ImportanceSamplingOutput
 
 ImportanceSamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -75,7 +76,7 @@ def importance_sampling_correction(
     Efficient RL Framework Secretly Brings You Off-Policy RL Training"; masking: IcePop.
     """
     check.check_rollout_logps(old_per_token_logps, sampling_per_token_logps, mask, cu_seqlens)
-    check.check_choice(mode, "mode", ImportanceSamplingMode)
+    check_choice(mode, "mode", ImportanceSamplingMode)
     lowest, highest = _checked_bounds(clip_min, clip_max, mode)
     layout = Layout.of(old_per_token_logps, cu_seqlens)
     check.check_rollout_values(old_per_token_logps, mask, layout)
@@ -111,8 +112,8 @@ def _checked_bounds(clip_min: float | None, clip_max: float | None, mode: str) -
     """0 <= clip_min < clip_max, 0 and infinity where they are None."""
     if mode.endswith("truncate") and clip_min is None and clip_max is None:
         raise ValueError("a truncating mode needs clip_min or clip_max; got None for both")
-    lowest = 0.0 if clip_min is None else check.check_number(clip_min, "clip_min")
-    highest = math.inf if clip_max is None else check.check_number(clip_max, "clip_max", above=0.0)
+    lowest = 0.0 if clip_min is None else check_number(clip_min, "clip_min")
+    highest = math.inf if clip_max is None else check_number(clip_max, "clip_max", above=0.0)
     if not 0.0 <= lowest < highest:
         raise ValueError(f"clip_min must be >= 0 and below clip_max; got {clip_min} and {clip_max}")
     return lowest, highest

@@ -257,6 +257,30 @@ def test_large_sets_that_leave_out_whole_blocks_of_the_vocabulary(head, dtype, s
         assert (grads[0][1][500:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "computed again"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("size", [3, 190], ids=["small", "large"])
+def test_rows_of_the_weight_outside_every_set_touch_nothing(size, bad, scratch, dtype):
+    """Sets below and above V / 8, in `native`; 70 tokens fill a panel of 64 and a part of the next."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 17, generator=g).to(dtype).requires_grad_() for n in (70, 600))
+    sets = CandidateSets.from_mask(((torch.arange(600) >= 10) & (torch.arange(600) < 10 + size)).repeat(70, 1))
+    ids = torch.randint(10, 10 + size, (70,), generator=g)
+    found = []
+    for outside in (1.0, bad):
+        with torch.no_grad():
+            weight[[3, 599]] = outside
+        out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl="native", max_scratch_bytes=scratch,
+                                    with_entropy=True)  # fmt: skip
+        found.append((*out, *torch.autograd.grad((out.logps + out.entropies).sum(), (hidden, weight))))
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want)
+    with torch.no_grad():
+        weight[11] = bad  # in every set
+    assert fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl="native").logps.isnan().all()
+
+
 def test_a_call_holds_no_vocab_sized_tensor():
     """Besides dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
     from recording import AllocationRecorder
@@ -294,8 +318,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             self.call(ids, offsets, impl=impl)
 
-    def test_masked_positions_may_have_any_values(self):
-        self.call([0, 3, 99, -5], [0, 2, 4], mask=torch.tensor([[1, 0]]))
+    @pytest.mark.parametrize("impl", ["auto", "chunked", "reference"])
+    def test_masked_positions_may_have_any_values(self, impl):
+        self.call([0, 3, 99, -5], [0, 2, 4], mask=torch.tensor([[1, 0]]), impl=impl)
 
     @pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps"])
     def test_log_probs_of_the_whole_distribution(self, name):
@@ -311,6 +336,37 @@ class TestErrors:
             fused_linear_logprobs(torch.randn(1, 4), torch.randn(9, 4), torch.tensor([0]), candidates=torch.ones(1))
         with pytest.raises(ValueError, match="must keep a token; got none in row 1"):
             CandidateSets.from_mask(torch.tensor([[True, False], [False, False]]))
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"temperature": -1.0}, "temperature must be > 0; got -1.0"),
+            ({"temperature": 0.0}, "temperature must be > 0; got 0.0"),
+            ({"top_k": 0}, "top_k must be at least 1; got 0"),
+            ({"top_p": -1.0}, r"top_p must be in \(0, 1\]; got -1.0"),
+            ({"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0.0"),
+            ({"top_p": 1.5}, r"top_p must be in \(0, 1\]; got 1.5"),
+            ({"top_p": torch.nan}, "top_p must be finite"),
+            ({"min_p": -0.1}, r"min_p must be in \[0, 1\]; got -0.1"),
+            ({"min_p": 1.1}, r"min_p must be in \[0, 1\]; got 1.1"),
+            ({"logits": torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])}, "got a row of maximum nan"),
+            ({"logits": torch.tensor([[0.0, torch.inf]])}, "got a row of maximum inf"),
+            ({"logits": torch.full((2, 3), -torch.inf)}, "not -inf only; got a row of maximum -inf"),
+        ],
+        ids=str,
+    )
+    def test_from_logits(self, options, match):
+        given = {"logits": torch.tensor([[0.0, 1.0, -torch.inf]]), "top_k": 2} | options
+        with pytest.raises(ValueError, match=match):
+            CandidateSets.from_logits(given.pop("logits"), **given)
+
+    def test_limits_of_from_logits(self):
+        logits = torch.tensor([[0.0, 1.0, -torch.inf]])
+        assert CandidateSets.from_logits(logits, top_k=1, top_p=1.0, min_p=0.0).ids.tolist() == [1]
+        assert CandidateSets.from_logits(logits, top_p=1e-9, min_p=1.0).ids.tolist() == [1]
+        assert len(CandidateSets.from_logits(logits[:0])) == 0
+        with pytest.raises(TypeError, match="top_k must be an int; got 2.0"):
+            CandidateSets.from_logits(logits, top_k=2.0)
 
 
 def test_sets_from_logits_are_those_of_transformers():

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_fused.batch import LOWEST_LOGP
 from grpo_fused.layout import values_are_checked
 from grpo_fused.objective import MAX_LOG_RATIO
-from grpo_fused.validation import check_choice, check_number
+from grpo_fused.options import check_choice, check_number
 
 Scope = Literal["token", "sequence", "batch"]
 """Which tokens a token's loss depends on, from narrow to wide."""

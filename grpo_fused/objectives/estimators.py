@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_fused.advantages import as_table, as_weights, nan_std, weighted_sum
-from grpo_fused.validation import check_integer, check_mask, check_number
+from grpo_fused.options import check_integer, check_number
+from grpo_fused.validation import check_mask
 
 Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
 Weights = Tensor | Sequence[float] | None

@@ -25,7 +25,7 @@ from grpo_fused.objectives.base import (
     name_of,
 )
 from grpo_fused.objectives.token import check_band, gpg
-from grpo_fused.validation import check_choice, check_number
+from grpo_fused.options import check_choice, check_number
 
 RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 TruncationLevel = Literal["token", "sequence_sum", "sequence_mean"]

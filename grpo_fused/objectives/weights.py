@@ -12,6 +12,7 @@ from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import LossInputs
 from grpo_fused.config import GRPOLossConfig
 from grpo_fused.layout import Layout
+from grpo_fused.options import check_choice
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 
@@ -54,7 +55,7 @@ def token_weights(
 
     Source: the averages of `GRPOLossConfig(loss_type=aggregation)`, which follow TRL 1.16.
     """
-    check.check_choice(aggregation, "aggregation", Aggregation)
+    check_choice(aggregation, "aggregation", Aggregation)
     config = GRPOLossConfig(loss_type=aggregation, max_completion_length=max_completion_length)
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a tensor [B, T] or [N]; got {type(mask).__name__}")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_fused.options import check_integer
 from grpo_fused.rewards.text import Message, Text, check_column, text_of
-from grpo_fused.validation import check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
