@@ -160,13 +160,14 @@ class CustomCall(NamedTuple):
     scope: str
     with_entropy: bool
     needs: Needs
+    records: bool
+    """whether the caller records gradients: then a tensor of the objective's own must not require one"""
 
 
 class DivergenceCall(NamedTuple):
     """The divergence of a policy from another head, or from the K most likely tokens of a teacher."""
 
     head: HeadCall
-    """with the scratch budget of each head"""
     mask: Tensor
     weights: Tensor
     kind: str

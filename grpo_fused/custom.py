@@ -6,7 +6,7 @@ gradient is computed: then the function is called, and autograd gives its coeffi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,13 +47,11 @@ class Evaluation:
             leaves = [logp.clamp(min=LOWEST_LOGP).detach().requires_grad_()]
             leaves += [] if entropy is None else [entropy.detach().requires_grad_()]
             value = self.value(part, leaves[0], None if entropy is None else leaves[1])
+            check_no_other_gradient(value, leaves)
             found = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
         dlogp, *dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
-        if values_are_checked(logp.device):
-            for name, x in (("value", value), ("gradient", dlogp), *(("gradient by entropies", g) for g in dentropy)):
-                count = int(x.isnan().sum())
-                if count and not logp.isnan().any():
-                    raise ValueError(f"the objective's {name} must be a number for every token; got {count} NaN")
+        for name, x in (("gradient", dlogp), *(("gradient by entropies", g) for g in dentropy)):
+            _check_numbers(name, x, logp)
         self.loss += value.detach().to(torch.float64).sum()
         return torch.where(possible, dlogp, 0.0), dentropy[0] if dentropy else None
 
@@ -63,12 +61,17 @@ class Evaluation:
         given: dict[str, Any] = {name: x[rows] for name, x in self.inputs.items()}
         if self.scope != "token":
             given["cu_seqlens"] = self._offsets(part, rows)
+        scores = [x for x in (logp, entropy) if x is not None]
+        versions = [x._version for x in scores]
         value = self.objective(logp, entropy, **given)
-        if not isinstance(value, Tensor) or value.shape != logp.shape:
-            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"the objective must return a tensor of shape {tuple(logp.shape)}, as logps; got {came}")
-        if torch.is_grad_enabled() and len(rows) and not value.requires_grad:
+        if not isinstance(value, Tensor) or value.shape != logp.shape or not value.is_floating_point():
+            came = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the objective must return a real tensor {tuple(logp.shape)}, as logps; got {came}")
+        if [x._version for x in scores] != versions:
+            raise ValueError("the objective must not change logps or entropies in place; got other values in them")
+        if logp.requires_grad and len(rows) and not value.requires_grad:
             raise ValueError("the objective's result must depend on logps or entropies; got one without a gradient")
+        _check_numbers("value", value, logp)
         return value
 
     def _offsets(self, part: slice | Tensor, rows: Tensor) -> Tensor:
@@ -80,6 +83,31 @@ class Evaluation:
         if isinstance(part, slice) and part.stop is not None and part.stop < len(self.rows):
             last = int(sequence[self.rows[part.stop - 1]])
         return torch.searchsorted(sequence[rows], torch.arange(first, last + 2, device=rows.device))
+
+
+def check_no_other_gradient(value: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raise if `value` depends on a tensor that requires grad and is none of `leaves`: its gradient would be lost."""
+    others = [] if value.grad_fn is not None or not value.requires_grad else [value]
+    seen, nodes = set(), [value.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            others += [node.variable] if hasattr(node, "variable") else []
+            nodes += [following for following, _ in node.next_functions]
+    for other in others:
+        if all(other is not leaf for leaf in leaves):
+            raise ValueError(
+                f"the objective uses a tensor of shape {tuple(other.shape)} that requires grad, and its gradient would "
+                "be lost: detach it, or write the loss with fused_linear_logprobs"
+            )
+
+
+def _check_numbers(name: str, x: Tensor, logp: Tensor) -> None:
+    """No NaN, unless a log-prob is one."""
+    count = int(x.isnan().sum()) if values_are_checked(x.device) else 0
+    if count and not logp.isnan().any():
+        raise ValueError(f"the objective's {name} must be a number for every token; got {count} NaN")
 
 
 def check_objective(

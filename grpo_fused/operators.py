@@ -56,7 +56,7 @@ from grpo_fused.pipeline import (
     run_loss,
     run_objective,
 )
-from grpo_fused.validation import check_loss_values, check_token_values
+from grpo_fused.validation import check_divergence_values, check_loss_values, check_token_values
 
 
 def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -144,7 +144,7 @@ def _(call: LossCall) -> LossResult:
         logps,
         torch.empty_like(logps) if with_entropy else _nothing(logps),
         logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
-        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True, two_heads=_is_exact(call)),
+        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True, heads=2 * _is_exact(call)),
         logps.new_empty(head.candidate_ids.shape if head.candidate_ids is not None and call.needs.any() else 0),
     )
 
@@ -217,14 +217,14 @@ def linear_divergence(*values: Any) -> LossResult:
     call: DivergenceCall = build(DivergenceCall, iter(values))
     layout = Layout.of(call.mask)
     with _plain(call.mask.device):
-        check_token_values(torch.zeros_like(call.mask), call.mask, 1, call.head.temperatures, layout)
+        check_divergence_values(call, layout)
         return _loss_result(call.head, layout, run_divergence(call, layout))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
 def _(call: DivergenceCall) -> LossResult:
     row = call.mask.new_empty(call.mask.shape, dtype=Head.of(call.head).statistics_dtype)
-    made = _fake_gradients(call.head, row, call.needs, two_heads=True)
+    made = _fake_gradients(call.head, row, call.needs, heads=1 if call.other.other_hidden_states is None else 2)
     return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
 
 
@@ -389,13 +389,14 @@ def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs
 
 
 def _fake_gradients(
-    call: HeadCall, token_ids: Tensor, needs: Needs, *, in_forward: bool = False, two_heads: bool = False
+    call: HeadCall, token_ids: Tensor, needs: Needs, *, in_forward: bool = False, heads: int = 0
 ) -> HeadGradients:
+    """`heads`: those that the engine of divergences compares."""
     head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
     if call.candidates is not None and not call.any_whole:
         needs = needs._replace(need_weight=False, need_bias=False) if in_forward else needs
     most = token_ids.numel() if ParallelGroups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
-    engine = ChunkedEngine(torch_rows) if two_heads else engines.engine(call.impl)
+    engine = engines.engine(call.impl) if heads == 0 else ChunkedEngine(torch_rows, heads)
     dtype = engine.weight_gradient_dtype(head, most, call.max_scratch_bytes)
     dtype = dtype if call.any_whole else weight.dtype
     return HeadGradients(

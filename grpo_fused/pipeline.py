@@ -20,13 +20,13 @@ from torch import Tensor
 from grpo_fused.batch import LOWEST_LOGP, TokenBatch
 from grpo_fused.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
 from grpo_fused.config import GRPOLossConfig
-from grpo_fused.custom import Evaluation, Objective
+from grpo_fused.custom import Evaluation, Objective, check_no_other_gradient
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import Layout, values_are_checked
+from grpo_fused.layout import Layout
 from grpo_fused.metrics import compute_metrics
 from grpo_fused.objective import evaluate
 from grpo_fused.parallel import TokenParallel
@@ -135,7 +135,9 @@ def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCa
     _score(engine, work, scores)
     known, gradients = scores.select(rows), Gradients(None, None, None, 0)
     if not needs.any():
-        value = evaluation.value(slice(0, len(rows)), known.logp.clamp(min=LOWEST_LOGP), known.entropy)
+        with torch.set_grad_enabled(call.records):
+            value = evaluation.value(slice(0, len(rows)), known.logp.clamp(min=LOWEST_LOGP), known.entropy)
+        check_no_other_gradient(value, ())
         return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, gradients, {})
     dlogp, dentropy = (
         None if x is None else torch.zeros_like(scores.logp).index_copy_(0, rows, x)
@@ -148,11 +150,9 @@ def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCa
 
 def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     """The weighted sum of divergences: a product for each head, two for the gradients."""
-    how, mask, device = call.head, call.mask, call.mask.device
+    how, mask = call.head, call.mask
     head, tokens = Head.of(how), Tokens.of(how, torch.zeros_like(mask, dtype=torch.int64), mask, layout, None)
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
-    if values_are_checked(device) and not weights.isfinite().all():
-        raise ValueError("weights must be finite on active tokens; got inf or NaN")
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
     engine = DivergenceEngine(how, call.other, mask, layout, kind=call.kind, beta=call.beta, top_k=top_k)
     engine.weights = weights

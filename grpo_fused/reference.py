@@ -19,7 +19,7 @@ from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products
 from grpo_fused.layout import Layout, active_tokens
 from grpo_fused.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
-from grpo_fused.validation import check_call_values
+from grpo_fused.validation import check_call_values, check_divergence_values
 
 
 def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
@@ -29,8 +29,10 @@ def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
     active = active_tokens(mask, token_ids)
     logits = _logits(head, active)
     if head.candidates is not None:
-        kept = CandidateSets(*head.candidates).to_mask(logits.shape[-1]).view(logits.shape)
-        logits = torch.where(kept, logits, -math.inf)
+        rows = active.reshape(-1).nonzero().squeeze(1)
+        kept = torch.ones_like(logits, dtype=torch.bool).view(-1, logits.shape[-1])
+        kept[rows] = CandidateSets(*head.candidates).select(rows).to_mask(logits.shape[-1])
+        logits = torch.where(kept.view(logits.shape), logits, -math.inf)
     return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
 
 
@@ -60,6 +62,7 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
 
 def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
     """The divergence of a policy from another head, from all logits of both at once."""
+    check_divergence_values(call, layout)
     each, entropies = _divergence(call, layout)
     loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(each.dtype) * each).sum()
     return DivergenceOutput(loss, each.detach(), entropies.detach())

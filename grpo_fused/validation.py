@@ -7,17 +7,17 @@ reading them would synchronise, so they are checked only if `GRPO_FUSED_DEBUG=1`
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import CustomCall, LogprobsGradientCall, LossCall, LossInputs, TokensCall, named
+from grpo_fused.calls import CustomCall, DivergenceCall, LogprobsGradientCall, LossCall, LossInputs, TokensCall, named
 from grpo_fused.candidates import CandidateSets, check_values
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.layout import Layout, active_tokens, values_are_checked
+from grpo_fused.options import check_number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,32 +39,6 @@ _INTEGER = _Kind(
 )
 _OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
 _ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
-
-
-def check_number(x: object, name: str, *, above: float = -math.inf) -> float:
-    """A finite number greater than `above`: Python's or NumPy's, no bool and no tensor."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise TypeError(f"{name} must be a number; got {x!r} of type {type(x).__name__}")
-    number = float(x)
-    if not abs(number) < math.inf:  # NaN neither; torch.compile can trace this, but not math.isfinite
-        raise ValueError(f"{name} must be finite; got {x}")
-    if not number > above:
-        raise ValueError(f"{name} must be > {above:g}; got {x}")
-    return number
-
-
-def check_integer(x: object, name: str, *, least: int) -> None:
-    """An int of at least `least`, no bool."""
-    if isinstance(x, bool) or not isinstance(x, int):
-        raise TypeError(f"{name} must be an int; got {x!r}")
-    if x < least:
-        raise ValueError(f"{name} must be at least {least}; got {x}")
-
-
-def check_choice(x: object, name: str, literal: Any) -> None:
-    """One of the values of a `Literal`."""
-    if x not in get_args(literal):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(literal))}; got {x!r}")
 
 
 def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
@@ -274,19 +248,41 @@ def check_token_values(
         _refuse("temperature", "be > 0", ~(layout.per_token(temperature) > 0), active)
 
 
+def check_hidden_values(
+    hidden_states: Tensor | None, token_ids: Tensor, mask: Tensor | None, name: str = "hidden_states"
+) -> None:
+    """Finite numbers in the rows of active tokens."""
+    if hidden_states is not None and values_are_checked(hidden_states.device) and token_ids.numel():
+        # two passes without a copy, also of bf16; the maximum of a row with a NaN is NaN
+        finite = hidden_states.amax(-1).isfinite() & hidden_states.amin(-1).isfinite()
+        _refuse(name, "be finite", ~finite, active_tokens(mask, token_ids).reshape(-1))
+
+
 def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None:
     """Values of ids, mask and temperatures, of what a loss reads, and of candidate sets."""
     if isinstance(call, LogprobsGradientCall):  # its forward pass has checked them
         return
     ids, mask, logps = call.token_ids, call.mask, {}
     check_token_values(ids, mask, vocab_size, call.head.temperatures, layout)
+    check_hidden_values(call.head.hidden_states, ids, mask)
     if isinstance(call, LossCall):
+        check_hidden_values(call.other.other_hidden_states, ids, mask, "ref_hidden_states")
         check_loss_values(call.inputs, layout)
         logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
     if call.head.candidates is not None:
         check_values(CandidateSets(*call.head.candidates), ids, mask, vocab_size, logps)
+
+
+def check_divergence_values(call: DivergenceCall, layout: Layout) -> None:
+    """Values of the mask, temperatures and hidden states, and finite weights where a token is active."""
+    no_ids = torch.zeros_like(call.mask, dtype=torch.int64)
+    check_token_values(no_ids, call.mask, 1, call.head.temperatures, layout)
+    check_hidden_values(call.head.hidden_states, no_ids, call.mask)
+    check_hidden_values(call.other.other_hidden_states, no_ids, call.mask, "other_hidden_states")
+    if values_are_checked(call.mask.device):
+        _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(call.mask, no_ids).reshape(-1))
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:

@@ -145,31 +145,68 @@ def test_products(scope, monkeypatch):
 class TestMisbehaviour:
     """An invalid objective raises, and the error names what was expected."""
 
-    def call(self, objective, **options):
+    def call(self, objective, impl="chunked", **options):
         case = make_case(5, dtype=torch.float32, extras=False)
         return fused_linear_objective(
             case.hidden_states.requires_grad_(), case.lm_head_weight, case.completion_ids, objective,
-            case.completion_mask, impl="chunked", **options,
+            case.completion_mask, impl=impl, **options,
         )  # fmt: skip
 
+    @pytest.mark.parametrize("impl", ["chunked", "native", "reference"])
     @pytest.mark.parametrize(
         ("objective", "match"),
         [
-            (lambda logps, entropies: logps.sum(), r"must return a tensor of shape \(\d+,\), as logps; got shape \(\)"),
+            (
+                lambda logps, entropies: logps.sum(),
+                r"must return a real tensor \(\d+,\), as logps; got torch.float32 \(\)",
+            ),
             (lambda logps, entropies: 1.0, "got float"),
+            (lambda logps, entropies: logps * 1j, r"must return a real tensor .* got torch.complex64 \(\d+,\)"),
             (lambda logps, entropies: logps.detach(), "must depend on logps or entropies; got one without a gradient"),
             (lambda logps, entropies: logps * torch.nan, "value must be a number for every token; got"),
-            (lambda logps, entropies: (logps - logps.detach()).abs().sqrt(), "gradient must be a number"),
         ],
-        ids=["sum", "number", "detached", "nan", "nan gradient"],
+        ids=["sum", "number", "complex", "detached", "nan"],
     )
-    def test_results(self, objective, match):
+    def test_results(self, objective, match, impl):
         with pytest.raises(ValueError, match=match):
-            self.call(objective)
+            self.call(objective, impl)
+
+    def test_a_gradient_that_is_nan(self):
+        with pytest.raises(ValueError, match="gradient must be a number for every token"):
+            self.call(lambda logps, entropies: (logps - logps.detach()).abs().sqrt())
 
     def test_in_place(self):
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
             self.call(lambda logps, entropies: logps.mul_(2))
+        with pytest.raises(ValueError, match="must not change logps or entropies in place"):
+            self.call(lambda logps, entropies: logps.mul_(2), "reference")
+        with torch.no_grad(), pytest.raises(ValueError, match="must not change logps or entropies in place"):
+            self.call(lambda logps, entropies: entropies.mul_(2), with_entropy=True)
+
+    @pytest.mark.parametrize("impl", ["chunked", "native"])
+    @pytest.mark.parametrize("scope", ["token", "batch"])
+    @pytest.mark.parametrize("of", [lambda p: p, lambda p: (2 * p).exp()], ids=["leaf", "result"])
+    def test_a_tensor_that_requires_grad(self, of, scope, impl):
+        """Its gradient would be lost."""
+        own = torch.ones((), requires_grad=True)
+        for objective in (lambda logps, _, **kw: logps * of(own), lambda logps, _, **kw: of(own).expand(len(logps))):
+            with pytest.raises(
+                ValueError, match=r"a tensor of shape \(\) that requires grad, and its gradient would be"
+            ):
+                self.call(objective, impl, scope=scope)
+        with torch.no_grad():
+            self.call(lambda logps, _, **kw: logps * of(own), impl, scope=scope)
+        self.call(lambda logps, _, **kw: logps * of(own.detach()), impl, scope=scope).loss.backward()
+        self.call(lambda logps, _, **kw: logps * of(own), "reference", scope=scope).loss.backward()
+        assert own.grad != 0
+
+    def test_a_tensor_that_requires_grad_beside_frozen_heads(self):
+        own, ids = torch.ones((), requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
+        head = torch.randn(1, 3, 4), torch.randn(9, 4), ids
+        with pytest.raises(ValueError, match="requires grad, and its gradient would be lost"):
+            fused_linear_objective(*head, lambda logps, _: logps * own, impl="chunked")
+        assert not fused_linear_objective(*head, lambda logps, _: 2 * logps, impl="chunked").loss.requires_grad
+        assert not fused_linear_objective(*head, lambda logps, _: 2 * logps, impl="reference").loss.requires_grad
 
     @pytest.mark.parametrize(
         ("options", "error", "match"),

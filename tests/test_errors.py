@@ -124,6 +124,11 @@ VALUE_ERRORS = {
                           lambda: grpo_loss(torch.zeros(B, T), torch.ones(B), config=GRPOLossConfig(entropy_coef=0.1))),
     "logits-shape": (r"logits must have shape \(2, 3, V\); got \(2, 2, 5\)",
                      lambda: selective_logprobs(torch.randn(2, 2, 5), torch.zeros(2, 3, dtype=torch.int64))),
+    "hidden-nan": ("^hidden_states must be finite on active tokens; got 1", lambda: loss(hidden_states=nan_at(B, T, H))),
+    "hidden-inf-softcap": ("hidden_states must be finite on active tokens; got 6", lambda: fused_linear_logprobs(
+        torch.full((B, T, H), torch.inf), torch.randn(V, H), torch.zeros(B, T, dtype=torch.int64), softcap=5.0)),
+    "hidden-minus-inf": ("hidden_states must be finite on active tokens; got 6", lambda: loss(
+        hidden_states=torch.full((B, T, H), -torch.inf), advantages=torch.zeros(B))),
     "logprobs-ids-range": (r"must lie in \[0, 5\)", lambda: fused_linear_logprobs(
         torch.randn(B, T, H), torch.randn(V, H), torch.full((B, T), 7))),
     "selective-ids-range": (r"must lie in \[0, 5\)", lambda: selective_logprobs(
@@ -190,11 +195,12 @@ def test_devices_that_differ():
 
 
 def test_same_errors_from_the_reference():
-    for name in ("ids-range", "advantages-nan", "mask-values", "offsets-end", "ref-missing"):
+    for name in ("ids-range", "hidden-nan", "advantages-nan", "mask-values", "offsets-end", "ref-missing"):
         message, _ = VALUE_ERRORS[name]
         changes = {
             "ids-range": {"completion_ids": torch.tensor([[0, 1, 5], [0, 0, 0]])},
             "advantages-nan": {"advantages": nan_at(B)},
+            "hidden-nan": {"hidden_states": nan_at(B, T, H)},
             "mask-values": {"completion_mask": torch.full((B, T), 0.5)},
             "ref-missing": {"config": GRPOLossConfig(beta=0.1)},
             "offsets-end": {"cu_seqlens": torch.tensor([0, 2, 4])},

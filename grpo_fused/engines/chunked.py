@@ -68,10 +68,10 @@ class _Plan(NamedTuple):
     """bytes of weight blocks converted to fp32"""
 
     @classmethod
-    def of(cls, head: Head, max_scratch_bytes: int | None, rows: RowWorkOf) -> _Plan:
-        """chunk_rows = (budget - row temporaries - widened weight blocks) / bytes of a row of logits."""
+    def of(cls, head: Head, max_scratch_bytes: int | None, rows: RowWorkOf, heads: int) -> _Plan:
+        """chunk_rows = (budget of a head - row temporaries - widened weight blocks) / bytes of a row of logits."""
         device = head.weight.device.type
-        budget = scratch_budget(head.weight.device, max_scratch_bytes)
+        budget = scratch_budget(head.weight.device, max_scratch_bytes) // heads
         dtype = head.statistics_dtype
         temporaries, row_bytes = rows(head.weight.device, dtype).temporaries, dtype.itemsize * padded(head.vocab_size)
         widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
@@ -79,15 +79,19 @@ class _Plan(NamedTuple):
         chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
         if chunk_rows > _ROW_MULTIPLE:
             chunk_rows -= chunk_rows % _ROW_MULTIPLE
-        check_fits_a_token(max_scratch_bytes, chunk_rows, (1 + temporaries) * row_bytes + widened, head.vocab_size)
+        token_bytes = heads * ((1 + temporaries) * row_bytes + widened)
+        check_fits_a_token(max_scratch_bytes, chunk_rows, token_bytes, head.vocab_size)
         return cls(max(chunk_rows, 1), block_rows, row_bytes, temporaries, widened)
 
 
 class ChunkedEngine:
-    """See the module; `rows` chooses the row work of a call by device and dtype of its logits."""
+    """See the module; `rows` chooses the row work of a call by device and dtype of its logits.
 
-    def __init__(self, rows: RowWorkOf = row_work) -> None:
-        self._rows = rows
+    `heads` share a scratch budget evenly.
+    """
+
+    def __init__(self, rows: RowWorkOf = row_work, heads: int = 1) -> None:
+        self._rows, self._heads = rows, heads
 
     def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
@@ -152,7 +156,7 @@ class ChunkedEngine:
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _plan(self, head: Head, max_scratch_bytes: int | None) -> _Plan:
-        return _Plan.of(head, max_scratch_bytes, self._rows)
+        return _Plan.of(head, max_scratch_bytes, self._rows, self._heads)
 
     def _slab(self, head: Head, rows: int, plan: _Plan) -> Slab:
         return Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))

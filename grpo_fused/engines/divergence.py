@@ -55,14 +55,14 @@ class DivergenceEngine(ChunkedEngine):
     ) -> None:
         """
         Args:
-            head: of the policy; its `max_scratch_bytes` is the budget for each head.
+            head: of the policy; its `max_scratch_bytes` is the budget for both heads.
             other: empty if `top_k` is given.
             mask: of the call.
             layout: of the call.
             kind, beta: see `fused_linear_divergence`.
             top_k: ids and log-probs of a teacher, [.., K] each.
         """
-        super().__init__(torch_rows)
+        super().__init__(torch_rows, heads=2 if top_k is None else 1)
         self.kind, self.beta = kind, beta
         self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
         self.others: list[tuple[Head, Tokens]] = []

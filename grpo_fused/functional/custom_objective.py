@@ -22,6 +22,7 @@ from grpo_fused.engines import Impl
 from grpo_fused.functional.head import head_call, needs_of
 from grpo_fused.handshake import refusing_together
 from grpo_fused.layout import Layout, active_tokens
+from grpo_fused.options import check_choice
 from grpo_fused.outputs import ObjectiveOutput
 from grpo_fused.parallel import ParallelGroups
 
@@ -115,7 +116,7 @@ def fused_linear_objective(
     """
     given = dict(inputs or {})
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
-        check.check_choice(scope, "scope", Scope)
+        check_choice(scope, "scope", Scope)
         check.check_objective_scope(objective, scope)
         if scope == "token" and cu_seqlens is None:
             check.check_token_ids(token_ids, "token_ids")
@@ -131,7 +132,17 @@ def fused_linear_objective(
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
         named_inputs = namedtuple("Inputs", given)(**given)  # type: ignore[misc]
-        call = CustomCall(head, token_ids, mask, cu_seqlens, named_inputs, scope, with_entropy, needs_of(head))
+        call = CustomCall(
+            head,
+            token_ids,
+            mask,
+            cu_seqlens,
+            named_inputs,
+            scope,
+            with_entropy,
+            needs_of(head),
+            torch.is_grad_enabled(),
+        )
         check.check_devices(call)
 
     if head.impl == "reference":

@@ -13,6 +13,7 @@ from grpo_fused.autograd import LinearLoss
 from grpo_fused.calls import DivergenceCall, OtherHead
 from grpo_fused.functional.head import beside, head_call, needs_of
 from grpo_fused.layout import Layout
+from grpo_fused.options import check_choice, check_number
 from grpo_fused.outputs import DivergenceOutput
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -78,8 +79,7 @@ def fused_linear_divergence(
         other_lm_head_bias, other_logit_scale, other_softcap: the same of the other head.
         impl: `"chunked"` on any device, which `"auto"` takes, or `"reference"`, which holds all logits.
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
-            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`). Each head gets half; an error that it is too small names
-            that half.
+            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`). Each head gets half.
         compact: gather the active rows first, at the cost of a device synchronisation.
 
     Returns:
@@ -101,9 +101,9 @@ def fused_linear_divergence(
 
     Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
     """
-    check.check_choice(kind, "kind", DivergenceKind)
-    check.check_choice(impl, "impl", DivergenceImpl)
-    check.check_number(beta, "beta")
+    check_choice(kind, "kind", DivergenceKind)
+    check_choice(impl, "impl", DivergenceImpl)
+    check_number(beta, "beta")
     if not 0.0 < beta < 1.0 if kind == "jsd" else beta != 0.5:
         raise ValueError(f"beta must be in (0, 1) for kind='jsd', left out for other kinds; got {beta} for {kind!r}")
     if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):

@@ -12,8 +12,8 @@ from grpo_fused.calls import HeadCall, Needs, OtherHead
 from grpo_fused.candidates import CandidateSets, checked
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
-from grpo_fused.engines.scratch import scratch_budget
 from grpo_fused.layout import Layout, split_temperature
+from grpo_fused.options import check_integer
 from grpo_fused.parallel import ParallelGroups, whole
 
 
@@ -47,7 +47,7 @@ def head_call(
     check.check_mask(mask, token_ids, names[1])
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     if max_scratch_bytes is not None:
-        check.check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
+        check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
     compute = compute_dtype(hidden_states, lm_head_weight)
     engine = engines.choose(impl, hidden_states.device, compute)
     if engine == "reference" and process_group is not None:
@@ -75,7 +75,7 @@ def beside(
     logit_scale: float,
     softcap: float | None,
 ) -> tuple[HeadCall, OtherHead]:
-    """The policy's head and a frozen one, checked, each with half of the scratch budget.
+    """The policy's head and a frozen one, checked.
 
     Args:
         name: of the other head in errors.
@@ -96,6 +96,5 @@ def beside(
     computes = head.compute_dtype, compute_dtype(hidden_states, lm_head_weight)
     if torch.float64 in computes:  # differences of logits are taken in one dtype
         computes = torch.float64, torch.float64
-    half = scratch_budget(head.hidden_states.device, head.max_scratch_bytes) // 2
-    head = head._replace(compute_dtype=computes[0], max_scratch_bytes=half)
+    head = head._replace(compute_dtype=computes[0])
     return head, OtherHead(hidden_states, lm_head_weight, lm_head_bias, float(logit_scale), softcap, computes[1])
