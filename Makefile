@@ -60,13 +60,13 @@ CONSTRAINTS_ray := -c constraints.txt
 
 # Three archives in dist/: the source, a pure Python wheel for any machine, and one with the CPU extension for Linux on
 # x86-64. Each wheel is built from the source archive, without files of an old build/ or machine-specific flags.
-# auditwheel finds the oldest glibc that the extension's symbols allow; PyTorch's libraries are not copied.
+# auditwheel finds the oldest glibc that the extension's symbols allow.
 BUILD := env -u CFLAGS -u CXXFLAGS -u CPPFLAGS -u LDFLAGS $(BIN)/python -m build --no-isolation
 wheel: $(VENV)/.wheel  ## the wheels and the source archive, in dist/
 	rm -rf dist build/wheel
 	GRPO_FUSED_BUILD=none $(BUILD) --outdir dist
 	GRPO_FUSED_BUILD=cpu $(BUILD) --outdir build/wheel
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so --strip --wheel-dir dist build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --strip --wheel-dir dist build/wheel/*.whl
 	@ls -l dist
 
 # One file for each run: each program writes its section (benchmarks/results.py).

@@ -2,7 +2,8 @@
 
 `GRPO_FUSED_BUILD` chooses what is compiled: `auto` (the default) what the machine allows, and it never fails;
 `none` nothing; `cpu` the CPU extension; `cuda` that and the CUDA one. The last two fail with the reason if they cannot.
-A build reports in one line what it contains, and how to build what is missing; pip shows that line with `-v`.
+A build reports in one line what it contains; pip shows that line with `-v`. The CPU extension needs a C++ compiler and
+nothing else, no torch: it is built by a plain `pip install`, and serves every version of Python and torch.
 
 `kernels/` is installed as `grpo_fused.kernels`. It has no `__init__.py`: a top-level package of that name would shadow
 Hugging Face's `kernels` for programs that run from a checkout.
@@ -31,8 +32,6 @@ from setuptools.errors import CompileError
 
 MODES = ("auto", "none", "cpu", "cuda")
 OLDEST_TORCH = (2, 10)
-OLDEST_TORCH_NAME = ".".join(map(str, OLDEST_TORCH))
-PIP = "uv pip" if "UV" in os.environ else "pip"  # uv sets it for the builds that it runs
 CUDA_ARCHITECTURES = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
 # the stable ABI of the oldest version: a build serves it and all later ones
 DEFINES = [("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")]
@@ -40,15 +39,11 @@ HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", rec
 
 
 class Unbuildable(Exception):
-    """Why an extension cannot be built here; `first` is the command that would fix that, if there is one."""
-
-    def __init__(self, reason: str, first: str | None = None) -> None:
-        super().__init__(reason)
-        self.first = first
+    """Why an extension cannot be built here."""
 
 
 def find_torch() -> Path:
-    """PyTorch's folder, found without the seconds that its import takes.
+    """PyTorch's folder, found without the seconds that its import takes; only the CUDA extension needs it.
 
     pip builds in isolation: it removes the environment's packages from `sys.path`, but they are under `sys.prefix`.
     Any PyTorch that is new enough works: a build with its stable ABI runs on all later versions.
@@ -58,40 +53,36 @@ def find_torch() -> Path:
     roots = [Path(spec.origin).parent] if spec is not None and spec.origin is not None else []
     roots += [Path(place) / "torch" for place in places]
     found = [root for root in roots if (root / "version.py").is_file() and (root / "include").is_dir()]
-    first = f"{PIP} install 'torch>={OLDEST_TORCH_NAME}'"
-    if not found:
-        raise Unbuildable(f"no torch in {places[0]}", first)
     for root in found:
         version = re.search(r"__version__ = '(\d+)\.(\d+)", (root / "version.py").read_text())
         if version is not None and (int(version[1]), int(version[2])) >= OLDEST_TORCH:
             return root
-    raise Unbuildable(f"the torch in {found[0]} is older than {OLDEST_TORCH_NAME}", first)
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    raise Unbuildable(f"the torch in {found[0]} is older than {oldest}" if found else f"no torch in {places[0]}")
 
 
 def cpu_extension() -> Extension:
-    """`grpo_fused._C`: the operators of the native engine."""
+    """`grpo_fused._C`: the library of the native engine, in plain C++."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         raise Unbuildable(f"the CPU extension is for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
-    torch = find_torch()
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
     if shutil.which(compiler) is None:
-        raise Unbuildable(f"no C++ compiler ({compiler}) was found", "apt-get install g++")
+        raise Unbuildable(f"no C++ compiler ({compiler}) was found")
     return Extension(
         "grpo_fused._C",
         sorted(glob("csrc/cpu/*.cpp")),
-        include_dirs=["csrc", str(torch / "include")],
-        library_dirs=[str(torch / "lib")],
-        libraries=["torch_cpu"],
-        define_macros=DEFINES,
+        include_dirs=["csrc"],
         # GCC 12's own AVX-512 header causes the warnings that are turned off
         extra_compile_args=[
             "-std=c++20",
             "-O3",
+            "-pthread",
             "-fvisibility=hidden",
             "-Wno-uninitialized",
             "-Wno-maybe-uninitialized",
             "-Wno-ignored-attributes",
         ],
+        extra_link_args=["-pthread"],
         depends=HEADERS,
         language="c++",
         py_limited_api=True,
@@ -118,13 +109,13 @@ def cuda_extension(mode: str) -> Extension:
     )
 
 
-def plan(mode: str) -> tuple[list[Extension], dict[str, str], str | None]:
-    """The extensions to build in this mode, a note about each, and the commands that build one that is left out."""
+def plan(mode: str) -> tuple[list[Extension], dict[str, str]]:
+    """The extensions to build in this mode, and a note about each."""
     if mode not in MODES:
         raise SystemExit(f"GRPO_FUSED_BUILD must be one of {', '.join(MODES)}; got {mode!r}")
     if mode == "none":
-        return [], {"CPU": "without the CPU extension (GRPO_FUSED_BUILD=none)"}, rebuild("CPU")
-    chosen, words, mend = [], {}, None
+        return [], {"CPU": "without the CPU extension (GRPO_FUSED_BUILD=none)"}
+    chosen, words = [], {}
     for name, make in (("CPU", cpu_extension), ("CUDA", lambda: cuda_extension(mode))):
         if name == "CUDA" and mode == "cpu":
             continue
@@ -132,38 +123,19 @@ def plan(mode: str) -> tuple[list[Extension], dict[str, str], str | None]:
             chosen.append(make())
             words[name] = f"with the {name} extension"
         except Unbuildable as reason:
-            commands = f"{reason.first} && {rebuild(name)}" if reason.first else None
             if mode != "auto":
-                raise SystemExit(f"GRPO_FUSED_BUILD={mode}: {reason}{then(commands)}") from None
+                raise SystemExit(f"GRPO_FUSED_BUILD={mode}: {reason}") from None
             words[name] = f"without the {name} extension ({reason})"
-            mend = mend or commands
-    return chosen, words, mend
-
-
-def rebuild(name: str) -> str:
-    """The command that installs this source again, with an extension or an error."""
-    here = Path.cwd()
-    # an archive, and pip's clones, are in a folder that is removed later
-    gone = Path("PKG-INFO").exists() or any(part.startswith("pip-") for part in here.parts)
-    what = "--no-binary grpo-fused grpo-fused" if gone else shlex.quote(str(here))
-    if PIP == "uv pip":  # its isolated builds have their own prefix, without torch
-        how = "--reinstall --no-deps --no-cache --no-build-isolation"
-        return f"uv pip install 'setuptools>=77' && GRPO_FUSED_BUILD={name.lower()} uv pip install {how} {what}"
-    return f"GRPO_FUSED_BUILD={name.lower()} pip install --force-reinstall --no-deps --no-cache-dir {what}"
-
-
-def then(commands: str | None) -> str:
-    """The end of a line about a missing extension."""
-    return f"; to build it: {commands}" if commands else ""
+    return chosen, words
 
 
 MODE = os.environ.get("GRPO_FUSED_BUILD", "auto")
-EXTENSIONS, WORDS, MEND = plan(MODE)
+EXTENSIONS, WORDS = plan(MODE)
 
 
-def say(words: dict[str, str], mend: str | None) -> None:
+def say(words: dict[str, str]) -> None:
     """The content of a build, in one line."""
-    print(f"grpo_fused: {', '.join(words.values())}{then(mend)}", flush=True)
+    print(f"grpo_fused: {', '.join(words.values())}", flush=True)
 
 
 class ReportBuild(build_py):
@@ -171,7 +143,7 @@ class ReportBuild(build_py):
 
     def run(self) -> None:
         if not EXTENSIONS:
-            say(WORDS, MEND)
+            say(WORDS)
         super().run()
 
 
@@ -181,8 +153,7 @@ class BuildNative(build_ext):
     def run(self) -> None:
         self.failed: dict[str, str] = {}
         super().run()
-        mend = rebuild(next(iter(self.failed))) if self.failed else MEND
-        say(WORDS | self.failed, mend)
+        say(WORDS | self.failed)
 
     def build_extension(self, ext: Any) -> None:
         name = "CUDA" if ext.name.endswith("_cuda") else "CPU"

@@ -6,11 +6,16 @@ A dispatch mode does not see the operations inside a `torch.library` operator, s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from grpo_fused import _cpu
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -61,12 +66,32 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 class CostRecorder(AllocationRecorder):
-    """The same, and every operator with the FLOP of its products, those of the native engine included."""
+    """The same, and every operator with the FLOP of its products, and those of the CPU library."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.flop = 0
+        self._patches = ExitStack()
+
+    def __enter__(self):
+        for name in _FLOP:
+            if hasattr(_cpu, name):
+                self._patches.enter_context(patch.object(_cpu, name, self._counted(name, getattr(_cpu, name))))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patches.close()
+        return super().__exit__(*error)
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args):
+            self.calls[name] += 1
+            with _disable_current_modes():
+                self.flop += _FLOP[name](*args)
+            return function(*args)
+
+        return call
 
     def record(self, func: Any, args: Any, out: Any) -> None:
         """Count an operator, its result, and its products."""
@@ -89,14 +114,18 @@ def _addmm(_c: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
     return _mm(a, b)
 
 
-def _head_scores(hidden: Tensor, weight: Tensor, *_: Any) -> int:
+def _head_products(hidden: Tensor, weight: Tensor, *_: Any) -> int:
     return _mm(hidden, weight.T)
 
 
-def _head_gradient(hidden: Tensor, weight: Tensor, *rest: Any) -> int:
-    offsets, rows, dweight, need_hidden = rest[8], rest[9], rest[12], rest[15]
+def _head_scores(inputs: _cpu.HeadInputs, *_: Any) -> int:
+    return _mm(inputs.hidden, inputs.weight.T)
+
+
+def _head_gradient(inputs: _cpu.HeadInputs, *rest: Any) -> int:
+    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[5], rest[8]
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
-    once = 2 * weight.shape[0] * weight.shape[1]
+    once = 2 * inputs.weight.numel()
     return once * (rows.shape[0] * (int(dweight.numel() > 0) + int(need_hidden)) + made_again)
 
 
@@ -104,6 +133,6 @@ _FLOP = {
     "mm": _mm,
     "addmm": _addmm,
     "head_scores": _head_scores,
-    "head_products": _head_scores,
+    "head_products": _head_products,
     "head_gradient": _head_gradient,
 }

@@ -310,6 +310,32 @@ class Gradient {
 
 }  // namespace
 
+ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes, int64_t budget) {
+  const int64_t item = 4 / per_word(plan.kind), kept = plan.kept_size(), threads = thread_count();
+  const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes, columns = round_up(plan.hidden, kLanes);
+  const int64_t block_bytes = plan.block_rows * (padded + columns) * item;  // dz of all tokens, and the weight transposed
+  const int64_t wanted = round_up(2 * threads, kBlocksOfAProduct);          // two blocks for each thread
+  int64_t affordable = std::max<int64_t>(budget / 6 / block_bytes, 1);
+  if (affordable > kBlocksOfAProduct) affordable -= affordable % kBlocksOfAProduct;
+
+  ScratchPlan found{};
+  found.superblock = std::min({wanted, affordable, plan.blocks});
+  const int64_t chunk = std::min(padded, plan.token_chunk);
+  int64_t per_thread = plan.block_rows * (columns * item + chunk * item + 4 * kLanes * 4);
+  if (padded > chunk) per_thread += plan.block_rows * columns * 4;
+  found.fixed_bytes = found.superblock * block_bytes + threads * per_thread;
+  // hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
+  found.fixed_bytes += padded * columns * (2 * item + 8) + padded * (std::min(plan.blocks, kSplits) * 12 + 64);
+  const int64_t fits = row_bytes / (kLanes * kept);
+  found.fixed_bytes += std::min(fits, panels) * kLanes * plan.blocks * 4;
+  const int64_t panel_bytes = kLanes * (plan.vocab * kept + plan.blocks * 4);
+  const int64_t left = std::max<int64_t>(budget - found.fixed_bytes, 0) / panel_bytes;
+  const int64_t spill = std::min(left, std::max<int64_t>(panels - fits, 0));
+  found.spill_bytes = spill * kLanes * plan.vocab * kept;
+  found.kept_tokens = std::min((fits + spill) * kLanes, tokens);
+  return found;
+}
+
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {
   Gradient(plan, inputs, gradient).run();
 }

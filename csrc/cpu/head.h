@@ -53,6 +53,10 @@ struct Plan {
   int64_t kept_size() const { return kept == Dtype::bf16 ? 2 : 4; }
 };
 
+// Vocabulary ranges whose statistics are computed one after the other; fixed, and merged in order, so that a score does
+// not depend on which thread took which.
+constexpr int64_t kSplits = 96;
+
 // Where exponentials are kept: tiles [rows of the block, 64] of the leading token panels, one after the other in the
 // memory of the block's rows.
 struct Store {
@@ -111,6 +115,22 @@ struct GradientInputs {
 };
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);
+
+// How a scratch budget is spent on scores and gradient: exponentials get what the operands, partial results and the
+// threads' blocks, which do not depend on it, leave.
+struct ScratchPlan {
+  int64_t superblock;   // vocabulary blocks whose dz is held at a time
+  int64_t spill_bytes;  // for exponentials of tokens that do not fit dW's storage
+  int64_t fixed_bytes;  // of everything else
+  int64_t kept_tokens;  // tokens whose exponentials are kept; those of others are computed again
+
+  // `row_bytes`: of dW's storage, or 0.
+  static ScratchPlan of(const Plan& plan, int64_t tokens, int64_t row_bytes, int64_t budget);
+};
+
+// The number of threads that calls from this thread take.
+void use_threads(int64_t count);
+int64_t thread_count();
 
 // f(task, worker) for every task; a free worker takes the next one. f must not throw.
 void run_tasks(int64_t tasks, int64_t workers, void (*f)(int64_t, int64_t, void*), void* context);

@@ -102,10 +102,6 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBloc
 
 namespace {
 
-// Vocabulary ranges whose statistics are computed one after the other; fixed, and merged in order, so that a score does
-// not depend on which thread took which.
-constexpr int64_t kSplits = 96;
-
 // Statistics of all tokens for one range: rows max, rest, weighted of [tokens, padded] each.
 struct Partial {
   float* base;

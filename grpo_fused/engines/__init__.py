@@ -56,7 +56,8 @@ def fastest(device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def _warn_once(reason: str) -> None:
-    warnings.warn(f"impl='auto' takes chunked, which is slower than native on this CPU: {reason}", stacklevel=5)
+    slower = "which takes up to three times as long as native (docs/benchmarks.md)"
+    warnings.warn(f"impl='auto' takes chunked, {slower}: {reason}", stacklevel=5)
 
 
 def choose_from_logits(impl: Impl) -> str:

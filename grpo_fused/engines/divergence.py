@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_fused import _native
+from grpo_fused import _cpu, _native
 from grpo_fused.calls import NO_GRADIENT, HeadCall, OtherHead
 from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, Slab
@@ -132,7 +132,7 @@ class DivergenceEngine(ChunkedEngine):
         if not self._compiled:
             return TorchRows().statistics(rows, with_entropy=with_entropy)
         z_(rows.raw, rows.transform)
-        found = torch.ops.grpo_fused_C.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
+        found = _cpu.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
         return Statistics(*found[:3], found[3] if with_entropy else None)
 
     def _compiled_derivative(
@@ -141,8 +141,8 @@ class DivergenceEngine(ChunkedEngine):
         """(D [R], dL/dz [R, V]); the latter is in the memory of the other head's logits."""
         tables = [torch.stack([x.max, x.log_sum, x.logp, x.logp]) for x in statistics]
         slopes = [None if x is None else x.to(torch.float32).contiguous() for x in (factor, dlogp)]
-        value = torch.ops.grpo_fused_C.logit_divergence(
-            rows[0].raw, rows[1].raw, *tables, rows[0].targets, self.kind == "forward_kl", *slopes
+        value = _cpu.logit_divergence(
+            rows[0].raw, rows[1].raw, tables[0], tables[1], rows[0].targets, self.kind == "forward_kl", *slopes
         )
         return value, rows[1].raw
 

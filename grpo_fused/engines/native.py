@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import _native
+from grpo_fused import _cpu, _native
 from grpo_fused.calls import Needs
 from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
 from grpo_fused.engines.gradients import GradientSums, has_coefficient
@@ -26,9 +26,6 @@ is most. Operands and the fp32 dH take their part of it first (about 16 bytes fo
 with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_BLOCKS_OF_A_PRODUCT = 8
-"""Vocabulary blocks that dH takes at a time, each time reading and writing all of it in fp32 (`kBlocksOfAProduct`)."""
 
 _WHOLE_CALL = 2**62
 
@@ -60,7 +57,7 @@ class NativeEngine:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
-        plan = _Plan.of(head, num_tokens, dweight, _budget(max_scratch_bytes, dweight))
+        plan = _plan(head, num_tokens, dweight, _budget(max_scratch_bytes, dweight))
         products = 3.0 + (num_tokens - plan.kept_tokens) / max(num_tokens, 1)
         return Cost(products, plan.fixed_bytes + plan.spill_bytes, GradientSums.accumulator_bytes(head, dtype))
 
@@ -84,19 +81,19 @@ class NativeEngine:
         # ranks with other slices would split at other rows
         cut = work if tokens.vocab is not None else replace(work, chunks=_parts(work, budget))
         for part, rows in cut.parts():
-            plan = _Plan.of(head, part.stop - part.start, kept, budget)
+            plan = _plan(head, part.stop - part.start, kept, budget)
             call = _Call(work, rows, kept, head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8))
             stats = call.score(work.with_entropy).merged(tokens, rows, work.with_entropy)
             scores.append(stats.scores(work.with_entropy))
             dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy if work.with_entropy else None)
-            chosen = _rows_with_gradient(dlogp, dentropy) if work.skip_zeros else _all_rows(dlogp)
+            chosen = _rows_with_gradient(head, dlogp, dentropy) if work.skip_zeros else _all_rows(dlogp)
             part_dhidden, part_dbias = call.gradient(stats, chosen, dlogp, dentropy, plan.superblock, needs)
             worked += chosen.shape[0]
-            if dhidden is not None:
+            if dhidden is not None and part_dhidden is not None:
                 if tokens.vocab is not None:
                     part_dhidden = tokens.vocab.start_sum(part_dhidden)()
                 dhidden.index_copy_(0, rows[chosen], part_dhidden.to(dhidden.dtype))
-            if dbias is not None:
+            if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
         if not scores and dweight is not None:
             dweight.zero_()
@@ -143,7 +140,7 @@ class _Call:
         each, number, scale, _ = transform.numbers
         # rows of the weight may have gaps between them, elements of a row not
         adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
-        self.arguments = (
+        self.inputs = _cpu.HeadInputs(
             head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
             head.weight if adjacent else head.weight.contiguous(),
             None if transform.bias is None else transform.bias.contiguous(),
@@ -156,7 +153,7 @@ class _Call:
 
     def score(self, with_entropy: bool) -> _Scored:
         """One product; exponentials are stored in `kept` and `spill`."""
-        return _Scored(*torch.ops.grpo_fused_C.head_scores(*self.arguments, with_entropy, self.kept, self.spill))
+        return _Scored(*_cpu.head_scores(self.inputs, with_entropy, self.kept, self.spill))
 
     def gradient(
         self,
@@ -166,10 +163,10 @@ class _Call:
         dentropy: Tensor | None,
         superblock: int,
         needs: Needs,
-    ) -> tuple[Tensor, Tensor]:
-        """(dH [rows, H], db [V]) fp32, empty where not needed; dW goes to `kept`. Two products."""
-        return torch.ops.grpo_fused_C.head_gradient(
-            *self.arguments,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `kept`. Two products."""
+        return _cpu.head_gradient(
+            self.inputs,
             *statistics,
             rows,
             dlogp.to(torch.float32).contiguous(),
@@ -182,47 +179,8 @@ class _Call:
         )
 
 
-class _Plan(NamedTuple):
-    """How the scratch budget of a call is spent."""
-
-    superblock: int
-    """vocabulary blocks whose dz is held at a time"""
-    spill_bytes: int
-    """for exponentials of tokens that do not fit dW's storage"""
-    fixed_bytes: int
-    """bytes of everything else, independent of the budget"""
-    kept_tokens: int
-    """tokens whose exponentials are kept; those of others are computed again"""
-
-    @classmethod
-    def of(cls, head: Head, count: int, kept: Tensor, budget: int) -> _Plan:
-        """Exponentials get the budget that operands, partial results and the threads' blocks do not use."""
-        vocab, width = head.weight.shape
-        block_rows, item, kept_item = _native.head_plan(vocab, width, _product_dtype(head))
-        threads = torch.get_num_threads()
-        lanes = _native.LANES
-        panels = -(-count // lanes)
-        tokens, columns = panels * lanes, -(-width // lanes) * lanes
-        blocks = -(-vocab // block_rows)
-
-        block_bytes = block_rows * (tokens + columns) * item  # dz of all tokens, and the weight transposed
-        wanted = -(-2 * threads // _BLOCKS_OF_A_PRODUCT) * _BLOCKS_OF_A_PRODUCT  # two blocks for each thread
-        affordable = max(budget // 6 // block_bytes, 1)
-        if affordable > _BLOCKS_OF_A_PRODUCT:
-            affordable -= affordable % _BLOCKS_OF_A_PRODUCT
-        superblock = min(wanted, affordable, blocks)
-        chunk = min(tokens, 2048 // item)
-        per_thread = block_rows * (columns * item + chunk * item + 4 * lanes * 4)
-        if tokens > chunk:
-            per_thread += block_rows * columns * 4
-        fixed = superblock * block_bytes + threads * per_thread
-        # hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
-        fixed += tokens * columns * (2 * item + 8) + tokens * (min(blocks, 96) * 12 + 64)
-        in_gradient = kept.numel() * kept.element_size() // (lanes * kept_item * vocab)
-        panel_bytes = lanes * (vocab * kept_item + blocks * 4)
-        fixed += min(in_gradient, panels) * lanes * blocks * 4
-        spill = min(max(budget - fixed, 0) // panel_bytes, max(panels - in_gradient, 0))
-        return cls(superblock, spill * lanes * vocab * kept_item, fixed, min((in_gradient + spill) * lanes, count))
+def _plan(head: Head, count: int, kept: Tensor, budget: int) -> _cpu.ScratchPlan:
+    return _cpu.scratch_plan(head.weight.shape, _product_dtype(head), count, kept, budget)
 
 
 def _sets(tokens: Tokens, head: Head, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -256,8 +214,8 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     head = work.head
     if work.needs.need_weight or work.whole_chunks:
         return work.chunks
-    item = _native.head_plan(head.vocab_size, head.weight.shape[1], _product_dtype(head))[2]
-    rows = max(budget // 2 // (_native.LANES * head.vocab_size * item), 1) * _native.LANES
+    layout = _cpu.head_layout(head.weight.shape, _product_dtype(head))
+    rows = max(budget // 2 // layout.panel_bytes, 1) * layout.panel_tokens
     return tuple(
         slice(start, min(start + rows, chunk.stop))
         for chunk in work.chunks
@@ -265,10 +223,11 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     )
 
 
-def _rows_with_gradient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def _rows_with_gradient(head: Head, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
     rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
-    saves = -(-rows.shape[0] // _native.LANES) < -(-dlogp.shape[0] // _native.LANES)
+    tokens = _cpu.head_layout(head.weight.shape, _product_dtype(head)).panel_tokens
+    saves = -(-rows.shape[0] // tokens) < -(-dlogp.shape[0] // tokens)
     return rows if saves else _all_rows(dlogp)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused import _native
+from grpo_fused import _cpu, _native
 from grpo_fused.calls import HeadCall
 from grpo_fused.kernels.row_types import Transform
 
@@ -205,7 +205,7 @@ class Head:
         if self._has_fp32_output:
             torch.mm(hidden, self.rounded_weight.T, out_dtype=torch.float32, out=out)
         elif self._has_native_logits:
-            torch.ops.grpo_fused_C.head_products(hidden.contiguous(), self.weight, out)
+            _cpu.head_products(hidden.contiguous(), self.weight, out)
         else:
             wide = hidden.to(self.statistics_dtype)
             for block in self._blocks(self.statistics_dtype):

@@ -17,7 +17,6 @@ from native.rows import in_place, make_rows, padded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import aot_rows
-from grpo_fused._fakes import register_fakes
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import LossInputs
 from grpo_fused.engines.cuda_rows import CudaRows
@@ -95,7 +94,6 @@ def operators(library):
         pytest.skip("there is a GPU: tests/gpu runs the operators")
     if not hasattr(torch.ops.grpo_fused_C, "row_loss"):
         torch.ops.load_library(str(library))
-    register_fakes()
     return torch.ops.grpo_fused_C
 
 

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from grpo_fused import _cpu
+
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 V = 5003
 
@@ -14,9 +16,9 @@ V = 5003
 @pytest.fixture(params=["", "avx2"], ids=["best", "avx2"])
 def isa(request):
     if request.param:
-        torch.ops.grpo_fused_C._use_isa(request.param)
+        _cpu.use_isa(request.param)
     yield
-    torch.ops.grpo_fused_C._use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+    _cpu.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
 
 
 def logits(seed=0, rows=7, columns=V, std=3.0, near=0.5):
@@ -27,7 +29,7 @@ def logits(seed=0, rows=7, columns=V, std=3.0, near=0.5):
 
 
 def statistics(z, targets):
-    return torch.ops.grpo_fused_C.logit_statistics(z, targets, True)
+    return _cpu.logit_statistics(z, targets, True)
 
 
 @pytest.mark.usefixtures("isa")
@@ -56,7 +58,7 @@ def test_divergences_are_those_of_float64(columns, near, forward):
     loss = (factor * each).sum() + (dlogp * log_p.gather(1, targets[:, None])[:, 0]).sum()
     (want,) = torch.autograd.grad(loss, exact)
     tables = statistics(z, targets), statistics(w, targets)
-    value = torch.ops.grpo_fused_C.logit_divergence(z, w, *tables, targets, forward, factor, dlogp)
+    value = _cpu.logit_divergence(z, w, *tables, targets, forward, factor, dlogp)
     torch.testing.assert_close(value.double(), each.detach(), rtol=2e-4, atol=1e-9)
     torch.testing.assert_close(w.double(), want, rtol=1e-4, atol=2e-7)
 
@@ -66,11 +68,11 @@ def test_a_row_is_bitwise_the_same_in_any_batch():
     together = w.clone()
     tables = statistics(z, targets), statistics(w, targets)
     ones = torch.ones(7)
-    value = torch.ops.grpo_fused_C.logit_divergence(z, together, *tables, targets, False, ones, ones)
+    value = _cpu.logit_divergence(z, together, *tables, targets, False, ones, ones)
     for r in range(7):
         own, row = w[r : r + 1].clone(), slice(r, r + 1)
         one = [statistics(x[row], targets[row]) for x in (z, w)]
-        found = torch.ops.grpo_fused_C.logit_divergence(z[row], own, *one, targets[row], False, ones[row], ones[row])
+        found = _cpu.logit_divergence(z[row], own, *one, targets[row], False, ones[row], ones[row])
         assert torch.equal(found[0], value[r])
         assert torch.equal(own[0], together[r])
 
@@ -97,4 +99,4 @@ def test_wrong_calls_are_refused(changes, message):
     for at, value in changes.items():
         arguments[at] = value
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.grpo_fused_C.logit_divergence(*arguments)
+        _cpu.logit_divergence(*arguments)

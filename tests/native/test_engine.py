@@ -20,7 +20,7 @@ from helpers import (
     rounding_error_of_gradients,
 )
 
-from grpo_fused import _native, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import _cpu, _native, engines, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.engines import native
 
 LOW = (torch.bfloat16, torch.float16)
@@ -39,9 +39,9 @@ def threads():
 def isa(request, cpu_extension):
     """The instruction set: that of the other tests, then AVX2."""
     if request.param:
-        torch.ops.grpo_fused_C._use_isa(request.param)
+        _cpu.use_isa(request.param)
     yield
-    torch.ops.grpo_fused_C._use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+    _cpu.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
 
 
 on_each_isa = pytest.mark.usefixtures("isa")
@@ -362,10 +362,10 @@ def test_products_and_sums_of_single_rows(dtype):
         j, factor = torch.randint(0, 7, (50,)), torch.randn(50)
         sizes, offsets = torch.tensor([20, 0, 30, 0, 0, 0, 0]), torch.tensor([0, 20, 20, 50, 50, 50, 50, 50])
         targets, ones = torch.zeros(7, dtype=torch.int64), torch.ones(7)
-        z, _ = torch.ops.grpo_fused_C.set_scores(a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True)
+        z, _ = _cpu.set_scores(a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True)
         assert (z - (a.repeat_interleave(sizes, 0).double() * b[j].double()).sum(1)).abs().max() < 1e-4
         sums = torch.zeros(7, columns)
-        torch.ops.grpo_fused_C.add_segment_sums(sums, torch.arange(7), b, j, factor, offsets)
+        _cpu.add_segment_sums(sums, torch.arange(7), b, j, factor, offsets)
         want = [(b[j[part]].double() * factor[part, None]).sum(0) for part in map(slice, (0, 20, 20), (20, 20, 50))]
         assert (sums[:3] - torch.stack(want)).abs().max() < 1e-4
 
@@ -380,7 +380,7 @@ def test_avx2_differs_from_avx512_in_rounding_alone(isa):
 
     ours = score()
     assert _native.instruction_set() == "AVX2, bf16 widened"
-    torch.ops.grpo_fused_C._use_isa("")
+    _cpu.use_isa("")
     assert (score() - ours).abs().max() < 1e-5
 
 

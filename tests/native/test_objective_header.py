@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,9 @@ pytest.importorskip("triton")
 
 from grpo_fused.kernels.row_types import KL_ESTIMATORS, POLICIES
 from helpers import config_id, make_config
-from native.building import CSRC, shared_library
+from native.building import shared_library
 
 from grpo_fused import grpo_loss
-from grpo_fused._fakes import register_fakes
 from grpo_fused.batch import TokenBatch
 from grpo_fused.calls import LossInputs
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
@@ -40,25 +40,27 @@ TOL = {torch.float32: (1e-5, 1e-7), torch.float64: (1e-10, 1e-13)}
 """(relative, absolute): single rounding errors of a sum of a few terms."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _operator(tmp_path_factory):
-    """The operator of the built extension, or compiled here."""
-    with contextlib.suppress(ImportError):
-        from grpo_fused import _native
+@pytest.fixture(scope="module")
+def token_objective(tmp_path_factory):
+    """(loss, dlogp) of tokens, by the header."""
+    folder = tmp_path_factory.mktemp("objective")
+    library = ctypes.CDLL(str(shared_library(folder / "objective.so", Path(__file__).parent / "objective_harness.cpp")))
 
-        _native.cpu_available()  # loads it: an operator must not be defined twice
-    if not hasattr(torch.ops.grpo_fused_C, "token_objective"):
-        target = tmp_path_factory.mktemp("objective") / "objective.so"
-        torch.ops.load_library(str(shared_library(target, CSRC / "cpu" / "objective.cpp", torch_abi=True)))
+    def call(logp, batch, config):
+        inputs, options = token_inputs(batch, config), objective_numbers(config)
+        tensors = (logp, inputs.old, inputs.ref, inputs.advantages, inputs.weight, inputs.is_ratio)
+        assert all(x is None or (x.dtype == logp.dtype and x.is_contiguous()) for x in tensors)
+        names = ("epsilon", "epsilon_high", "delta", "dual_clip", "tau_pos", "tau_neg", "beta")
+        numbers = (ctypes.c_double * 7)(*(getattr(options, name) for name in names))
+        pointers = (ctypes.c_void_p * 6)(*(None if x is None else x.data_ptr() for x in tensors))
+        loss, dlogp = torch.empty_like(logp), torch.empty_like(logp)
+        kinds = POLICIES[options.loss_type], KL_ESTIMATORS[options.kl_estimator]
+        run = library.objective_float if logp.dtype == torch.float32 else library.objective_double
+        run(ctypes.c_int64(len(logp)), pointers, numbers, *map(ctypes.c_int64, kinds), options.bias_correction,
+            ctypes.c_void_p(loss.data_ptr()), ctypes.c_void_p(dlogp.data_ptr()))  # fmt: skip
+        return loss, dlogp
 
-
-def token_objective(logp, batch, config):
-    inputs, options = token_inputs(batch, config), objective_numbers(config)
-    return torch.ops.grpo_fused_C.token_objective(
-        logp, inputs.old, inputs.ref, inputs.advantages, inputs.weight, inputs.is_ratio, POLICIES[options.loss_type],
-        KL_ESTIMATORS[options.kl_estimator], options.bias_correction, options.epsilon, options.epsilon_high,
-        options.delta, options.dual_clip, options.tau_pos, options.tau_neg, options.beta,
-    )  # fmt: skip
+    return call
 
 
 def make_tokens(config, dtype, seed=0, on_policy=False, with_ratio=False):
@@ -91,7 +93,7 @@ def make_tokens(config, dtype, seed=0, on_policy=False, with_ratio=False):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("config", GRID, ids=config_id)
-def test_matches_the_torch_objective(config, dtype):
+def test_matches_the_torch_objective(config, dtype, token_objective):
     rtol, atol = TOL[dtype]
     for seed, on_policy, with_ratio in ((0, False, False), (1, True, False), (2, False, True)):
         logp, _, _, _, batch = make_tokens(config, dtype, seed, on_policy, with_ratio)
@@ -106,7 +108,7 @@ def test_matches_the_torch_objective(config, dtype):
 
 
 @pytest.mark.parametrize("config", GRID, ids=config_id)
-def test_matches_the_reference_by_autograd(config):
+def test_matches_the_reference_by_autograd(config, token_objective):
     """The derivative of the reference's loss, in fp64."""
     logp, mask, advantages, options, batch = make_tokens(config, torch.float64, seed=3, with_ratio=True)
     leaf = logp.clone().requires_grad_()
@@ -117,7 +119,7 @@ def test_matches_the_reference_by_autograd(config):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
 @pytest.mark.parametrize("where", ["logp", "old", "ref", "advantages"])
-def test_nan_of_an_active_token_propagates(loss_type, where):
+def test_nan_of_an_active_token_propagates(loss_type, where, token_objective):
     """To the loss always, to the coefficient where torch has NaN too."""
     config = make_config(loss_type, beta=0.1)
     logp, mask, _, _, batch = make_tokens(config, torch.float32)
@@ -132,7 +134,7 @@ def test_nan_of_an_active_token_propagates(loss_type, where):
     assert torch.equal(dlogp.isnan(), want.dlogp.isnan())
 
 
-def test_an_impossible_token_has_a_loss_but_no_coefficient():
+def test_an_impossible_token_has_a_loss_but_no_coefficient(token_objective):
     config = make_config("dapo", beta=0.1)
     logp, _, _, _, batch = make_tokens(config, torch.float32)
     loss, dlogp = token_objective(logp.float().flatten(), batch, config)
@@ -140,7 +142,7 @@ def test_an_impossible_token_has_a_loss_but_no_coefficient():
     assert dlogp[3 * 12 + 2] == 0
 
 
-def test_bounds_count_as_not_clipped():
+def test_bounds_count_as_not_clipped(token_objective):
     """Exactly at a clip bound both sides are right; torch and the header must take the same one."""
     config = make_config("dapo", epsilon=0.5, epsilon_high=0.5, delta=2.0)
     logp = torch.tensor([0.5, 1.5, 2.0]).log().repeat(2).double()
@@ -149,44 +151,3 @@ def test_bounds_count_as_not_clipped():
         Layout(torch.Size((2, 3)), 2, None), config, torch.float64,
     )  # fmt: skip
     torch.testing.assert_close(token_objective(logp, batch, config)[1], evaluate(logp, None, batch, config).dlogp)
-
-
-def test_torch_opcheck():
-    """Schema, fake implementation and compiled calls, by torch's own checks."""
-    register_fakes()
-    row = torch.randn(5)
-    arguments = (row, row, None, row, row, None, 0, 3, True, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 0.0)
-    torch.library.opcheck(torch.ops.grpo_fused_C.token_objective.default, arguments)
-
-
-def test_no_tokens():
-    config = make_config("dapo")
-    empty = torch.zeros(0)
-    got = torch.ops.grpo_fused_C.token_objective(
-        empty, None, None, empty, empty, None, 0, 3, True, *[config.epsilon] * 2, math.inf, math.inf, 1.0, 1.0, 0.0
-    )
-    assert all(x.shape == (0,) for x in got)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logp": torch.zeros(3, dtype=torch.bfloat16)}, "logp must be float32 or float64"),
-        ({"logp": torch.zeros(3, 1)}, r"logp must be contiguous \[R\]; got 2 dimensions"),
-        ({"advantages": torch.zeros(2)}, r"advantages must be \[R\] with R = 3; got 1 dimensions and 2 elements"),
-        ({"weight": torch.zeros(3, dtype=torch.float64)}, "weight must have the dtype of logp"),
-        ({"old_logp": torch.zeros(6)[::2]}, "old_logp must be contiguous"),
-        ({"policy": 3}, "policy must be at least 0 and below 3; got 3"),
-        ({"kl_estimator": 0}, "kl_estimator must be 1, 2 or 3; got 0"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_wrong_inputs_are_refused(change, message):
-    row = torch.zeros(3)
-    call = {
-        "logp": row, "old_logp": None, "ref_logp": None, "advantages": row, "weight": row, "is_ratio": None,
-        "policy": 0, "kl_estimator": 3, "bias_correction": True, "epsilon": 0.2, "epsilon_high": 0.2,
-        "delta": math.inf, "dual_clip": math.inf, "tau_pos": 1.0, "tau_neg": 1.05, "beta": 0.0,
-    }  # fmt: skip
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.grpo_fused_C.token_objective(**{**call, **change})

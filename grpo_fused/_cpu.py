@@ -1,0 +1,227 @@
+"""The functions of the CPU library (csrc/cpu/api.cpp) on torch tensors.
+
+The library is plain C and knows nothing of torch: one build serves every version. It checks all arguments before it
+uses a pointer; a call that it refuses raises RuntimeError with the reason. Results are allocated here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
+_FUNCTIONS = (
+    "missing", "instruction_set", "head_layout", "scratch_plan", "head_products", "head_scores", "head_gradient",
+    "logit_statistics", "logit_divergence", "set_scores", "set_derivatives", "add_segment_sums",
+)  # fmt: skip
+"""those that return a text, or NULL"""
+
+_library: Any = None
+
+
+def load(path: Path) -> None:
+    """Load the library. Raises OSError if the system cannot, AttributeError if it is of another version."""
+    global _library
+    library = ctypes.CDLL(str(path))
+    for name in _FUNCTIONS:
+        getattr(library, f"grpo_{name}").restype = ctypes.c_char_p
+    library.grpo_use_threads.argtypes = [ctypes.c_int64]
+    _library = library
+
+
+def missing() -> str:
+    """Why this machine cannot run the library; empty if it can."""
+    return _library.grpo_missing().decode()
+
+
+def instruction_set() -> str:
+    """What multiplies bf16."""
+    return _library.grpo_instruction_set().decode()
+
+
+def use_isa(name: str) -> None:
+    """For tests: take another instruction set (`avx2`, `avx512`, `amx`), or the best (empty)."""
+    _library.grpo_use_isa(name.encode())
+
+
+class HeadLayout(NamedTuple):
+    """How a head [V, H] is worked on."""
+
+    block_rows: int
+    """vocabulary rows of a block"""
+    blocks: int
+    panel_tokens: int
+    """tokens of a panel: exponentials are stored for whole panels"""
+    kept_panels: int
+    """panels whose exponentials fit the memory that was named"""
+    panel_bytes: int
+    """of the exponentials of a panel"""
+
+
+def head_layout(
+    weight_shape: torch.Size, compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
+) -> HeadLayout:
+    """For a head [V, H] in a compute dtype; `kept` is dW's storage [V, H] or empty."""
+    values = _numbers("head_layout", 5, *_of_head(weight_shape, compute, tokens, kept), spill_bytes)
+    return HeadLayout(*values)
+
+
+class ScratchPlan(NamedTuple):
+    """How the scratch budget of a call is spent."""
+
+    superblock: int
+    """vocabulary blocks whose dz is held at a time"""
+    spill_bytes: int
+    """for exponentials of tokens that do not fit dW's storage"""
+    fixed_bytes: int
+    """bytes of everything else, independent of the budget"""
+    kept_tokens: int
+    """tokens whose exponentials are kept; those of others are computed again"""
+
+
+def scratch_plan(weight_shape: torch.Size, compute: torch.dtype, tokens: int, kept: Tensor, budget: int) -> ScratchPlan:
+    """For scores and gradient of so many tokens, with torch's number of threads."""
+    return ScratchPlan(*_numbers("scratch_plan", 4, *_of_head(weight_shape, compute, tokens, kept), budget))
+
+
+def head_products(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [N, V] fp32 = hidden [N, H] @ weight [V, H]^T."""
+    _call("head_products", hidden, weight, out)
+
+
+class HeadInputs(NamedTuple):
+    """What scores and gradient of N tokens read."""
+
+    hidden: Tensor
+    """[N, H] in the compute dtype"""
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V] fp32"""
+    targets: Tensor
+    """[N] int64; -1: another rank's"""
+    temperature: Tensor
+    """[N] fp32"""
+    scale: float
+    softcap: float
+    """0: none"""
+    set_ids: Tensor | None = None
+    """[K] int64: candidate sets, ascending within each"""
+    set_ranges: Tensor | None = None
+    """[N, 2] int64: from where to where in `set_ids`; from -1 where a token has none"""
+
+
+def head_scores(inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Tensor) -> tuple[Tensor, Tensor]:
+    """One product: statistics [4, N], and the offsets of the exponentials that go to `kept` and `spill`."""
+    hidden = inputs.hidden
+    layout = head_layout(inputs.weight.shape, hidden.dtype, len(hidden), kept, spill.numel())
+    statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
+    offsets = statistics.new_empty((layout.blocks, layout.kept_panels * layout.panel_tokens))
+    _call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets)
+    return statistics, offsets
+
+
+def head_gradient(
+    inputs: HeadInputs, statistics: Tensor, offsets: Tensor, rows: Tensor, dlogp: Tensor, dentropy: Tensor | None,
+    dweight: Tensor, spill: Tensor, superblock: int, need_hidden: bool, need_bias: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. Two products."""
+    dhidden = statistics.new_empty((len(rows), inputs.hidden.shape[1])) if need_hidden else None
+    dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None
+    _call(
+        "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, dweight, spill, superblock, dhidden, dbias
+    )
+    return dhidden, dbias
+
+
+def logit_statistics(logits: Tensor, targets: Tensor, with_entropy: bool) -> Tensor:
+    """[4, R] of logits [R, V]."""
+    statistics = logits.new_zeros((4, len(logits)))
+    _call("logit_statistics", logits, targets, with_entropy, statistics)
+    return statistics
+
+
+def logit_divergence(
+    logits: Tensor, other: Tensor, statistics: Tensor, other_statistics: Tensor, targets: Tensor, forward: bool,
+    factor: Tensor | None, dlogp: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[R]: the KL divergence of rows of logits [R, V]; `other` becomes the gradient if there is a factor."""
+    value = logits.new_empty(len(logits))
+    _call("logit_divergence", logits, other, statistics, other_statistics, targets, forward, factor, dlogp, value)
+    return value
+
+
+def set_scores(
+    hidden: Tensor, weight: Tensor, index: Tensor, ids: Tensor, offsets: Tensor, targets: Tensor, bias: Tensor | None,
+    temperature: Tensor, scale: float, softcap: float, with_entropy: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(z [K], statistics [4, R]) of candidate sets."""
+    z = temperature.new_empty(len(ids))
+    statistics = temperature.new_empty((4, max(len(offsets) - 1, 0)))
+    _call(
+        "set_scores", hidden, weight, index, ids, offsets, targets, bias, temperature, scale, softcap, with_entropy, z,
+        statistics,
+    )  # fmt: skip
+    return z, statistics
+
+
+def set_derivatives(
+    z: Tensor, statistics: Tensor, ids: Tensor, offsets: Tensor, targets: Tensor, temperature: Tensor, scale: float,
+    softcap: float, dlogp: Tensor, dentropy: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[K]: dL/d(product) of each candidate."""
+    out = torch.empty_like(z)
+    _call("set_derivatives", z, statistics, ids, offsets, targets, temperature, scale, softcap, dlogp, dentropy, out)
+    return out
+
+
+def add_segment_sums(out: Tensor, rows: Tensor, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> None:
+    """out[rows[s]] += the sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1]."""
+    _call("add_segment_sums", out, rows, x, index, factor, offsets)
+
+
+class _View(ctypes.Structure):
+    """`grpo::Tensor` of csrc/cpu/arguments.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scalar", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("sizes", 2 * ctypes.c_int64),
+        ("strides", 2 * ctypes.c_int64),
+    )
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        if x.device.type != "cpu":
+            raise RuntimeError(f"all tensors must be on the CPU; got one on {x.device}")
+        view = _View(x.data_ptr(), _SCALARS.get(x.dtype, -1), x.dim(), x.shape[:2], x.stride()[:2])
+        return ctypes.byref(view)
+    if x is None or isinstance(x, ctypes.Array):
+        return x
+    return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if _library is None:
+        raise RuntimeError("the CPU library is not loaded")
+    _library.grpo_use_threads(torch.get_num_threads())
+    refusal = getattr(_library, f"grpo_{name}")(*map(_argument, arguments))
+    if refusal is not None:
+        raise RuntimeError(refusal.decode())
+
+
+def _numbers(name: str, count: int, *arguments: int) -> list[int]:
+    out = (count * ctypes.c_int64)()
+    _call(name, *arguments, out)
+    return list(out)
+
+
+def _of_head(weight_shape: torch.Size, compute: torch.dtype, tokens: int, kept: Tensor | None) -> tuple[int, ...]:
+    row_bytes = 0 if kept is None or kept.numel() == 0 else kept.shape[1] * kept.element_size()
+    return (*weight_shape, compute == torch.bfloat16, tokens, row_bytes)

@@ -1,0 +1,67 @@
+"""The threads of the CPU library: several callers, processes that fork, and numbers of threads that change."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_fused import _cpu, fused_linear_logprobs
+
+pytestmark = pytest.mark.usefixtures("cpu_extension")
+
+
+@pytest.fixture
+def score():
+    """Log-probs by native, on 3 threads; and the number of threads restored."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    hidden, weight, ids = torch.randn(70, 40), torch.randn(9000, 40), torch.randint(0, 9000, (70,))
+    yield lambda: fused_linear_logprobs(hidden, weight, ids, impl="native").logps
+    torch.set_num_threads(before)
+
+
+def test_callers_on_several_threads(score):
+    """Each gets the same bits, whether it has the pool or works alone."""
+    want = score()
+
+    def caller(_):
+        torch.set_num_threads(3)
+        return [score() for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as callers:
+        for found in callers.map(caller, range(4)):
+            assert all(torch.equal(x, want) for x in found)
+
+
+def test_a_call_waits_for_its_helpers(score):
+    """Many short calls: a helper that is late must not write into the next one's memory."""
+    rows, targets = torch.randn(12, 3000), torch.zeros(12, dtype=torch.int64)
+    want = _cpu.logit_statistics(rows, targets, True)
+    for _ in range(2000):
+        assert torch.equal(_cpu.logit_statistics(rows, targets, True), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_forks(score):
+    """A child has none of its parent's threads; it makes its own, as many as torch has."""
+    want = score()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a call that waits for a thread that is not there
+        right, counts = torch.equal(score(), want), [_helpers()]
+        for number in (6, 2):
+            torch.set_num_threads(number)
+            right &= torch.equal(score(), want)
+            counts.append(_helpers())
+        os._exit(0 if right and counts == [2, 5, 5] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(score(), want)
+
+
+def _helpers() -> int:
+    return sum(path.read_text() == "grpo_fused\n" for path in Path("/proc/self/task").glob("*/comm"))
