@@ -67,7 +67,7 @@ class Evaluation:
         if not isinstance(value, Tensor) or value.shape != logp.shape:
             came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the objective must return a tensor of shape {tuple(logp.shape)}, as logps; got {came}")
-        if torch.is_grad_enabled() and len(rows) and not value.requires_grad:
+        if logp.requires_grad and len(rows) and not value.requires_grad:
             raise ValueError("the objective's result must depend on logps or entropies; got one without a gradient")
         return value
 
