@@ -83,20 +83,18 @@ def test_impossible_entries_count_zero(forward):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
-def test_a_confident_target_keeps_its_digits(forward):
-    """Its derivative, about 1e-7, is a small difference of terms near 1: it is computed from the others."""
+def test_a_confident_target_keeps_its_digits():
+    """Its derivative, about 1e-6, is a small difference of log-ratios of 3: it is computed from the others."""
     z, w, _ = logits(columns=40, std=1.0)
     targets = torch.arange(7)
-    z[targets, targets], w[targets, targets] = 18.0, 18.5
-    log_p, log_q = z.double().log_softmax(-1), w.double().log_softmax(-1)
-    p, ratio = log_p.exp(), log_p - log_q
+    z[targets, targets] = 18.0
+    log_p = z.double().log_softmax(-1)
+    p, ratio = log_p.exp(), log_p - w.double().log_softmax(-1)
     others = torch.arange(40) != targets.unsqueeze(1)
-    dz = p - log_q.exp() if forward else p * (ratio - (p * ratio).sum(-1, keepdim=True))
+    dz = p * (ratio - (p * ratio).sum(-1, keepdim=True))
     tables, ones = (statistics(z, targets), statistics(w, targets)), torch.ones(7)
-    torch.ops.grpo_fused_C.logit_divergence(z, w, *tables, targets, forward, ones, torch.zeros(7))
-    at_target = w[targets, targets].double()
-    torch.testing.assert_close(at_target, -(dz * others).sum(-1), rtol=1e-3, atol=0.0)
+    torch.ops.grpo_fused_C.logit_divergence(z, w, *tables, targets, False, ones, torch.zeros(7))
+    torch.testing.assert_close(w[targets, targets].double(), -(dz * others).sum(-1), rtol=1e-5, atol=0.0)
 
 
 def test_a_row_is_bitwise_the_same_in_any_batch():
