@@ -203,10 +203,12 @@ def test_equals_the_definition_in_fp32(name):
         assert frobenius_error(mine, theirs) <= 2e-5
 
 
-def test_fp16_gradients_of_the_kl_alone():
-    """Their scale must allow for the KL: with advantages of 0 the other coefficients are 0."""
-    config, pair = config_of({"loss_type": "luspo"}), Pair(17, B=4, T=8, H=16, V=200)
-    pair.case = replace(pair.case, advantages=torch.zeros_like(pair.case.advantages))
+@pytest.mark.parametrize(("beta", "advantage"), [(BETA, 0.0), (1e-9, 1.0)], ids=["kl", "policy"])
+def test_fp16_gradients_of_one_term_alone(beta, advantage, monkeypatch):
+    """In products of fp16, as on a GPU: their scale must allow for both terms."""
+    monkeypatch.setattr("grpo_fused.engines.products.has_products_in", lambda dtype, device: True)
+    config, pair = config_of({"loss_type": "luspo"}, beta=beta), Pair(17, B=4, T=8, H=16, V=200)
+    pair.case = replace(pair.case, advantages=torch.full_like(pair.case.advantages, advantage))
     pair.inputs["advantages"] = pair.case.advantages
     want = naive(pair, config)[2:]
     for mine, theirs in zip(pair.run(config, cast=torch.float16)[1:], want, strict=True):
