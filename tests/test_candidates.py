@@ -186,11 +186,30 @@ def test_confident_tokens_are_accurate(impl):
 def test_equal_logits(impl):
     """Several maxima: all of them except one are in the sum."""
     sets = CandidateSets(torch.tensor([3, 1, 4, 0, 2]), torch.tensor([0, 3, 5]))
-    hidden, weight, ids = torch.ones(2, 2), torch.ones(5, 2), torch.tensor([3, 2])
+    hidden, weight, ids = torch.ones(2, 2), torch.ones(40, 2), torch.tensor([3, 2])
     out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, with_entropy=True, impl=impl)
     want = torch.tensor([3.0, 2.0]).log()
     torch.testing.assert_close(out.logps, -want)
     torch.testing.assert_close(out.entropies, want)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_a_candidate_that_the_bias_rules_out(impl):
+    """It counts 0: in value, entropy and both gradients those of the set without it."""
+    dtype, tol = PRECISION[impl]
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 6, generator=g).to(dtype).requires_grad_() for n in (2, 40))
+    bias, ids, found = torch.zeros(40), torch.tensor([3, 2]), []
+    bias[4] = -torch.inf
+    for sets in ([3, 1, 4, 2, 4, 0], [3, 1, 2, 0]):
+        sets = CandidateSets(torch.tensor(sets), torch.tensor([0, len(sets) // 2, len(sets)]))
+        out = fused_linear_logprobs(
+            hidden, weight, ids, candidates=sets, lm_head_bias=bias, with_entropy=True, impl=impl
+        )
+        found.append([*out, *torch.autograd.grad(out.logps.sum() + 2 * out.entropies.sum(), (hidden, weight))])
+    for got, want in zip(*found, strict=True):
+        assert want.abs().max() > 0.01
+        torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
 def test_a_frozen_head_and_a_scaled_loss():
@@ -318,9 +337,10 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             self.call(ids, offsets, impl=impl)
 
-    @pytest.mark.parametrize("impl", ["auto", "chunked", "reference"])
-    def test_masked_positions_may_have_any_values(self, impl):
-        self.call([0, 3, 99, -5], [0, 2, 4], mask=torch.tensor([[1, 0]]), impl=impl)
+    @pytest.mark.parametrize("compact", [True, False])
+    @pytest.mark.parametrize("impl", [*ENGINES, "reference"])
+    def test_masked_positions_may_have_any_values(self, impl, compact):
+        self.call([0, 3, 99, -5], [0, 2, 4], mask=torch.tensor([[1, 0]]), impl=impl, compact=compact)
 
     @pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps"])
     def test_log_probs_of_the_whole_distribution(self, name):

@@ -239,14 +239,15 @@ def test_no_gradient_and_no_token():
     assert (hidden.grad == 0).all()
 
 
-def test_impossible_tokens_have_no_gradient():
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_impossible_tokens_have_no_gradient(impl):
     case = make_case(7, dtype=torch.float32, extras=False)
     bias = torch.zeros(29)
     bias[case.completion_ids[0, 0]] = -torch.inf
 
     def loss(hidden, mask):
         return fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, lambda logps, entropies: -logps,
-                                      mask, lm_head_bias=bias, impl="chunked").loss  # fmt: skip
+                                      mask, lm_head_bias=bias, impl=impl).loss  # fmt: skip
 
     mask, hidden = case.completion_mask, case.hidden_states.requires_grad_()
     value = loss(hidden, mask)

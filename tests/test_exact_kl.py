@@ -192,6 +192,29 @@ def test_narrow_dtypes(dtype):
     assert frobenius_error(got[1], dweight) <= bounds["dweight"]
 
 
+@pytest.mark.parametrize("name", ["dapo", "grpo-bonus"])
+def test_equals_the_definition_in_fp32(name):
+    """Here the row work is in C++, except with an entropy bonus."""
+    config, pair = config_of(OBJECTIVES[name]), Pair(16, B=4, T=8, H=16, V=200)
+    loss, _, *want = naive(pair, config)
+    out, *got = pair.run(config, cast=torch.float32)
+    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(got, want, strict=True):
+        assert frobenius_error(mine, theirs) <= 2e-5
+
+
+@pytest.mark.parametrize(("beta", "advantage"), [(BETA, 0.0), (1e-9, 1.0)], ids=["kl", "policy"])
+def test_fp16_gradients_of_one_term_alone(beta, advantage, monkeypatch):
+    """In products of fp16, as on a GPU: their scale must allow for both terms."""
+    monkeypatch.setattr("grpo_fused.engines.products.has_products_in", lambda dtype, device: True)
+    config, pair = config_of({"loss_type": "luspo"}, beta=beta), Pair(17, B=4, T=8, H=16, V=200)
+    pair.case = replace(pair.case, advantages=torch.full_like(pair.case.advantages, advantage))
+    pair.inputs["advantages"] = pair.case.advantages
+    want = naive(pair, config)[2:]
+    for mine, theirs in zip(pair.run(config, cast=torch.float16)[1:], want, strict=True):
+        assert frobenius_error(mine, theirs) <= 2e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_policy_as_its_own_reference(dtype):
     """KL exactly 0, and the gradient that of the policy's term."""

@@ -55,8 +55,8 @@ def shared_prompt_states(model: nn.Module, rollout: Rollout, *, additive_mask: b
     input_ids, segment, position_ids = padded.unbind(1)  # [U, L] each
     there = length_mask(torch.tensor([row.shape[1] for row in rows], device=device), width)
     seen = (segment.unsqueeze(1) == 0) | (segment.unsqueeze(1) == segment.unsqueeze(2))  # [U, query, key]
+    # padding sees the prompt: no softmax is over nothing
     seen &= there.unsqueeze(1) & torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    seen |= torch.eye(width, dtype=torch.bool, device=device)  # a softmax over nothing would be NaN
     mask = seen.unsqueeze(1)
     if additive_mask:
         lowest = torch.finfo(torch.float32).min

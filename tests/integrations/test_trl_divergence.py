@@ -46,8 +46,9 @@ def test_equals_trl(beta, options):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_active():
-    args, _ = arguments(0.5)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_nothing_active(beta):
+    args, _ = arguments(beta)
     args[4].zero_()
     loss, entropy_sum, active = fused_divergence_loss(*args)
     assert loss == entropy_sum == active == 0

@@ -10,10 +10,12 @@ from integrations.trl_runs import sampled_from, save_small_model, train
 
 pytest.importorskip("trl")
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 import grpo_fused.integrations.trl as ours
+from grpo_fused.integrations.trl.truncation import _recording
 from grpo_fused.trainer.sampling import padded_sets
 
 TRUNCATED: dict[str, dict[str, Any]] = {
@@ -52,7 +54,7 @@ def masked(base: type) -> type:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "beta": 0.1},
     "steps-per-generation": {"steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.1},
     "iterations": {"num_iterations": 2, "max_steps": 4, "loss_type": "grpo"},
     "masked": {"mask_truncated_completions": True, "num_iterations": 2, "beta": 0.1},
@@ -161,6 +163,20 @@ def test_gmpo_and_lora(folder, tmp_path):
     want = train(masked(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, peft=lora, **options)
     for name, x in run.weights.items():
         torch.testing.assert_close(x, want.weights[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.0])
+def test_the_models_own_config_truncates_nothing_else(min_p, folder):
+    """`generate` takes what is None from it."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig(top_k=2, top_p=0.3, min_p=0.9, temperature=0.2)
+    config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=1.5, top_k=20, top_p=0.98, min_p=min_p)
+    with _recording(model) as recorders:
+        out = model.generate(torch.arange(16).view(8, 2), generation_config=config, return_dict_in_generate=True,
+                             output_scores=True)  # fmt: skip
+    for sets, scores in zip(recorders[0].steps, out.scores, strict=True):
+        assert sets.sizes.max() > 2
+        assert torch.equal(sets.to_mask(scores.shape[1]), scores > -torch.inf)
 
 
 def test_without_truncation_nothing_changes(folder, tmp_path):

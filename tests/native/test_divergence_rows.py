@@ -63,6 +63,42 @@ def test_divergences_are_those_of_float64(columns, near, forward):
     torch.testing.assert_close(w.double(), want, rtol=1e-4, atol=2e-7)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
+def test_impossible_entries_count_zero(forward):
+    """A logit of -inf in the first distribution, or in both."""
+    z, w, targets = logits(columns=40)
+    first = w if forward else z
+    first[:, 3] = z[:, 20] = w[:, 20] = -torch.inf
+    targets = targets.clamp(max=2)
+    exact = z.double().requires_grad_()
+    log_p, log_q = exact.log_softmax(-1), w.double().log_softmax(-1)
+    a, b = (log_q, log_p) if forward else (log_p, log_q)
+    each = torch.where(a == -torch.inf, 0.0, a.exp() * (a - b)).sum(-1)
+    tables, ones = (statistics(z, targets), statistics(w, targets)), torch.ones(7)
+    value = _cpu.logit_divergence(z, w, *tables, targets, forward, ones, None)
+    torch.testing.assert_close(value.double(), each.detach(), rtol=1e-5, atol=1e-6)
+    p = log_p.detach().exp()
+    ratio = torch.where(p > 0, log_p.detach() - log_q, 0.0)
+    want = p - log_q.exp() if forward else p * (ratio - (p * ratio).sum(-1, keepdim=True))
+    torch.testing.assert_close(w.double(), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_confident_target_keeps_its_digits():
+    """Its derivative, about 1e-6, is a small difference of log-ratios of 3: it is computed from the others."""
+    z, w, _ = logits(columns=40, std=1.0)
+    targets = torch.arange(7)
+    z[targets, targets] = 18.0
+    log_p = z.double().log_softmax(-1)
+    p, ratio = log_p.exp(), log_p - w.double().log_softmax(-1)
+    others = torch.arange(40) != targets.unsqueeze(1)
+    dz = p * (ratio - (p * ratio).sum(-1, keepdim=True))
+    tables, ones = (statistics(z, targets), statistics(w, targets)), torch.ones(7)
+    _cpu.logit_divergence(z, w, *tables, targets, False, ones, torch.zeros(7))
+    torch.testing.assert_close(w[targets, targets].double(), -(dz * others).sum(-1), rtol=1e-5, atol=0.0)
+
+
 def test_a_row_is_bitwise_the_same_in_any_batch():
     z, w, targets = logits()
     together = w.clone()

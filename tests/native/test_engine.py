@@ -254,6 +254,28 @@ def test_nan_in_a_row_of_the_head_propagates():
     assert got.dweight.isnan().any()
 
 
+@pytest.mark.parametrize("vocab", [2049, 2060, 4100])
+def test_a_vocabulary_that_ends_in_a_product_of_few_rows(vocab):
+    """dH sums products of 2048 rows, and then of fewer than the 32 that an AMX tile holds."""
+    case = make_case(22, B=1, T=20, H=32, V=vocab, dtype=torch.bfloat16, masked=0.0, extras=False)
+    exact, config = case.to(torch.float64), make_config("dapo")
+    want, got = exact.run(config, impl="reference"), case.run(config, impl="native")
+    for name, error in rounding_error_of_gradients(exact, config, torch.bfloat16).items():
+        assert frobenius_error(got.gradients()[name], want.gradients()[name]) <= 2 * error, name
+
+
+def test_targets_in_the_first_row_of_a_block(threads):
+    """Two threads work on neighbouring blocks: the one that is later must not write the other's target."""
+    threads(2)
+    rows = _native.head_plan(2**20, 16, torch.float32)[0]
+    targets = torch.arange(3 * 96) * rows  # 96 parts of the vocabulary, three blocks each
+    hidden, weight = torch.randn(len(targets), 16), torch.randn(len(targets) * rows, 16)
+    want = (hidden * weight[targets]).sum(1) - (hidden @ weight.T).logsumexp(1)
+    for _ in range(3):  # it depends on their speed
+        got = fused_linear_logprobs(hidden, weight, targets, impl="native").logps
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
 @on_each_isa
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gradient_of_the_bias_in_low_precision(dtype):

@@ -170,6 +170,18 @@ def test_sums_are_added_to_rows(dtype):
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_sum_that_is_nan_stays_nan(dtype):
+    """Of any bits: rounded like a number, the last ones here would become 0."""
+    for bits in (0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF):
+        x = torch.ones(9, H)
+        x[3, ::7] = torch.frombuffer(bytearray(bits.to_bytes(4, "little")), dtype=torch.float32)
+        out = torch.ones(20, H).to(dtype)
+        _cpu.add_segment_sums(out, torch.tensor([4, 5]), x, torch.tensor([3, 8]), torch.ones(2), offsets(1, 1))
+        assert torch.equal(out[4].isnan(), x[3].isnan())
+        assert (out[5] == 2).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
-from grpo_fused.trainer.rollout import ending_token_ids, length_mask, micro_batches, pad_prompts
+from grpo_fused.trainer.rollout import ending_token_ids, first_of_prompts, length_mask, micro_batches, pad_prompts
 from grpo_fused.trainer.sampling import BLOCK, draw
 
 EOS = 1
@@ -275,6 +275,14 @@ def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer
         # Both are fp32 runs of the same model in other batch shapes: rounding of two layers, log-probs below 10.
         torch.testing.assert_close(scores[row][rollout.completion_mask[row]], expected, rtol=0, atol=1e-4)
     assert (scores[~rollout.completion_mask] == 0).all()
+
+
+def test_prompts_that_differ_by_padding_alone_are_two() -> None:
+    """The pad may be a token of a prompt; what a masked column holds is no difference."""
+    ids, mask = pad_prompts([[5, 7], [5, 7], [7], [5, 7]], 5)
+    assert first_of_prompts(ids, mask).tolist() == [True, False, True, True]
+    ids[2, 0] = 9
+    assert first_of_prompts(ids[[2, 2]] + torch.tensor([[0, 0], [1, 0]]), mask[[2, 2]]).tolist() == [True, False]
 
 
 class Recorded:

@@ -56,7 +56,7 @@ def fused_divergence_loss(
             )
     mask = completion_mask != 0
     active = mask.sum()
-    divisor = active.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    divisor = active if num_items_in_batch is None else num_items_in_batch
     kind: dict[str, Any] = {0.0: {"kind": "forward_kl"}, 1.0: {"kind": "reverse_kl"}}.get(
         beta, {"kind": "jsd", "beta": beta}
     )

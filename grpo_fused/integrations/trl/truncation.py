@@ -156,8 +156,7 @@ def _recording(model: Any) -> Iterator[list[Any]]:
             return own(*args, generation_config=generation_config, **kwargs)
         recorders.append(sampling.recorder())
         off = copy.deepcopy(generation_config)
-        off.temperature, off.top_k, off.top_p = 1.0, 0, 1.0
-        off.min_p = 0.0 if sampling.min_p else None  # None is the model's
+        off.temperature, off.top_k, off.top_p, off.min_p = 1.0, 0, 1.0, 0.0  # None would be the model's own
         return own(*args, generation_config=off, logits_processor=LogitsProcessorList(recorders), **kwargs)
 
     model.generate = generate
