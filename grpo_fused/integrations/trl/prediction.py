@@ -42,7 +42,7 @@ TOLERANCE = 5e-6
 """Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""
 
 KL_TOLERANCE = 8 * 2.0**-23
-"""The same for the KL term, as a share of its coefficient one nat from the reference: beta (1 - e^(ref - logp)) is a
+"""The same with a KL, as a share of the coefficient one nat from the reference: beta (1 - e^(ref - logp)) is a
 difference of two terms of the size of beta, which rounds like them however small it is itself."""
 
 
@@ -204,8 +204,8 @@ class PredictedLogprobs(torch.autograd.Function):
 
 
 def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed: _Packed) -> tuple[Tensor, ...]:
-    """(logps, entropies) of all rows, 0 where not scored, then g* for log-probs and entropies, the KL term's share of
-    g* one nat from the reference, dH, dW and db."""
+    """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
+    from the reference; dH, dW and db."""
     config, rows, head = prediction.config.encoded, packed.rows, call.head
     hidden, targets = head.hidden_states, call.token_ids
     given = dict(packed.tensors)
@@ -221,9 +221,8 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
         return operators.ObjectiveResult(*operators.grpo_objective(*flat(call)))
 
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
-    if inputs.ref_per_token_logps is not None:  # with every weight of the loss, and without its policy term
-        no_policy, away = torch.zeros_like(inputs.advantages), loss.logps.nan_to_num() - 1.0
-        one_nat = objective(inputs._replace(advantages=no_policy, ref_per_token_logps=away)).dlogps
+    if inputs.ref_per_token_logps is not None:  # with every weight of the loss
+        one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
     out = loss.logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
     assert inputs.completion_mask is not None
