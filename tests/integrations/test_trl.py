@@ -12,11 +12,14 @@ import torch
 
 pytest.importorskip("trl")
 
-from integrations.trl_runs import Run, save_small_model, train
+from integrations.trl_runs import Run, build, save_small_model, train
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.models.qwen2 import modeling_qwen2
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from grpo_fused.integrations import trl as ours
+from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 
 EXACT = 1e-5
 TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
@@ -234,7 +237,7 @@ def test_a_loss_that_nobody_foresaw_is_exact_all_the_same(folder, tmp_path):
         return Trainer
 
     options = run_options("dapo", "token", 0.1, "entropy-quantile")
-    with pytest.warns(UserWarning, match="was not the one that its options say, so its gradients took another pass"):
+    with pytest.warns(UserWarning, match=r"second pass .* so the training is right.* not the one expected from"):
         got = train(altered(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
     want = train(altered(GRPOTrainer), GRPOConfig, folder, tmp_path, **options)
     assert_same_run(got, want)
@@ -249,7 +252,7 @@ def test_a_subclass_that_replaces_what_makes_the_loss_is_told(replaced, folder, 
         pass
 
     setattr(Trainer, replaced, getattr(GRPOTrainer, replaced))
-    with pytest.warns(UserWarning, match=r"a loss of Trainer was not made of .* must call super\(\)'s") as told:
+    with pytest.warns(UserWarning, match=r"not computed from the log-probs .* must call super\(\)'s") as told:
         got = train(Trainer, GRPOConfig, folder, tmp_path, max_steps=2, num_iterations=2)
     assert sum("must call super" in str(warning.message) for warning in told) == 1
     assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (0, 2)
@@ -279,8 +282,26 @@ def test_default_settings_of_gmpo(folder, tmp_path):
 
 
 def test_liger_layers_on_the_cpu_are_refused(folder, tmp_path):
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="use_liger_kernel must be False on the CPU"):
+    with pytest.raises(ValueError, match="use_liger_kernel must be False on the CPU"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, use_liger_kernel=True)
+
+
+def test_liger_layers_of_another_trainer_are_named(folder, tmp_path, monkeypatch):
+    """A trainer that has trained with them leaves them in transformers' module, for every later model of the process."""
+    pytest.importorskip("liger_kernel")
+    for name, value in vars(modeling_qwen2).copy().items():
+        monkeypatch.setattr(modeling_qwen2, name, value)  # put back after the test
+    with pytest.warns(FutureWarning):
+        stock = build(GRPOTrainer, folder, tmp_path, use_liger_kernel=True)
+    apply_liger_kernel(stock.model, stock.args.liger_kernel_config)  # as `train` does, which needs a GPU from here
+    with pytest.raises(ValueError, match="use_liger_kernel must be False on the CPU"):
+        build(ours.FusedGRPOTrainer, folder, tmp_path, use_liger_kernel=True)
+    with pytest.raises(RuntimeError, match="Qwen2ForCausalLM has layers of Liger's.* start a new process"):
+        build(ours.FusedGRPOTrainer, folder, tmp_path)
+    monkeypatch.undo()
+    build(ours.FusedGRPOTrainer, folder, tmp_path)
+    with pytest.raises(RuntimeError, match="Qwen2ForCausalLM has layers of Liger's"):
+        check_trl_reads_the_head(stock.model)
 
 
 def test_engine_and_scratch_can_be_chosen(folder, tmp_path):

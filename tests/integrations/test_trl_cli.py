@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("trl")
 
+import trl
 from integrations.trl_runs import dataset
 
-from grpo_fused.integrations.trl import cli
+from grpo_fused.integrations.trl import FusedGRPOTrainer, cli, unpatch_trl
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 REWARD = """
@@ -27,13 +28,17 @@ from trl.trainer import utils
 
 own = trl.GRPOTrainer._generate_and_score_completions
 
+def say(line):
+    sys.stdout.write(line + "\\n")  # at once: two processes write here
+    sys.stdout.flush()
+
 def checked(self, inputs):
     batch = own(self, inputs)
     _, log_q = sampled_from(self, batch, top_p=0.8)
     mask = batch["completion_mask"] != 0
     error = (batch["old_per_token_logps"] - log_q)[mask].abs().max().item()
     sets = [sets.ids.tolist() for sets in batch["candidates"]]
-    print(f"RANK {self.accelerator.process_index}:", {"error": error, "sets": sets}, flush=True)
+    say(f"RANK {self.accelerator.process_index}: { {'error': error, 'sets': sets} }")
     return batch
 
 def end(self):
@@ -45,7 +50,7 @@ trl.GRPOTrainer._generate_and_score_completions = checked
 trl.GRPOTrainer.end = end
 
 def reward(completions, **_):
-    print("THE TRAINER IS", trl.GRPOTrainer.__name__, "THE HEAD IS", utils._ChunkedLogProbFunction.__module__)
+    say(f"THE TRAINER IS {trl.GRPOTrainer.__name__} THE HEAD IS {utils._ChunkedLogProbFunction.__module__}")
     return [len(text) % 5 for text in completions]
 """
 OPTIONS = {
@@ -54,6 +59,7 @@ OPTIONS = {
     "use_cpu": "true", "bf16": "false", "report_to": "none", "logging_steps": 1, "dtype": "float32", "top_p": 0.8,
     "num_iterations": 2,
 }  # fmt: skip
+PLAIN = ["--model_name_or_path", "m", "--dataset_name", "d", "--use_cpu", "true", "--bf16", "false"]
 FLAGS = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
 
 
@@ -91,35 +97,65 @@ def test_grpo_through_accelerate_launch(processes, folder):
     assert len({str(rank["sets"]) for rank in ranks.values()}) == processes  # each has its own completions
 
 
-@pytest.mark.parametrize(
-    ("command", "ours", "given"),
-    [
-        ("sft", [], {}),
-        ("grpo", ["--exact-truncation", "true", "--impl", "chunked"], {"exact_truncation": True, "impl": "chunked"}),
-    ],
-)
-def test_launches_the_patch_in_place_of_the_script(command, ours, given, monkeypatch):
+def launched(argv, monkeypatch):
+    """The command line of the one script that accelerate would start."""
     from trl.cli import accelerate_launcher
 
-    launched = []
-    options = ["--model_name_or_path", "m", "--dataset_name", "d", "--use_cpu", "true", "--bf16", "false"]
-    own = accelerate_launcher.launch_training_script
-    monkeypatch.setattr(accelerate_launcher, "launch_command", launched.append)
+    found = []
+    own = accelerate_launcher.launch_training_script, trl.GRPOConfig
+    monkeypatch.setattr(accelerate_launcher, "launch_command", found.append)
     with pytest.raises(SystemExit) as end:
-        cli.main([command, *options, *ours, "--num_processes", "2"])
+        cli.main([*argv, "--num_processes", "2"])
     assert end.value.code == 0
-    (args,) = launched
+    assert (accelerate_launcher.launch_training_script, trl.GRPOConfig) == own
+    (args,) = found
     assert (args.module, args.training_script, args.num_processes) == (True, "grpo_fused.integrations.trl.cli", 2)
-    passed, script, *rest = args.training_script_args
-    assert json.loads(passed) == given
+    return args.training_script_args
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_launches_the_patch_in_place_of_the_script(command, monkeypatch):
+    script, *rest = launched([command, *PLAIN], monkeypatch)
     assert script.endswith(f"trl/scripts/{command}.py")
-    assert rest == options
-    assert accelerate_launcher.launch_training_script is own
+    assert rest == PLAIN
 
 
-def test_options_of_another_trainer():
-    with pytest.raises(SystemExit, match="--exact_truncation: for the command grpo only"):
-        cli.main(["sft", "--exact_truncation", "--model_name_or_path", "m"])
+@pytest.mark.parametrize("where", ["command-line", "file"])
+def test_options_of_the_fused_trainer_reach_it(where, tmp_path, monkeypatch):
+    """What the launcher passes on is parsed again by the script, in its own process."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "w1"}\n')
+    (tmp_path / "cfg.yaml").write_text("exact_truncation: true\nimpl: chunked\nmax_scratch_bytes: 4096\n")
+    flags = ["--exact-truncation", "--impl", "chunked", "--max_scratch_bytes", "4096"]
+    options = flags if where == "command-line" else ["--config", str(tmp_path / "cfg.yaml")]
+    path, *arguments = launched(["grpo", *PLAIN, "--dataset_name", str(tmp_path), *options], monkeypatch)
+
+    given = {}
+
+    def reached(self, **options):
+        given.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FusedGRPOTrainer, "__init__", reached)
+    for name in ("GRPOTrainer", "GRPOConfig"):
+        monkeypatch.setattr(trl, name, getattr(trl, name))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(KeyboardInterrupt):
+        cli.run_script(path, arguments)
+    unpatch_trl()
+    assert (given["exact_truncation"], given["impl"], given["max_scratch_bytes"]) == (True, "chunked", 4096)
+
+
+def test_help_lists_the_options_of_the_fused_trainer(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["grpo", "--help"])
+    told = capsys.readouterr().out
+    assert all(option in told for option in ("--exact_truncation", "--impl {auto,", "--max_scratch_bytes"))
+
+
+def test_options_of_another_trainer(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["sft", *PLAIN, "--exact_truncation"])
+    assert "unrecognized arguments: --exact_truncation" in capsys.readouterr().err
 
 
 def test_unknown_release(monkeypatch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 pytest.importorskip("trl")
 
 from helpers import frobenius_error, make_case
+from integrations import trl_runs
+from trl import GRPOConfig
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.integrations.trl import FusedLogProbFunction
+from grpo_fused.integrations.trl import FusedGRPOTrainer, FusedLogProbFunction
 from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, predict
 
 
@@ -129,20 +133,32 @@ def test_tokens_beside_the_loss_have_their_scores():
 def test_each_row_is_held_against_its_own_coefficient():
     rows = torch.arange(6)
     g = torch.tensor([1e6, 1.0, -2.0, 0.5, 0.0, 3.0])
-    h = torch.full((6,), -0.1)
-    assert _multiple(g * 0.5, h * 0.5, rows, g, h) == pytest.approx(0.5)
-    assert _multiple(g, None, rows, g, torch.empty(0)) == pytest.approx(1.0)
+    h, none = torch.full((6,), -0.1), torch.zeros(6)
+    assert _multiple(g * 0.5, h * 0.5, rows, g, h, none) == pytest.approx(0.5)
+    assert _multiple(g, None, rows, g, torch.empty(0), none) == pytest.approx(1.0)
     zero = torch.zeros(6)
-    assert _multiple(zero, None, rows, zero, torch.empty(0)) == 0
+    assert _multiple(zero, None, rows, zero, torch.empty(0), none) == 0
     for row in range(6):
         off = g.clone()
         off[row] += 1e-3 * max(abs(float(g[row])), 1.0)
-        assert _multiple(off, h, rows, g, h) is None, row
-    assert _multiple(g, -h, rows, g, h) is None
-    assert _multiple(g, None, rows, g, h) is None
-    assert _multiple(g, h, rows, g, torch.empty(0)) is None
+        assert _multiple(off, h, rows, g, h, none) is None, row
+    assert _multiple(g, -h, rows, g, h, none) is None
+    assert _multiple(g, None, rows, g, h, none) is None
+    assert _multiple(g, h, rows, g, torch.empty(0), none) is None
     longer = torch.cat([g, torch.tensor([1e-6])])
-    assert _multiple(longer, None, rows, g, torch.empty(0)) is None
+    assert _multiple(longer, None, rows, g, torch.empty(0), none) is None
+
+
+def test_rows_of_the_kl_alone_have_its_rounding():
+    """beta (1 - e^(ref - logp)) of the size of 1e-4 beta, in a loss that is scaled by 1/4."""
+    one_nat = torch.full((100,), 0.04).index_fill_(0, torch.arange(50), 0.01)  # two sequences
+    g = one_nat * 1e-4 * torch.randn(100, generator=torch.Generator().manual_seed(0))
+    rows, none = torch.arange(100), torch.empty(0)
+    for row in range(100):
+        for change, found in ((2e-7, False), (2e-6, True)):  # shares of beta, which has the precision 1.2e-7
+            off = g.clone()
+            off[row] += change * one_nat[row]
+            assert (_multiple(off / 4, None, rows, g, none, one_nat) is None) == found, (row, change)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 6])
@@ -150,3 +166,51 @@ def test_median_of_nonzero(count):
     x = torch.zeros(6)
     x[torch.randperm(6)[:count]] = torch.rand(count) + 0.1
     assert _median_of_nonzero(x) == (x[x > 0].median() if count else 0.0)
+
+
+class LongCompletions(FusedGRPOTrainer):
+    """Random completions of 150 to 200 tokens, in place of a minute of `generate`."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        g = torch.Generator().manual_seed(self.state.global_step)
+        lengths = torch.randint(150, 201, (len(prompt_ids),), generator=g).tolist()
+        return [torch.randint(2, 42, (length,), generator=g).tolist() for length in lengths], None
+
+
+class Altered(LongCompletions):
+    """A small term more: a share of each token's weight 1/N, of beta where no advantage is."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self.scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self.scores
+
+    def _compute_loss(self, model, inputs):
+        loss, mask = super()._compute_loss(model, inputs), inputs["completion_mask"]
+        share = 3e-5 if inputs["advantages"].any() else 5e-6 * self.beta
+        return loss + share * (self.scores[0] * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "Trainer"),
+    [
+        ({"learning_rate": 1e-5, "top_entropy_quantile": 0.2}, LongCompletions),
+        ({"learning_rate": 1e-6, "top_entropy_quantile": 0.2}, LongCompletions),
+        ({"learning_rate": 1e-6, "importance_sampling_level": "sequence"}, LongCompletions),
+        ({"learning_rate": 1e-5}, Altered),
+    ],
+    ids=["1e-5", "1e-6", "sequence", "altered"],
+)
+@pytest.mark.filterwarnings("ignore:Altered computed the gradients")
+def test_small_steps_on_long_completions(options, Trainer, tmp_path, monkeypatch):
+    """A token's KL is small there; every second batch has no advantages and every token the KL alone."""
+    spread, calls = trl_runs.reward, itertools.count()
+
+    def reward(completions, **_):
+        return [0.0] * len(completions) if next(calls) % 2 else spread(completions)
+
+    monkeypatch.setattr(trl_runs, "reward", reward)
+    options = {"beta": 0.04, "optim": "adamw_torch", "max_completion_length": 200, "max_steps": 4, **options}
+    run = trl_runs.train(Trainer, GRPOConfig, trl_runs.save_small_model(tmp_path / "m"), tmp_path / "o", **options)
+    assert [row["frac_reward_zero_std"] for row in run.logs[:4]] == [0, 1, 0, 1]
+    counts = run.trainer.loss_counts
+    assert (counts.fused, counts.recomputed) == ((0, 4) if Trainer is Altered else (4, 0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.trl_runs import sampled_from, save_small_model, train
+from integrations.trl_runs import build, sampled_from, save_small_model, train
 
 pytest.importorskip("trl")
 from peft import LoraConfig
@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:a loss of Trainer was not made")
+@pytest.mark.filterwarnings("ignore:.* not computed from the log-probs")
 @pytest.mark.gate(keep=lambda truncated, setting: setting in ("accumulation", "default") or truncated == "all")
 @pytest.mark.parametrize(
     ("truncated", "setting"),
@@ -193,11 +193,23 @@ def test_without_truncation_nothing_changes(folder, tmp_path):
         ({"generation_kwargs": {"typical_p": 0.9}}, "generate also has typical_p"),
         ({"generation_kwargs": {"do_sample": False}}, "generate also has do_sample=False"),
         ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generate also has no_repeat_ngram_size"),
-        ({"repetition_penalty": 1.1}, "must be off with a repetition_penalty"),
+        ({"repetition_penalty": 2.0}, "generate also has repetition_penalty=2.0"),
+        ({"generation_kwargs": {"repetition_penalty": 2.0}}, "generate also has repetition_penalty=2.0"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "temperature of GRPOConfig, 1.0; generate samples at 0.5"),
+        ({"generation_kwargs": {"min_new_tokens": 3}}, "generate also has min_new_tokens=3"),
         ({"use_transformers_continuous_batching": True}, "cannot be used with use_transformers_continuous_batching"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+    ids=lambda x: "-".join([*x, *x.get("generation_kwargs", {})]) if isinstance(x, dict) else "",
 )
-def test_what_cannot_be_recorded_is_refused(options, match, folder, tmp_path):
+@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.8}], ids=["not-truncated", "top_p"])
+def test_what_cannot_be_recorded_is_refused(truncated, options, match, folder, tmp_path):
+    """Also where all tokens can be sampled: training would score another distribution than was sampled."""
     with pytest.raises(ValueError, match=match):
-        train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, exact_truncation=True, top_p=0.8, **options)
+        build(ours.FusedGRPOTrainer, folder, tmp_path, exact_truncation=True, **truncated, **options)
+
+
+def test_what_changes_later_is_refused_when_it_is_used(folder, tmp_path):
+    trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, exact_truncation=True)
+    trainer.generation_config.repetition_penalty = 2.0
+    with pytest.raises(ValueError, match="generate also has repetition_penalty=2.0"):
+        trainer.train()

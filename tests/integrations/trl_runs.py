@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from trl import GRPOConfig
 
 from grpo_fused import CandidateSets
 
@@ -83,8 +84,10 @@ def sampled_from(trainer: Any, batch: dict[str, Any], **warpers: Any) -> tuple[t
     return kept, log_q.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
-def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, peft: Any = None, **options: Any) -> Run:
-    """A few optimizer steps of plain SGD (Adam amplifies rounding where gradients are nearly 0)."""
+def build(
+    trainer_class: Any, folder: Path, out: Path, *, config_class: Any = GRPOConfig, peft: Any = None, **options: Any
+) -> Any:
+    """A trainer of a few steps of plain SGD (Adam amplifies rounding where gradients are nearly 0)."""
     set_seed(0)
     extra = {k: options.pop(k) for k in ("impl", "max_scratch_bytes", "exact_truncation") if k in options}
     arguments = {
@@ -94,10 +97,15 @@ def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, pef
         "max_grad_norm": 0.0, "seed": 0, "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"},
         **options,
     }  # fmt: skip
-    trainer = trainer_class(
+    return trainer_class(
         model=str(folder), reward_funcs=reward, args=config_class(**arguments), train_dataset=dataset(),
         processing_class=build_tokenizer(), peft_config=peft, **extra,
     )  # fmt: skip
+
+
+def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, peft: Any = None, **options: Any) -> Run:
+    """Run it."""
+    trainer = build(trainer_class, folder, out, config_class=config_class, peft=peft, **options)
     losses: list[float] = []
     original = trainer._compute_loss
 

@@ -8,9 +8,6 @@ script: it patches TRL, then runs the script.
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
 import runpy
 import sys
 from typing import Any
@@ -19,66 +16,54 @@ from typing import Any
 def main(argv: list[str] | None = None) -> None:
     """TRL's command line with `patch_trl()` in every process.
 
-    `grpo` takes `FusedGRPOTrainer`, and the arguments of its own as options: `--impl`, `--max_scratch_bytes` and
-    `--exact_truncation`.
+    `grpo` takes `FusedGRPOTrainer`, and the arguments of its own as options (see `arguments`).
     """
     try:
         import grpo_fused.integrations.trl  # noqa: F401  # knows which releases are supported
     except ImportError as error:
         raise SystemExit(f"grpo-fused trl: {error}") from error
+    import trl
     from trl.cli import accelerate_launcher
     from trl.cli.main import main as trl_main
 
-    given, argv = _own_options(sys.argv[1:] if argv is None else argv)
-    if given and argv[:1] != ["grpo"]:
-        raise SystemExit(f"grpo-fused trl: {', '.join('--' + name for name in given)}: for the command grpo only")
-    own = accelerate_launcher.launch_training_script
+    from grpo_fused.integrations.trl.arguments import FusedGRPOConfig
+
+    own, own_config = accelerate_launcher.launch_training_script, trl.GRPOConfig
 
     def launch_patched(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
         def launch(args: Any) -> None:
             args.module = True
-            args.training_script_args = [json.dumps(given), args.training_script, *args.training_script_args]
+            args.training_script_args = [args.training_script, *args.training_script_args]
             args.training_script = __name__
             accelerate_launcher.launch_command(args)
 
         own(script_name, launch_args, training_script_args, launch_command_fn=launch)
 
-    accelerate_launcher.launch_training_script = launch_patched
+    accelerate_launcher.launch_training_script, trl.GRPOConfig = launch_patched, FusedGRPOConfig
     try:
-        raise SystemExit(trl_main(argv))
+        raise SystemExit(trl_main(sys.argv[1:] if argv is None else argv))
     finally:
-        accelerate_launcher.launch_training_script = own
+        accelerate_launcher.launch_training_script, trl.GRPOConfig = own, own_config
 
 
-def _own_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of `FusedGRPOTrainer` that TRL's trainer lacks, as far as they are given, and the rest."""
-    from transformers.hf_argparser import string_to_bool
-
-    parser = argparse.ArgumentParser(
-        prog="grpo-fused trl grpo", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--impl")
-    parser.add_argument("--max_scratch_bytes", "--max-scratch-bytes", type=int)
-    parser.add_argument("--exact_truncation", "--exact-truncation", type=string_to_bool, nargs="?", const=True)
-    given, rest = parser.parse_known_args(argv)
-    return vars(given), rest
-
-
-def run_script(options: dict[str, Any], path: str, arguments: list[str]) -> None:
-    """Run one of TRL's training scripts, patched, with these arguments for `FusedGRPOTrainer`."""
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run one of TRL's training scripts, patched."""
     import trl
 
     from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl
+    from grpo_fused.integrations.trl.arguments import FusedGRPOConfig
 
     class Trainer(FusedGRPOTrainer):
-        __init__ = functools.partialmethod(FusedGRPOTrainer.__init__, **options)
+        def __init__(self, *, args: FusedGRPOConfig, **kwargs: Any) -> None:
+            options = {name: getattr(args, name) for name in ("impl", "max_scratch_bytes", "exact_truncation")}
+            super().__init__(args=args, **options, **kwargs)
 
     Trainer.__name__ = FusedGRPOTrainer.__name__
     patch_trl()
-    trl.GRPOTrainer = Trainer
+    trl.GRPOConfig, trl.GRPOTrainer = FusedGRPOConfig, Trainer
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":
-    run_script(json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    run_script(sys.argv[1], sys.argv[2:])

@@ -211,10 +211,18 @@ def check_trl_reads_the_head(model: Any) -> None:
     Raises:
         RuntimeError: TRL takes another scale or softcap, other hidden states, or more rows of the weight than the model
             does. TRL 1.16 does so without a word (recurrent_gemma, modernbert-decoder, Inkling: off by several nats).
+            Or the model is on the CPU, with Liger's layers.
         ValueError: The head is none that the fused form can express, see `grpo_fused.check_head`.
     """
     name = type(model).__name__
     module: Any = output_head(model)
+    liger = any(str(getattr(x.forward, "__module__", "")).startswith("liger_kernel") for x in model.modules())
+    if liger and module.weight.device.type == "cpu":
+        raise RuntimeError(
+            f"{name} has layers of Liger's, whose Triton kernels run on a GPU only; the model is on the CPU. "
+            "use_liger_kernel=True, in any trainer, puts them into transformers for the whole process: start a new "
+            "process with use_liger_kernel=False"
+        )
     if hasattr(module, "base_layer") and not module.merged:
         raise RuntimeError(
             f"TRL's fused head multiplies by the weight under the adapter on the head of {name}, and would never train "

@@ -41,6 +41,10 @@ from grpo_fused.config import GRPOLossConfig
 TOLERANCE = 5e-6
 """Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""
 
+KL_TOLERANCE = 8 * 2.0**-23
+"""The same with a KL, as a share of the coefficient one nat from the reference: beta (1 - e^(ref - logp)) is a
+difference of two terms of the size of beta, which rounds like them however small it is itself."""
+
 
 @dataclass
 class Counts:
@@ -175,8 +179,8 @@ class PredictedLogprobs(torch.autograd.Function):
             logps, entropies, maxima, log_sums = saved
             scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
         else:
-            rows, gstar, hstar, dhidden, dweight, dbias = saved
-            scale = _multiple(dlogps, dentropies, rows, gstar, hstar)
+            rows, gstar, hstar, one_nat, dhidden, dweight, dbias = saved
+            scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
             if scale is not None:
                 ctx.prediction.counts.fused += 1
                 return (
@@ -200,7 +204,8 @@ class PredictedLogprobs(torch.autograd.Function):
 
 
 def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed: _Packed) -> tuple[Tensor, ...]:
-    """(logps, entropies) of all rows, 0 where not scored, then g* for log-probs and entropies, dH, dW and db."""
+    """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
+    from the reference; dH, dW and db."""
     config, rows, head = prediction.config.encoded, packed.rows, call.head
     hidden, targets = head.hidden_states, call.token_ids
     given = dict(packed.tensors)
@@ -210,11 +215,14 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     loss = operators.LossResult(
         *operators.linear_grpo_loss(*flat(LossCall(some, targets[rows], inputs, offsets, config, True, needs)))
     )
-    star = operators.ObjectiveResult(
-        *operators.grpo_objective(
-            *flat(ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), inputs, offsets, config))
-        )
-    )
+
+    def objective(of: LossInputs) -> operators.ObjectiveResult:
+        call = ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
+        return operators.ObjectiveResult(*operators.grpo_objective(*flat(call)))
+
+    star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
+    if inputs.ref_per_token_logps is not None:  # with every weight of the loss
+        one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
     out = loss.logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
     assert inputs.completion_mask is not None
@@ -224,7 +232,7 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
         scores = Scores(*operators.linear_logprobs(*flat(others)))
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)
-    return out, entropy_out, star.dlogps, star.dentropies, loss.dhidden, loss.dweight, loss.dbias
+    return out, entropy_out, star.dlogps, star.dentropies, one_nat, loss.dhidden, loss.dweight, loss.dbias
 
 
 def _at(head: HeadCall, rows: Tensor) -> HeadCall:
@@ -243,23 +251,27 @@ def _spread(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _multiple(
-    dlogps: Tensor | None, dentropies: Tensor | None, rows: Tensor, gstar: Tensor, hstar: Tensor
+    dlogps: Tensor | None, dentropies: Tensor | None, rows: Tensor, gstar: Tensor, hstar: Tensor, one_nat: Tensor
 ) -> Tensor | None:
     """a with (g, h) = a (g*, h*), or None where there is none. Looks at the values: one synchronisation."""
     same = torch.ones((), dtype=torch.bool, device=rows.device)
-    scale = gstar.new_zeros(())
-    for came, predicted in ((dlogps, gstar), (dentropies, hstar if hstar.shape == gstar.shape else None)):
-        want = torch.zeros_like(gstar) if predicted is None else predicted
+    scale = zero = gstar.new_zeros(())
+    pairs = (
+        (dlogps, gstar, KL_TOLERANCE * one_nat.abs()),
+        (dentropies, hstar if hstar.shape == gstar.shape else torch.zeros_like(gstar), zero),
+    )
+    for came, want, rounding in pairs:
         got = torch.zeros_like(want) if came is None else came[rows].to(want.dtype)
         if came is not None:
             inside = torch.zeros_like(came, dtype=torch.bool).index_fill_(0, rows, True)
             same &= (torch.where(inside, 0.0, came) == 0).all()  # no gradient at positions that were not predicted
-        if came is dlogps:
+        if want is gstar:
             square = want.square().sum()
-            scale = torch.where(square > 0, (got * want).sum() / square, 0.0)
+            scale = torch.where(square > 0, (got * want).sum() / square, zero)
         size = (scale * want).abs()
         # each row by itself: a large coefficient elsewhere says nothing of this one
-        same &= ((got - scale * want).abs() <= TOLERANCE * (size + _median_of_nonzero(size))).all()
+        allowed = TOLERANCE * (size + _median_of_nonzero(size)) + scale.abs() * rounding
+        same &= ((got - scale * want).abs() <= allowed).all()
     return scale if bool(same) else None
 
 

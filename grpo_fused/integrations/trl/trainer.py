@@ -43,14 +43,15 @@ class _FusedLoss(ExactTruncation):
         self._head: type[FusedLogProbFunction] = type(
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
         )
-        with use_fused_head(self._head):  # which checks the heads before DeepSpeed wraps a model
-            super().__init__(*args, **kwargs)
-        if self.args.use_liger_kernel and self.args.device.type == "cpu":  # type: ignore[attr-defined]
+        config = kwargs.get("args", args[2] if len(args) > 2 else None)
+        if config is not None and config.use_liger_kernel and config.device.type == "cpu":
             raise ValueError(
                 "use_liger_kernel must be False on the CPU; got True. TRL then puts Liger's Triton kernels into the "
                 "layers of the model, and they run on a GPU only. The loss does not need them: "
                 f"{type(self).__name__} makes it by its own kernels"
             )
+        with use_fused_head(self._head):  # which checks the heads before DeepSpeed wraps a model
+            super().__init__(*args, **kwargs)
         self.exact_truncation = exact_truncation
         if exact_truncation:
             self.check_truncation()
@@ -77,14 +78,18 @@ class _FusedLoss(ExactTruncation):
         if self.loss_counts.recomputed > before and not self._warned:
             self._warned = True
             why = (
-                "was not the one that its options say"
+                "the loss is not the one expected from the options. A subclass that changes the loss does this in "
+                "every step. In a plain run only rounding can, in few steps; please report it if `recomputed` keeps "
+                "growing"
                 if self._announced
-                else "was not made of the log-probs that were announced to the head (a subclass that replaces "
-                "_compute_loss or _get_per_token_logps_and_entropies must call super()'s)"
+                else "the loss was not computed from the log-probs that this trainer scored. A subclass that replaces "
+                "_compute_loss or _get_per_token_logps_and_entropies must call super()'s for the fast path"
             )
             warnings.warn(
-                f"a loss of {type(self).__name__} {why}, so its gradients took another pass over the head (they are "
-                "exact all the same); see `loss_counts` for how often",
+                f"{type(self).__name__} computed the gradients of a step in a second pass over the lm-head: slower, "
+                f"and just as exact, so the training is right. The reason: {why}. `trainer.loss_counts` counts both "
+                f"cases (now fused={self.loss_counts.fused}, recomputed={self.loss_counts.recomputed}). This warning "
+                "comes once",
                 stacklevel=2,
             )
         return loss
@@ -173,7 +178,7 @@ class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):  # type: ignore[misc]
     Raises:
         ValueError: At construction, if `exact_truncation` is not possible: with vLLM, continuous batching, tools,
             environments, a `rollout_func`, a vision-language model, or another option of `generate` that changes the
-            distribution.
+            distribution (`repetition_penalty`, a temperature of its own in `generation_kwargs`).
         RuntimeError: At construction, if TRL reads the head's scale or softcap wrongly for this model.
     """
 

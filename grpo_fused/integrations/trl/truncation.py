@@ -26,26 +26,36 @@ from grpo_fused.trainer.sampling import padded_sets
 _KNOWN = {
     "max_new_tokens", "max_length", "stop_strings", "use_cache", "cache_implementation", "disable_compile",
     "pad_token_id", "bos_token_id", "eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "output_attentions", "output_hidden_states", "transformers_version", "_from_model_config",
+    "output_attentions", "output_hidden_states", "transformers_version", "_from_model_config",
 }  # fmt: skip
 """Options of `generate` that a recorder allows for, or that do not change what can be sampled."""
 
+_OFF = {"repetition_penalty": 1.0}
+"""Further ones that TRL always passes, with the value that does nothing."""
 
-def sampling_of(config: GenerationConfig, own: GenerationConfig) -> Sampling:
+
+def sampling_of(config: GenerationConfig, own: GenerationConfig, temperature: float) -> Sampling:
     """The sampling of `generate` with a config, whose missing values it takes from the model's `own`.
 
     Raises:
-        ValueError: An option changes the distribution, and is none of temperature, top_k, top_p and min_p.
+        ValueError: An option changes the distribution, and is none of temperature, top_k, top_p and min_p; or the
+            temperature is not `temperature`, that of the scores.
     """
     given = {name: x for name, x in own.to_dict().items() if x is not None}
     given |= {name: x for name, x in config.to_dict().items() if x is not None}
-    unknown = sorted(name for name in GenerationConfig(**given).to_diff_dict() if name not in _KNOWN)
+    changed = GenerationConfig(**given).to_diff_dict().items()
+    unknown = sorted(f"{name}={x}" for name, x in changed if name not in _KNOWN and x != _OFF.get(name))
     if unknown or not given.get("do_sample"):
         raise ValueError(
             "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; generate also "
             f"has {', '.join(unknown) or 'do_sample=False'}"
         )
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    if given["temperature"] != temperature:
+        raise ValueError(
+            f"exact_truncation scores at the temperature of GRPOConfig, {temperature}; generate samples at "
+            f"{given['temperature']}, from generation_kwargs"
+        )
+    names = ("temperature", "top_k", "top_p", "min_p")
     options = {name: given[name] for name in names if name in given}
     return Sampling(num_generations=1, max_completion_length=given["max_new_tokens"], **options)
 
@@ -105,7 +115,7 @@ class ExactTruncation:
                 "exact_truncation records what transformers' generate could sample, in one turn and in this process; "
                 f"it cannot be used with {', '.join(found)}"
             )
-        sampling_of(self.generation_config, self._sampler().generation_config)  # type: ignore[attr-defined]
+        sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)  # type: ignore[attr-defined]
 
     def _sampler(self) -> Any:
         return self.accelerator.unwrap_model(self.model_wrapped)  # type: ignore[attr-defined]
@@ -113,7 +123,7 @@ class ExactTruncation:
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.exact_truncation:
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        with _recording(self._sampler()) as recorders:
+        with _recording(self._sampler(), self.temperature) as recorders:  # type: ignore[attr-defined]
             found = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         self._sets = recorders[0].of_rows([len(ids) for ids in found[0]]) if recorders else None
         return found
@@ -146,12 +156,12 @@ class ExactTruncation:
 
 
 @contextmanager
-def _recording(model: Any) -> Iterator[list[Any]]:
+def _recording(model: Any, temperature: float) -> Iterator[list[Any]]:
     """`model.generate` with a recorder, which is in the list afterwards if something is truncated."""
     own, recorders = model.generate, []
 
     def generate(*args: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
-        sampling = sampling_of(generation_config, model.generation_config)
+        sampling = sampling_of(generation_config, model.generation_config, temperature)
         if not sampling.truncates:
             return own(*args, generation_config=generation_config, **kwargs)
         recorders.append(sampling.recorder())
