@@ -267,7 +267,7 @@ def test_a_vocabulary_that_ends_in_a_product_of_few_rows(vocab):
 def test_targets_in_the_first_row_of_a_block(threads):
     """Two threads work on neighbouring blocks: the one that is later must not write the other's target."""
     threads(2)
-    rows = _native.head_plan(2**20, 16, torch.float32)[0]
+    rows = _cpu.head_layout(torch.Size([2**20, 16]), torch.float32).block_rows
     targets = torch.arange(3 * 96) * rows  # 96 parts of the vocabulary, three blocks each
     hidden, weight = torch.randn(len(targets), 16), torch.randn(len(targets) * rows, 16)
     want = (hidden * weight[targets]).sum(1) - (hidden @ weight.T).logsumexp(1)
