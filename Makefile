@@ -34,20 +34,30 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In environments of their own, since what they need is not for everybody; never part of the gate.
+# In environments of their own, since what they need is not for everybody; never part of the gate. All take the extension
+# of this checkout, built first if it is not up to date: its ABI serves every torch from 2.10 on.
+define test-with
+$(VENV)-$(1)/bin/python -W ignore setup.py -q build_ext --inplace
+$(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused import _native; sys.exit(_native.missing())'
+$(2) $(VENV)-$(1)/bin/python -m pytest -q tests/with_$(1)
+endef
+
 deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on two CPU processes (about 5 minutes)
-	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -q tests/with_deepspeed
+	$(call test-with,deepspeed,DS_ACCELERATOR=cpu)
 
 ray: $(VENV)-ray/.ready  ## the trainer in Ray Train on two CPU processes (about 10 minutes)
-	RAY_USAGE_STATS_ENABLED=0 $(VENV)-ray/bin/python -m pytest -q tests/with_ray
+	$(call test-with,ray,RAY_USAGE_STATS_ENABLED=0)
 
 torchtitan: $(VENV)-torchtitan/.ready  ## torchtitan's losses on the CPU, also under FSDP2 (about 2 minutes)
 	$(VENV)-torchtitan/bin/python -m pip install --quiet --no-deps torchtitan==0.3.0
-	$(VENV)-torchtitan/bin/python -m pytest -q tests/with_torchtitan
+	$(call test-with,torchtitan)
 
 verl: $(VENV)-verl/.ready  ## verl's fused heads, FSDP2 engine and losses on the CPU (about 3 minutes)
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
-	$(VENV)-verl/bin/python -m pytest -q tests/with_verl
+	$(call test-with,verl)
+
+vllm: $(VENV)-vllm/.ready  ## the trainer and TRL on rollouts of vLLM itself, on a CPU (installs 3.5 GB)
+	$(call test-with,vllm)
 
 $(VENV)-%/.ready: tests/with_%/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-$*
@@ -57,6 +67,14 @@ $(VENV)-%/.ready: tests/with_%/requirements.txt constraints.txt
 
 CONSTRAINTS_deepspeed := -c constraints.txt
 CONSTRAINTS_ray := -c constraints.txt
+
+# It wants Python 3.11 and torch's CPU build, which is on PyPI for few machines: name PyTorch's CPU index (TORCH_INDEX_URL).
+# What it brings for images and sound was built for another torch, and fails where it is imported.
+$(VENV)-vllm/.ready: tests/with_vllm/requirements.txt
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $< $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # Three archives in dist/: the source, a pure Python wheel for any machine, and one with the CPU extension for Linux on
 # x86-64. Each wheel is built from the source archive, without files of an old build/ or machine-specific flags.
@@ -98,17 +116,6 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" --ignore=tests/native/test_cuda_compile.py \
 	    tests/native tests/test_candidates.py
 
-vllm: .venv-vllm/.made  ## the trainer and TRL on rollouts of vLLM itself, on a CPU (installs 3.5 GB in .venv-vllm)
-	.venv-vllm/bin/python -m pytest -q tests/with_vllm
-
-# It wants Python 3.11 and torch's CPU build, which is on PyPI for few machines: name PyTorch's CPU index (TORCH_INDEX_URL).
-# What it brings for images and sound was built for another torch, and fails where it is imported.
-.venv-vllm/.made: tests/with_vllm/requirements.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $< $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@touch $@
-
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
@@ -140,7 +147,7 @@ emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an 
 	TRITON_INTERPRET=0 PYTHONPATH=$(abspath $(TINYGRAD)) $(BIN)/python -m pytest -q tests/with_emulator
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl .venv-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }

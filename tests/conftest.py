@@ -71,6 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST))
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is frozen outlives the interpreter: triton's bindings report it as leaked, in 40 lines
+
+
 def _only_in_full(item: pytest.Item) -> bool:
     gate = item.get_closest_marker("gate")
     return item.get_closest_marker("full") is not None or (
@@ -129,3 +133,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["native", "chunked"])
+def auto_takes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The engine that impl="auto" takes here, for integrations that have no argument for it."""
+    reason = engines.unavailable(request.param, torch.device("cpu"), torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(engines, "fastest", lambda device, dtype: request.param)
+    return request.param

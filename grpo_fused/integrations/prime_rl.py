@@ -23,6 +23,10 @@ SUPPORTED = {"0.8": "FusedOutputLinear, GemmaFusedOutputLinear"}
 check_release("prime-rl", SUPPORTED, optional=True)
 
 
+class InputError(ValueError, AssertionError):
+    """Labels or temperatures are missing or have another shape; prime-rl's own layers assert that they are there."""
+
+
 class FusedOutputLinear(torch.nn.Linear):
     """prime-rl's `FusedOutputLinear` (0.8): an output layer that returns log-probs and entropies, not logits.
 
@@ -55,13 +59,15 @@ class FusedOutputLinear(torch.nn.Linear):
             `{"logprobs": ..., "entropy": ...}`, `[B, S]` fp32 in nats.
 
         Raises:
-            ValueError: Labels or temperatures are missing, or have another shape or range.
+            InputError: Labels or temperatures are missing, or have another shape.
+            ValueError: They have another range.
             TypeError: A wrong dtype.
         """
         for name, given in (("labels", labels), ("temperature", temperature)):
             if not isinstance(given, Tensor) or given.shape != hidden_states.shape[:2]:
                 got = tuple(given.shape) if isinstance(given, Tensor) else given
-                raise ValueError(f"{name} must be [B, S] = {tuple(hidden_states.shape[:2])}; got {got}")
+                shape = tuple(hidden_states.shape[:2])
+                raise InputError(f"{type(self).__name__} requires {name} of shape [B, S] = {shape}; got {got}")
         assert labels is not None
         assert temperature is not None
         out = fused_linear_logprobs(

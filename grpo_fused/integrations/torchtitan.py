@@ -10,14 +10,18 @@ Releases of torchtitan that are known: see `SUPPORTED`. Importing this with anot
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from grpo_fused import fused_linear_objective
+from grpo_fused import fused_linear_logprobs, fused_linear_objective
+from grpo_fused.custom import Objective
 from grpo_fused.heads.hidden import replaced_forward
 from grpo_fused.integrations.releases import check_release
 from grpo_fused.outputs import ObjectiveOutput
@@ -27,17 +31,19 @@ SUPPORTED = {"0.3": "torchtitan.components.loss.ChunkedLossWrapper"}
 
 check_release("torchtitan", SUPPORTED)
 
+import spmd_types as spmd  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper  # noqa: E402
 from torchtitan.distributed.spmd_types import spmd_mesh_size  # noqa: E402
 
+RL = ("torchtitan.experiments.rl", "torchtitan.rl")
+"""Where the code for RL is: in 0.3.0, and in later development versions."""
 LOSSES = (
     "torchtitan.components.loss.CrossEntropyLoss",
-    "torchtitan.experiments.rl.losses.dapo.DAPOLoss",
-    "torchtitan.experiments.rl.losses.grpo.GRPOLoss",
+    *(f"{rl}.losses.{loss}" for rl in RL for loss in ("dapo.DAPOLoss", "grpo.GRPOLoss")),
 )
 """The inner losses that can be computed from log-probs."""
-CAST_HEAD = "torchtitan.experiments.rl.models.cast_linear.CastLinear.forward"
-"""A head with logits in fp32, as ours are."""
+CAST_HEADS = tuple(f"{rl}.models.cast_linear.CastLinear.forward" for rl in RL)
+"""Heads with logits in fp32, as ours are."""
 MAX_LOG_RATIO = 10.0
 """torchtitan's bound on the log-ratio, beyond which a token has no gradient."""
 
@@ -47,7 +53,8 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
 
     It has the configuration, calls, losses and metrics of torchtitan's. Log-probs and entropies are fp32, where
     torchtitan rounds the logits of a bf16 head. The gradient of the head's weight is computed by `loss.backward()`,
-    which torchtitan's wrapper does in the call. So the loss can be scaled. FSDP2 heads run with their hooks.
+    which torchtitan's wrapper does in the call. So the loss can be scaled. FSDP2 heads run with their hooks. A graph
+    that `make_fx` traces, also with symbolic shapes, has four head products: the operator in it is that of log-probs.
 
     Args:
         config: `Config(loss_fn=..., num_chunks=...)`: `loss_fn` is the config of one of `LOSSES`; `num_chunks` has no
@@ -75,7 +82,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """Set the output head, a linear layer `[V, H]` with or without a bias."""
         forward = type(lm_head).forward
-        if forward is not nn.Linear.forward and f"{forward.__module__}.{forward.__qualname__}" != CAST_HEAD:
+        if forward is not nn.Linear.forward and f"{forward.__module__}.{forward.__qualname__}" not in CAST_HEADS:
             raise TypeError(
                 f"lm_head must be a linear layer, and nothing more; the forward of {type(lm_head).__name__} is "
                 f"{forward.__module__}.{forward.__qualname__}"
@@ -88,7 +95,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         """The loss, and torchtitan's metrics.
 
         Args:
-            pred: `[B, L, H]` hidden states, of a model that skips its head.
+            pred: `[B, L, H]` hidden states, of a model that skips its head; or `[T, H]`, as the other `[B, L]` then.
             labels: `[B, L]` int64, the token that each state predicts; -100 where cross-entropy ignores it.
             global_valid_tokens: What the loss is divided by, default 1; the policy losses take at least 1.
             loss_inputs: For DAPO and GRPO `generator_logprobs` and `advantages` `[B, L]`, `loss_mask` `[B, L]` bool.
@@ -145,9 +152,19 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         means = {name: (values * mask).sum() / divisor for name, values in per_token.items()}
         return out.loss, {"loss/mean": out.loss.detach(), **means, "bit_wise/logprob_diff/max": difference.abs().max()}
 
-    def _through_head(self, hidden: Tensor, labels: Tensor, *call: Any, **options: Any) -> ObjectiveOutput:
+    def _through_head(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        objective: Objective,
+        mask: Tensor,
+        *,
+        inputs: Mapping[str, Tensor] | None = None,
+        with_entropy: bool = False,
+    ) -> ObjectiveOutput:
         """`fused_linear_objective` in place of the head's forward: FSDP2's hooks gather its weight as always."""
         head: Any = self.lm_head
+        function = _traceable_objective if get_proxy_mode() is not None else fused_linear_objective
 
         def forward(hidden: Tensor) -> ObjectiveOutput:
             if isinstance(hidden, DTensor) or isinstance(head.weight, DTensor) or spmd_mesh_size("tp") > 1:
@@ -155,7 +172,39 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
                     "FusedLossWrapper needs whole hidden states and a whole head; got ones that tensor parallelism has "
                     "sharded: set parallelism.tensor_parallel_degree = 1"
                 )
-            return fused_linear_objective(hidden, head.weight, labels, *call, lm_head_bias=head.bias, **options)
+            return function(
+                hidden, head.weight, labels, objective, mask,
+                inputs=inputs, with_entropy=with_entropy, lm_head_bias=head.bias,
+            )  # fmt: skip
 
+        sharded = isinstance(head, FSDPModule)
+        if sharded:
+            # If the head's hooks gather it, FSDP keeps the result for a module after it, and there is none: that is a
+            # second copy of the weight, and an event for which the capture of a CUDA graph cannot wait.
+            with spmd.no_typecheck():
+                head.unshard()
         with replaced_forward(head, forward):  # type: ignore[arg-type]
-            return head(hidden)  # type: ignore[no-any-return]
+            out: ObjectiveOutput = head(hidden)
+        if sharded and not out.loss.requires_grad:  # no backward does it: later steps would have these weights
+            head.reshard()
+        return out
+
+
+def _traceable_objective(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    mask: Tensor,
+    *,
+    inputs: Mapping[str, Tensor] | None,
+    with_entropy: bool,
+    lm_head_bias: Tensor | None,
+) -> ObjectiveOutput:
+    """`fused_linear_objective` of all positions, whose shapes do not depend on the mask."""
+    logps, entropies = fused_linear_logprobs(
+        hidden, weight, labels, mask, lm_head_bias=lm_head_bias, with_entropy=with_entropy
+    )
+    given = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}
+    loss = torch.where(mask, objective(logps, entropies, **given), 0.0).sum()
+    return ObjectiveOutput(loss, logps.detach(), None if entropies is None else entropies.detach())

@@ -21,7 +21,10 @@ from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOConfig, GRPOTrainer
 
+from grpo_fused import engines
 from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
+
+FASTEST = engines.fastest
 
 
 class Case(NamedTuple):
@@ -33,9 +36,12 @@ class Case(NamedTuple):
     """stock, patched, fused, or one of a subclass with another loss: stock-altered, recomputed"""
     model: str
     """untied, tied, lora, or object: made before DeepSpeed's configuration is known"""
+    impl: str = "auto"
+    """of the head; "auto" is `native`, if it runs here"""
 
     def __str__(self) -> str:
-        return f"zero{self.stage}-{self.program}-{self.model}"
+        name = f"zero{self.stage}-{self.program}-{self.model}"
+        return name if self.impl == "auto" else f"{name}-{self.impl}"
 
 
 OURS = [
@@ -45,6 +51,7 @@ OURS = [
     for model in ("untied", "tied", "lora")
 ]
 OURS.append(Case(3, "fused", "object"))
+OURS += [Case(3, program, "untied", "chunked") for program in ("patched", "fused", "recomputed")]
 CASES = [
     *OURS,
     *(Case(3, program, model) for program in ("stock", "stock-altered") for model in ("untied", "tied", "lora")),
@@ -82,6 +89,7 @@ def configuration(stage: int) -> dict[str, Any]:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Logged losses and gradient norms, the weights before and after, and how often the gradients were recomputed."""
     forget_deepspeed()
+    engines.fastest = FASTEST if case.impl == "auto" else lambda device, dtype: case.impl
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     altered = case.program in ("stock-altered", "recomputed")
     bases = [Rollouts, *([AnotherMask] if altered else [])]

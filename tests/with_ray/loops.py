@@ -7,8 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from examples.ray_train import RayGRPOTrainer, build
+from examples.ray_train import RayGRPOTrainer, build, train_loop
+from grpo_fused import engines
 from grpo_fused.trainer import GRPOTrainer
+
+
+def take(impl: str) -> None:
+    """The engine of impl="auto" in this process."""
+    engines.fastest = lambda device, dtype: impl
+
+
+def example(options: dict[str, Any]) -> None:
+    """The example's own loop, on the engine of the options."""
+    take(options["impl"])
+    train_loop(options)
 
 
 def loop(options: dict[str, Any]) -> None:
@@ -38,4 +50,5 @@ def loop(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    take(sys.argv[2])
     build({"steps": 4, "output_dir": sys.argv[1]}, GRPOTrainer).train()

@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed (make ray)", allow_module_level=True)
@@ -20,9 +22,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from with_ray.loops import loop
+from with_ray.loops import example, loop
 
-from examples.ray_train import train_loop
+from grpo_fused import engines
 from grpo_fused.trainer.checkpoint import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,16 +40,26 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def torchrun(tmp_path_factory):
-    """The folder of the same run under torchrun."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "with_ray.loops", str(folder)], env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+def torchrun_on(tmp_path_factory):
+    """The folder of the same run under torchrun, on an engine."""
+
+    @cache
+    def run(impl: str) -> Path:
+        folder = tmp_path_factory.mktemp("torchrun")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*launcher, "-m", "with_ray.loops", str(folder), impl], cwd=ROOT, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def torchrun(torchrun_on):
+    return torchrun_on(engines.fastest(torch.device("cpu"), torch.float32))
 
 
 def fit(folder: Path, function=loop, **options):
@@ -75,8 +87,10 @@ def assert_same_run(got: Path, want: Path) -> None:
     assert all(weights[name].equal(value) for name, value in expected.items())
 
 
-def test_the_run_of_torchrun(cluster, torchrun, tmp_path):
-    result = fit(tmp_path, train_loop)
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+def test_the_run_of_torchrun(cluster, torchrun_on, tmp_path, impl):
+    torchrun = torchrun_on(impl)
+    result = fit(tmp_path, example, impl=impl)
     assert_same_run(tmp_path / "output", torchrun)
     assert result.metrics["step"] == 4
     assert result.metrics["reward"] == rows(torchrun)[-1]["reward"]

@@ -35,6 +35,7 @@ from verl.utils import tensordict_utils
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp import transformer_impl
 
+from grpo_fused import engines
 from grpo_fused.integrations.verl import patch_verl
 
 transformer_impl.log_gpu_memory_usage = nothing
@@ -111,11 +112,13 @@ def main(path: str) -> None:
     cases = [(True, 0), (False, 0), (True, 4)]  # packed, LoRA
     wants = [step(path, False, *case) for case in cases]  # first: verl's fused forward stays in the class of the model
     patch_verl()
-    for case, want in zip(cases, wants, strict=True):
-        got = step(path, True, *case)
-        assert len(got[0]) == len(want[0]) == 2
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        assert want[1] > 1
+    for impl in dict.fromkeys([engines.fastest(torch.device("cpu"), torch.float32), "chunked"]):
+        engines.fastest = lambda device, dtype, impl=impl: impl
+        for case, want in zip(cases, wants, strict=True):
+            got = step(path, True, *case)
+            assert len(got[0]) == len(want[0]) == 2
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            assert want[1] > 1
     print("the same")
     dist.destroy_process_group()
 

@@ -84,7 +84,7 @@ INPUTS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("backend", ["torch", "liger", "triton"])
-def test_verls_own_values_and_gradients(backend, inputs, temperature):
+def test_verls_own_values_and_gradients(backend, inputs, temperature, auto_takes):
     """Its triton kernel runs on a GPU only; it returns what its torch backend does, flat."""
     ids, further = INPUTS[inputs]
     want = scored(build(), "torch", ids, temperature=temperature, **further)
@@ -102,7 +102,7 @@ def test_verls_own_values_and_gradients(backend, inputs, temperature):
         assert theirs.norm() > 1e-3
 
 
-def test_bf16_is_closer_to_float64(patched):
+def test_bf16_is_closer_to_float64(patched, auto_takes):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(64, 128, generator=g).bfloat16()
     weight = (torch.randn(3000, 128, generator=g) * (4.8 / 128**0.5)).bfloat16()
@@ -125,7 +125,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_scale_and_softcap_that_verl_leaves_out(name):
+def test_scale_and_softcap_that_verl_leaves_out(name, auto_takes):
     base, config, options = TRANSFORMED[name]
     with torch.no_grad():
         logits = build(base, config, **options)(IDS).logits[:, :-1]
@@ -164,7 +164,7 @@ def test_adapter_on_the_head_is_refused(patched):
         wrapped(input_ids=IDS, return_dict=True)
 
 
-def test_lora_elsewhere(patched):
+def test_lora_elsewhere(patched, auto_takes):
     import peft
 
     model = build()
@@ -235,6 +235,6 @@ def test_training_step_of_the_fsdp2_engine(tmp_path):
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.stdout.count("the same") == 2, (done.stdout + done.stderr)[-6000:]
