@@ -35,7 +35,7 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/mypy
 
 # In environments of their own, since what they need is not for everybody; never part of the gate. All take the extension
-# of this checkout, built first if it is not up to date: its ABI serves every torch from 2.10 on.
+# of this checkout, built first if it is not up to date: it needs nothing of torch, so one serves them all.
 define test-with
 $(VENV)-$(1)/bin/python -W ignore setup.py -q build_ext --inplace
 $(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused import _native; sys.exit(_native.missing())'

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grpo_fused import operators
-from grpo_fused.autograd import scaled
+from grpo_fused.autograd import first_order, scaled
 from grpo_fused.calls import (
     HeadCall,
     LogprobsCall,
@@ -164,7 +163,7 @@ class PredictedLogprobs(torch.autograd.Function):
         return logps, entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         count = len(flat(ctx.call))
         call: LogprobsCall = attach(ctx.call, ctx.saved_tensors[:count])
