@@ -13,6 +13,7 @@ import functools
 import json
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -32,6 +33,9 @@ def main(argv: list[str] | None = None) -> None:
     given, argv = _own_options(sys.argv[1:] if argv is None else argv)
     if given and argv[:1] != ["grpo"]:
         raise SystemExit(f"grpo-fused trl: {', '.join('--' + name for name in given)}: for the command grpo only")
+    config = argv[argv.index("--config") + 1 :][:1] if "--config" in argv else []
+    if config and not Path(config[0]).is_file():
+        raise SystemExit(f"grpo-fused trl: error: --config must be a YAML file; got {config[0]!r}, which is none")
     own = accelerate_launcher.launch_training_script
 
     def launch_patched(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
