@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from grpo_fused import CandidateSets
 from grpo_fused.integrations.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.errors import DivergedError
+from grpo_fused.trainer.prompts import PromptError
 from grpo_fused.trainer.rollout import Generation, Sampling
 
 OLDEST = "0.32"
@@ -25,6 +27,22 @@ OLDEST = "0.32"
 
 MOST_CANDIDATES = 1024
 """Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens."""
+
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+COMPARED_POSITIONS, COMPARED_RANKS = 8, 16
+TOLERANCES = {torch.float64: 5e-4, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.2}
+"""Nats by which the log-probs of a sync may differ, on average, by the coarser dtype of vLLM and the policy.
+
+With the same weights they differ by 1e-6 in fp32 and by 0.02 to 0.04 in bf16 (docs/training.md); fp16 has three bits
+more. A head that is one step old at a learning rate of 1e-4 differs by 7e-4.
+"""
+COARSEST = 0.5
+"""The same for other dtypes and for quantized weights."""
+
+
+class SyncError(RuntimeError):
+    """vLLM does not sample with the weights of the policy."""
 
 
 class VLLMEngine:
@@ -39,8 +57,9 @@ class VLLMEngine:
     Args:
         model: Path or name of the policy, for its configuration and tokenizer.
         gpu_memory_utilization: Share of the GPU's memory that vLLM may take; the trainer needs the rest.
-        max_logprob_difference: Nats by which vLLM's log-probs may differ from the policy's after a sync, mean of a few
-            tokens. Rounding to bf16 makes about 0.02.
+        max_logprob_difference: Nats by which vLLM's log-probs may differ from the policy's after a sync, mean over the
+            likeliest tokens of a few positions. Default by dtype: 5e-4 in fp32, 0.03 in fp16, 0.2 in bf16, 0.5 if vLLM
+            quantizes.
         exact_logprobs: Return the log-probs that `fused_linear_logprobs` gives vLLM's hidden states, not vLLM's own,
             which are of rounded logits. It takes one more product with the head for each sampled token.
         **options: Further options of `vllm.LLM` (max_model_len, dtype, enforce_eager, ...).
@@ -48,7 +67,8 @@ class VLLMEngine:
     Raises:
         ImportError: vllm is not installed, or older than 0.32.
         ValueError: Options ask for more than one worker: weights are handed over within the process. Or for a
-            `worker_extension_cls` beside `exact_logprobs`, which is one.
+            `worker_extension_cls` beside `exact_logprobs`, which is one. Or the environment's
+            VLLM_ENABLE_V1_MULTIPROCESSING puts vLLM's engine into another process.
     """
 
     def __init__(
@@ -56,7 +76,7 @@ class VLLMEngine:
         model: str,
         *,
         gpu_memory_utilization: float = 0.3,
-        max_logprob_difference: float = 0.5,
+        max_logprob_difference: float | None = None,
         exact_logprobs: bool = False,
         **options: Any,
     ) -> None:
@@ -67,8 +87,11 @@ class VLLMEngine:
             if (other := options.get("worker_extension_cls")) is not None:
                 raise ValueError(f"worker_extension_cls must not be set with exact_logprobs, which is one; got {other}")
             options |= {"worker_extension_cls": f"{ExactLogprobs.__module__}.{ExactLogprobs.__name__}"}
-        # the engine core in this process: weights are handed over as tensors
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if (given := os.environ.setdefault(IN_PROCESS, "0")) != "0":
+            raise ValueError(
+                f"{IN_PROCESS} must be 0 or unset: vLLM gets weights as tensors, within the trainer's process; got "
+                f"{given!r}"
+            )
         import vllm  # optional
 
         if Version(vllm.__version__) < Version(OLDEST):
@@ -85,12 +108,14 @@ class VLLMEngine:
             **({"max_logprobs": MOST_CANDIDATES, "load_format": "dummy"} | options),
         )
         self.vocab_size = self.llm.model_config.get_vocab_size()
+        self.max_model_len: int = self.llm.model_config.max_model_len
 
     def sync_weights(self, model: PreTrainedModel) -> None:
         """Hands the policy's weights to vLLM, adapters merged in, and compares a few log-probs with the policy's.
 
         Raises:
-            RuntimeError: vLLM's log-probs are not the policy's: some of its weights are not those of `model`.
+            SyncError: vLLM's log-probs are not the policy's: some of its weights are not those of `model`.
+            DivergedError: The policy's own are not finite.
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(model)})
         self.llm.apply_model(_pack_tied_head)
@@ -100,22 +125,50 @@ class VLLMEngine:
 
     @torch.no_grad()
     def _compare(self, model: PreTrainedModel) -> None:
-        """Scores a short greedy completion once more with the policy: weights that did not arrive show there."""
-        prompt = [self.vocab_size * index // 8 for index in range(8)]
-        parameters = self.vllm.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+        """Scores a short greedy completion once more with the policy: weights that did not arrive show there.
+
+        The likeliest tokens of each position are compared: the first one alone may keep its log-prob.
+        """
+        prompt = [self.vocab_size * index // COMPARED_POSITIONS for index in range(COMPARED_POSITIONS)]
+        ranks = min(COMPARED_RANKS, self.vocab_size)
+        parameters = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=COMPARED_POSITIONS, ignore_eos=True, logprobs=ranks
+        )
         output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
         completion = output[0].outputs[0]
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=model.device)
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).flatten().tolist()
-        pairs = list(zip(sampled_logprobs(completion), expected, strict=True))
-        difference = math.fsum(abs(theirs - ours) for theirs, ours in pairs) / len(pairs)
-        if not difference <= self.max_logprob_difference:
-            raise RuntimeError(
+        computed: list[torch.dtype] = []  # by the head: bf16 too if weights are in fp32 under autocast
+        with model.get_output_embeddings().register_forward_hook(lambda *head: computed.append(head[-1].dtype)):
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).cpu()
+        if expected.isnan().any():
+            raise DivergedError("the policy's logits must be finite; got NaN or inf")
+        theirs = [(place, *pair) for place, row in enumerate(completion.logprobs) for pair in row.items()]
+        differences = [abs(entry.logprob - float(expected[place, token])) for place, token, entry in theirs]
+        difference, allowed = math.fsum(differences) / len(differences), self._allowed(computed[0])
+        if not difference <= allowed:
+            raise SyncError(
                 "vLLM must sample from the policy, but after its weights were handed over the log-probs of "
-                f"{len(pairs)} tokens differ by {difference:.3g} nats on average (at most "
-                f"{self.max_logprob_difference:g}, max_logprob_difference). Some weights of vLLM are not those of the "
-                f"model, or its dtype or quantization is much coarser (vLLM {self.vllm.__version__})"
+                f"{len(differences)} tokens differ by {difference:.3g} nats on average (at most {allowed:g}, "
+                "max_logprob_difference). Some weights of vLLM are not those of the model, or it computes more "
+                f"coarsely than its dtype (vLLM {self.vllm.__version__})"
+            )
+
+    def _allowed(self, computed: torch.dtype) -> float:
+        """The bound of a sync: the user's, or that of the coarser dtype of vLLM and the policy's logits."""
+        if self.max_logprob_difference is not None:
+            return self.max_logprob_difference
+        config = self.llm.model_config
+        if config.quantization:
+            return COARSEST
+        return max(TOLERANCES.get(dtype, COARSEST) for dtype in (config.dtype, computed))
+
+    def check_length(self, prompt: int, completion: int) -> None:
+        """Raises PromptError if vLLM has no room for as many tokens: it would cut the completions, or fail."""
+        if prompt + completion > self.max_model_len:
+            raise PromptError(
+                f"a prompt and its completion must have at most {self.max_model_len} tokens in vLLM (max_model_len); "
+                f"got a prompt of {prompt} and max_completion_length {completion} (max_prompt_length leaves out rows)"
             )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
@@ -123,10 +176,12 @@ class VLLMEngine:
 
         Raises:
             RuntimeError: `sync_weights` was not called: the weights are random.
+            PromptError: A prompt is too long (`check_length`).
             ValueError: A repetition penalty with `exact_logprobs`, which do not have its effect.
         """
         if not self.synced:
             raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
+        self.check_length(max(map(len, prompts)), sampling.max_completion_length)
         with self._scores(sampling):
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
@@ -238,19 +293,22 @@ def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint of the model without adapters, LoRA merged into copies.
+    """The tensors of a checkpoint of the model without adapters, LoRA merged into copies unless it is disabled.
 
     Tied weights come once. The model stays as it is to the bit: nothing is added to its weights and subtracted again.
     """
     seen: set[int] = set()
-    saved = f".modules_to_save.{getattr(model, 'active_adapter', None)}."  # layers that are trained whole, beside LoRA
+    # of layers that have it, a flag; the models of transformers have a method of this name
+    disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    # layers that are trained whole, beside LoRA
+    saved = ".original_module." if disabled else f".modules_to_save.{getattr(model, 'active_adapter', None)}."
     for name, tensor in model.state_dict(keep_vars=True).items():
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(saved, ".")
         if id(tensor) in seen or any(part in plain for part in (".lora_", ".original_module.", ".modules_to_save.")):
             continue
         seen.add(id(tensor))
         layer, adapted, _ = name.rpartition(".base_layer.")
-        with _merged(model.get_submodule(layer)) if adapted else nullcontext():
+        with _merged(model.get_submodule(layer)) if adapted and not disabled else nullcontext():
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             merged = full.detach()
         yield plain, merged

@@ -4,11 +4,12 @@ from grpo_fused.integrations.vllm import VLLMEngine
 from grpo_fused.rewards import RewardFunction
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.errors import NonFiniteError
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Generation, HuggingFaceEngine, Rollout, RolloutEngine, Sampling, roll_out
 from grpo_fused.trainer.scoring import score_completions
-from grpo_fused.trainer.update import NonFiniteError, Updater
+from grpo_fused.trainer.update import Updater
 
 __all__ = [
     "CheckpointError",

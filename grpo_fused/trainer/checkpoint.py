@@ -4,7 +4,7 @@ checkpoint-000050/
     model.safetensors, config.json, ...   the files of `save_pretrained`: a model (or adapter) to load anywhere
     optimizer.safetensors                 AdamW's moments
     rng-0.safetensors, ...                random states of each process
-    state.json                            step, position in the data, SHA-256 of every file above
+    state.json                            step, position in the data, options, SHA-256 of every file above
     state.json.sha256                     its own
 """
 
@@ -18,9 +18,10 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -28,11 +29,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 PREFIX, UNFINISHED = "checkpoint-", ".unfinished"
-FORMAT = 2
+FORMAT = 3
 OPTIMIZER, WEIGHTS, ADAPTER = "optimizer.safetensors", "model.safetensors", "adapter_model.safetensors"
 STATE, SEAL = "state.json", "state.json.sha256"
 _BLOCK = 1 << 20
@@ -45,6 +49,7 @@ class CheckpointError(RuntimeError):
 _KINDS: dict[str, tuple[type, ...]] = {
     "format": (int,), "step": (int,), "processes": (int,), "optimizer_steps": (int,), "moments": (int,),
     "batches": (dict,), "files": (dict,), "scaler": (dict, NoneType),
+    "options": (dict,), "model": (str,), "vocabulary": (str,),
 }  # fmt: skip
 """The types of the fields of `state.json`; a field that is missing is None."""
 
@@ -264,6 +269,38 @@ def flat(optimizer_state: Mapping[str, Any]) -> dict[str, Tensor]:
         for parameter, moments in optimizer_state["state"].items()
         for moment, tensor in moments.items()
     }
+
+
+def options_of(config: DataclassInstance) -> dict[str, Any]:
+    """The options of a run, as JSON has them."""
+    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    return options
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`name: old -> new` of each option that differs; one that is missing is None."""
+    found = []
+    for name in dict.fromkeys([*old, *new]):
+        was, now = old.get(name), new.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            found += changes(was, now, f"{prefix}{name}.")
+        elif was != now:
+            found.append(f"{prefix}{name}: {was} -> {now}")
+    return found
+
+
+def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """SHA-256 of what a run begins with: weights of the model (before training), tokens and their ids.
+
+    Of weights those that stay frozen, or all; 256 numbers of each, rounded to bf16: in another dtype the model is the
+    same.
+    """
+    weights, tokens = hashlib.sha256(), json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    every = list(model.parameters())
+    for weight in [weight for weight in every if not weight.requires_grad] or every:
+        some = weight.detach().flatten()[:: max(weight.numel() // 256, 1)]
+        weights.update(some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return {"model": weights.hexdigest(), "vocabulary": hashlib.sha256(tokens.encode()).hexdigest()}
 
 
 def rng_file(rank: int) -> str:

@@ -17,19 +17,23 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
+from grpo_fused.integrations.vllm import SyncError
 from grpo_fused.parallel import PeerError
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
+from grpo_fused.trainer.errors import NonFiniteError
+from grpo_fused.trainer.prompts import PromptError
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, build_trainer
-from grpo_fused.trainer.update import NonFiniteError
 
 SWITCHES = {
-    "resume": "continue from the newest checkpoint in output_dir, if there is one",
+    "resume": "continue from the newest checkpoint in output_dir; without one the run starts at step 1, and says so",
     "overwrite": "remove the run that is in output_dir and start again",
     "dry_run": "check the recipe: one step on a tiny random model and a few rows, without its model and data",
 }
-EXPECTED = (CheckpointError, ImportError, NonFiniteError, OSError, PeerError, RewardError)
+EXPECTED = (
+    CheckpointError, ImportError, NonFiniteError, OSError, PeerError, PromptError, RewardError, SyncError,
+)  # fmt: skip
 """Errors of a run that are not a defect of the package: one line is enough."""
 
 MAX_VALUES = 20_000  # of a YAML text with its aliases expanded; a recipe has about 40 values

@@ -10,10 +10,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,13 +22,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_fused import engines, group_advantages, share_failures
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardFunction, RewardModel
+from grpo_fused.rewards.calling import RewardError
+from grpo_fused.trainer.checkpoint import identity
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Row, Rows, Stream, check_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, print_samples
 from grpo_fused.trainer.policy import Policy, Reference, disable_dropout
-from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
+from grpo_fused.trainer.prompts import PromptError, completion_for, encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
 from grpo_fused.trainer.scoring import reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.state import RunState
@@ -55,15 +58,16 @@ class GRPOTrainer(RunState):
             it was before training.
         engine: The rollout engine; default the policy itself, by `generate`.
         output_dir: Folder of `metrics.jsonl` and checkpoints; default none.
-        resume: Continue from the newest checkpoint in `output_dir`, if there is one.
+        resume: Continue from the newest checkpoint in `output_dir`, if there is one; prints which, and changed options.
         overwrite: Remove the checkpoints of an earlier run from `output_dir`.
         accelerator: Default one with `config.mixed_precision`.
 
     Raises:
         ValueError: The data set is too small, its rows differ in form or in number between processes, prompts cannot be
             divided by the processes, the processes share the model by other means than DDP or FSDP2 or not at all, the
-            weights do not match the functions, vLLM would sample from another distribution than the loss scores, the
-            head of `reference_model` does not fit, or `output_dir` has the checkpoints of a run and `resume` is off.
+            weights do not match the functions, a prompt cannot be encoded, has tokens that the model lacks or leaves no
+            room for a completion in vLLM, vLLM would sample from another distribution than the loss scores, the head of
+            `reference_model` does not fit, or `output_dir` has the checkpoints of a run and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -106,13 +110,16 @@ class GRPOTrainer(RunState):
         }  # an enum or a tracker
         if not set(config.report_to) <= active | {"all"}:
             raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(active)}")
-        if isinstance(engine, VLLMEngine):
+        self._vllm = engine if isinstance(engine, VLLMEngine) else None
+        if self._vllm is not None:
             check_options(config)
         self.config, self.tokenizer = config, tokenizer
+        self.identity: dict[str, str] = broadcast_object_list([identity(model, tokenizer)])[0]
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
-        self.encode = partial(encode_prompt, tokenizer)
+        embeddings = len(cast(Tensor, model.get_input_embeddings().weight))
+        self.encode = partial(encode_prompt, tokenizer, embeddings=embeddings)
         processes = self.accelerator.num_processes
         if config.prompts_per_step % processes:
             raise ValueError(
@@ -121,16 +128,23 @@ class GRPOTrainer(RunState):
         self.prompts_per_process = config.prompts_per_step // processes
         self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
         self.evaluate_too = evaluate
+        self._silent: set[str] = set()  # reward functions that were named for judging nothing
         size, seed = config.prompts_per_step, config.seed
-        self.batches = (
-            Stream(train_dataset, size, self._fits, seed)
-            if callable(train_dataset)
-            else Batches(self._usable(train_dataset, size, "train_dataset"), size, seed)
-        )
+        self.batches: Batches | Stream
+        if callable(train_dataset):
+            self.batches = Stream(train_dataset, size, self._fits, seed)
+            self._usable(next(Stream(train_dataset, 1, self._fits, seed)), 1, "train_dataset")  # its first row
+        else:
+            self.batches = Batches(self._usable(train_dataset, size, "train_dataset"), size, seed)
         self._check_same_rows()
         pad = tokenizer.pad_token_id
         ends = ending_token_ids(model, tokenizer)
         self.sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
+        if self.sampling.pad_token_id >= embeddings:
+            raise ValueError(
+                f"the pad token's id must be less than {embeddings}, the rows of the model's embedding; got "
+                f"{self.sampling.pad_token_id}"
+            )
 
         disable_dropout(model)
         if config.gradient_checkpointing:
@@ -177,10 +191,12 @@ class GRPOTrainer(RunState):
         The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; `stopped_by` is then its number.
 
         Raises:
-            RewardError: A reward function raised or timed out.
+            RewardError: A reward function raised or timed out, or none judged any completion of a step.
+            PromptError: A row that a function made has a prompt that cannot be sampled from.
             TypeError, ValueError: A reward function returned something other than numbers or None for each completion.
             NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir`, a file
                 `failed-step-<n>-process-<rank>.safetensors`.
+            DivergedError: The policy's logits or states are not finite; its weights are not saved.
             CheckpointError: A checkpoint could not be written.
             PeerError: Another process failed; the message has its rank and its reason.
         """
@@ -249,6 +265,7 @@ class GRPOTrainer(RunState):
         with self._together():
             rollout, rewards = self.collect()
         all_rewards = self.accelerator.gather(rewards)
+        self._check_judged(all_rewards)
         groups = group_advantages(
             all_rewards.cpu(),
             self.config.num_generations,
@@ -310,6 +327,20 @@ class GRPOTrainer(RunState):
             print_samples(self.steps_done + 1, prompts, texts[shown], columns)
         return rollout, rewards.to(self.accelerator.device)
 
+    def _check_judged(self, rewards: Tensor) -> None:
+        """Raises if no completion of a step [N, F] was judged; a function that judged none is named once."""
+        silent = rewards.isnan().all(dim=0).tolist()
+        if all(silent):
+            self._all_failed = True  # they share the rewards
+            raise RewardError(
+                f"a reward function must judge some of the {len(rewards)} completions of step {self.steps_done + 1}; "
+                "got None for all of them"
+            )
+        for name in (name for name, none in zip(self.reward_functions, silent, strict=True) if none):
+            if name not in self._silent:
+                self._say(f"reward function {name!r} judged no completion of step {self.steps_done + 1}: all are None")
+            self._silent.add(name)
+
     def evaluate(self) -> Metrics:
         """The metrics of the held-out rows, and those of the caller's function."""
         metrics = evaluate(self)
@@ -322,10 +353,17 @@ class GRPOTrainer(RunState):
     def _usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
         check_rows(dataset, at_least, name=name)
-        longest = self.config.max_prompt_length
+        longest, lengths = self.config.max_prompt_length, []
+        for position, row in enumerate(dataset):
+            try:
+                lengths.append(len(self.encode(row["prompt"])))
+                if self._vllm is not None and (longest is None or lengths[-1] <= longest):
+                    self._vllm.check_length(lengths[-1], self.config.max_completion_length)
+            except PromptError as error:
+                raise PromptError(f"row {position} of {name}: {error}") from error
         if longest is None:
             return dataset
-        rows = [row for row in dataset if self._fits(row)]
+        rows = [row for row, length in zip(dataset, lengths, strict=True) if length <= longest]
         dropped = len(dataset) - len(rows)
         if dropped and self.accelerator.is_main_process:
             tqdm.write(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {longest} tokens")

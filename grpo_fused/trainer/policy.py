@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.rollout import Rollout, micro_batches
 from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states, uses_additive_mask
 
@@ -56,11 +57,19 @@ class Policy:
         Runs the model up to its head, so no logits are computed. The state of the last prompt token predicts the first
         completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding changes
         nothing. With `config.share_prompts` each prompt is computed once.
+
+        Raises:
+            DivergedError: On a CPU, where the loss takes none that are not finite. Elsewhere the loss becomes NaN, on
+                all processes.
         """
         if self.config.share_prompts:
             additive = uses_additive_mask(self.unwrapped)
-            return shared_prompt_states(self.model, rollout, additive_mask=additive)
-        return self._separate_states(rollout)
+            states = shared_prompt_states(self.model, rollout, additive_mask=additive)
+        else:
+            states = self._separate_states(rollout)
+        if states.device.type == "cpu" and not states[rollout.completion_mask].isfinite().all():
+            raise DivergedError("the policy's hidden states must be finite; got NaN or inf")
+        return states
 
     def _separate_states(self, rollout: Rollout) -> Tensor:
         input_ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]

@@ -12,6 +12,10 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
 
 
+class PromptError(ValueError):
+    """A prompt that the tokenizer cannot encode, or that the model or the rollout engine cannot take."""
+
+
 def check_prompt(prompt: object, where: str) -> None:
     """Raises unless the prompt is a text that is not blank, or chat messages that a model can answer.
 
@@ -38,7 +42,7 @@ def check_prompt(prompt: object, where: str) -> None:
         )
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, embeddings: int | None = None) -> list[int]:
     """Token ids of a prompt, up to where the completion starts.
 
     A text is encoded as the tokenizer does by default. Chat messages go through the tokenizer's chat template, which
@@ -47,12 +51,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     Args:
         tokenizer: Needs a chat template if the prompt is chat messages.
         prompt: One that `check_prompt` accepts.
+        embeddings: Rows of the model's embedding, if they are to be checked.
 
     Returns:
         At least one id.
 
     Raises:
-        ValueError: There is no chat template, the template refuses the messages, or the result has no token.
+        PromptError: There is no chat template, the template refuses the messages, the result has no token, or one that
+            the model has no embedding for.
     """
     if isinstance(prompt, str):
         encoding: Any = tokenizer(prompt)
@@ -64,12 +70,24 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
             )
         except TemplateError as error:
             roles = [message["role"] for message in prompt]
-            raise ValueError(
+            raise PromptError(
                 f"the tokenizer's chat template refuses messages with the roles {roles}: {error}"
+            ) from error
+        except ValueError as error:
+            if getattr(tokenizer, "chat_template", None) is not None:
+                raise
+            raise PromptError(
+                "chat messages need a tokenizer with a chat template; chat_template is not set. Prompts may be texts, "
+                "also those of a task (chat: false)"
             ) from error
     ids: list[int] = list(encoding["input_ids"])
     if not ids:
-        raise ValueError(f"a prompt must have at least one token; got none from {prompt!r}")
+        raise PromptError(f"a prompt must have at least one token; got none from {prompt!r}")
+    if embeddings is not None and max(ids) >= embeddings:
+        raise PromptError(
+            f"token ids must be less than {embeddings}, the rows of the model's embedding; got {max(ids)}, the token "
+            f"{tokenizer.convert_ids_to_tokens(max(ids))!r}"
+        )
     return ids
 
 

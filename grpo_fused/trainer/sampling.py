@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grpo_fused.candidates import CandidateSets
+from grpo_fused.trainer.errors import DivergedError
 
 BLOCK = 128
 """Tokens that are summed before a row is searched; sizes of vocabularies are often multiples of it."""
@@ -34,13 +35,13 @@ def draw(p: Tensor) -> Tensor:
     A column whose value is 0 is never drawn. Sums are in fp64 from blocks of fp32.
 
     Raises:
-        ValueError: A row has NaN or inf, or only zeros.
+        DivergedError: A row has NaN or inf, or only zeros.
     """
     blocks = torch.nn.functional.pad(p, (0, -p.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     if not ((ends[:, -1] > 0) & ends[:, -1].isfinite()).all():
-        raise ValueError("each row of probabilities must be finite, with a sum > 0: the model's logits have NaN or inf")
+        raise DivergedError("each row of probabilities must be finite, with a sum > 0: the policy's logits are not")
     below_one = 1 - 2.0**-52  # an index beyond the last positive value must not be found
     at = torch.rand(len(p), 1, dtype=torch.float64, device=p.device) * below_one * ends[:, -1:]
     block = torch.searchsorted(ends, at, right=True)
@@ -67,7 +68,10 @@ class RecordedSets(LogitsProcessor):
         """Scores of what may be sampled, `[rows, V]`; those of other tokens are -inf."""
         for warper in self.warpers:
             scores = warper(input_ids, scores)
-        self.steps.append(CandidateSets.from_mask(scores > -torch.inf).to("cpu"))
+        kept = scores > -torch.inf
+        if not kept.any(-1).all():  # NaN is not kept either
+            raise DivergedError("a token of each row must be kept: the policy's logits are not finite")
+        self.steps.append(CandidateSets.from_mask(kept).to("cpu"))
         return scores
 
     def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:

@@ -23,10 +23,11 @@ from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Stream
+from grpo_fused.trainer.errors import DivergedError, NonFiniteError
 from grpo_fused.trainer.metrics import RUN_NAMES, Metrics, append_jsonl, cut_jsonl, format_row
 from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Rollout
-from grpo_fused.trainer.update import NonFiniteError, Updater
+from grpo_fused.trainer.update import Updater
 
 
 class RunState:
@@ -39,6 +40,7 @@ class RunState:
     policy: Policy
     optimizer: AcceleratedOptimizer
     update: Updater
+    identity: dict[str, str]
     batches: Batches | Stream
     steps_done: int = 0
     _saved_at: int = 0
@@ -74,7 +76,8 @@ class RunState:
             save_file(moments, folder / checkpoint.OPTIMIZER)
             for rank, tensors in enumerate(random_states):
                 save_file(tensors, folder / checkpoint.rng_file(rank))
-            about = {"step": self.steps_done, "processes": len(random_states), "moments": len(moments)}
+            about: dict[str, Any] = {"step": self.steps_done, "processes": len(random_states), "moments": len(moments)}
+            about |= {"options": checkpoint.options_of(self.config)} | self.identity
             checkpoint.write_state(folder, about | self._state())
 
         failure = [""]
@@ -97,7 +100,10 @@ class RunState:
         }
 
     def _remember(self) -> None:
-        """The content of a checkpoint of the steps done, except the weights, for `_save_after_failure`."""
+        """The content of a checkpoint of the steps done, except the weights, for `_save_after_failure`.
+
+        None if there should be none: the policy has diverged.
+        """
         self._remembered = self._state() | {"random": checkpoint.random_states()}
 
     def _open(self, resume: bool, overwrite: bool) -> None:
@@ -114,6 +120,8 @@ class RunState:
             with checkpoint.naming(f"cannot resume from {found[-1]}{hint}"):
                 self._go_on_from(found[-1])
             return
+        if resume:
+            self._say(f"no checkpoint in {self.output_dir} to resume from: the run starts at step 1")
         metrics = self.output_dir / "metrics.jsonl"
         if not (resume or overwrite) and (found or (metrics.exists() and metrics.stat().st_size)):
             raise ValueError(f"output_dir must not hold a run: resume or overwrite it; got {self.output_dir}")
@@ -131,12 +139,19 @@ class RunState:
                 f"{state['processes']} processes wrote it, each with its own random state; "
                 f"got {self.accelerator.num_processes}"
             )
+        if self.config.steps < state["step"]:
+            raise CheckpointError(
+                f"steps must be at least {state['step']}, those that are done; got {self.config.steps}"
+            )
         model = self.policy.model
         unwrapped = self.accelerator.unwrap_model(model)
         if hasattr(unwrapped, "peft_config"):
             checkpoint.load_adapter(newest, state, unwrapped)
         else:
             checkpoint.load_weights(newest, state, unwrapped, model)
+        for name, digest in self.identity.items():
+            if state[name] != digest:
+                raise CheckpointError(f"expected the {name} that the run began with; got another one")
         checkpoint.load_moments(newest, state, model, self.optimizer.optimizer)
         checkpoint.load_random_states(newest, state, self.accelerator.process_index)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
@@ -146,6 +161,15 @@ class RunState:
         self.update.optimizer_steps = state["optimizer_steps"]
         if self.accelerator.is_main_process:
             cut_jsonl(newest.with_name("metrics.jsonl"), self.steps_done)
+        left = "" if self.steps_done < self.config.steps else ": nothing is left to do"
+        self._say(f"resumed from {newest}, {self.steps_done} of {self.config.steps} steps done{left}")
+        changes = checkpoint.changes(state["options"], checkpoint.options_of(self.config))
+        if changes:
+            self._say("\n  ".join(["options that are not those of the checkpoint:", *changes]))
+
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -161,6 +185,13 @@ class RunState:
             yield
         except CheckpointError:
             raise
+        except NonFiniteError as error:
+            if isinstance(error, DivergedError):
+                self._remembered = None
+            self._save_after_failure()
+            kept = [] if self.output_dir is None else checkpoint.checkpoints(self.output_dir)
+            rest = f"{kept[-1]} is kept" if kept else "there is no checkpoint"
+            raise type(error)(f"diverged at step {self.steps_done + 1}: {error}; {rest}") from error
         except BaseException:  # a second Ctrl-C and a reward function's sys.exit too
             self._save_after_failure()
             raise
@@ -200,6 +231,8 @@ class RunState:
             error = own
         self._all_failed = self._any(error is not None)
         if self._all_failed:
+            if self._any(isinstance(error, DivergedError)):
+                self._remembered = None
             every = enumerate(gather_object([reason_of(error)]))
             raise error or PeerError.of({rank: reason for rank, reason in every if reason is not None})
 
@@ -209,14 +242,15 @@ class RunState:
         try:
             yield
         except NonFiniteError as error:
-            self._all_failed = True  # they share the loss and the norm of the gradient
+            # they share the loss and the norm of the gradient, but not the states
+            self._all_failed = not isinstance(error, DivergedError)
             if self.output_dir is None:
                 raise
             step = self.steps_done + 1
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
             tensors = rollout.tensors() | {"advantages": advantages}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
-            raise NonFiniteError(f"{error} in step {step}; its batch is in {path}") from error
+            raise type(error)(f"{error} in step {step}; its batch is in {path}") from error
 
     def _record(self, history: list[Metrics], metrics: Metrics) -> None:
         history.append(metrics)

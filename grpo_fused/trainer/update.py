@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
 from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.errors import NonFiniteError
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.policy import Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout
@@ -25,10 +26,6 @@ AVERAGED = (
     "vespo/phi_seq_mean",
 )  # fmt: skip
 """Loss metrics that are means over tokens, so that micro-batches combine by their numbers of tokens."""
-
-
-class NonFiniteError(FloatingPointError):
-    """The loss or a gradient is NaN or infinite; no optimizer step was taken on it."""
 
 
 class Updater:

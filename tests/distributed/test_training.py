@@ -98,3 +98,13 @@ def test_a_kill_of_one_process_ends_both(tmp_path: Path) -> None:
     done = launch(2, "fails_on_one", str(tmp_path), "killed")
     assert done.returncode != 0
     assert "PeerError: another process of the group ended without an error" in done.stderr
+
+
+@pytest.mark.full
+def test_a_policy_that_diverges_on_one_process_is_not_saved(tmp_path: Path) -> None:
+    """The others must not wait for it in a collective of the save."""
+    done = launch(2, "fails_on_one", str(tmp_path), "diverged")
+    assert done.returncode != 0
+    assert "DivergedError: diverged at step 3: NaN; there is no checkpoint" in done.stderr
+    assert "PeerError: rank 1 of the process group failed: DivergedError: NaN" in done.stderr
+    assert not checkpoints(tmp_path)

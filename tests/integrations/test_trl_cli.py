@@ -158,6 +158,13 @@ def test_options_of_another_trainer(capsys):
     assert "unrecognized arguments: --exact_truncation" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["grpo", "sft"])
+def test_a_config_that_does_not_exist(command):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--config", "nowhere.yaml"])
+    assert end.value.code == "grpo-fused trl: error: --config must be a YAML file; got 'nowhere.yaml', which is none"
+
+
 def test_unknown_release(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpo_fused.integrations.trl", None)
     with pytest.raises(SystemExit, match="grpo-fused trl: "):

@@ -18,6 +18,7 @@ from trainer.small_model import build_small_model
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, state
+from grpo_fused.trainer.errors import DivergedError
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
 OPTIONS: dict[str, Any] = {
@@ -143,18 +144,23 @@ def leave(accelerator: Accelerator) -> None:
 
 
 def fails_on_one(folder: str, how: str) -> None:
-    """The reward function breaks on the last process, in the third step, or the process is killed there."""
+    """In the third step the reward function breaks on the last process, or it is killed, or finds NaN in its logits."""
     trainer = make(Path(folder), accelerator=Accelerator(cpu=True))
-    whole = trainer.reward_functions["count_ones"]
+    whole, generate = trainer.reward_functions["count_ones"], trainer.engine.generate
+
+    def samples(*arguments: Any) -> Generation:
+        if how == "diverged" and trainer.steps_done == 2 and trainer.accelerator.is_last_process:
+            raise DivergedError("NaN")
+        return generate(*arguments)
 
     def breaks(**columns: Any) -> Any:
-        if trainer.steps_done == 2 and trainer.accelerator.is_last_process:
+        if trainer.steps_done == 2 and trainer.accelerator.is_last_process and how != "diverged":
             if how == "killed":
                 os.kill(os.getpid(), 9)
             raise ConnectionError("the judge is offline")
         return whole(**columns)
 
-    trainer.reward_functions = {"count_ones": breaks}
+    trainer.reward_functions, trainer.engine.generate = {"count_ones": breaks}, samples  # type: ignore[method-assign]
     trainer.train()
 
 

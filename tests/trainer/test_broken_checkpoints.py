@@ -119,6 +119,8 @@ WRONG_FIELDS: list[tuple[str, object]] = [
     ("batches", {"epoch": 0, "position": 0, "length": 5, "seed": 0}),
     ("batches", {"epoch": 0, "position": 0, "length": 6, "seed": 9}),
     *(("files", value) for value in ([], None, {}, {MODEL: 3}, {"nowhere": "0" * 64}, ...)),
+    *((name, value) for name in ("model", "vocabulary") for value in ("0" * 64, 3, None, ...)),
+    *(("options", value) for value in ([], None, "x", ...)),
     *(("scaler", value) for value in ([], 3, {"scale": math.nan}, {"scale": "1"}, {"scale": -1.0})),
 ]
 
@@ -131,7 +133,7 @@ CASES: dict[str, tuple[Break, str]] = {
     **{
         f"state-{name}-{number}": (
             field(name, value),
-            f"{STATE}|the state|processes wrote it|{OPTIMIZER}|{MODEL}|nowhere",
+            f"{STATE}|the state|processes wrote it|{OPTIMIZER}|{MODEL}|nowhere|got another",
         )
         for number, (name, value) in enumerate(WRONG_FIELDS)
     },
@@ -219,7 +221,7 @@ def test_files_of_another_checkpoint_are_refused(run: Path, files: list[str]) ->
 
 def test_a_checkpoint_under_another_name_is_refused(run: Path) -> None:
     (run / NEWEST).rename(run / "checkpoint-000009")
-    with pytest.raises(CheckpointError, match="expected .* the step of checkpoint-000009; got 2 and 2"):
+    with pytest.raises(CheckpointError, match="expected .* the step of checkpoint-000009; got 3 and 2"):
         make(run, resume=True)
 
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, state
 from grpo_fused.trainer.checkpoint import checkpoints
+from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.metrics import read_jsonl
 
 TIMES = {"seconds", "tokens_per_second"}
@@ -230,7 +231,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) 
         return whole(**columns)
 
     trainer.reward_functions = {"count_ones": poisons}
-    with pytest.raises(NonFiniteError, match=r"must be finite.* in step 3; its batch is in .*failed-step-3-process-0"):
+    said = r"^diverged at step 3: .*must be finite.* in step 3; its batch is in .*failed-step-3-process-0.*; "
+    with pytest.raises(DivergedError, match=rf"{said}.*checkpoint-000002 is kept$"):
         trainer.train()
     (dump,) = tmp_path.glob("failed-step-3*.safetensors")
     tensors = load_file(dump)
@@ -257,6 +259,27 @@ def test_a_failing_evaluation_loses_nothing(tmp_path: Path, unbroken: tuple[Any,
     same(outcome(resumed, tmp_path), unbroken)
 
 
+def test_a_policy_that_has_diverged_is_not_saved(tmp_path: Path) -> None:
+    """Weights that give NaN are of no use: no checkpoint of them takes the place of an older one."""
+    with pytest.raises(
+        DivergedError, match="^diverged at step 1: .* states must be finite; .*; there is no checkpoint$"
+    ):
+        make(tmp_path / "at_once", learning_rate=1e30, warmup_steps=0).train()
+    options = {"save_steps": 2, "save_total_limit": 1, "num_iterations": 1, "lr_scheduler_type": "constant"}
+    trainer = make(tmp_path / "late", **options)
+    whole = trainer.reward_functions["count_ones"]
+
+    def explodes(**columns: Any) -> list[float]:
+        if trainer.steps_done == 2:
+            trainer.optimizer.param_groups[0]["weight_decay"] = 1e30
+        return whole(**columns)
+
+    trainer.reward_functions = {"count_ones": explodes}
+    with pytest.raises(DivergedError, match="^diverged at step 4: .*logits are not; .*checkpoint-000002 is kept$"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path / "late")] == ["checkpoint-000002"]
+
+
 def test_a_failing_second_iteration_loses_no_earlier_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path)
     step, calls = trainer.update.step_optimizer, []
@@ -266,7 +289,7 @@ def test_a_failing_second_iteration_loses_no_earlier_step(tmp_path: Path, monkey
         return step(loss if len(calls) < 6 else float("nan"))
 
     monkeypatch.setattr(trainer.update, "step_optimizer", fails)
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="^diverged at step 3: the loss must be .*checkpoint-000002 is kept$"):
         trainer.train()
     resumed = make(tmp_path, resume=True)
     assert (resumed.steps_done, resumed.update.optimizer_steps) == (2, 4)

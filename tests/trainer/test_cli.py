@@ -82,7 +82,20 @@ def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytes
     assert list((out / "grpo_fused").glob("events.out.tfevents*"))
     with pytest.raises(SystemExit, match="error: .*must not hold a run"):
         main(["train", "--config", str(recipe)])
+    capsys.readouterr()
     main(["train", "--config", str(recipe), "--resume"])
+    assert capsys.readouterr().out.splitlines()[:6] == [
+        f"resumed from {out / 'checkpoint-000001'}, 1 of 2 steps done",
+        "options that are not those of the checkpoint:",
+        "  steps: 1 -> 2",
+        "  sample_steps: 1 -> 0",
+        "  report_to: ['tensorboard'] -> []",
+        f"model       {tmp_path / 'model'}, 35,296 parameters (35,296 trained)",
+    ]
+    with pytest.raises(
+        SystemExit, match="^grpo-fused train: error: cannot resume .*: steps must be at least 2, .*got 1$"
+    ):
+        main(["train", "--config", str(recipe), "--resume", "--steps", "1"])
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     main(["plot", str(out), "--title", "a run"])
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -223,6 +236,42 @@ def test_expected_failures_are_one_line(
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(recipe), *arguments])
     assert re.fullmatch(f"grpo-fused train: error: .*{message}", str(ended.value.code))  # printed by Python, status 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "chat.jsonl"], "row 0 of train_dataset: chat messages need .*; chat_template is not set.*"),
+        (["--dataset", "new.jsonl"], "row 0 of train_dataset: token ids must be less than .*, the token '<new>'"),
+        (["--dataset", "mine.py:late"], r"token ids must be less than .*, the token '<new>'"),
+        (["--rewards", '[{"function": "mine.py:silent"}]'], "a reward function must judge some .* step 1; got None .*"),
+        (
+            ["--learning-rate", "1e30", "--save-steps", "1", "--rewards", '[{"function": "mine.py:place"}]'],
+            "diverged at step 2: .*checkpoint-000001 is kept",
+        ),
+    ],
+    ids=["template", "token", "late-token", "no-reward", "diverged"],
+)
+def test_what_a_run_cannot_go_on_with_is_one_line(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_tokens(["<new>"])
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained("model")
+    chat = [{"role": "user", "content": "1+1?"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": chat}) + "\n" + json.dumps({"prompt": chat}))
+    (tmp_path / "new.jsonl").write_text('{"prompt": "<new>"}\n{"prompt": "x"}')
+    (tmp_path / "mine.py").write_text(
+        "def silent(completions, **_):\n    return [None] * len(completions)\n\n"
+        "def place(completions, **_):\n    return [float(i) for i in range(len(completions))]\n\n"
+        "def late():\n    return lambda index: {'prompt': '<new>' if index == 3 else 'x'}\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(recipe), *arguments])
+    assert re.fullmatch(f"grpo-fused train: error: .*{message}", str(ended.value.code))
 
 
 def test_a_defect_keeps_its_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

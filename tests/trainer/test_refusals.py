@@ -14,6 +14,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerF
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer.prompts import PromptError
 
 EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
 
@@ -171,3 +172,37 @@ def test_an_accelerator_that_does_not_log_is_refused(
     config = GRPOTrainerConfig(**(SMALL | {"report_to": ("tensorboard",)}))
     with pytest.raises(ValueError, match=r"accelerator must log with report_to, \['tensorboard'\]; got \[\]"):
         GRPOTrainer(model, tokenizer, [count_ones], rows, config, accelerator=Accelerator())
+
+
+@pytest.mark.parametrize("generated", [False, True], ids=["list", "function"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1+<new>=", r"row 0 of train_dataset: token ids must be less than 21, .*; got 21, the token '<new>'"),
+        (
+            [{"role": "user", "content": "1+1="}],
+            "row 0 of train_dataset: chat messages need .* chat_template is not set",
+        ),
+    ],
+    ids=["token", "template"],
+)
+def test_a_prompt_that_cannot_be_encoded_is_refused_before_the_first_step(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, text: Any, message: str, generated: bool
+) -> None:
+    tokenizer.add_tokens(["<new>"])
+    rows: Any = [{"prompt": text}] * 2
+    with pytest.raises(PromptError, match=message):
+        make_trainer(model, tokenizer, (lambda index: rows[0]) if generated else rows)
+
+
+def test_tokens_beyond_the_embedding_may_exist(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """Gemma 3's tokenizer has one for images, its text models have no embedding for it."""
+    tokenizer.add_tokens(["<new>"])
+    assert make_trainer(model, tokenizer, rows).step()["completion_length"] > 0
+    with pytest.raises(PromptError, match="row 1 of eval_dataset: token ids must be less than 21"):
+        make_trainer(model, tokenizer, rows, eval_dataset=[rows[0], rows[1] | {"prompt": "<new>"}])
+    tokenizer.add_special_tokens({"pad_token": "<another>"})
+    with pytest.raises(ValueError, match="the pad token's id must be less than 21, .*; got 22"):
+        make_trainer(model, tokenizer, rows)

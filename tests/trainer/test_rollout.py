@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
+from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.rollout import ending_token_ids, first_of_prompts, length_mask, micro_batches, pad_prompts
 from grpo_fused.trainer.sampling import BLOCK, draw
 
@@ -184,8 +185,17 @@ def test_a_draw_is_never_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_draw_of_no_distribution_is_refused(value: float) -> None:
     p = torch.full((2, 300), 1 / 300)
     p[1] = value
-    with pytest.raises(ValueError, match="must be finite, with a sum > 0"):
+    with pytest.raises(DivergedError, match="must be finite, with a sum > 0"):
         draw(p)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_sampling_from_a_diverged_policy_is_refused(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: dict[str, float]
+) -> None:
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(DivergedError, match="the policy's logits are not"):
+        sampled(model, tokenizer, ["1+2="], **options)
 
 
 def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

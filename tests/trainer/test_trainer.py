@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
+from grpo_fused.rewards.calling import RewardError
 from grpo_fused.trainer import HuggingFaceEngine, Rollout
 from grpo_fused.trainer.rollout import pad_prompts
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
@@ -46,11 +47,32 @@ def test_an_unjudged_sample_is_counted_and_has_no_effect(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    metrics = make_trainer(model, tokenizer, rows, [lambda **columns: [None] * 8]).step()
-    assert metrics["unjudged"] == 8
+    metrics = make_trainer(model, tokenizer, rows, [lambda **columns: [1.0] + [None] * 7]).step()
+    assert metrics["unjudged"] == 7
     assert metrics["loss"] == 0
     assert metrics["grad_norm"] == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_step_that_no_reward_judges_ends_the_run(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def silent(completions: list[str], **columns: object) -> list[None]:
+        return [None] * len(completions)
+
+    def stops(completions: list[str], **columns: object) -> list[float | None]:
+        return [None if trainer.steps_done == 2 else len(text) / 2 for text in completions]
+
+    trainer = make_trainer(model, tokenizer, rows, [silent, stops], output_dir=tmp_path, steps=4)
+    with pytest.raises(RewardError, match="must judge some of the 8 completions of step 3; got None for all"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
+    named = [line for line in capsys.readouterr().out.splitlines() if "judged no completion" in line]
+    assert named == ["reward function 'silent' judged no completion of step 1: all are None"]
 
 
 def test_metrics_are_written_one_line_a_step(

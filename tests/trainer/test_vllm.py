@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from trainer.small_model import build_small_model
 from trainer.small_trainer import count_ones
 
 from examples.arithmetic.model import build_tokenizer
-from grpo_fused.integrations.vllm import named_weights
+from grpo_fused.integrations.vllm import SyncError, named_weights
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
+from grpo_fused.trainer.errors import DivergedError
+from grpo_fused.trainer.prompts import PromptError
 
 
 @pytest.fixture
@@ -27,7 +31,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     class LLM:
         def __init__(self, **options: Any) -> None:
             calls["options"] = options
-            self.model_config = SimpleNamespace(get_vocab_size=lambda: calls["vocab_size"])
+            self.model_config = SimpleNamespace(
+                get_vocab_size=lambda: calls["vocab_size"], max_model_len=options.get("max_model_len", 64),
+                dtype=options.get("dtype", torch.float32), quantization=options.get("quantization"),
+            )  # fmt: skip
 
         def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
             if method == "reload_weights":
@@ -122,13 +129,96 @@ def test_exact_log_probs_are_asked_for_during_a_rollout(vllm: Any) -> None:
 
 
 def test_an_engine_whose_log_probs_are_not_the_policys_is_refused(vllm: Any) -> None:
-    model, engine = build_small_model(21), VLLMEngine("folder")
-    with pytest.raises(RuntimeError, match="log-probs of 2 tokens differ by .* nats on average .at most 0.5"):
+    model, engine = build_small_model(100), VLLMEngine("folder")
+    with pytest.raises(SyncError, match="log-probs of 4 tokens differ by .* nats on average .at most 0.0005"):
         engine.sync_weights(model)
     assert vllm.calls["resets"] == 1
     assert vllm.calls["loaded"].keys() == dict(model.named_parameters()).keys()
     with pytest.raises(RuntimeError, match="sync_weights must be called before generate"):
         engine.generate([[3]], Sampling(num_generations=1, max_completion_length=8))
+
+
+def answers_of(engine: VLLMEngine, model: Any, difference: float) -> Any:
+    """What vLLM answers in the check of a sync, with log-probs that are off, but for those of the likeliest tokens."""
+    reference = copy.deepcopy(model)
+
+    def generate(prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        prompt, ids = prompts[0]["prompt_token_ids"], [5, 9, 2, 7, 1, 3, 8, 4]
+        with torch.no_grad():
+            rows = reference(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logprobs = []
+        for row, token in zip(rows, ids, strict=True):
+            first, *others = row.topk(sampling_params.logprobs).indices.tolist()
+            off = dict.fromkeys([token, *others], difference) | {first: 0.0}
+            logprobs.append({other: SimpleNamespace(logprob=row[other].item() + off[other]) for other in off})
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs)])]
+
+    return generate
+
+
+HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "difference", "bound"),
+    [
+        ({}, torch.float32, 2e-4, None),
+        ({}, torch.float32, 1e-3, "0.0005"),
+        ({}, torch.bfloat16, 0.1, None),  # the policy rounds
+        ({}, "autocast", 0.1, None),
+        ({"dtype": torch.float16}, torch.float32, 0.01, None),
+        ({"dtype": torch.float16}, torch.float32, 0.05, "0.03"),
+        (HALF, torch.float32, 0.1, None),
+        (HALF, torch.float32, 0.3, "0.2"),
+        (HALF | {"quantization": "fp8"}, torch.float32, 0.3, None),
+        (HALF | {"quantization": "fp8"}, torch.float32, 0.8, "0.5"),
+        ({"max_logprob_difference": 1e-5}, torch.float32, 2e-4, "1e-05"),
+        ({"max_logprob_difference": 0.2}, torch.float32, 0.1, None),
+    ],
+    ids=str,
+)
+def test_log_probs_may_differ_by_what_the_dtypes_round(
+    vllm: Any, options: dict[str, Any], policy: Any, difference: float, bound: str | None
+) -> None:
+    model = build_small_model(21)
+    if policy == "autocast":
+        model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)
+    else:
+        model = model.to(policy)
+    engine = VLLMEngine("folder", **options)
+    engine.llm.generate = answers_of(engine, model, difference)
+    if bound is None:
+        engine.sync_weights(model)
+        assert engine.synced
+    else:
+        with pytest.raises(SyncError, match=rf"of 1[0-9]+ tokens differ by .* nats .*\(at most {bound}, max_logprob_"):
+            engine.sync_weights(model)
+
+
+def test_a_policy_that_has_diverged_is_not_the_engines_fault(vllm: Any) -> None:
+    model, engine = build_small_model(21), VLLMEngine("folder")
+    engine.llm.generate = answers_of(engine, model, 0.0)
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(DivergedError, match="the policy's logits must be finite"):
+        engine.sync_weights(model)
+
+
+def test_an_adapter_that_is_disabled_is_not_merged() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = build_small_model(21)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    model = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    )
+    torch.nn.init.normal_(model.get_output_embeddings().weight)
+    with model.disable_adapter():
+        weights = dict(named_weights(model))
+    assert weights.keys() == before.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, before[name]), name
+    enabled = dict(named_weights(model))
+    assert not torch.equal(enabled["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_adapters_are_merged_while_weights_are_read() -> None:
@@ -164,6 +254,43 @@ def test_what_vllm_cannot_do_is_refused(vllm: Any) -> None:
     vllm.__version__ = "0.31.1"
     with pytest.raises(ImportError, match=r"vllm must be 0.32 or newer; got 0.31.1"):
         VLLMEngine("folder")
+
+
+def test_an_engine_in_another_process_is_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset: .*; got '1'"):
+        VLLMEngine("folder")
+    assert "options" not in vllm.calls  # vLLM did not start
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    VLLMEngine("folder")
+
+
+@pytest.mark.parametrize("generated", [False, True], ids=["list", "function"])
+def test_a_prompt_without_room_for_its_completion_is_refused_before_the_first_rollout(
+    vllm: Any, rows: list[dict[str, str]], generated: bool
+) -> None:
+    """vLLM fails on a prompt that is too long, and shortens the completions of one that nearly is."""
+    tokenizer = build_tokenizer()
+
+    def make(room: int, **options: Any) -> GRPOTrainer:
+        model, config = build_small_model(len(tokenizer)), GRPOTrainerConfig(prompts_per_step=2, **options)
+        data: Any = (lambda index: rows[-1]) if generated else rows
+        return GRPOTrainer(
+            model, tokenizer, [count_ones], data, config, engine=VLLMEngine("folder", max_model_len=room)
+        )
+
+    longest = len(tokenizer(rows[-1]["prompt"]).input_ids)
+    make(longest + 16, max_completion_length=16)
+    row = 0 if generated else 3  # the first that is too long
+    where = f"row {row} of train_dataset: a prompt and its completion must have at most {longest + 14} tokens in vLLM"
+    with pytest.raises(PromptError, match=f"{where} .*; got a prompt of .* and max_completion_length 16"):
+        make(longest + 14, max_completion_length=16)
+    if not generated:
+        make(longest + 14, max_completion_length=16, max_prompt_length=longest - 2)
+    with pytest.raises(
+        PromptError, match="at most 10 tokens in vLLM .*; got a prompt of 3 and max_completion_length 8"
+    ):
+        synced_engine(max_model_len=10).generate([[3], [3, 4, 5]], Sampling(num_generations=1, max_completion_length=8))
 
 
 def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:

@@ -9,6 +9,7 @@ import torch
 from with_vllm.models import build_policy
 
 from grpo_fused.trainer import HuggingFaceEngine, Sampling, VLLMEngine, roll_out
+from grpo_fused.trainer.prompts import PromptError
 from grpo_fused.trainer.tiny import tiny_tokenizer
 
 PROMPTS = [[72, 101, 108], [3, 4, 5, 6, 7, 8], [72, 101, 108]]
@@ -75,3 +76,11 @@ def test_candidates_are_the_tokens_that_could_be_sampled(engine: VLLMEngine, opt
             assert set(own.tolist()) == set((scores[position] > -torch.inf).nonzero().flatten().tolist())
             expected = scores[position].log_softmax(-1)[token]
             assert abs(rollout.sampling_logps[row, position] - expected) < 1e-4
+
+
+def test_a_prompt_without_room_for_its_completion_is_refused(engine: VLLMEngine) -> None:
+    prompt, sampling = list(range(60)), replace(SAMPLING, max_completion_length=4)
+    assert roll_out(engine, [prompt], sampling).completion_ids.shape[1] == 4
+    for wrong, length in ((prompt, 16), ([*prompt, 1, 2, 3, 4, 5], 4)):
+        with pytest.raises(PromptError, match="at most 64 tokens in vLLM .max_model_len.; got a prompt of 6[05] and"):
+            roll_out(engine, [wrong], replace(SAMPLING, max_completion_length=length))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from with_vllm.models import build_policy
 
 from grpo_fused.integrations import vllm as integration
@@ -78,6 +79,28 @@ def test_adapters_are_merged(engine: VLLMEngine, options: dict[str, Any]) -> Non
         assert torch.equal(value, before[name]), name
 
 
+def test_an_adapter_that_is_disabled_is_not_merged(engine: VLLMEngine) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        build_policy(4),
+        LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", modules_to_save=["lm_head"]),
+    ).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.1)
+    with model.disable_adapter():
+        engine.sync_weights(model)
+        assert largest_difference(engine, model) < 1e-4
+    assert largest_difference(engine, model) > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_under_autocast_is_not_refused(engine_of: Callable[..., VLLMEngine], dtype: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    for seed in range(5):
+        engine_of(dtype).sync_weights(accelerator.prepare_model(build_policy(seed), evaluation_mode=True))
+
+
 STALE = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight",
          "model.layers.0.self_attn.v_proj.weight"]  # fmt: skip
 
@@ -91,7 +114,9 @@ def test_a_weight_that_does_not_arrive_is_noticed(
     engine.sync_weights(before)
     with monkeypatch.context() as patch:
         patch.setattr(integration, "named_weights", lambda model: (pair for pair in every(model) if pair[0] != missing))
-        with pytest.raises(RuntimeError, match=r"log-probs of 8 tokens differ by .* nats on average \(at most 0.5"):
+        with pytest.raises(
+            RuntimeError, match=r"log-probs of 128 tokens differ by .* nats on average \(at most 0.0005"
+        ):
             engine.sync_weights(build_policy(6))
     engine.sync_weights(build_policy(6))
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from with_vllm.models import build_policy, save
 
+from grpo_fused.integrations import vllm as integration
+from grpo_fused.integrations.vllm import SyncError
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, VLLMEngine, cli
 from grpo_fused.trainer.tiny import tiny_tokenizer
 
@@ -65,6 +68,24 @@ def test_rewards_rise(engine: VLLMEngine, adapter: bool) -> None:
     assert (previous + last) / 2 > first + 0.2
     for metrics in history:
         assert metrics[f"{RATIO}/mean"] == pytest.approx(1, abs=1e-3)  # vLLM has each step's weights
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_tied_head_that_is_one_step_old_is_noticed(
+    engine_of: Callable[..., VLLMEngine], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The packed copy stays that of the first sync; a step changes log-probs by less than a thousandth of a nat."""
+    trainer = make_trainer(build_policy(seed, tied=True), engine_of("float32", True), steps=3, learning_rate=1e-4)
+    trainer.step()
+    monkeypatch.setattr(integration, "_pack_tied_head", lambda model: None)
+    with pytest.raises(SyncError, match="differ by"):
+        trainer.step()
+
+
+def test_a_run_in_bf16_is_not_refused(engine_of: Callable[..., VLLMEngine]) -> None:
+    model, options = build_policy(2), {"steps": 10, "mixed_precision": "bf16", "learning_rate": 1e-2}
+    history = make_trainer(model, engine_of("bfloat16"), **options).train()
+    assert history[-1]["reward"] > history[0]["reward"]
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["all-weights", "lora"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +29,10 @@ def main(argv: list[str] | None = None) -> None:
 
     from grpo_fused.integrations.trl.arguments import FusedGRPOConfig
 
+    argv = sys.argv[1:] if argv is None else argv
+    config = argv[argv.index("--config") + 1 :][:1] if "--config" in argv else []
+    if config and not Path(config[0]).is_file():
+        raise SystemExit(f"grpo-fused trl: error: --config must be a YAML file; got {config[0]!r}, which is none")
     own, own_config = accelerate_launcher.launch_training_script, trl.GRPOConfig
 
     def launch_patched(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
@@ -41,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
     accelerate_launcher.launch_training_script, trl.GRPOConfig = launch_patched, FusedGRPOConfig
     try:
-        raise SystemExit(trl_main(sys.argv[1:] if argv is None else argv))
+        raise SystemExit(trl_main(argv))
     finally:
         accelerate_launcher.launch_training_script, trl.GRPOConfig = own, own_config
 
