@@ -22,13 +22,7 @@ import torch
 from benchmarks.problem import EPSILON, clear, loss_problem, old_of
 from benchmarks.results import machine, record
 from benchmarks.timing import Calls, bare_gemms, times_by_round, with_ratios
-from grpo_fused import (
-    GRPOLossConfig,
-    fused_linear_grpo_loss,
-    fused_linear_logprobs,
-    fused_linear_objective,
-    objectives,
-)
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, fused_linear_objective, objectives
 
 BETA = 0.04
 

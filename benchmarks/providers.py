@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.problem import EPSILON, PATTERNS, TEMPERATURE, loss_from_logps, old_of
-from grpo_fused import GRPOLossConfig, _native, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.engines import libraries
 from grpo_fused.engines import triton as triton_engine
 from grpo_fused.testing import Problem
 
@@ -254,7 +255,7 @@ def _hopper(device: str) -> str | None:
 
 GPU = ("cuda",)
 _ALL = (
-    _engine("native", ("cpu",), lambda device: _native.cpu_available()),
+    _engine("native", ("cpu",), lambda device: libraries.cpu_available()),
     _engine("chunked", ("cpu", "cuda")),
     _engine("triton", GPU, _triton_missing),
     Provider(

@@ -173,9 +173,9 @@ def _plain(value: Any) -> Any:
 
 def _native_kernel() -> str:
     """The instructions of the native engine's bf16 products, or why it cannot run."""
-    from grpo_fused import _native
+    from grpo_fused.engines import libraries
 
-    return _native.cpu_available() or _native.instruction_set()
+    return libraries.cpu_available() or libraries.instruction_set()
 
 
 def _version(name: str) -> str | None:

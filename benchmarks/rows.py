@@ -23,12 +23,12 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.timing import copy_bandwidth, summary, time_once
 from grpo_fused import GRPOLossConfig
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines import cuda_rows
 from grpo_fused.engines.rows import RowWork
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
-from grpo_fused.layout import Layout
+from grpo_fused.objective.batch import TokenBatch
 
 VOCABULARIES = (32000, 128256, 151936, 262208)
 SMALL_VOCABULARIES = (300,)

@@ -1,6 +1,6 @@
 // The token-level GRPO objective: per-token loss and coefficient g = dL/dlogp, for host and device.
 //
-// The same formulas as grpo_fused/objective.py and kernels/objective.py; the tests compare all three.
+// The same formulas as grpo_fused/objective/formulas.py and kernels/objective.py; the tests compare all three.
 // All that a user may vary is a run-time number; so is an option that is off (delta = inf).
 #pragma once
 

@@ -10,12 +10,7 @@ _root = _os.path.dirname(__path__[0])
 if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)
 
-from grpo_fused.advantages import group_advantages
-from grpo_fused.candidates import CandidateSets
-from grpo_fused.config import GRPOLossConfig
-from grpo_fused.custom import check_objective
-from grpo_fused.failures import share_failures
-from grpo_fused.functional import (
+from grpo_fused.api import (
     fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
@@ -23,8 +18,9 @@ from grpo_fused.functional import (
     grpo_loss,
     selective_logprobs,
 )
-from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
-from grpo_fused.outputs import (
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.outputs import (
     AdvantageOutput,
     DivergenceOutput,
     GRPOLossOutput,
@@ -32,8 +28,12 @@ from grpo_fused.outputs import (
     LogprobOutput,
     ObjectiveOutput,
 )
-from grpo_fused.parallel import ParallelGroups
-from grpo_fused.rollout_corrections import importance_sampling_correction
+from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
+from grpo_fused.objective.custom import check_objective
+from grpo_fused.objectives.advantages import group_advantages
+from grpo_fused.objectives.corrections import importance_sampling_correction
+from grpo_fused.ranks.failures import share_failures
+from grpo_fused.ranks.parallel import ParallelGroups
 
 __version__ = "0.1.0"
 

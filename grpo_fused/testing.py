@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.outputs import GRPOLossOutput
 from grpo_fused.engines import Impl
-from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
-from grpo_fused.outputs import GRPOLossOutput
 
 LOGP_BOUND = 1e-4
 """Nats, while every |z| <= 32: log-probs and entropies of fp32, bf16 and fp16 inputs against float64 on the same."""

@@ -1,4 +1,4 @@
-"""The token-level GRPO objective as jit helpers: per-token loss and coefficient g, as in `grpo_fused.objective`.
+"""The token-level GRPO objective as jit helpers: per-token loss and coefficient g, as in `objective.formulas`.
 
 Enumerations and booleans are constexpr; every number that a user may vary is a run-time argument, and an option that is
 off is a number too (delta = inf), so that a new temperature, beta or epsilon never compiles anything.

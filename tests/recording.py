@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from grpo_fused import _cpu
+from grpo_fused.engines import cpu_library
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -76,8 +76,10 @@ class CostRecorder(AllocationRecorder):
 
     def __enter__(self):
         for name in _FLOP:
-            if hasattr(_cpu, name):
-                self._patches.enter_context(patch.object(_cpu, name, self._counted(name, getattr(_cpu, name))))
+            if hasattr(cpu_library, name):
+                self._patches.enter_context(
+                    patch.object(cpu_library, name, self._counted(name, getattr(cpu_library, name)))
+                )
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -118,11 +120,11 @@ def _head_products(hidden: Tensor, weight: Tensor, *_: Any) -> int:
     return _mm(hidden, weight.T)
 
 
-def _head_scores(inputs: _cpu.HeadInputs, *_: Any) -> int:
+def _head_scores(inputs: cpu_library.HeadInputs, *_: Any) -> int:
     return _mm(inputs.hidden, inputs.weight.T)
 
 
-def _head_gradient(inputs: _cpu.HeadInputs, *rest: Any) -> int:
+def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
     offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[5], rest[8]
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
     once = 2 * inputs.weight.numel()

@@ -14,16 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from grpo_fused import (
     CandidateSets,
     GRPOLossConfig,
-    autograd,
     fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     fused_linear_objective,
     grpo_loss,
-    operators,
     selective_logprobs,
 )
-from grpo_fused.calls import (
+from grpo_fused.api import autograd, operators
+from grpo_fused.call.calls import (
     HeadCall,
     LogitsCall,
     LogitsGradientCall,

@@ -15,12 +15,12 @@ from recording import CostRecorder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
-from grpo_fused.calls import HeadCall, LossCall, LossInputs, Needs
+from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
+from grpo_fused.call.calls import HeadCall, LossCall, LossInputs, Needs
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines.base import Tokens, even_chunks
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.products import Head
-from grpo_fused.layout import Layout
-from grpo_fused.pipeline import run_logprobs, run_loss, sequence_chunks
 from grpo_fused.tools.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640

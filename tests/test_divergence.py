@@ -10,8 +10,8 @@ from helpers import frobenius_error
 from recording import AllocationRecorder, CostRecorder
 
 from grpo_fused import fused_linear_divergence
-from grpo_fused.calls import DivergenceCall, HeadCall, Needs, OtherHead, flat
-from grpo_fused.operators import linear_divergence
+from grpo_fused.api.operators import linear_divergence
+from grpo_fused.call.calls import DivergenceCall, HeadCall, Needs, OtherHead, flat
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.9)]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fused import __main__, _native, engines
+from grpo_fused import __main__, engines
+from grpo_fused.engines import libraries
 from grpo_fused.tools import doctor, predictions
 from grpo_fused.tools.predictions import MEASURED, MEASURED_IN, Ratios, Shape
 
@@ -31,8 +32,8 @@ def test_report_agrees_with_choose():
     assert f"torch         {torch.__version__}" in text
     assert "40 tokens, H = 32, V = 500, float32" in text
     assert "FLOP/s, measured now" in text
-    if _native.cpu_available() is None:
-        assert f"engine native       runs on {_native.instruction_set()}\n" in text
+    if libraries.cpu_available() is None:
+        assert f"engine native       runs on {libraries.instruction_set()}\n" in text
     assert max(map(len, text.splitlines())) <= 140
 
 
@@ -55,7 +56,7 @@ def test_impossible_shapes_are_refused(argument, capsys):
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("grpo_fused._native._cpu_reason", "the processor has no AVX-512")
+    monkeypatch.setattr("grpo_fused.engines.libraries._cpu_reason", "the processor has no AVX-512")
     assert doctor.findings()["engine native"] == "the processor has no AVX-512"
     assert doctor.findings().keys() == doctor.BRINGS.keys()
     text = doctor.report(SHAPE, measure=False)

@@ -6,13 +6,7 @@ import pytest
 import torch
 from helpers import make_config
 
-from grpo_fused import (
-    GRPOLossConfig,
-    fused_linear_grpo_loss,
-    fused_linear_logprobs,
-    grpo_loss,
-    selective_logprobs,
-)
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
 
 B, T, H, V = 2, 3, 4, 5
 

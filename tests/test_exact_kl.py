@@ -11,8 +11,8 @@ from helpers import frobenius_error, make_case, make_config
 from recording import CostRecorder
 
 from grpo_fused import CandidateSets, fused_linear_grpo_loss, grpo_loss
-from grpo_fused.calls import HeadCall, LossCall, LossInputs, Needs, OtherHead, flat
-from grpo_fused.operators import linear_grpo_loss
+from grpo_fused.api.operators import linear_grpo_loss
+from grpo_fused.call.calls import HeadCall, LossCall, LossInputs, Needs, OtherHead, flat
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 BETA = 0.3

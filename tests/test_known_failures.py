@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import PRECISION, Case, Result, assert_engine_matches, assert_same, make_case, make_config, pack
 
-from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, validation
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss
+from grpo_fused.call import validation
 
 IMPLS = ["reference", "chunked", "native", "triton"]
 ENGINES = IMPLS[1:]

@@ -7,9 +7,9 @@ import torch
 from helpers import config_id, make_case, make_config
 from recording import AllocationRecorder
 
-from grpo_fused.calls import HeadCall, LossCall, LossInputs, Needs, flat
+from grpo_fused.api.operators import linear_grpo_loss
+from grpo_fused.call.calls import HeadCall, LossCall, LossInputs, Needs, flat
 from grpo_fused.engines import scratch
-from grpo_fused.operators import linear_grpo_loss
 
 
 def call_of(case, config, scratch):

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fused import _cpu, _native, engines, fused_linear_logprobs
+from grpo_fused import engines, fused_linear_logprobs
+from grpo_fused.engines import cpu_library, libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 # imports the package, and a module of `kernels/` through it
@@ -92,7 +93,7 @@ def test_wheel_has_one_top_level_package(wheel):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"grpo_fused"}
     for expected in (
         "py.typed",
-        "functional/fused_linear.py",
+        "api/fused_linear.py",
         "engines/chunked.py",
         "trainer/loop.py",
         "rewards/format.py",
@@ -229,7 +230,7 @@ def test_the_cpu_extension_needs_no_torch(source):
     assert said.splitlines()[-1] == f"{words} ['csrc']"
 
 
-@pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
+@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
 def test_the_cpu_library_links_no_torch_and_no_python():
     needed = run("ldd", str(next((ROOT / "grpo_fused").glob("_C.*so"))), cwd=ROOT)
     assert "libstdc++" in needed
@@ -279,7 +280,7 @@ def test_wheel_holds_the_extension_for_every_python(wheel, python, tmp_path):
     assert "-cp310-abi3-linux" in wheel.name
     assert "grpo_fused/_C.abi3.so" in zipfile.ZipFile(wheel).namelist()
     install(python, str(wheel), cwd=tmp_path)
-    code = "from grpo_fused import _native; print(_native.cpu_available())"
+    code = "from grpo_fused.engines import libraries; print(libraries.cpu_available())"
     assert run(str(python), "-c", code, cwd=tmp_path).strip() == "None"
 
 
@@ -291,7 +292,7 @@ def test_sdist_holds_all_sources(source, tmp_path):
         held = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     for path in (ROOT / "csrc").rglob("*.*"):
         assert str(path.relative_to(ROOT)) in held
-    assert {"setup.py", "kernels/rows.py", "grpo_fused/_native.py"} <= held
+    assert {"setup.py", "kernels/rows.py", "grpo_fused/engines/libraries.py"} <= held
 
 
 @pytest.mark.full
@@ -334,20 +335,22 @@ FRESH_UV = "uv pip install --reinstall --no-deps --no-cache"
     ],
 )  # fmt: skip
 def test_the_command_builds_from_where_the_package_came(origin, installer, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "site-packages" / "grpo_fused" / "_native.py"))
+    monkeypatch.setattr(
+        libraries, "__file__", str(tmp_path / "site-packages" / "grpo_fused" / "engines" / "libraries.py")
+    )
     monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: Installed(origin, installer))
-    assert _native.build_command() == expected
-    monkeypatch.setattr(_native.shutil, "which", lambda name: "/bin/g++")
-    assert _native._load("_C", _cpu.load) == f"the CPU extension was not built; to build it: {expected}"
-    monkeypatch.setattr(_native.shutil, "which", lambda name: None)
+    assert libraries.build_command() == expected
+    monkeypatch.setattr(libraries.shutil, "which", lambda name: "/bin/g++")
+    assert libraries._load("_C", cpu_library.load) == f"the CPU extension was not built; to build it: {expected}"
+    monkeypatch.setattr(libraries.shutil, "which", lambda name: None)
     reason = "the CPU extension was not built, for which there is no C++ compiler (g++); to build it: "
-    assert _native._load("_C", _cpu.load) == reason + expected
-    assert "GRPO_FUSED_BUILD=cuda " in _native._load("_C_cuda", torch.ops.load_library)
+    assert libraries._load("_C", cpu_library.load) == reason + expected
+    assert "GRPO_FUSED_BUILD=cuda " in libraries._load("_C_cuda", torch.ops.load_library)
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path, monkeypatch):
-    before = _cpu._library
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "_native.py"))
+    before = cpu_library._library
+    monkeypatch.setattr(libraries, "__file__", str(tmp_path / "engines" / "libraries.py"))
     empty = tmp_path / "_C.abi3.so"
     run(
         shutil.which("g++") or pytest.skip("no compiler"),
@@ -359,19 +362,19 @@ def test_a_library_of_another_version_is_not_used(tmp_path, monkeypatch):
         str(empty),
         cwd=tmp_path,
     )
-    assert "could not be loaded: " in _native._load("_C", _cpu.load)
-    assert _cpu._library is before
+    assert "could not be loaded: " in libraries._load("_C", cpu_library.load)
+    assert cpu_library._library is before
 
 
 def test_the_command_installs_a_checkout_in_editable_mode(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: Installed(None, "pip"))
-    assert _native.build_command("cuda") == f"GRPO_FUSED_BUILD=cuda {FRESH_PIP} --no-build-isolation -e {ROOT}"
+    assert libraries.build_command("cuda") == f"GRPO_FUSED_BUILD=cuda {FRESH_PIP} --no-build-isolation -e {ROOT}"
 
 
 @pytest.fixture
 def not_built(monkeypatch):
-    monkeypatch.setattr(_native, "_cpu_reason", "the CPU extension was not built; to build it: make it")
-    monkeypatch.setattr(_native, "_mended_by_a_build", True)
+    monkeypatch.setattr(libraries, "_cpu_reason", "the CPU extension was not built; to build it: make it")
+    monkeypatch.setattr(libraries, "_mended_by_a_build", True)
     engines._warn_once.cache_clear()
     yield
     engines._warn_once.cache_clear()
@@ -393,7 +396,7 @@ def test_auto_warns_once_if_the_extension_would_run(not_built):
 @pytest.mark.parametrize("mended", [True, False], ids=["missing", "unfit"])
 def test_auto_does_not_warn_if_a_build_would_not_help(dtype, mended, not_built, monkeypatch):
     """Another implementation was named, the dtype has no native products, or the processor cannot run them."""
-    monkeypatch.setattr(_native, "_mended_by_a_build", mended)
+    monkeypatch.setattr(libraries, "_mended_by_a_build", mended)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         logprobs(dtype, "auto" if dtype == torch.float64 or not mended else "chunked")

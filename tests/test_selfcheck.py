@@ -7,16 +7,17 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo_fused import __main__, _native, objective, testing
-from grpo_fused.config import LossType
-from grpo_fused.engines import rows
+from grpo_fused import __main__, testing
+from grpo_fused.call.config import LossType
+from grpo_fused.engines import libraries, rows
+from grpo_fused.objective import formulas as objective
 from grpo_fused.tools import check
 
 
 def test_passes(capsys):
     check.main(["--quick"])
     lines = capsys.readouterr().out.splitlines()
-    engines = {"chunked"} | ({"native"} if _native.cpu_available() is None else set())
+    engines = {"chunked"} | ({"native"} if libraries.cpu_available() is None else set())
     checks = [line for line in lines if line.startswith("ok ")]
     assert {line.split()[1] for line in checks} >= engines
     assert lines[-1].startswith(f"all {len(checks)} checks passed")
@@ -73,7 +74,7 @@ def test_no_log_ratio_is_near_a_clip_bound(dtype):
 @pytest.mark.parametrize("engine", ["chunked", "native"])
 def test_detects_scores_that_change_with_the_batch(engine, monkeypatch):
     monkeypatch.setattr(testing.Problem, "score", lambda self, impl: torch.rand(self.completion_ids.shape))
-    if engine == "native" and _native.cpu_available() is not None:
+    if engine == "native" and libraries.cpu_available() is not None:
         pytest.skip("not built")
     found = check.batch_independence(engine, torch.device("cpu"), torch.float32)
     assert not found.passed

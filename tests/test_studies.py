@@ -22,12 +22,12 @@ from benchmarks import (
     tables,
 )
 from benchmarks.problem import loss_from_logps
-from grpo_fused import _native
+from grpo_fused.engines import libraries
 from grpo_fused.testing import frobenius_error
 
 TINY = accuracy_problem.Shape(B=2, T=24, H=64, V=1000)
 ENGINES = [
-    pytest.param("native", marks=pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")),
+    pytest.param("native", marks=pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")),
     "chunked",
 ]
 
@@ -56,7 +56,7 @@ def test_our_logps_are_within_the_bound_and_those_of_a_bf16_head_are_not(tiny_ac
 
 
 @pytest.mark.full
-@pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
+@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
 def test_the_native_ratio_is_exactly_one_in_any_batch(tiny_accuracy):
     for dtype in ("bfloat16", "float32"):
         native = rows_of(tiny_accuracy, dtype)["native"]["on_policy"]
@@ -163,7 +163,7 @@ def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
         assert 0.4 * predicted < measured[engine] < predicted + 8 * 2**20
 
 
-@pytest.mark.skipif(_native.cpu_available() is not None, reason="not built")
+@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
 def test_the_native_plan_recomputes_only_what_does_not_fit():
     few = cost.products_of("native", cost.Shape(512, 512, 65536), torch.bfloat16)
     many = cost.products_of("native", cost.Shape(8192, 512, 65536), torch.bfloat16)

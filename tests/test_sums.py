@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fused.calls import Needs
+from grpo_fused.call.calls import Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head

@@ -8,8 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from grpo_fused import _native
-from grpo_fused.engines import cuda_rows, native, triton
+from grpo_fused.engines import cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.pairs import NativePairs, Pairs, TritonPairs
@@ -40,7 +39,7 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
     if impl == "auto":
         reason = unavailable("native", device, dtype)
         # a traced warning would break the graph of torch.compile
-        if reason is not None and reason == _native.missing() and not torch.compiler.is_compiling():
+        if reason is not None and reason == libraries.missing() and not torch.compiler.is_compiling():
             _warn_once(reason)
         return fastest(device, dtype)
     reason = unavailable(impl, device, dtype)

@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import NO_GRADIENT, HeadCall, Needs
-from grpo_fused.candidates import CandidateSets
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.calls import NO_GRADIENT, HeadCall, Needs
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics, Transform
-from grpo_fused.layout import Layout, active_tokens
-from grpo_fused.objective import evaluate
-from grpo_fused.parallel import VocabParallel
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
+from grpo_fused.ranks.parallel import VocabParallel
 
 
 def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo_fused.call.layout import segments
 from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import segments
 
 _BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""

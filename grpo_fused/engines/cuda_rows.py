@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fused import _native
+from grpo_fused.engines import libraries
 from grpo_fused.kernels.row_types import (
     KL_ESTIMATORS,
     POLICIES,
@@ -25,7 +25,7 @@ def unavailable(device: torch.device | None = None, dtype: torch.dtype = torch.f
     if dtype == torch.float64:
         return "its row kernels take float32 logits, not float64"
     is_loaded = hasattr(torch.ops.grpo_fused_C, "row_loss")
-    return None if is_loaded else _native.cuda_available()
+    return None if is_loaded else libraries.cuda_available()
 
 
 class CudaRows:

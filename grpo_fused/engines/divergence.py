@@ -17,15 +17,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_fused import _cpu, _native
-from grpo_fused.calls import NO_GRADIENT, HeadCall, OtherHead
+from grpo_fused.call.calls import NO_GRADIENT, HeadCall, OtherHead
+from grpo_fused.call.layout import Layout, values_are_checked
+from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
 from grpo_fused.engines.products import Head
 from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
-from grpo_fused.layout import Layout, values_are_checked
 
 
 def torch_rows(device: torch.device, dtype: torch.dtype) -> RowWork:
@@ -125,14 +125,14 @@ class DivergenceEngine(ChunkedEngine):
     def _compiled(self) -> bool:
         """Whether the C++ extension does the row work: the two KL divergences of fp32 rows on a CPU."""
         fits = self.divergence.dtype == torch.float32 and self.divergence.device.type == "cpu" and self.top_k is None
-        return fits and self.kind != "jsd" and _native.cpu_available() is None
+        return fits and self.kind != "jsd" and libraries.cpu_available() is None
 
     def _statistics(self, rows: Rows, with_entropy: bool) -> Statistics:
         """Turns logits into z."""
         if not self._compiled:
             return TorchRows().statistics(rows, with_entropy=with_entropy)
         z_(rows.raw, rows.transform)
-        found = _cpu.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
+        found = cpu_library.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
         return Statistics(*found[:3], found[3] if with_entropy else None)
 
     def _compiled_derivative(
@@ -141,7 +141,7 @@ class DivergenceEngine(ChunkedEngine):
         """(D [R], dL/dz [R, V]); the latter is in the memory of the other head's logits."""
         tables = [torch.stack([x.max, x.log_sum, x.logp, x.logp]) for x in statistics]
         slopes = [None if x is None else x.to(torch.float32).contiguous() for x in (factor, dlogp)]
-        value = _cpu.logit_divergence(
+        value = cpu_library.logit_divergence(
             rows[0].raw, rows[1].raw, tables[0], tables[1], rows[0].targets, self.kind == "forward_kl", *slopes
         )
         return value, rows[1].raw

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import Needs
+from grpo_fused.call.calls import Needs
 from grpo_fused.engines.base import Gradients, Tokens, Work
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES_CUDA, Head
 from grpo_fused.kernels.row_types import Coefficients

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import _cpu, _native
-from grpo_fused.calls import Needs
+from grpo_fused.call.calls import Needs
+from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
 from grpo_fused.engines.gradients import GradientSums, has_coefficient
 from grpo_fused.engines.products import Head
@@ -36,7 +36,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the native engine runs on the CPU, the tensors are on {device}"
     if dtype not in DTYPES:
         return f"the native engine computes in float32, bfloat16 and float16, not in {dtype}"
-    return _native.cpu_available()
+    return libraries.cpu_available()
 
 
 class NativeEngine:
@@ -140,7 +140,7 @@ class _Call:
         each, number, scale, _ = transform.numbers
         # rows of the weight may have gaps between them, elements of a row not
         adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
-        self.inputs = _cpu.HeadInputs(
+        self.inputs = cpu_library.HeadInputs(
             head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
             head.weight if adjacent else head.weight.contiguous(),
             None if transform.bias is None else transform.bias.contiguous(),
@@ -153,7 +153,7 @@ class _Call:
 
     def score(self, with_entropy: bool) -> _Scored:
         """One product; exponentials are stored in `kept` and `spill`."""
-        return _Scored(*_cpu.head_scores(self.inputs, with_entropy, self.kept, self.spill))
+        return _Scored(*cpu_library.head_scores(self.inputs, with_entropy, self.kept, self.spill))
 
     def gradient(
         self,
@@ -165,7 +165,7 @@ class _Call:
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
         """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `kept`. Two products."""
-        return _cpu.head_gradient(
+        return cpu_library.head_gradient(
             self.inputs,
             *statistics,
             rows,
@@ -179,8 +179,8 @@ class _Call:
         )
 
 
-def _plan(head: Head, count: int, kept: Tensor, budget: int) -> _cpu.ScratchPlan:
-    return _cpu.scratch_plan(head.weight.shape, _product_dtype(head), count, kept, budget)
+def _plan(head: Head, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
+    return cpu_library.scratch_plan(head.weight.shape, _product_dtype(head), count, kept, budget)
 
 
 def _sets(tokens: Tokens, head: Head, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -214,7 +214,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     head = work.head
     if work.needs.need_weight or work.whole_chunks:
         return work.chunks
-    layout = _cpu.head_layout(head.weight.shape, _product_dtype(head))
+    layout = cpu_library.head_layout(head.weight.shape, _product_dtype(head))
     rows = max(budget // 2 // layout.panel_bytes, 1) * layout.panel_tokens
     return tuple(
         slice(start, min(start + rows, chunk.stop))
@@ -226,7 +226,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
 def _rows_with_gradient(head: Head, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
     rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
-    tokens = _cpu.head_layout(head.weight.shape, _product_dtype(head)).panel_tokens
+    tokens = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).panel_tokens
     saves = -(-rows.shape[0] // tokens) < -(-dlogp.shape[0] // tokens)
     return rows if saves else _all_rows(dlogp)
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import _cpu
+from grpo_fused.call.layout import segments
+from grpo_fused.engines import cpu_library
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Statistics, Transform
-from grpo_fused.layout import segments
 
 _BLOCK_BYTES = 4 * 2**20
 """Rows that the torch operations copy at a time."""
@@ -139,12 +139,12 @@ class NativePairs(Pairs):
 
     def add_sums(self, out: Tensor, rows: Tensor, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> None:
         """See `Pairs.add_sums`."""
-        _cpu.add_segment_sums(out, rows, x, index, factor, offsets)
+        cpu_library.add_segment_sums(out, rows, x, index, factor, offsets)
 
     def scores(self, hidden: Tensor, weight: Tensor, index: Tensor, sets: Sets, with_entropy: bool) -> Scores:
         """See `Pairs.scores`."""
         bias = sets.transform.bias
-        z, found = _cpu.set_scores(
+        z, found = cpu_library.set_scores(
             hidden, weight, index, sets.ids, sets.offsets, sets.targets, bias, *_numbers(sets), with_entropy
         )
         return Scores(Statistics(found[0], found[1], found[2], found[3] if with_entropy else None), z)
@@ -153,7 +153,9 @@ class NativePairs(Pairs):
         """See `Pairs.derivatives`."""
         entropy = stats.logp if stats.entropy is None else stats.entropy
         known = torch.stack([stats.max, stats.log_sum, stats.logp, entropy])
-        return _cpu.set_derivatives(z, known, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy)
+        return cpu_library.set_derivatives(
+            z, known, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy
+        )
 
 
 class TritonPairs(Pairs):

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused import _cpu, _native
-from grpo_fused.calls import HeadCall
+from grpo_fused.call.calls import HeadCall
+from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.kernels.row_types import Transform
 
 VOCAB_BLOCK_BYTES = 4 * 2**20
@@ -184,7 +184,7 @@ class Head:
         """Whether the C++ extension multiplies them: narrow operands, without widened copies."""
         narrow, weight = self.compute_dtype in (torch.bfloat16, torch.float16), self.weight
         adjacent = weight.stride(1) == 1 or weight.shape[1] == 1
-        return narrow and adjacent and weight.device.type == "cpu" and _native.cpu_available() is None
+        return narrow and adjacent and weight.device.type == "cpu" and libraries.cpu_available() is None
 
     @cached_property
     def rounded_weight(self) -> Tensor:
@@ -205,7 +205,7 @@ class Head:
         if self._has_fp32_output:
             torch.mm(hidden, self.rounded_weight.T, out_dtype=torch.float32, out=out)
         elif self._has_native_logits:
-            _cpu.head_products(hidden.contiguous(), self.weight, out)
+            cpu_library.head_products(hidden.contiguous(), self.weight, out)
         else:
             wide = hidden.to(self.statistics_dtype)
             for block in self._blocks(self.statistics_dtype):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.kernels.row_types import ObjectiveNumbers, TokenInputs
+from grpo_fused.objective.batch import TokenBatch
 
 
 def objective_numbers(config: GRPOLossConfig) -> ObjectiveNumbers:

@@ -18,8 +18,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from grpo_fused.api import fused_linear_logprobs
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
-from grpo_fused.functional import fused_linear_logprobs
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts, only_one, replaced_forward
 from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fused.validation import FLOATS
+from grpo_fused.call.validation import FLOATS
 
 _OWN = ("weight", "bias", "parametrizations")
 """Parameters whose values reach the logits through `head.weight` and `head.bias`."""

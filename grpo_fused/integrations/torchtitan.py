@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from grpo_fused import fused_linear_logprobs, fused_linear_objective
-from grpo_fused.custom import Objective
+from grpo_fused.call.outputs import ObjectiveOutput
 from grpo_fused.heads.hidden import replaced_forward
 from grpo_fused.integrations.releases import check_release
-from grpo_fused.outputs import ObjectiveOutput
+from grpo_fused.objective.custom import Objective
 
 SUPPORTED = {"0.3": "torchtitan.components.loss.ChunkedLossWrapper"}
 """Release (all patch releases of it) to what of it is replaced."""

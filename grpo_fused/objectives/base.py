@@ -11,10 +11,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import LOWEST_LOGP
-from grpo_fused.layout import values_are_checked
-from grpo_fused.objective import MAX_LOG_RATIO
-from grpo_fused.options import check_choice, check_number
+from grpo_fused.call.layout import values_are_checked
+from grpo_fused.call.options import check_choice, check_number
+from grpo_fused.objective.batch import LOWEST_LOGP
+from grpo_fused.objective.formulas import MAX_LOG_RATIO
 
 Scope = Literal["token", "sequence", "batch"]
 """Which tokens a token's loss depends on, from narrow to wide."""

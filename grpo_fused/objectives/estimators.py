@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_fused.advantages import as_table, as_weights, nan_std, weighted_sum
-from grpo_fused.options import check_integer, check_number
-from grpo_fused.validation import check_mask
+from grpo_fused.call.options import check_integer, check_number
+from grpo_fused.call.validation import check_mask
+from grpo_fused.objectives.advantages import as_table, as_weights, nan_std, weighted_sum
 
 Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
 Weights = Tensor | Sequence[float] | None

@@ -13,7 +13,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from grpo_fused.objective import MAX_LOG_RATIO
+from grpo_fused.call.options import check_choice, check_number
+from grpo_fused.objective.formulas import MAX_LOG_RATIO
 from grpo_fused.objectives.base import (
     LossFunction,
     Objective,
@@ -25,7 +26,6 @@ from grpo_fused.objectives.base import (
     name_of,
 )
 from grpo_fused.objectives.token import check_band, gpg
-from grpo_fused.options import check_choice, check_number
 
 RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 TruncationLevel = Literal["token", "sequence_sum", "sequence_mean"]

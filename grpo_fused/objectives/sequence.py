@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fused.objective import MAX_LOG_RATIO
+from grpo_fused.call.options import check_choice, check_number
+from grpo_fused.objective.formulas import MAX_LOG_RATIO
 from grpo_fused.objectives.base import Objective, Tokens, check_clip, described
 from grpo_fused.objectives.token import OLD, clipped
-from grpo_fused.options import check_choice, check_number
 
 Level = Literal["token", "sequence"]
 

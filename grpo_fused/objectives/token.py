@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_fused.call.options import check_number
 from grpo_fused.objectives.base import Objective, Tokens, check_clip, described
-from grpo_fused.options import check_number
 
 OLD = ("old_per_token_logps",)
 SAMPLER = ("advantages", "sampling_per_token_logps")

@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fused import validation as check
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
-from grpo_fused.config import GRPOLossConfig
-from grpo_fused.layout import Layout
-from grpo_fused.options import check_choice
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout
+from grpo_fused.call.options import check_choice
+from grpo_fused.objective.batch import TokenBatch
 
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 

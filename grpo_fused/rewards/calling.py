@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_fused.options import check_number
+from grpo_fused.call.options import check_number
 
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
 RewardFunction = Callable[..., Rewards]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from grpo_fused.options import check_choice, check_integer
+from grpo_fused.call.options import check_choice, check_integer
 from grpo_fused.rewards.text import Text, check_column, text_of
 
 LengthUnit = Literal["characters", "tokens"]

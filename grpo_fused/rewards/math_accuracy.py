@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from grpo_fused.options import check_number
+from grpo_fused.call.options import check_number
 from grpo_fused.rewards import math_verifier
 from grpo_fused.rewards.answer import is_one_number, plain_number, reference_answer, stated_answer
 from grpo_fused.rewards.text import Text, judge_each, text_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_fused.options import check_integer
+from grpo_fused.call.options import check_integer
 from grpo_fused.rewards.text import Message, Text, check_column, text_of
 
 if TYPE_CHECKING:

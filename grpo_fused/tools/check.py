@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import GRPOLossConfig, __version__, engines
-from grpo_fused.config import LossType
+from grpo_fused.call.config import LossType
 from grpo_fused.testing import BATCH_BOUND, BITWISE, Problem, largest, make_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_fused import __version__, _native, engines
+from grpo_fused import __version__, engines
+from grpo_fused.engines import libraries
 from grpo_fused.tools import predictions
 from grpo_fused.tools.predictions import Shape
 
@@ -111,12 +112,12 @@ def findings() -> dict[str, str | None]:
         "engine chunked": engines.unavailable("chunked", device, torch.bfloat16),
         "engine triton": engines.unavailable("triton", device, torch.bfloat16),
         "Triton row kernels": rows,
-        "CUDA row kernels": _native.cuda_available(),
+        "CUDA row kernels": libraries.cuda_available(),
     }
 
 
 def _runs(name: str) -> str:
-    return f"runs on {_native.instruction_set()}" if name == "engine native" else "runs"
+    return f"runs on {libraries.instruction_set()}" if name == "engine native" else "runs"
 
 
 def _auto(device: torch.device) -> str:

@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
 from grpo_fused.integrations.vllm import SyncError
-from grpo_fused.parallel import PeerError
+from grpo_fused.ranks.parallel import PeerError
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.advantages import Aggregation, ScaleRewards
+from grpo_fused.call.options import check_options, option
 from grpo_fused.engines import Impl
-from grpo_fused.options import check_options, option
-from grpo_fused.rollout_corrections import ImportanceSamplingMode
+from grpo_fused.objectives.advantages import Aggregation, ScaleRewards
+from grpo_fused.objectives.corrections import ImportanceSamplingMode
 
 LRSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["no", "bf16", "fp16"]

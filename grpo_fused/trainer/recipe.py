@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_fused.call.options import option
 from grpo_fused.integrations.vllm import VLLMEngine, check_options
-from grpo_fused.options import option
 from grpo_fused.rewards import RewardFunction, RewardModel, built_in
 from grpo_fused.trainer.checkpoint import quiet
 from grpo_fused.trainer.config import GRPOTrainerConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from grpo_fused.candidates import CandidateSets
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.trainer.errors import DivergedError
 
 BLOCK = 128

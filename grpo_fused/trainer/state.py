@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fused.handshake import reason_of
-from grpo_fused.parallel import PeerError
+from grpo_fused.ranks.handshake import reason_of
+from grpo_fused.ranks.parallel import PeerError
 from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig

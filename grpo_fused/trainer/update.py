@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
-from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.errors import NonFiniteError
 from grpo_fused.trainer.metrics import Metrics

@@ -13,11 +13,11 @@ from grpo_fused import (
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     fused_linear_objective,
-    pipeline,
 )
+from grpo_fused.api import pipeline
 from grpo_fused.engines.chunked import Slab
 from grpo_fused.engines.rows import TorchRows
-from grpo_fused.parallel import counting
+from grpo_fused.ranks.parallel import counting
 
 
 def plain(result: Result, traffic: Any) -> dict[str, Any]:

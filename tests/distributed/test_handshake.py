@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from grpo_fused.calls import HeadCall, LogprobsCall, LogprobsGradientCall, Needs
-from grpo_fused.handshake import checksum, contents_of, form_of
+from grpo_fused.call.calls import HeadCall, LogprobsCall, LogprobsGradientCall, Needs
+from grpo_fused.ranks.handshake import checksum, contents_of, form_of
 
 IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
 

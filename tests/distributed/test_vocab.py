@@ -11,7 +11,7 @@ from distributed.jobs import slices, vocab_logprobs, vocab_loss
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
 from grpo_fused import CandidateSets, fused_linear_logprobs
-from grpo_fused.calls import Needs
+from grpo_fused.call.calls import Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import Head

@@ -14,13 +14,13 @@ from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transfo
 from native.rows import TRANSFORMS, assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
 
 from grpo_fused import engines
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines import cuda_rows
 from grpo_fused.engines.cuda_rows import CudaRows
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
-from grpo_fused.layout import Layout
-from grpo_fused.objective import evaluate
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
 
 pytestmark = pytest.mark.gpu
 

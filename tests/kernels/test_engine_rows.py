@@ -56,8 +56,8 @@ def test_head_options_in_low_precision(dtype):
 @pytest.mark.parametrize("mask_some", [False, True], ids=["all", "masked"])
 def test_selective_reads_logits_in_place(monkeypatch, dtype, mask_some):
     """bf16 and fp16 logits are read without a copy in fp32, and not changed."""
-    from grpo_fused import logits as engine
     from grpo_fused import selective_logprobs
+    from grpo_fused.api import logits as engine
 
     monkeypatch.setattr(engine, "row_work", lambda device, dtype: TritonRows())
     values = (torch.randn(3, 5, 77) * 3).to(dtype)

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import POLICIES, Rows, Transform
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
-from grpo_fused.layout import Layout
-from grpo_fused.objective import evaluate
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
 
 GRID = [
     make_config(loss_type, beta=beta, kl_estimator=kl, use_bias_correction_kl=corrected, entropy_coef=bonus, **clip)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_fused import _native
+from grpo_fused.engines import libraries
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,6 @@ def row_functions(tmp_path_factory):
 
 @pytest.fixture
 def cpu_extension() -> None:
-    reason = _native.cpu_available()
+    reason = libraries.cpu_available()
     if reason is not None:
         pytest.skip(reason)

@@ -11,7 +11,7 @@ from grpo_fused.kernels.row_types import KL_ESTIMATORS, POLICIES, Statistics, To
 from native.building import shared_library
 from torch import Tensor
 
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines.token_kernels import objective_numbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

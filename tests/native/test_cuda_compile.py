@@ -16,11 +16,11 @@ from native.building import shared_library
 from native.rows import in_place, make_rows, padded
 
 from benchmarks import aot_rows
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines.cuda_rows import CudaRows
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
-from grpo_fused.layout import Layout
+from grpo_fused.objective.batch import TokenBatch
 
 # torch's CPU wheel has no such function, and a library with a missing one cannot be loaded
 STREAM_STUB = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'

@@ -16,11 +16,11 @@ from helpers import config_id, make_config
 from native.harness import Harness, Layout
 from native.rows import assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout as TokenLayout
 from grpo_fused.engines.token_kernels import token_inputs
-from grpo_fused.layout import Layout as TokenLayout
-from grpo_fused.objective import evaluate
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
 
 LAYOUTS = [Layout(1, 32), Layout(2, 96), Layout(8, 32), Layout(0, 96)]
 SHAPES = [(1, 1), (3, 37), (2, 12301)]

@@ -20,8 +20,8 @@ from helpers import (
     rounding_error_of_gradients,
 )
 
-from grpo_fused import _cpu, _native, engines, fused_linear_grpo_loss, fused_linear_logprobs
-from grpo_fused.engines import native
+from grpo_fused import engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.engines import cpu_library, libraries, native
 
 LOW = (torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("cpu_extension")
@@ -39,9 +39,9 @@ def threads():
 def isa(request, cpu_extension):
     """The instruction set: that of the other tests, then AVX2."""
     if request.param:
-        _cpu.use_isa(request.param)
+        cpu_library.use_isa(request.param)
     yield
-    _cpu.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+    cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
 
 
 on_each_isa = pytest.mark.usefixtures("isa")
@@ -267,7 +267,7 @@ def test_a_vocabulary_that_ends_in_a_product_of_few_rows(vocab):
 def test_targets_in_the_first_row_of_a_block(threads):
     """Two threads work on neighbouring blocks: the one that is later must not write the other's target."""
     threads(2)
-    rows = _cpu.head_layout(torch.Size([2**20, 16]), torch.float32).block_rows
+    rows = cpu_library.head_layout(torch.Size([2**20, 16]), torch.float32).block_rows
     targets = torch.arange(3 * 96) * rows  # 96 parts of the vocabulary, three blocks each
     hidden, weight = torch.randn(len(targets), 16), torch.randn(len(targets) * rows, 16)
     want = (hidden * weight[targets]).sum(1) - (hidden @ weight.T).logsumexp(1)
@@ -384,10 +384,10 @@ def test_products_and_sums_of_single_rows(dtype):
         j, factor = torch.randint(0, 7, (50,)), torch.randn(50)
         sizes, offsets = torch.tensor([20, 0, 30, 0, 0, 0, 0]), torch.tensor([0, 20, 20, 50, 50, 50, 50, 50])
         targets, ones = torch.zeros(7, dtype=torch.int64), torch.ones(7)
-        z, _ = _cpu.set_scores(a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True)
+        z, _ = cpu_library.set_scores(a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True)
         assert (z - (a.repeat_interleave(sizes, 0).double() * b[j].double()).sum(1)).abs().max() < 1e-4
         sums = torch.zeros(7, columns)
-        _cpu.add_segment_sums(sums, torch.arange(7), b, j, factor, offsets)
+        cpu_library.add_segment_sums(sums, torch.arange(7), b, j, factor, offsets)
         want = [(b[j[part]].double() * factor[part, None]).sum(0) for part in map(slice, (0, 20, 20), (20, 20, 50))]
         assert (sums[:3] - torch.stack(want)).abs().max() < 1e-4
 
@@ -401,8 +401,8 @@ def test_avx2_differs_from_avx512_in_rounding_alone(isa):
         return fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids, impl="native").logps
 
     ours = score()
-    assert _native.instruction_set() == "AVX2, bf16 widened"
-    _cpu.use_isa("")
+    assert libraries.instruction_set() == "AVX2, bf16 widened"
+    cpu_library.use_isa("")
     assert (score() - ours).abs().max() < 1e-5
 
 
@@ -487,7 +487,7 @@ def test_named_engine_says_why_it_cannot_run(monkeypatch):
     cuda = native.unavailable(torch.device("cuda", 0), torch.float32)
     assert cuda is not None
     assert "runs on the CPU" in cuda
-    monkeypatch.setattr(_native, "_cpu_reason", "the native engine needs AVX2 and FMA")
+    monkeypatch.setattr(libraries, "_cpu_reason", "the native engine needs AVX2 and FMA")
     with pytest.raises(RuntimeError, match="needs AVX2 and FMA"):
         case.to(torch.float32).run(make_config("dapo"), impl="native")
     assert engines.choose("auto", torch.device("cpu"), torch.float32) == "chunked"

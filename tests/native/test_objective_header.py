@@ -17,11 +17,11 @@ from helpers import config_id, make_config
 from native.building import shared_library
 
 from grpo_fused import grpo_loss
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
-from grpo_fused.layout import Layout
-from grpo_fused.objective import evaluate
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
 
 GRID = [
     make_config(loss_type, beta=beta, kl_estimator=kl, use_bias_correction_kl=corrected, **clip)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from grpo_fused import _cpu
+from grpo_fused.engines import cpu_library
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 N, H, V = 70, 40, 300
@@ -19,7 +19,7 @@ def scores(**changes):
         "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
         "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
     }  # fmt: skip
-    inputs = _cpu.HeadInputs(*[arguments[name] for name in _cpu.HeadInputs._fields])
+    inputs = cpu_library.HeadInputs(*[arguments[name] for name in cpu_library.HeadInputs._fields])
     return inputs, arguments["with_entropy"], arguments["kept"], arguments["spill"]
 
 
@@ -32,7 +32,7 @@ def sets_of_first(ids, of_first):
 
 def gradient(**changes):
     inputs, _, kept, spill = scores()
-    statistics, offsets = _cpu.head_scores(inputs, True, kept, spill)
+    statistics, offsets = cpu_library.head_scores(inputs, True, kept, spill)
     arguments = {
         "inputs": inputs, "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
         "dentropy": torch.randn(N), "dweight": kept, "spill": spill, "superblock": 2, "need_hidden": True,
@@ -75,7 +75,7 @@ def gradient(**changes):
 )  # fmt: skip
 def test_wrong_scores_are_refused(changes, message):
     with pytest.raises(RuntimeError, match=message):
-        _cpu.head_scores(*scores(**changes))
+        cpu_library.head_scores(*scores(**changes))
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_wrong_scores_are_refused(changes, message):
 )
 def test_wrong_gradients_are_refused(changes, message):
     with pytest.raises(RuntimeError, match=message):
-        _cpu.head_gradient(*gradient(**changes))
+        cpu_library.head_gradient(*gradient(**changes))
 
 
 def test_no_tokens():
     inputs = scores(hidden=torch.randn(0, H), targets=torch.zeros(0, dtype=torch.int64), temperature=torch.ones(0))
-    statistics, offsets = _cpu.head_scores(*inputs)
+    statistics, offsets = cpu_library.head_scores(*inputs)
     assert statistics.shape == (4, 0)
     assert offsets.shape[1] == 0
     dweight = torch.full((V, H), torch.nan)
-    dhidden, dbias = _cpu.head_gradient(*gradient(rows=torch.arange(0), dweight=dweight))
+    dhidden, dbias = cpu_library.head_gradient(*gradient(rows=torch.arange(0), dweight=dweight))
     assert dhidden.shape == (0, H)
     assert (dbias == 0).all()
     assert (dweight == 0).all()
@@ -114,7 +114,7 @@ def test_no_tokens():
 def test_a_plan_of_a_head_of_no_such_size_is_refused(vocab, hidden):
     """An integer division by zero, also after an overflow, would kill the process."""
     with pytest.raises(RuntimeError, match=r"from 1 to 2\^31 - 1 rows and columns; got \["):
-        _cpu.head_layout(torch.Size([vocab, hidden]), torch.bfloat16)
+        cpu_library.head_layout(torch.Size([vocab, hidden]), torch.bfloat16)
 
 
 SIZES = [2, 0, 3]
@@ -155,7 +155,7 @@ def set_scores(**changes):
 )
 def test_wrong_candidate_sets_are_refused(changes, message):
     with pytest.raises(RuntimeError, match=message):
-        _cpu.set_scores(*set_scores(**changes))
+        cpu_library.set_scores(*set_scores(**changes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -165,7 +165,7 @@ def test_sums_are_added_to_rows(dtype):
     want = out.double()
     for row, part in zip((4, 5, 19), (slice(0, 2), slice(2, 2), slice(2, 5)), strict=True):
         want[row] += (factor[part].double().unsqueeze(1) * x[index[part]].double()).sum(0)
-    _cpu.add_segment_sums(out, torch.tensor([4, 5, 19]), x, index, factor, offsets(*SIZES))
+    cpu_library.add_segment_sums(out, torch.tensor([4, 5, 19]), x, index, factor, offsets(*SIZES))
     assert torch.equal(out[torch.arange(20) % 4 == 1], want.to(dtype)[torch.arange(20) % 4 == 1])  # others untouched
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
@@ -177,7 +177,7 @@ def test_a_sum_that_is_nan_stays_nan(dtype):
         x = torch.ones(9, H)
         x[3, ::7] = torch.frombuffer(bytearray(bits.to_bytes(4, "little")), dtype=torch.float32)
         out = torch.ones(20, H).to(dtype)
-        _cpu.add_segment_sums(out, torch.tensor([4, 5]), x, torch.tensor([3, 8]), torch.ones(2), offsets(1, 1))
+        cpu_library.add_segment_sums(out, torch.tensor([4, 5]), x, torch.tensor([3, 8]), torch.ones(2), offsets(1, 1))
         assert torch.equal(out[4].isnan(), x[3].isnan())
         assert (out[5] == 2).all()
 
@@ -199,7 +199,7 @@ def test_wrong_sums_are_refused(changes, message):
         "index": torch.tensor([8, 0, 8, 3, 3]), "factor": torch.randn(5), "offsets": offsets(*SIZES), **changes,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
-        _cpu.add_segment_sums(*arguments.values())
+        cpu_library.add_segment_sums(*arguments.values())
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", ""])
@@ -207,22 +207,22 @@ def test_wrong_sums_are_refused(changes, message):
 def test_products_are_those_of_float64(dtype, isa):
     """Odd sizes and gaps between rows; a token's are bitwise the same in any batch."""
     try:
-        _cpu.use_isa(isa)
+        cpu_library.use_isa(isa)
     except RuntimeError as error:
         pytest.skip(str(error))
     try:
         for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
             hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
             out = torch.full((n, v + 2), 7.0)
-            _cpu.head_products(hidden, weight, out[:, :v])
+            cpu_library.head_products(hidden, weight, out[:, :v])
             want = hidden.double() @ weight.double().T
             torch.testing.assert_close(out[:, :v].double(), want, rtol=0.0, atol=1e-5 * h**0.5)
             assert (out[:, v:] == 7).all()
             last = torch.empty(1, v)
-            _cpu.head_products(hidden[-1:].contiguous(), weight, last)
+            cpu_library.head_products(hidden[-1:].contiguous(), weight, last)
             assert torch.equal(last[0], out[-1, :v])
     finally:
-        _cpu.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+        cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
 
 
 @pytest.mark.parametrize(
@@ -237,4 +237,4 @@ def test_products_are_those_of_float64(dtype, isa):
 )
 def test_products_refuse_a_wrong_result(out, message):
     with pytest.raises(RuntimeError, match=message):
-        _cpu.head_products(torch.randn(N, H), torch.randn(V, H), out)
+        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), out)

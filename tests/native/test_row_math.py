@@ -19,11 +19,11 @@ from helpers import config_id, make_config
 from native.harness import Harness, Layout
 from native.rows import TRANSFORMS, assert_gradient, exact, exact_gradient, in_place, make_rows, make_transform, padded
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.layout import Layout as TokenLayout
 from grpo_fused.engines.token_kernels import token_inputs
-from grpo_fused.layout import Layout as TokenLayout
-from grpo_fused.objective import evaluate
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
 
 # one column; fewer than a packet; one chunk; an odd tail; 16 KiB of fp32 and one more; several chunks a block
 SHAPES = [(1, 1), (5, 37), (3, 256), (2, 4097), (2, 20011)]

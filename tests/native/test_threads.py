@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fused import _cpu, fused_linear_logprobs
+from grpo_fused import fused_linear_logprobs
+from grpo_fused.engines import cpu_library
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 
@@ -41,9 +42,9 @@ def test_callers_on_several_threads(score):
 def test_a_call_waits_for_its_helpers(score):
     """Many short calls: a helper that is late must not write into the next one's memory."""
     rows, targets = torch.randn(12, 3000), torch.zeros(12, dtype=torch.int64)
-    want = _cpu.logit_statistics(rows, targets, True)
+    want = cpu_library.logit_statistics(rows, targets, True)
     for _ in range(2000):
-        assert torch.equal(_cpu.logit_statistics(rows, targets, True), want)
+        assert torch.equal(cpu_library.logit_statistics(rows, targets, True), want)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_fused import validation as check
-from grpo_fused.calls import LossInputs
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines import Impl
-from grpo_fused.functional import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.integrations.liger.options import (
     MODULE_DEFAULTS,
     as_config,

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused import objective
-from grpo_fused import validation as check
-from grpo_fused.autograd import first_order
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
-from grpo_fused.config import PPO_FAMILY, GRPOLossConfig
-from grpo_fused.functional import selective_logprobs
+from grpo_fused.api import selective_logprobs
+from grpo_fused.api.autograd import first_order
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.config import PPO_FAMILY, GRPOLossConfig
+from grpo_fused.call.layout import Layout
 from grpo_fused.integrations.liger.options import (
     LOGITS_DEFAULTS,
     LOSS_TYPES,
@@ -24,7 +23,8 @@ from grpo_fused.integrations.liger.options import (
     num_items,
     rollout_ratio,
 )
-from grpo_fused.layout import Layout
+from grpo_fused.objective import formulas as objective
+from grpo_fused.objective.batch import TokenBatch
 
 
 def grpo_loss_from_logits(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused import objective
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import LossInputs
-from grpo_fused.config import TOKEN_NORMALIZED, USED_BY, GRPOLossConfig
-from grpo_fused.layout import Layout
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.config import TOKEN_NORMALIZED, USED_BY, GRPOLossConfig
+from grpo_fused.call.layout import Layout
+from grpo_fused.objective import formulas as objective
+from grpo_fused.objective.batch import TokenBatch
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_fused import validation as check
-from grpo_fused.functional import fused_linear_logprobs
+from grpo_fused.api import fused_linear_logprobs
+from grpo_fused.call import validation as check
 
 
 class FusedLinearScaledCrossEntropyFunction:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused.functional import fused_linear_divergence
+from grpo_fused.api import fused_linear_divergence
 
 
 def fused_divergence_loss(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused.calls import HeadCall, LogprobsCall
+from grpo_fused.call.calls import HeadCall, LogprobsCall
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import operators
-from grpo_fused.autograd import first_order, scaled
-from grpo_fused.calls import (
+from grpo_fused.api import operators
+from grpo_fused.api.autograd import first_order, scaled
+from grpo_fused.call.calls import (
     HeadCall,
     LogprobsCall,
     LogprobsGradientCall,
@@ -34,8 +34,8 @@ from grpo_fused.calls import (
     detach,
     flat,
 )
-from grpo_fused.candidates import CandidateSets
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.config import GRPOLossConfig
 
 TOLERANCE = 5e-6
 """Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import HeadCall
+from grpo_fused.call.calls import HeadCall
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.engines.rows import z_
 from grpo_fused.engines.scratch import scratch_budget

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from grpo_fused import engines
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.truncation import ExactTruncation

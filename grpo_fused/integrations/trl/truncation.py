@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from grpo_fused.calls import HeadCall
-from grpo_fused.candidates import CandidateSets, check_values
+from grpo_fused.call.calls import HeadCall
+from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.trainer.rollout import Sampling
 from grpo_fused.trainer.sampling import padded_sets
 

@@ -17,19 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import LOWEST_LOGP, TokenBatch
-from grpo_fused.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
-from grpo_fused.config import GRPOLossConfig
-from grpo_fused.custom import Evaluation, Objective, check_no_other_gradient
+from grpo_fused.call.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.products import Head
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import Layout
-from grpo_fused.metrics import compute_metrics
-from grpo_fused.objective import evaluate
-from grpo_fused.parallel import TokenParallel
+from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
+from grpo_fused.objective.custom import Evaluation, Objective, check_no_other_gradient
+from grpo_fused.objective.formulas import evaluate
+from grpo_fused.objective.metrics import compute_metrics
+from grpo_fused.ranks.parallel import TokenParallel
 
 
 class LossParts(NamedTuple):

@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import engines, logits
-from grpo_fused.batch import TokenBatch
-from grpo_fused.calls import (
+from grpo_fused import engines
+from grpo_fused.api import logits
+from grpo_fused.api.pipeline import (
+    LossParts,
+    run_divergence,
+    run_logprobs,
+    run_logprobs_gradient,
+    run_loss,
+    run_objective,
+)
+from grpo_fused.call.calls import (
     CandidateGradientCall,
     CustomCall,
     DivergenceCall,
@@ -34,29 +42,22 @@ from grpo_fused.calls import (
     build,
     fields_of,
 )
-from grpo_fused.config import GRPOLossConfig
-from grpo_fused.custom import Objective
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout
+from grpo_fused.call.validation import check_divergence_values, check_loss_values, check_token_values
 from grpo_fused.engines.base import Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
 from grpo_fused.engines.products import Head, ieee_products
 from grpo_fused.engines.scratch import sparse_zeros_like
-from grpo_fused.handshake import failing_together, join
 from grpo_fused.kernels.row_types import Statistics
-from grpo_fused.layout import Layout
-from grpo_fused.metrics import compute_metrics, loss_metric_names, metric_names
-from grpo_fused.objective import evaluate
-from grpo_fused.parallel import ParallelGroups, TokenParallel
-from grpo_fused.pipeline import (
-    LossParts,
-    run_divergence,
-    run_logprobs,
-    run_logprobs_gradient,
-    run_loss,
-    run_objective,
-)
-from grpo_fused.validation import check_divergence_values, check_loss_values, check_token_values
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.custom import Objective
+from grpo_fused.objective.formulas import evaluate
+from grpo_fused.objective.metrics import compute_metrics, loss_metric_names, metric_names
+from grpo_fused.ranks.handshake import failing_together, join
+from grpo_fused.ranks.parallel import ParallelGroups, TokenParallel
 
 
 def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:

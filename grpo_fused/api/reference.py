@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import DivergenceCall, HeadCall, LossCall, LossInputs, TokensCall
-from grpo_fused.candidates import CandidateSets
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.calls import DivergenceCall, HeadCall, LossCall, LossInputs, TokensCall
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout, active_tokens
+from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
+from grpo_fused.call.validation import check_call_values, check_divergence_values
 from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products
-from grpo_fused.layout import Layout, active_tokens
-from grpo_fused.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
-from grpo_fused.validation import check_call_values, check_divergence_values
 
 
 def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:

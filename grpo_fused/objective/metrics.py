@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import TokenBatch
-from grpo_fused.config import GRPOLossConfig
-from grpo_fused.objective import Objective
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import Objective
 
 _CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 

@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import CustomCall, DivergenceCall, LogprobsGradientCall, LossCall, LossInputs, TokensCall, named
-from grpo_fused.candidates import CandidateSets, check_values
-from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
-from grpo_fused.layout import Layout, active_tokens, values_are_checked
-from grpo_fused.options import check_number
+from grpo_fused.call.calls import (
+    CustomCall,
+    DivergenceCall,
+    LogprobsGradientCall,
+    LossCall,
+    LossInputs,
+    TokensCall,
+    named,
+)
+from grpo_fused.call.candidates import CandidateSets, check_values
+from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.call.layout import Layout, active_tokens, values_are_checked
+from grpo_fused.call.options import check_number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -7,14 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fused import reference
-from grpo_fused import validation as check
-from grpo_fused.autograd import LinearLoss
-from grpo_fused.calls import DivergenceCall, OtherHead
-from grpo_fused.functional.head import beside, head_call, needs_of
-from grpo_fused.layout import Layout
-from grpo_fused.options import check_choice, check_number
-from grpo_fused.outputs import DivergenceOutput
+from grpo_fused.api import reference
+from grpo_fused.api.autograd import LinearLoss
+from grpo_fused.api.head import beside, head_call, needs_of
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import DivergenceCall, OtherHead
+from grpo_fused.call.layout import Layout
+from grpo_fused.call.options import check_choice, check_number
+from grpo_fused.call.outputs import DivergenceOutput
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 DivergenceImpl = Literal["auto", "chunked", "reference"]

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused import validation as check
-from grpo_fused.calls import HeadCall, Needs, OtherHead
-from grpo_fused.candidates import CandidateSets, checked
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import HeadCall, Needs, OtherHead
+from grpo_fused.call.candidates import CandidateSets, checked
+from grpo_fused.call.layout import Layout, split_temperature
+from grpo_fused.call.options import check_integer
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
-from grpo_fused.layout import Layout, split_temperature
-from grpo_fused.options import check_integer
-from grpo_fused.parallel import ParallelGroups, whole
+from grpo_fused.ranks.parallel import ParallelGroups, whole
 
 
 def head_call(

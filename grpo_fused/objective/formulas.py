@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import LOWEST_LOGP, TokenBatch
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped at +-20 before they are exponentiated; TRL overflows for larger ones."""

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_fused.call.layout import values_are_checked
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Statistics
-from grpo_fused.layout import values_are_checked
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fused.layout import active_tokens, values_are_checked
-from grpo_fused.options import check_integer, check_number
+from grpo_fused.call.layout import active_tokens, values_are_checked
+from grpo_fused.call.options import check_integer, check_number
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fused import validation as check
-from grpo_fused.layout import Layout, active_tokens, segments
-from grpo_fused.objective import MAX_LOG_RATIO
-from grpo_fused.options import check_choice, check_number
-from grpo_fused.outputs import ImportanceSamplingOutput
+from grpo_fused.call import validation as check
+from grpo_fused.call.layout import Layout, active_tokens, segments
+from grpo_fused.call.options import check_choice, check_number
+from grpo_fused.call.outputs import ImportanceSamplingOutput
+from grpo_fused.objective.formulas import MAX_LOG_RATIO
 
 ImportanceSamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 

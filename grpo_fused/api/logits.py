@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import LogitsCall
+from grpo_fused.api.pipeline import clean_coefficients
+from grpo_fused.call.calls import LogitsCall
+from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.engines.base import flat_view, rows_of
 from grpo_fused.engines.chunked import row_block_bytes, row_work
 from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.rows import RowWork
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
-from grpo_fused.layout import Layout, active_tokens
-from grpo_fused.pipeline import clean_coefficients
 
 
 def scores(call: LogitsCall, layout: Layout) -> Statistics:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused.calls import LossInputs
-from grpo_fused.config import TOKEN_NORMALIZED, GRPOLossConfig
-from grpo_fused.layout import Layout, active_tokens, segments
-from grpo_fused.parallel import TokenParallel
+from grpo_fused.call.calls import LossInputs
+from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.call.layout import Layout, active_tokens, segments
+from grpo_fused.ranks.parallel import TokenParallel
 
 LOWEST_LOGP = -1e4
 """The objective's lower bound of log-probs, nats. An impossible token (-inf: its logit is masked) counts as this, so

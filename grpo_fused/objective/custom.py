@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_fused.batch import LOWEST_LOGP
-from grpo_fused.layout import Layout, values_are_checked
+from grpo_fused.call.layout import Layout, values_are_checked
+from grpo_fused.objective.batch import LOWEST_LOGP
 
 Scope = Literal["token", "sequence", "batch"]
 Objective = Callable[..., Tensor]

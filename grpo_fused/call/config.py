@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar, Literal, get_args
 
-from grpo_fused.options import check_options, option
+from grpo_fused.call.options import check_options, option
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]

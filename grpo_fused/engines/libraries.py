@@ -1,6 +1,6 @@
 """The native libraries: the CPU library is loaded at import, the CUDA library at first use; else the reason is kept.
 
-Both are optional. That of the CPU is plain C (`_cpu.py`). That of CUDA is built against torch's stable ABI and
+Both are optional. That of the CPU is plain C (`cpu_library.py`). That of CUDA is built against torch's stable ABI and
 registers operators in `torch.ops.grpo_fused_C`.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_fused import _cpu
+from grpo_fused.engines import cpu_library
 
 
 def cpu_available() -> str | None:
@@ -38,7 +38,7 @@ def cuda_available() -> str | None:
 
 def instruction_set() -> str:
     """What the CPU operators multiply bf16 with; the environment variable `GRPO_FUSED_ISA` can choose another."""
-    return _cpu.instruction_set()
+    return cpu_library.instruction_set()
 
 
 def missing() -> str | None:
@@ -55,7 +55,7 @@ def build_command(extension: str = "cpu") -> str:
     It needs a compiler, and torch for `cuda`; without them it fails with the reason. A checkout is installed in
     editable mode.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     what, installer = _origin()
     if (root / "setup.py").is_file():
         what = f"-e {shlex.quote(str(root))}"
@@ -91,7 +91,7 @@ def _origin() -> tuple[str, str]:
 def _load(name: str, load: Callable[[Path], None]) -> str | None:
     """Load `grpo_fused/<name>.*.so`, or return why it cannot be loaded and the command that builds it."""
     extension = "cuda" if name.endswith("_cuda") else "cpu"
-    found = sorted(Path(__file__).parent.glob(f"{name}.*so"))
+    found = sorted(Path(__file__).parents[1].glob(f"{name}.*so"))
     if not found:
         compiler = "" if extension == "cuda" or shutil.which("g++") else ", for which there is no C++ compiler (g++)"
         return f"the {extension.upper()} extension was not built{compiler}; to build it: {build_command(extension)}"
@@ -104,9 +104,9 @@ def _load(name: str, load: Callable[[Path], None]) -> str | None:
 
 def _load_cpu() -> tuple[str | None, bool]:
     """(why the operators do not run here, None if they do; whether a build would fix that)."""
-    reason = _load("_C", _cpu.load)
+    reason = _load("_C", cpu_library.load)
     if reason is None:
-        missing = _cpu.missing()
+        missing = cpu_library.missing()
         if missing.startswith("GRPO_FUSED_ISA"):  # a wish that cannot be met is not passed over
             raise ValueError(missing)
         return missing or None, False

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_fused.options import check_choice, check_integer
-from grpo_fused.outputs import AdvantageOutput
+from grpo_fused.call.options import check_choice, check_integer
+from grpo_fused.call.outputs import AdvantageOutput
 
 ScaleRewards = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused import operators
-from grpo_fused.calls import (
+from grpo_fused.api import operators
+from grpo_fused.call.calls import (
     CandidateGradientCall,
     CustomCall,
     DivergenceCall,
@@ -26,7 +26,7 @@ from grpo_fused.calls import (
     detach,
     flat,
 )
-from grpo_fused.custom import Objective
+from grpo_fused.objective.custom import Objective
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused import reference
-from grpo_fused import validation as check
-from grpo_fused.autograd import LinearLoss
-from grpo_fused.calls import CustomCall
-from grpo_fused.candidates import CandidateSets
-from grpo_fused.custom import Evaluation, Objective, Scope
+from grpo_fused.api import reference
+from grpo_fused.api.autograd import LinearLoss
+from grpo_fused.api.head import head_call, needs_of
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import CustomCall
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.layout import Layout, active_tokens
+from grpo_fused.call.options import check_choice
+from grpo_fused.call.outputs import ObjectiveOutput
 from grpo_fused.engines import Impl
-from grpo_fused.functional.head import head_call, needs_of
-from grpo_fused.handshake import refusing_together
-from grpo_fused.layout import Layout, active_tokens
-from grpo_fused.options import check_choice
-from grpo_fused.outputs import ObjectiveOutput
-from grpo_fused.parallel import ParallelGroups
+from grpo_fused.objective.custom import Evaluation, Objective, Scope
+from grpo_fused.ranks.handshake import refusing_together
+from grpo_fused.ranks.parallel import ParallelGroups
 
 P = ParamSpec("P")
 T = TypeVar("T")

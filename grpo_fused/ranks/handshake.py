@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.calls import CustomCall, LossCall, TokensCall, named
-from grpo_fused.layout import Layout
-from grpo_fused.parallel import (
+from grpo_fused.call.calls import CustomCall, LossCall, TokensCall, named
+from grpo_fused.call.layout import Layout
+from grpo_fused.call.validation import check_call_values
+from grpo_fused.ranks.parallel import (
     ParallelGroups,
     PeerError,
     TokenParallel,
@@ -28,7 +29,6 @@ from grpo_fused.parallel import (
     device_of,
     gather_objects,
 )
-from grpo_fused.validation import check_call_values
 
 _NUMBERS = 3
 """integers that ranks exchange with the digest"""

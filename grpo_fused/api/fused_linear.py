@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused import reference
-from grpo_fused import validation as check
-from grpo_fused.autograd import LinearLogprobs, LinearLoss
-from grpo_fused.calls import LogprobsCall, LossCall, LossInputs
-from grpo_fused.candidates import CandidateSets
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused.api import reference
+from grpo_fused.api.autograd import LinearLogprobs, LinearLoss
+from grpo_fused.api.head import beside, head_call, needs_of
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import LogprobsCall, LossCall, LossInputs
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout
+from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.engines import Impl
-from grpo_fused.functional.head import beside, head_call, needs_of
-from grpo_fused.handshake import refusing_together
-from grpo_fused.layout import Layout
-from grpo_fused.metrics import loss_metric_names
-from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
-from grpo_fused.parallel import ParallelGroups
+from grpo_fused.objective.metrics import loss_metric_names
+from grpo_fused.ranks.handshake import refusing_together
+from grpo_fused.ranks.parallel import ParallelGroups
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fused import engines, reference
-from grpo_fused import validation as check
-from grpo_fused.autograd import GRPOObjective, SelectiveLogprobs
-from grpo_fused.calls import LogitsCall, LossInputs, ObjectiveCall
-from grpo_fused.config import GRPOLossConfig
+from grpo_fused import engines
+from grpo_fused.api import reference
+from grpo_fused.api.autograd import GRPOObjective, SelectiveLogprobs
+from grpo_fused.call import validation as check
+from grpo_fused.call.calls import LogitsCall, LossInputs, ObjectiveCall
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import Layout, split_temperature
+from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.engines import Impl
-from grpo_fused.layout import Layout, split_temperature
-from grpo_fused.metrics import metric_names
-from grpo_fused.outputs import GRPOLossOutput, LogprobOutput
+from grpo_fused.objective.metrics import metric_names
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 

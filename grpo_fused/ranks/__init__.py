@@ -1,0 +1,1 @@
+"""Calls that several processes share: collectives, the check that all make the same call, and failures."""
