@@ -268,3 +268,14 @@ def test_quantile_beyond_the_limit_of_torch_quantile():
     kept = logps.grad.count_nonzero().item()
     assert abs(kept - n / 4) <= 2
     assert logps.grad[0, : n // 4 - 2].ne(0).all()
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_the_gate_of_sapo_keeps_its_digits_where_it_is_open(impl):
+    """1 - sigmoid(x) as a difference has none left at x = 36."""
+    logps = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    ratio = torch.tensor([[1.0, 5.0, 20.0, 36.0]], dtype=torch.float64)
+    out = grpo_loss(logps, torch.ones(1), old_per_token_logps=-ratio.log(), config=make_config("sapo"), impl=impl)
+    (got,) = torch.autograd.grad(out.loss, logps)
+    x = (ratio - 1).exp()
+    torch.testing.assert_close(got, -(4 / 4) * ratio * x / (1 + x).square(), rtol=1e-12, atol=0)

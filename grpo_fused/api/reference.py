@@ -279,7 +279,8 @@ def _policy_loss(c: Tensor, log_ratio: Tensor, tokens: Tokens, config: GRPOLossC
     if config.loss_type == "sapo":
         tau = torch.full_like(advantages, config.sapo_temperature_neg)
         tau = torch.where(advantages > 0, torch.full_like(tau, config.sapo_temperature_pos), tau)
-        return -(4.0 / tau) * torch.sigmoid(tau * (c - 1.0)) * advantages, c
+        # the derivative of sigmoid loses its digits near 1, that of logsigmoid does not
+        return -(4.0 / tau) * torch.nn.functional.logsigmoid(tau * (c - 1.0)).exp() * advantages, c
     if config.loss_type == "vespo":
         phi = _gamma_weight(log_ratio.detach(), tokens, config)
         return -phi * advantages * logps, phi

@@ -160,8 +160,9 @@ def _policy(
         return _weighted_logp(phi * advantages, logp), phi
     if config.loss_type == "sapo":
         tau = _choose(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, c.dtype)
-        gate = torch.sigmoid(tau * (c - 1.0))
-        return Policy(-4.0 / tau * gate * advantages, -4.0 * gate * (1.0 - gate) * advantages, None), None
+        x = tau * (c - 1.0)
+        gate, closed = torch.sigmoid(x), torch.sigmoid(-x)  # 1 - gate, with its digits where the gate is near 1
+        return Policy(-4.0 / tau * gate * advantages, -4.0 * gate * closed * advantages, None), None
     if config.loss_type == "gmpo":
         return _gmpo(ratio.log_ratio, high_entropy, batch, config), None
     return _clipped(c, advantages, config), None

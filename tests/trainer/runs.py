@@ -114,8 +114,7 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         "loss": GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
     }
     trainer = make(Path(folder) / "run", save_steps=1, **options)
-    sharded = any(isinstance(x, DTensor) for x in trainer.policy.model.parameters())
-    assert sharded == (kind == "fsdp" and accelerator.num_processes > 1)
+    assert is_sharded(trainer) == (kind == "fsdp" and accelerator.num_processes > 1)
     history = trainer.train()
     state = weights_of(trainer)
     if accelerator.is_main_process:
@@ -125,14 +124,22 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         shutil.rmtree(Path(folder) / "run" / "checkpoint-000002")
     accelerator.wait_for_everyone()
     accelerator.free_memory()
+    if kind == "fsdp":  # its settings do not last for another trainer
+        options["accelerator"] = accelerator = fsdp_accelerator()
     resumed = make(Path(folder) / "run", resume=True, **options)
     assert resumed.steps_done == 1
+    assert is_sharded(resumed) == is_sharded(trainer)
     resumed.train()
     again = weights_of(resumed)
     assert all(torch.equal(again[name], value) for name, value in state.items())
     resumed.engine = HuggingFaceEngine(resumed.model, resumed.tokenizer, synced=kind == "fsdp")
     assert resumed.step()["completion_length"] > 0  # sampling works on the model that accelerate prepared
     leave(accelerator)
+
+
+def is_sharded(trainer: GRPOTrainer) -> bool:
+    """Whether FSDP2 has split the weights."""
+    return any(isinstance(x, DTensor) for x in trainer.policy.model.parameters())
 
 
 def leave(accelerator: Accelerator) -> None:
