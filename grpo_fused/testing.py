@@ -117,8 +117,8 @@ class Problem:
         left_out = {
             "ref_per_token_logps": config.beta == 0.0,
             "sampling_per_token_logps": config.off_policy_mask_threshold is None,
-            "importance_sampling_ratio": config.loss_type == "gmpo",
-            "num_items_in_batch": config.loss_type not in ("dapo", "cispo", "vespo"),
+            "importance_sampling_ratio": config.kind.takes_ratio is None,
+            "num_items_in_batch": not config.kind.takes_items,
         }
         return {name: x for name, x in {**self.options, **options}.items() if not left_out.get(name, False)}
 

@@ -31,7 +31,7 @@ class TritonRows:
     """
 
     only_reads = True
-    policies = frozenset(POLICIES)
+    policies = POLICIES
     temporaries = 0
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
@@ -74,7 +74,7 @@ class TritonRows:
                     rows.raw, out, common.bias, rows.targets, common.temperatures, *inputs, *stats, loss, dlogp,
                     rows.raw.stride(0), out.stride(0), *common.numbers, options.epsilon, options.epsilon_high,
                     options.delta, options.dual_clip, options.tau_pos, options.tau_neg, options.beta,
-                    POLICY=POLICIES[options.loss_type], KL=KL_ESTIMATORS[options.kl_estimator],
+                    POLICY=options.policy, KL=KL_ESTIMATORS[options.kl_estimator],
                     HAS_OLD=inputs.old is not None, HAS_KL=inputs.ref is not None and options.beta != 0.0,
                     BIAS_CORRECTION=options.bias_correction, HAS_IS_RATIO=inputs.is_ratio is not None,
                     **common.flags, WITH_ENTROPY=stats.entropy is not None, HAS_DENTROPY=has_bonus, **common.launch,

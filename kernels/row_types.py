@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-POLICIES = {"grpo": 0, "bnpo": 0, "dr_grpo": 0, "dapo": 0, "luspo": 0, "cispo": 1, "sapo": 2}
-"""Loss types whose coefficients depend on that token only; the averaging is in the token's weight."""
+POLICIES = frozenset(range(3))
+"""Numbers of the policy terms that depend on their token only, `POLICY` of kernels/objective.py: clip, cispo, sapo."""
 
 KL_ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
 LOWEST_LOG_P = -1e4
@@ -132,7 +132,7 @@ class TokenInputs(NamedTuple):
 class ObjectiveNumbers(NamedTuple):
     """The options of a token-level objective; an option that is off is inf (delta, dual_clip) or unread."""
 
-    loss_type: str
+    policy: int
     kl_estimator: str
     bias_correction: bool
     epsilon: float

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 
 from grpo_fused import __main__, testing
-from grpo_fused.call.config import LossType
+from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.engines import libraries, rows
 from grpo_fused.objective import formulas as objective
 from grpo_fused.tools import check
@@ -26,7 +24,7 @@ def test_passes(capsys):
 
 def test_covers_every_option():
     configs = [check.GRPOLossConfig(**options) for options in check.OBJECTIVES.values()]
-    assert {config.loss_type for config in configs} == set(get_args(LossType))
+    assert {config.loss_type for config in configs} == set(LOSS_TYPES)
     assert {config.importance_sampling_level for config in configs} == {"token", "sequence", "sequence_token"}
     assert {config.kl_estimator for config in configs if config.beta} == {"k1", "k2", "k3"}
     for option in ("entropy_coef", "delta", "dual_clip", "off_policy_mask_threshold"):

@@ -243,14 +243,14 @@ def _token_losses(tokens: Tokens, config: GRPOLossConfig) -> TokenLosses:
         behaviour = old if tokens.sampling is None else tokens.sampling
         drift = tokens.mean(torch.nan_to_num(behaviour - logps.detach(), nan=0.0))
         loss = loss * ((advantages >= 0) | (drift <= config.off_policy_mask_threshold))
-    if config.loss_type != "gmpo":  # its entropy mask acts inside the mean
+    if not config.kind.masks_inside:
         loss = torch.where(tokens.high_entropy, loss, 0.0)
-    if tokens.is_ratio is not None and config.loss_type != "vespo":
+    if tokens.is_ratio is not None and config.kind.takes_ratio == "spread":
         loss = loss * tokens.is_ratio
     kl = tokens.kl
     if tokens.ref is not None:
         kl = _kl(tokens.ref - logps, config.kl_estimator)
-        if config.use_bias_correction_kl and config.loss_type != "gmpo":
+        if config.use_bias_correction_kl and config.kind.corrects_kl:
             kl = kl * c
     if kl is None:
         return TokenLosses(loss, None, seen, advantages)
@@ -274,20 +274,22 @@ def _ratio(log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> Tensor:
 def _policy_loss(c: Tensor, log_ratio: Tensor, tokens: Tokens, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
     """Per-token policy loss, and the input of its metrics."""
     logps, advantages = tokens.logps, tokens.advantages
-    if config.loss_type == "cispo":
+    rule = config.kind.rule
+    if rule == "cispo":
         return -c.clamp(max=config.epsilon_upper).detach() * advantages * logps, c
-    if config.loss_type == "sapo":
+    if rule == "sapo":
         tau = torch.full_like(advantages, config.sapo_temperature_neg)
         tau = torch.where(advantages > 0, torch.full_like(tau, config.sapo_temperature_pos), tau)
         # the derivative of sigmoid loses its digits near 1, that of logsigmoid does not
         return -(4.0 / tau) * torch.nn.functional.logsigmoid(tau * (c - 1.0)).exp() * advantages, c
-    if config.loss_type == "vespo":
+    if rule == "vespo":
         phi = _gamma_weight(log_ratio.detach(), tokens, config)
         return -phi * advantages * logps, phi
-    if config.loss_type == "gmpo":
+    if rule == "gmpo":
         good, bad = _clamp(log_ratio, high=config.epsilon_upper), _clamp(log_ratio, low=-config.epsilon)
         mean = tokens.mean(torch.where(advantages > 0, good, bad), tokens.high_entropy)
         return -_clamp(mean, high=20).exp() * advantages, log_ratio
+    assert rule == "clip"
     capped = c if config.delta is None else _clamp(c, high=config.delta)
     clipped = _clamp(c, 1.0 - config.epsilon, 1.0 + config.epsilon_upper)
     loss = -torch.min(capped * advantages, clipped * advantages)
@@ -324,40 +326,40 @@ def _kl(q: Tensor, estimator: str) -> Tensor:
 def _aggregate(losses: list[Tensor], num_items: Tensor | None, config: GRPOLossConfig) -> Tensor | float:
     """The losses of each sequence, [t] each, as one number: how each loss type averages."""
     num_sequences, tokens = max(len(losses), 1), max(sum(map(len, losses)), 1)
-    if config.loss_type in ("grpo", "sapo", "gmpo"):
+    average = config.kind.average
+    if average == "sequences":
         return sum(x.mean() for x in losses if len(x)) / num_sequences
-    total = sum(x.sum() for x in losses)
-    if config.loss_type == "bnpo":
-        return total / tokens
-    if config.loss_type == "dr_grpo":
-        assert config.max_completion_length is not None
-        return total / (num_sequences * config.max_completion_length)
-    if config.loss_type == "luspo":
-        return total / num_sequences
-    return total / (tokens if num_items is None else num_items)
+    divisors = {
+        "items": tokens if num_items is None else num_items,
+        "tokens": tokens,
+        "length": num_sequences * (config.max_completion_length or 1),
+        "sum": num_sequences,
+    }
+    return sum(x.sum() for x in losses) / divisors[average]
 
 
 def _clip_metrics(parts: list[TokenLosses], advantage_per_token: bool, config: GRPOLossConfig) -> dict[str, Tensor]:
     """TRL's metrics: means over active tokens, or over sequences for what has one value a sequence."""
-    a_sequence = config.importance_sampling_level == "sequence" or config.loss_type == "vespo"
+    rule = config.kind.rule
+    a_sequence = config.importance_sampling_level == "sequence" or rule == "vespo"
 
     def mean(values: list[Tensor], empty: float = 0.0) -> Tensor:
         if a_sequence and not advantage_per_token:
             return torch.tensor([x[0].item() if len(x) else empty for x in values] or [0.0]).mean()
         return torch.cat(values or [torch.zeros(0)]).sum() / max(sum(map(len, values)), 1)
 
-    if config.loss_type == "vespo":
+    if rule == "vespo":
         return {"vespo/phi_seq_mean": mean([part.seen for part in parts], empty=1.0)}
-    if config.loss_type == "sapo":
+    if rule == "sapo":
         return {}
     low, high = 1 - config.epsilon, 1 + config.epsilon_upper
-    if config.loss_type == "gmpo":
+    if rule == "gmpo":
         low, high = -config.epsilon, config.epsilon_upper
-    if config.loss_type == "cispo":
+    if rule == "cispo":
         high = config.epsilon_upper
     is_low = [((part.seen < low) & (part.advantages < 0)).double() for part in parts]
     is_high = [((part.seen > high) & (part.advantages > 0)).double() for part in parts]
-    if config.loss_type == "cispo":
+    if rule == "cispo":
         return {"cispo_clip_ratio": mean(is_high)}
     lows, highs = ([x.mean() for x in values if len(x)] or [torch.tensor(math.nan)] for values in (is_low, is_high))
     return {

@@ -5,43 +5,21 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
+from grpo_fused.call.loss_types import LOSS_TYPES, LossType, users_of
 from grpo_fused.call.options import check_options, option
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
+LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
 
-PPO_FAMILY = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
-"""Loss types with PPO's clipped objective; they differ only in how tokens are averaged."""
-
-TOKEN_NORMALIZED = frozenset({"dapo", "cispo", "vespo"})
-"""Loss types divided by `num_items_in_batch` (by default the number of active tokens)."""
+PPO_FAMILY = frozenset(name for name, kind in LOSS_TYPES.items() if kind.rule == "clip")  # until merged
+TOKEN_NORMALIZED = frozenset(name for name, kind in LOSS_TYPES.items() if kind.takes_items)
+USED_BY = {o: frozenset(users_of(o)) for o in {x for k in LOSS_TYPES.values() for x in k.options}}
 
 # A separate float object, so that "not set" and "set to 0.2" differ: gmpo has another default.
 _DEFAULT_EPSILON = float("0.2")
-_DEFAULT_EPSILON_GMPO = 0.4
-
-USED_BY: dict[str, frozenset[str]] = {
-    "epsilon": PPO_FAMILY | {"gmpo"},
-    "epsilon_high": PPO_FAMILY | {"gmpo", "cispo"},
-    "delta": PPO_FAMILY,
-    "dual_clip": PPO_FAMILY,
-    "importance_sampling_level": PPO_FAMILY | {"cispo", "sapo", "vespo"},
-    "max_completion_length": frozenset({"dr_grpo"}),
-    "sapo_temperature_pos": frozenset({"sapo"}),
-    "sapo_temperature_neg": frozenset({"sapo"}),
-    "vespo_k_pos": frozenset({"vespo"}),
-    "vespo_lambda_pos": frozenset({"vespo"}),
-    "vespo_k_neg": frozenset({"vespo"}),
-    "vespo_lambda_neg": frozenset({"vespo"}),
-    "off_policy_mask_threshold": frozenset(get_args(LossType)) - {"gmpo"},
-}
-"""Which loss types use an option; an option that is missing here is used by all of them.
-
-`use_bias_correction_kl=False` is the behaviour of `gmpo` in any case, and is not refused.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +64,7 @@ class GRPOLossConfig:
         TypeError: An option has the wrong type.
     """
 
-    loss_type: LossType = "dapo"
+    loss_type: LossTypeName = "dapo"
     beta: float = option(0.0)
     epsilon: float = option(_DEFAULT_EPSILON, positive=True)
     epsilon_high: float | None = option(None, positive=True)
@@ -109,8 +87,8 @@ class GRPOLossConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.loss_type == "gmpo" and self.epsilon is _DEFAULT_EPSILON:
-            object.__setattr__(self, "epsilon", _DEFAULT_EPSILON_GMPO)
+        if self.epsilon is _DEFAULT_EPSILON:
+            object.__setattr__(self, "epsilon", self.kind.epsilon)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
         if self.dual_clip is not None and self.delta is not None:
@@ -118,6 +96,11 @@ class GRPOLossConfig:
         self._check_loss_type_uses_options()
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
         object.__setattr__(self, "_encoded", repr(values))
+
+    @property
+    def kind(self) -> LossType:
+        """The row of its loss type in the table."""
+        return LOSS_TYPES[self.loss_type]
 
     @property
     def encoded(self) -> str:
@@ -145,7 +128,7 @@ class GRPOLossConfig:
         """Whether a token's gradient needs the log-probs of its whole sequence."""
         return (
             self.importance_sampling_level != "token"
-            or self.loss_type in ("vespo", "gmpo")
+            or self.kind.whole_sequence
             or self.off_policy_mask_threshold is not None
         )
 
@@ -161,15 +144,11 @@ class GRPOLossConfig:
 
     def _check_loss_type_uses_options(self) -> None:
         for f in fields(self):
-            users = USED_BY.get(f.name)
-            if users is not None and self.loss_type not in users and getattr(self, f.name) != f.default:
+            users, value = users_of(f.name), getattr(self, f.name)
+            if self.loss_type not in users and value != f.default:
                 raise ValueError(
-                    f"{f.name}={getattr(self, f.name)!r} is not used by loss_type={self.loss_type!r} "
-                    f"(only by {', '.join(sorted(users))}); leave it at {f.default!r}"
+                    f"{f.name}={value!r} is not used by loss_type={self.loss_type!r} "
+                    f"(only by {', '.join(users)}); leave it at {f.default!r}"
                 )
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            raise ValueError(
-                "loss_type='dr_grpo' requires max_completion_length (tokens), which it divides by; got None"
-            )
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("loss_type='cispo' requires epsilon_high, its bound on the ratio itself; got None")
+            if f.name == self.kind.requires and value is None:
+                raise ValueError(f"loss_type={self.loss_type!r} requires {f.name}{self.kind.why}; got None")

@@ -23,8 +23,9 @@ from grpo_fused.call.calls import (
     named,
 )
 from grpo_fused.call.candidates import CandidateSets, check_values
-from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens, values_are_checked
+from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -161,8 +162,7 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
     _check(inputs.advantages, "advantages", _FLOAT, *_spreadable(layout))
     per_token, per_sequence = tuple(layout.shape), (layout.num_sequences, 1)
     for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"):
-        # VESPO sums the ratio over the tokens of a sequence
-        is_spread = name == "importance_sampling_ratio" and config.loss_type != "vespo"
+        is_spread = name == "importance_sampling_ratio" and config.kind.takes_ratio != "token"
         if (value := getattr(inputs, name)) is not None:
             _check(value, name, _FLOAT, *([per_token, per_sequence] if is_spread else [per_token]))
 
@@ -178,13 +178,12 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
         raise ValueError(
             "sampling_per_token_logps is only used with off_policy_mask_threshold, which is None; pass None"
         )
-    if inputs.num_items_in_batch is not None and config.loss_type not in TOKEN_NORMALIZED:
-        raise ValueError(
-            f"num_items_in_batch is not used by {loss_type} (only by {', '.join(sorted(TOKEN_NORMALIZED))}); pass None"
-        )
-    if inputs.importance_sampling_ratio is not None and config.loss_type == "gmpo":
+    if inputs.num_items_in_batch is not None and not config.kind.takes_items:
+        users = ", ".join(sorted(name for name, kind in LOSS_TYPES.items() if kind.takes_items))
+        raise ValueError(f"num_items_in_batch is not used by {loss_type} (only by {users}); pass None")
+    if inputs.importance_sampling_ratio is not None and config.kind.takes_ratio is None:
         raise ValueError(f"importance_sampling_ratio is not used by {loss_type}; pass None")
-    if config.loss_type == "gmpo" and layout.is_per_token(inputs.advantages):
+    if config.kind.rule == "gmpo" and layout.is_per_token(inputs.advantages):
         raise ValueError(
             f"{loss_type} needs one advantage a sequence, [{layout.num_sequences}]; "
             f"got shape {tuple(inputs.advantages.shape)}"

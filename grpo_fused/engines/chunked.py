@@ -196,7 +196,7 @@ def _in_one_launch(work: Work, rows: RowWork) -> TokenObjective | None:
     objective = work.coefficients
     if not isinstance(objective, TokenObjective) or work.tokens.vocab is not None:
         return None
-    supported = objective.config.token_alone and objective.config.loss_type in rows.policies
+    supported = objective.config.token_alone and objective.config.kind.kernel in rows.policies
     return objective if supported and work.head.gradient_dtype != torch.float16 else None
 
 

@@ -32,7 +32,7 @@ class CudaRows:
     """See `rows.RowWork`; logits stay raw until the gradient is written."""
 
     only_reads = True
-    policies = frozenset(POLICIES)
+    policies = POLICIES
     temporaries = 0
 
     def __init__(self, blocks: int = 0, threads: int = 0) -> None:
@@ -71,7 +71,7 @@ class CudaRows:
         policy, estimator, *numbers = options
         torch.ops.grpo_fused_C.row_loss(
             rows.raw, out, rows.targets, *_numbers(rows), *tensors, None if bonus is None else bonus.reshape(1),
-            POLICIES[policy], KL_ESTIMATORS[estimator], *numbers, *stats, loss, dlogp, *self._layout,
+            policy, KL_ESTIMATORS[estimator], *numbers, *stats, loss, dlogp, *self._layout,
         )  # fmt: skip
         return RowLoss(stats if with_entropy else stats._replace(entropy=None), loss, dlogp)
 

@@ -28,7 +28,7 @@ class RowWork(Protocol):
 
     only_reads: bool
     """Whether logits of any float dtype can be given, and are not changed; if not, `gradient` can pick rows."""
-    policies: frozenset[str]
+    policies: frozenset[int]
     """Loss types whose objective `loss` evaluates itself."""
     temporaries: int
     """Blocks of rows that it allocates."""
@@ -92,7 +92,7 @@ class TorchRows:
     """Row work in torch operations, in blocks of `block_rows` rows with up to three temporaries of that size."""
 
     only_reads = False
-    policies: frozenset[str] = frozenset()
+    policies: frozenset[int] = frozenset()
     temporaries = 3
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:

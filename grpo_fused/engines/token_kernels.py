@@ -12,7 +12,7 @@ from grpo_fused.objective.batch import TokenBatch
 def objective_numbers(config: GRPOLossConfig) -> ObjectiveNumbers:
     """The options of a configuration."""
     return ObjectiveNumbers(
-        loss_type=config.loss_type,
+        policy=config.kind.kernel,
         kl_estimator=config.kl_estimator,
         bias_correction=config.use_bias_correction_kl,
         epsilon=float(config.epsilon),  # an int would be compiled in

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LossInputs
-from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens, segments
 from grpo_fused.ranks.parallel import TokenParallel
 
@@ -136,7 +136,7 @@ class TokenBatch:
         if config.beta != 0.0 or config.entropy_coef != 0.0:
             return self.mask
         matters = self.mask & (self.advantages != 0)
-        if self.is_ratio is not None and config.loss_type != "vespo":
+        if self.is_ratio is not None and config.kind.takes_ratio == "spread":
             matters = matters & (self.is_ratio != 0)
         if config.needs_sequence:  # all tokens of a sequence change its ratio: keep it whole
             matters = self.mask & (self.of_sequence(self.sequence_sum(matters.to(torch.float32))) > 0)
@@ -169,18 +169,14 @@ def _aggregation_weight(
     config: GRPOLossConfig,
 ) -> Tensor:
     """[R] fp64: weights w of each loss type, such that the policy loss is the sum of w * l over tokens."""
-    num_sequences = max(lengths.shape[0], 1)
-    if config.loss_type in ("grpo", "sapo", "gmpo"):
+    num_sequences, average = max(lengths.shape[0], 1), config.kind.average
+    if average == "sequences":
         weight = (1.0 / (lengths.clamp(min=1.0) * num_sequences)).index_select(0, sequence)
-    elif config.loss_type == "bnpo":
+    elif average == "items" and num_items_in_batch is not None:
+        weight = 1.0 / num_items_in_batch.to(total)
+    elif average in ("items", "tokens"):
         weight = 1.0 / total.clamp(min=1.0)
-    elif config.loss_type == "dr_grpo":
-        assert config.max_completion_length is not None
-        weight = torch.full_like(total, 1.0 / (num_sequences * config.max_completion_length))
-    elif config.loss_type == "luspo":
-        weight = torch.full_like(total, 1.0 / num_sequences)
     else:
-        assert config.loss_type in TOKEN_NORMALIZED
-        items = total.clamp(min=1.0) if num_items_in_batch is None else num_items_in_batch.to(total)
-        weight = 1.0 / items
+        assert average in ("length", "sum")
+        weight = torch.full_like(total, 1.0 / (num_sequences * (config.max_completion_length or 1)))
     return torch.where(mask, weight, 0.0)

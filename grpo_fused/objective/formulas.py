@@ -8,12 +8,14 @@ mask or a clip discards cannot make a gradient NaN. `reference.py` computes the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.loss_types import Rule
 from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
 
 MAX_LOG_RATIO = 20.0
@@ -43,6 +45,8 @@ class Policy(NamedTuple):
     """[R] dl/dc, if the loss depends on the log-prob through the ratio."""
     dlogp: Tensor | None
     """[R] dl/dlogp, if it depends on the log-prob itself (cispo, vespo, gmpo)."""
+    phi: Tensor | None = None
+    """[R] VESPO's weight."""
 
 
 class Objective(NamedTuple):
@@ -86,7 +90,7 @@ def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Token
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
     logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
     ratio = _importance_ratio(logp, batch, config)
-    policy, _ = _policy(logp, ratio, None, batch, config)
+    policy = _POLICY[config.kind.rule](_Inputs(logp, ratio, None, batch, config))
     loss = _policy_factor(logp, None, batch, config) * policy.loss
     kl, _, _ = _kl(logp, ratio, batch, config)
     if kl is not None:
@@ -103,7 +107,7 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
     high_entropy = _high_entropy_mask(entropy, batch, config)
 
     ratio = _importance_ratio(logp, batch, config)
-    policy, phi = _policy(logp, ratio, high_entropy, batch, config)
+    policy = _POLICY[config.kind.rule](_Inputs(logp, ratio, high_entropy, batch, config))
     kept = _policy_factor(logp, high_entropy, batch, config) * batch.weight
 
     loss = (kept * policy.loss).to(torch.float64).sum()
@@ -130,7 +134,7 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
         dentropy=dentropy,
         log_ratio=ratio.log_ratio,
         ratio=ratio.value if config.delta is None else ratio.value.clamp(max=config.delta),
-        phi=phi,
+        phi=policy.phi,
         kl=kl,
     )
 
@@ -149,27 +153,36 @@ def _importance_ratio(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -
     return Ratio(log_ratio, value, torch.where(exponent.abs() > MAX_LOG_RATIO, 0.0, value))
 
 
-def _policy(
-    logp: Tensor, ratio: Ratio, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig
-) -> tuple[Policy, Tensor | None]:
-    c, advantages = ratio.value, batch.advantages
-    if config.loss_type == "cispo":
-        return _weighted_logp(c.clamp(max=config.epsilon_upper) * advantages, logp), None
-    if config.loss_type == "vespo":
-        phi = _vespo_phi(ratio.log_ratio, batch, config)
-        return _weighted_logp(phi * advantages, logp), phi
-    if config.loss_type == "sapo":
-        tau = _choose(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, c.dtype)
-        x = tau * (c - 1.0)
-        gate, closed = torch.sigmoid(x), torch.sigmoid(-x)  # 1 - gate, with its digits where the gate is near 1
-        return Policy(-4.0 / tau * gate * advantages, -4.0 * gate * closed * advantages, None), None
-    if config.loss_type == "gmpo":
-        return _gmpo(ratio.log_ratio, high_entropy, batch, config), None
-    return _clipped(c, advantages, config), None
+class _Inputs(NamedTuple):
+    """What a policy term may read."""
+
+    logp: Tensor
+    ratio: Ratio
+    high_entropy: Tensor | None
+    batch: TokenBatch
+    config: GRPOLossConfig
 
 
-def _clipped(c: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Policy:
+def _cispo(x: _Inputs) -> Policy:
+    return _weighted_logp(x.ratio.value.clamp(max=x.config.epsilon_upper) * x.batch.advantages, x.logp)
+
+
+def _vespo(x: _Inputs) -> Policy:
+    phi = _vespo_phi(x.ratio.log_ratio, x.batch, x.config)
+    return _weighted_logp(phi * x.batch.advantages, x.logp)._replace(phi=phi)
+
+
+def _sapo(x: _Inputs) -> Policy:
+    c, advantages, config = x.ratio.value, x.batch.advantages, x.config
+    tau = _choose(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, c.dtype)
+    excess = tau * (c - 1.0)
+    gate, closed = torch.sigmoid(excess), torch.sigmoid(-excess)  # 1 - gate, with its digits where the gate is near 1
+    return Policy(-4.0 / tau * gate * advantages, -4.0 * gate * closed * advantages, None)
+
+
+def _clipped(x: _Inputs) -> Policy:
     """PPO's clipped objective, with INTELLECT-2's delta or verl's dual clip."""
+    c, advantages, config = x.ratio.value, x.batch.advantages, x.config
     low, high = 1.0 - config.epsilon, 1.0 + config.epsilon_upper
     capped = c if config.delta is None else c.clamp(max=config.delta)
     loss = -torch.minimum(capped * advantages, c.clamp(low, high) * advantages)
@@ -205,8 +218,9 @@ def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Ten
     return torch.full_like(condition, no, dtype=dtype).masked_fill_(condition, yes)
 
 
-def _gmpo(log_ratio: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Policy:
+def _gmpo(x: _Inputs) -> Policy:
     """Geometric mean of ratios clipped on one side. A token's share is the loss of its sequence over its length."""
+    log_ratio, high_entropy, batch, config = x.ratio.log_ratio, x.high_entropy, x.batch, x.config
     good = batch.advantages > 0
     clipped = torch.where(good, log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon))
     live = torch.where(good, log_ratio <= config.epsilon_upper, log_ratio >= -config.epsilon)
@@ -220,6 +234,12 @@ def _gmpo(log_ratio: Tensor, high_entropy: Tensor | None, batch: TokenBatch, con
     return Policy(-value * batch.advantages, None, torch.where(live, -share * value * batch.advantages, 0.0))
 
 
+_POLICY: dict[Rule, Callable[[_Inputs], Policy]] = {
+    "clip": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo,
+}  # fmt: skip
+"""The policy term of each rule."""
+
+
 def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
     """[R]: off-policy mask x entropy mask x importance-sampling ratio, those that the loss type uses."""
     factor = torch.ones_like(logp)
@@ -231,11 +251,9 @@ def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch,
         else:
             drift = torch.zeros_like(logp)
         factor = torch.where((batch.advantages >= 0) | (drift <= config.off_policy_mask_threshold), factor, 0.0)
-    if config.loss_type == "gmpo":  # it applies its entropy mask inside the mean
-        return factor
-    if high_entropy is not None:
+    if high_entropy is not None and not config.kind.masks_inside:
         factor = torch.where(high_entropy, factor, 0.0)
-    if batch.is_ratio is not None and config.loss_type != "vespo":
+    if batch.is_ratio is not None and config.kind.takes_ratio == "spread":
         factor = factor * batch.is_ratio
     return factor
 
@@ -255,7 +273,7 @@ def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -
         kl, dkl, both = -q, torch.ones_like(q), 1.0 - q
     else:
         kl, dkl, both = 0.5 * q * q, -q, 0.5 * q * q - q
-    if not config.use_bias_correction_kl or config.loss_type == "gmpo":
+    if not (config.use_bias_correction_kl and config.kind.corrects_kl):
         return kl, dkl, zero
     if config.importance_sampling_level == "sequence":
         return ratio.value * kl, ratio.value * dkl, kl

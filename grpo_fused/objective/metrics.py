@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.loss_types import Rule
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import Objective
-
-_CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 
 
 def metric_names(
@@ -25,13 +25,7 @@ def metric_names(
         names += ("kl",)
     if with_entropy:
         names += ("entropy",)
-    if config.loss_type == "cispo":
-        return (*names, "cispo_clip_ratio")
-    if config.loss_type == "vespo":
-        return (*names, "vespo/phi_seq_mean")
-    if config.loss_type == "sapo":
-        return names
-    return names + _CLIP_RATIOS
+    return names + config.kind.metrics
 
 
 def loss_metric_names(config: GRPOLossConfig, *, with_kl: bool, complete: bool) -> tuple[str, ...]:
@@ -53,7 +47,7 @@ def compute_metrics(
     if not complete:
         return metrics
     per_sequence = not batch.advantage_per_token and (
-        config.importance_sampling_level == "sequence" or config.loss_type == "vespo"
+        config.importance_sampling_level == "sequence" or config.kind.one_value_a_sequence
     )
     if objective.kl is not None:
         metrics["kl"] = _token_mean(objective.kl, batch)
@@ -63,24 +57,49 @@ def compute_metrics(
     def mean(x: Tensor, empty: float = 0.0) -> Tensor:
         return _sequence_mean(x, batch, empty) if per_sequence else _token_mean(x, batch)
 
-    good, bad = batch.advantages > 0, batch.advantages < 0
-    if config.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = mean(((objective.ratio > config.epsilon_upper) & good).float())
-    elif config.loss_type == "vespo":
-        assert objective.phi is not None
-        metrics["vespo/phi_seq_mean"] = mean(objective.phi, empty=1.0)
-    elif config.loss_type != "sapo":
-        if config.loss_type == "gmpo":
-            value, low, high = objective.log_ratio, -config.epsilon, config.epsilon_upper
-        else:
-            value, low, high = objective.ratio, 1.0 - config.epsilon, 1.0 + config.epsilon_upper
-        is_low, is_high = ((value < low) & bad).float(), ((value > high) & good).float()
-        metrics["clip_ratio/low_mean"] = mean(is_low)
-        metrics["clip_ratio/high_mean"] = mean(is_high)
-        metrics["clip_ratio/region_mean"] = mean(is_low + is_high)
-        metrics["clip_ratio/low_min"] = _sequence_means(is_low, batch, missing=math.inf).amin()
-        metrics["clip_ratio/high_max"] = _sequence_means(is_high, batch, missing=-math.inf).amax()
-    return metrics
+    values = _VALUES[config.kind.rule](objective, batch, config, mean)
+    return metrics | dict(zip(config.kind.metrics, values, strict=True))
+
+
+_Mean = Callable[..., Tensor]
+_Values = tuple[Tensor, ...]
+
+
+def _clip_ratios(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
+    return _outside(objective.ratio, 1.0 - config.epsilon, 1.0 + config.epsilon_upper, batch, mean)
+
+
+def _log_clip_ratios(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
+    return _outside(objective.log_ratio, -config.epsilon, config.epsilon_upper, batch, mean)
+
+
+def _outside(value: Tensor, low: float, high: float, batch: TokenBatch, mean: _Mean) -> _Values:
+    is_low, is_high = (
+        ((value < low) & (batch.advantages < 0)).float(),
+        ((value > high) & (batch.advantages > 0)).float(),
+    )
+    return (
+        mean(is_low),
+        mean(is_high),
+        mean(is_low + is_high),
+        _sequence_means(is_low, batch, missing=math.inf).amin(),
+        _sequence_means(is_high, batch, missing=-math.inf).amax(),
+    )
+
+
+def _cispo_ratio(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
+    return (mean(((objective.ratio > config.epsilon_upper) & (batch.advantages > 0)).float()),)
+
+
+def _phi(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
+    assert objective.phi is not None
+    return (mean(objective.phi, empty=1.0),)
+
+
+_VALUES: dict[Rule, Callable[..., _Values]] = {
+    "clip": _clip_ratios, "cispo": _cispo_ratio, "sapo": lambda *_: (), "vespo": _phi, "gmpo": _log_clip_ratios,
+}  # fmt: skip
+"""The values of `LossType.metrics`, by rule."""
 
 
 def _token_mean(x: Tensor, batch: TokenBatch) -> Tensor:

@@ -14,20 +14,20 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fused import GRPOLossConfig, __version__, engines
-from grpo_fused.call.config import LossType
+from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.testing import BATCH_BOUND, BITWISE, Problem, largest, make_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _REQUIRED: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 1.3}, "dr_grpo": {"max_completion_length": 11}}
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    **{name: {"loss_type": name, **_REQUIRED.get(name, {})} for name in get_args(LossType)},
+    **{name: {"loss_type": name, **_REQUIRED.get(name, {})} for name in LOSS_TYPES},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "gspo-token": {"importance_sampling_level": "sequence_token"},
     "kl-k3": {"beta": 0.1},

@@ -13,7 +13,7 @@ from helpers import config_id, make_config
 pytest.importorskip("triton")
 
 from grpo_fused.kernels.launch import TritonRows
-from grpo_fused.kernels.row_types import POLICIES, Rows, Transform
+from grpo_fused.kernels.row_types import Rows, Transform
 
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.layout import Layout
@@ -42,7 +42,7 @@ CALLS = ((0, False, False), (1, True, False), (2, False, True))  # seed, on_poli
 
 def pairs(config, call):
     """Pairs of options that share code; policy and KL terms are computed separately and added."""
-    policy = ("policy", POLICIES[config.loss_type])
+    policy = ("policy", config.kind.kernel)
     kl = ("kl", config.beta, config.kl_estimator, config.use_bias_correction_kl)
     clip = ("clip", config.epsilon, config.epsilon_high, config.delta, config.dual_clip)
     bonus = ("bonus", config.entropy_coef)

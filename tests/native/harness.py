@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from grpo_fused.kernels.row_types import KL_ESTIMATORS, POLICIES, Statistics, TokenInputs, Transform
+from grpo_fused.kernels.row_types import KL_ESTIMATORS, Statistics, TokenInputs, Transform
 from native.building import shared_library
 from torch import Tensor
 
@@ -104,7 +104,6 @@ class Harness:
         loss, dlogp = torch.empty(2, logits.shape[0])
         options = objective_numbers(config)
         numbers = options._asdict()
-        numbers["policy"] = POLICIES[numbers.pop("loss_type")]
         numbers["kl_estimator"] = KL_ESTIMATORS[options.kl_estimator]
         numbers["has_old"] = inputs.old is not None
         numbers["has_kl"] = inputs.ref is not None and options.beta != 0.0

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from grpo_fused.kernels.row_types import KL_ESTIMATORS, POLICIES
+from grpo_fused.kernels.row_types import KL_ESTIMATORS
 from helpers import config_id, make_config
 from native.building import shared_library
 
@@ -54,7 +54,7 @@ def token_objective(tmp_path_factory):
         numbers = (ctypes.c_double * 7)(*(getattr(options, name) for name in names))
         pointers = (ctypes.c_void_p * 6)(*(None if x is None else x.data_ptr() for x in tensors))
         loss, dlogp = torch.empty_like(logp), torch.empty_like(logp)
-        kinds = POLICIES[options.loss_type], KL_ESTIMATORS[options.kl_estimator]
+        kinds = options.policy, KL_ESTIMATORS[options.kl_estimator]
         run = library.objective_float if logp.dtype == torch.float32 else library.objective_double
         run(ctypes.c_int64(len(logp)), pointers, numbers, *map(ctypes.c_int64, kinds), options.bias_correction,
             ctypes.c_void_p(loss.data_ptr()), ctypes.c_void_p(dlogp.data_ptr()))  # fmt: skip
