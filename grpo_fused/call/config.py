@@ -87,7 +87,7 @@ class GRPOLossConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.epsilon is _DEFAULT_EPSILON:
+        if self.epsilon is _DEFAULT_EPSILON and self.kind.epsilon != _DEFAULT_EPSILON:
             object.__setattr__(self, "epsilon", self.kind.epsilon)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
