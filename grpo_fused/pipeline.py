@@ -82,8 +82,6 @@ def run_loss(
     chunk_rows = _chunk_rows(engine, work)
     whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
-    if ranks is not None and config.needs_sequence and not ranks.all_of(chunks is not None, own.mask.device):
-        chunks = None  # if the sequences of one rank do not fit a chunk, all ranks score first
     gradients = Gradients(None, None, None, 0)
     if needs.any() and chunks is not None:
         objective = TokenObjective(own.select(rows.gradient), config)
