@@ -361,7 +361,7 @@ def test_a_scope_that_is_too_narrow_is_refused():
 
 
 def test_empty_sequences_are_in_exactly_one_part():
-    lengths, seen = [0, 2, 0, 3, 0, 0, 1], []
+    lengths, seen = [0, 2, 0, 3, 0, 0, 1, 0, 0], []
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(29, 8)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 

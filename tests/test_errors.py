@@ -121,8 +121,9 @@ VALUE_ERRORS = {
     "hidden-nan": ("^hidden_states must be finite on active tokens; got 1", lambda: loss(hidden_states=nan_at(B, T, H))),
     "hidden-inf-softcap": ("hidden_states must be finite on active tokens; got 6", lambda: fused_linear_logprobs(
         torch.full((B, T, H), torch.inf), torch.randn(V, H), torch.zeros(B, T, dtype=torch.int64), softcap=5.0)),
-    "hidden-minus-inf": ("hidden_states must be finite on active tokens; got 6", lambda: loss(
-        hidden_states=torch.full((B, T, H), -torch.inf), advantages=torch.zeros(B))),
+    "hidden-minus-inf": ("hidden_states must be finite on active tokens; got 1", lambda: loss(
+        hidden_states=torch.zeros(B, T, H).index_fill_(2, torch.tensor(1), -torch.inf), advantages=torch.zeros(B),
+        completion_mask=torch.arange(B * T).view(B, T) == 4)),
     "logprobs-ids-range": (r"must lie in \[0, 5\)", lambda: fused_linear_logprobs(
         torch.randn(B, T, H), torch.randn(V, H), torch.full((B, T), 7))),
     "selective-ids-range": (r"must lie in \[0, 5\)", lambda: selective_logprobs(

@@ -48,7 +48,7 @@ void score_set(const CandidateSets& sets, int64_t token, float* z, const Statist
     rest += e;
     if (e != 0) weighted += static_cast<double>(e) * shifted;
   }
-  rest += at_max > 1 ? at_max - 1 : 0;
+  rest += at_max - 1;
   const double log_sum = std::log1p(rest), logp = target - log_sum, entropy = log_sum - weighted / (1 + rest);
   out.max[token] = max;
   out.log_sum[token] = static_cast<float>(log_sum);

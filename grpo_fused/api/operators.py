@@ -130,7 +130,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     head = call.head
     with _shared(call, layout) as (tokens, ranks):
-        engine = DivergenceEngine(head, call.other, call.mask, layout) if _is_exact(call) else _engine(head, tokens)
+        engine = DivergenceEngine(head, call.other, call.mask, layout) if call.exact else _engine(head, tokens)
         found = run_loss(engine, tokens, layout, config, call, ranks)
     return _loss_result(head, layout, found, _loss_metrics(call))
 
@@ -145,7 +145,7 @@ def _(call: LossCall) -> LossResult:
         logps,
         torch.empty_like(logps) if with_entropy else _nothing(logps),
         logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
-        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True, heads=2 * _is_exact(call)),
+        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True, heads=2 * call.exact),
         logps.new_empty(head.candidate_ids.shape if head.candidate_ids is not None and call.needs.any() else 0),
     )
 
@@ -322,11 +322,6 @@ def _(call: LogitsGradientCall) -> Tensor:
 
 def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)
-
-
-def _is_exact(call: LossCall) -> bool:
-    """Whether it has the exact KL towards another head."""
-    return call.other.other_hidden_states is not None
 
 
 def _loss_metrics(call: LossCall) -> tuple[str, ...]:

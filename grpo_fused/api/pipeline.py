@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import CustomCall, DivergenceCall, HeadCall, LossCall, Needs
+from grpo_fused.call.calls import NO_GRADIENT, CustomCall, DivergenceCall, HeadCall, LossCall, Needs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
@@ -68,22 +68,21 @@ def run_loss(
     own = batch  # the positions of this rank among those of all
     if mine is not None:
         own, matters = batch.select(mine), matters[mine]
-    exact_kl = engine if isinstance(engine, DivergenceEngine) else None
-    if exact_kl is not None:
-        exact_kl.weights = config.beta * batch.weight
     rows = _choose_rows(own, tokens.undecided, matters, layout, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
+    divergence = torch.zeros_like(scores.logp) if call.exact else None
     # reading the coefficients of a chunk synchronises, except on the CPU
     skip_zeros = how.compact and tokens.ids.device.type == "cpu"
-    work = Work(head, tokens, rows.gradient, with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
+    work = Work(
+        head, tokens, rows.gradient, with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
+        divergence_weights=config.beta * batch.weight if call.exact else None,
+    )  # fmt: skip
 
-    _score(engine, replace(work, rows=rows.scored_only), scores)
+    _score(engine, replace(work, rows=rows.scored_only), scores, divergence)
     chunk_rows = _chunk_rows(engine, work)
     whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
-    if ranks is not None and config.needs_sequence and not ranks.all_of(chunks is not None, own.mask.device):
-        chunks = None  # if the sequences of one rank do not fit a chunk, all ranks score first
     gradients = Gradients(None, None, None, 0)
     if needs.any() and chunks is not None:
         objective = TokenObjective(own.select(rows.gradient), config)
@@ -91,19 +90,20 @@ def run_loss(
             replace(work, chunks=chunks, coefficients=objective, whole_chunks=config.needs_sequence)
         )
         _place(found, rows.gradient, tokens.mask, scores)
+        _place_divergence(gradients, rows.gradient, divergence)
     else:
-        _score(engine, work, scores)
+        _score(engine, work, scores, divergence)
 
     logp, entropy = _of_all_ranks(scores, ranks)
-    if exact_kl is not None:
-        batch = replace(batch, kl=torch.where(batch.mask, exact_kl.divergence, 0.0))
+    if divergence is not None:
+        batch = replace(batch, kl=torch.where(batch.mask, divergence, 0.0))
         check_finite(batch.kl, "exact KL")  # type: ignore[arg-type]
     result = evaluate(logp, entropy, batch, config)
     if needs.any() and chunks is None:
         dlogp, dentropy = result.dlogp, result.dentropy
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
-        compact = how.compact and exact_kl is None  # all rows of `work` have a gradient of the KL
+        compact = how.compact and not call.exact  # all rows of `work` have a gradient of the KL
         gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, compact))[1]
 
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
@@ -155,13 +155,14 @@ def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
     engine = DivergenceEngine(how, call.other, mask, layout, kind=call.kind, beta=call.beta, top_k=top_k)
-    engine.weights = weights
     rows = tokens.mask.nonzero().squeeze(1) if how.compact else _everything(tokens)
-    work = Work(head, tokens, rows, True, how.max_scratch_bytes, needs=call.needs)
+    work = Work(head, tokens, rows, True, how.max_scratch_bytes, needs=call.needs, divergence_weights=weights)
     found, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
     _place(found, rows, tokens.mask, scores)
-    divergence = torch.where(tokens.mask, engine.divergence, 0.0)
+    divergence = torch.zeros_like(weights)
+    _place_divergence(gradients, rows, divergence)
+    divergence = torch.where(tokens.mask, divergence, 0.0)
     check_finite(divergence, call.kind)
     loss = (weights * divergence).sum(dtype=torch.float64).to(weights.dtype)
     return LossParts(loss, divergence, scores.entropy, gradients, {})
@@ -204,11 +205,23 @@ def clean_coefficients(
     return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
 
 
-def _score(engine: Engine, work: Work, scores: Statistics) -> None:
-    """Score the rows of `work`, one product, into `scores` of all N positions."""
-    if work.rows.shape[0]:
-        found = work.tokens.merged(work.rows, engine.score(work))
-        _place(found, work.rows, work.tokens.mask, scores)
+def _score(engine: Engine, work: Work, scores: Statistics, divergence: Tensor | None = None) -> None:
+    """Score the rows of `work`, one product, into `scores` of all N positions; and into `divergence` [N], if given."""
+    if not work.rows.shape[0]:
+        return
+    if divergence is None:
+        found = engine.score(work)
+    else:
+        chunks = even_chunks(len(work.rows), _chunk_rows(engine, work))
+        found, gradients = engine.fused(replace(work, chunks=chunks, needs=NO_GRADIENT))
+        _place_divergence(gradients, work.rows, divergence)
+    _place(work.tokens.merged(work.rows, found), work.rows, work.tokens.mask, scores)
+
+
+def _place_divergence(gradients: Gradients, rows: Tensor, divergence: Tensor | None) -> None:
+    """Write that of `rows` into that of all N positions."""
+    if divergence is not None and gradients.divergence is not None:
+        divergence.index_copy_(0, rows, gradients.divergence)
 
 
 def _known_gradient(

@@ -134,9 +134,14 @@ class LossCall(NamedTuple):
         return self.inputs.completion_mask
 
     @property
+    def exact(self) -> bool:
+        """Whether it has the exact KL towards another head."""
+        return self.other.other_hidden_states is not None
+
+    @property
     def with_kl(self) -> bool:
         """Whether there is a reference, so that the KL is a metric."""
-        return self.inputs.ref_per_token_logps is not None or self.other.other_hidden_states is not None
+        return self.inputs.ref_per_token_logps is not None or self.exact
 
 
 class LogprobsCall(NamedTuple):

@@ -126,6 +126,8 @@ class Gradients(NamedTuple):
     """number of rows with gradient work"""
     candidates: Tensor | None = None
     """[K] dL/d(product) of each candidate; if all tokens have a set, dW and db are computed from it later"""
+    divergence: Tensor | None = None
+    """[R] of the rows of the work, from another head, if the engine computes it"""
 
 
 class Cost(NamedTuple):
@@ -180,6 +182,8 @@ class Work:
     """the scores of `rows` if they are known: an engine may use them, or compute them again"""
     whole_chunks: bool = False
     """whether a chunk's coefficients need the whole chunk: it must not be split"""
+    divergence_weights: Tensor | None = None
+    """[N] dL/dD of each position, 0 where masked: of an engine that computes divergences"""
     skip_zeros: bool = False
     """whether the engine may read the coefficients of a chunk and leave out rows where they are 0"""
 

@@ -12,12 +12,11 @@ digits. r comes from differences of logits. exp is only taken of -|r|, times the
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import NO_GRADIENT, HeadCall, OtherHead
+from grpo_fused.call.calls import HeadCall, OtherHead
 from grpo_fused.call.layout import Layout, values_are_checked
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
@@ -38,9 +37,6 @@ class DivergenceEngine(ChunkedEngine):
 
     One product more than `ChunkedEngine`, that of the other head; its logits are a second chunk in memory.
     """
-
-    weights: Tensor
-    """[N] dL/dD of each position, 0 where masked; set before a gradient"""
 
     def __init__(
         self,
@@ -66,18 +62,10 @@ class DivergenceEngine(ChunkedEngine):
         self.kind, self.beta = kind, beta
         self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
         self.others: list[tuple[Head, Tokens]] = []
-        device = head.hidden_states.device
         if top_k is None:
-            call, no_ids = other.beside(head), torch.zeros(layout.shape, dtype=torch.int64, device=device)
+            call = other.beside(head)
+            no_ids = torch.zeros(layout.shape, dtype=torch.int64, device=head.hidden_states.device)
             self.others = [(Head.of(call), Tokens.of(call, no_ids, mask, layout, None))]
-        dtype = Head.of(head).statistics_dtype
-        self.divergence = torch.zeros(layout.num_tokens, dtype=dtype, device=device)
-        """[N]: D of the positions that were scored"""
-
-    def score(self, work: Work) -> Statistics:
-        """See `Engine.score`."""
-        chunks = even_chunks(len(work.rows), self.chunk_rows(work.head, work.max_scratch_bytes))
-        return self.fused(replace(work, chunks=chunks, coefficients=no_coefficients, needs=NO_GRADIENT))[0]
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
@@ -88,21 +76,24 @@ class DivergenceEngine(ChunkedEngine):
         slabs = [Slab(of, work.longest, block_rows, TorchRows()) for of, _ in heads]
         dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
+        divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)
+        compiled = self._is_compiled(divergence)
         for part, taken in work.parts():
             chunk = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
             own, out = chunk[0], slabs[0].dlogits(len(taken))
-            found = [self._statistics(x, work.with_entropy and x is own) for x in chunk]
+            found = [_statistics(x, work.with_entropy and x is own, compiled) for x in chunk]
             scores.append(found[0])
             factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
-                factor = self.weights[taken]
+                assert work.divergence_weights is not None
+                factor = work.divergence_weights[taken]
                 bound = factor.abs()
                 if work.coefficients is not no_coefficients:
                     dlogp, dentropy = work.coefficients(part, found[0].logp, found[0].entropy)
                     bound = bound + dlogp.abs()
                 if head.gradient_dtype == torch.float16:
                     scale = fp16_scale(head, own.transform.temperature, bound, dentropy)
-            in_place = self._compiled and dentropy is None  # without temporaries, unless there is a softcap
+            in_place = compiled and dentropy is None  # without temporaries, unless there is a softcap
             size = len(taken) if in_place and head.softcap is None else block_rows
             for block in even_chunks(len(taken), max(size, 1)):
                 parts = [Rows(x.raw[block], x.targets[block], x.transform.select(block)) for x in chunk]
@@ -112,28 +103,20 @@ class DivergenceEngine(ChunkedEngine):
                     value, dz = self._compiled_derivative(parts, stats, *slopes[:2])
                 else:
                     value, dz = self._derivative(taken[block], tokens.mask, parts, stats, *slopes)
-                self.divergence.index_copy_(0, taken[block], value)
+                divergence[part][block] = value
                 if factor is not None:
                     dz = chain_(dz, parts[0].raw, parts[0].transform)
                     out[block].copy_(dz if scale is None else dz.mul_(scale))
             slabs[0].clear_padding(len(taken))
             if needs.any():
                 sums.add(taken, out, scale)
-        return Statistics.concatenate(scores, head.weight, work.with_entropy), sums.result()
+        statistics = Statistics.concatenate(scores, head.weight, work.with_entropy)
+        return statistics, sums.result()._replace(divergence=divergence)
 
-    @property
-    def _compiled(self) -> bool:
-        """Whether the C++ extension does the row work: the two KL divergences of fp32 rows on a CPU."""
-        fits = self.divergence.dtype == torch.float32 and self.divergence.device.type == "cpu" and self.top_k is None
+    def _is_compiled(self, like: Tensor) -> bool:
+        """Whether the C++ library does the row work: the two KL divergences of fp32 rows on a CPU."""
+        fits = like.dtype == torch.float32 and like.device.type == "cpu" and self.top_k is None
         return fits and self.kind != "jsd" and libraries.cpu_available() is None
-
-    def _statistics(self, rows: Rows, with_entropy: bool) -> Statistics:
-        """Turns logits into z."""
-        if not self._compiled:
-            return TorchRows().statistics(rows, with_entropy=with_entropy)
-        z_(rows.raw, rows.transform)
-        found = cpu_library.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
-        return Statistics(*found[:3], found[3] if with_entropy else None)
 
     def _compiled_derivative(
         self, rows: list[Rows], statistics: list[Statistics], factor: Tensor | None, dlogp: Tensor | None
@@ -195,6 +178,15 @@ class DivergenceEngine(ChunkedEngine):
             x = v.mul_(top).neg_() if forward else r.mul_(p)
         # dz sums to 0: this removes an error common to all r
         return value, x.addcmul_(p, x.sum(1, keepdim=True), value=-1.0)
+
+
+def _statistics(rows: Rows, with_entropy: bool, compiled: bool) -> Statistics:
+    """Turns logits into z."""
+    if not compiled:
+        return TorchRows().statistics(rows, with_entropy=with_entropy)
+    z_(rows.raw, rows.transform)
+    maximum, log_sum, logp, entropy = cpu_library.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
+    return Statistics(maximum, log_sum, logp, entropy if with_entropy else None)
 
 
 def check_finite(divergence: Tensor, kind: str) -> None:

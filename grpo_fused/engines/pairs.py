@@ -110,7 +110,7 @@ class Pairs:
         shifted = torch.where(z != -torch.inf, z - maximum[sets.token], -torch.inf)
         e, at_maximum = shifted.exp(), shifted == 0
         # without the maximum's own 1, so that a confident token keeps its digits
-        rest = sets.sum(torch.where(at_maximum, 0.0, e)) + (sets.sum(at_maximum) - 1.0).clamp(min=0.0)
+        rest = sets.sum(torch.where(at_maximum, 0.0, e)) + (sets.sum(at_maximum) - 1.0)
         log_sum = rest.log1p()
         logp = sets.sum(torch.where(sets.is_target, shifted, 0.0)) - log_sum
         entropy = None

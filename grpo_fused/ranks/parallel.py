@@ -279,10 +279,6 @@ class TokenParallel(_Ranks):
         rank = dist.get_rank(self.group)
         return mine[self.first_token : self.first_token + self.token_counts[rank]]
 
-    def all_of(self, condition: bool, device: torch.device) -> bool:
-        """Whether the condition is true on all ranks, which must take the same branch."""
-        return self.sum(int(condition), device) == len(self.token_counts)
-
     def add(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks, in their order."""
         self.meet()

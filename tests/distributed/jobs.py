@@ -277,7 +277,9 @@ def sharded_weight(rank: int, group: Any, case: Case) -> dict:
     return {"placements": str(weight.grad.placements), "dweight": weight.grad.full_tensor().double().numpy()}
 
 
-def grid_loss(rank: int, group: Any, case: Case, config: Any, impl: str, rows: list[slice], sizes: list[int]) -> dict:
+def grid_loss(
+    rank: int, group: Any, case: Case, config: Any, impl: str, rows: list[slice], sizes: list[int], options: dict
+) -> dict:
     """Rank 2 t + v has slice v of the vocabulary and part t of the batch."""
     from distributed.workers import PAIRS
 
@@ -285,7 +287,7 @@ def grid_loss(rank: int, group: Any, case: Case, config: Any, impl: str, rows: l
     mine = of_vocabulary(rows_of(case, rows[rank // 2]), slices(sizes)[rank % 2])
     groups = ParallelGroups(vocab=PAIRS[2 * t, 2 * t + 1], tokens=PAIRS[v, v + 2])
     with counting() as traffic:
-        result = mine.run(config, impl=impl, process_group=groups)
+        result = mine.run(config, impl=impl, process_group=groups, **options)
     return plain(result, traffic)
 
 

@@ -144,6 +144,7 @@ def set_scores(**changes):
         ({"offsets": offsets(2, 0, 4)}, r"offsets must rise within \[0, 5\]; got 6 at 3"),
         ({"offsets": offsets(2, -1, 4)}, "got 1 at 2"),
         ({"offsets": offsets(2, 0, 2)}, "offsets must run from 0 to 5; got 0 to 4"),
+        ({"offsets": torch.tensor([1, 2, 2, 5])}, "offsets must run from 0 to 5; got 1 to 5"),
         ({"offsets": torch.zeros(0, dtype=torch.int64)}, "offsets must hold at least one number"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets must be \[3\]; got \[2\]"),
         ({"hidden": torch.randn(2, H)}, "hidden must have 3 rows; got 2"),
@@ -225,6 +226,34 @@ def test_products_are_those_of_float64(dtype, isa):
         cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
 
 
+@pytest.mark.parametrize("hidden_size", [1, H])
+def test_strides_of_a_single_row_or_column_are_any(hidden_size):
+    """As in torch, whose `.contiguous()` leaves them as they are."""
+    hidden, out = torch.randn(3, hidden_size + 1)[:1, :hidden_size], torch.empty(1, V)
+    weight = torch.randn(1, V).T if hidden_size == 1 else torch.randn(V, H)
+    assert hidden.is_contiguous()
+    assert hidden.stride(0) == hidden_size + 1
+    assert weight.stride() == ((1, V) if hidden_size == 1 else (H, 1))
+    cpu_library.head_products(hidden, weight, out)
+    torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_gradient"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 1)], ids=str
+)
+def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gradient):
+    """Two panels of 64 tokens, of which dW's rows of 80 numbers hold none, or one."""
+    shape, kept = torch.Size([V, 80]), torch.empty(V if in_gradient else 0, 80, dtype=dtype)
+    panel = V * 64 * dtype.itemsize
+    enough = cpu_library.scratch_plan(shape, dtype, N, kept, 2**40)
+    assert enough.spill_bytes == (2 - in_gradient) * panel
+    assert enough.kept_tokens == N
+    exactly = cpu_library.scratch_plan(shape, dtype, N, kept, enough.fixed_bytes + enough.spill_bytes + panel // 2)
+    assert exactly.fixed_bytes + exactly.spill_bytes <= enough.fixed_bytes + enough.spill_bytes + panel // 2
+    assert cpu_library.scratch_plan(shape, dtype, N, kept, 0).spill_bytes == 0
+    assert cpu_library.scratch_plan(shape, dtype, N, kept, 0).kept_tokens == 64 * in_gradient
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -238,3 +267,9 @@ def test_products_are_those_of_float64(dtype, isa):
 def test_products_refuse_a_wrong_result(out, message):
     with pytest.raises(RuntimeError, match=message):
         cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), out)
+
+
+def test_tensors_elsewhere_are_refused():
+    """Their pointers are none of this process's memory; with no token, the library would not use them."""
+    with pytest.raises(RuntimeError, match="all tensors must be on the CPU; got one on meta"):
+        cpu_library.head_products(torch.empty(0, H, device="meta"), torch.randn(V, H), torch.empty(0, V))

@@ -47,6 +47,17 @@ def test_a_call_waits_for_its_helpers(score):
         assert torch.equal(cpu_library.logit_statistics(rows, targets, True), want)
 
 
+def test_helpers_do_a_part_of_the_work(score):
+    """Calls of some 50 ms, until they have worked for 20; those that only wake up would need hundreds of calls."""
+    rows, weight, out = torch.randn(256, 256), torch.randn(20000, 256), torch.empty(256, 20000)
+    for _ in range(2):  # a job finds its helpers new, and asleep
+        before, calls = _helpers_ticks(), 0
+        while _helpers_ticks() < before + 2:
+            cpu_library.head_products(rows, weight, out)
+            calls += 1
+            assert calls < 40
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_forks(score):
     """A child has none of its parent's threads; it makes its own, as many as torch has."""
@@ -65,4 +76,14 @@ def test_a_process_that_forks(score):
 
 
 def _helpers() -> int:
-    return sum(path.read_text() == "grpo_fused\n" for path in Path("/proc/self/task").glob("*/comm"))
+    return len(_stats())
+
+
+def _helpers_ticks() -> int:
+    """Processor time of all helpers, in hundredths of a second."""
+    return sum(int(field) for stat in _stats() for field in stat.rpartition(")")[2].split()[11:13])
+
+
+def _stats() -> list[str]:
+    stats = (path.read_text() for path in Path("/proc/self/task").glob("*/stat"))
+    return [stat for stat in stats if "(grpo_fused)" in stat]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from trainer import runs
@@ -129,6 +130,14 @@ def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     make(tmp_path, steps=5, save_steps=1, save_total_limit=2).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000004", "checkpoint-000005"]
+
+
+def test_they_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """The names of long runs have more digits."""
+    names = [f"checkpoint-{step}" for step in ("000050", "999999", "1000000")]
+    for name in (*reversed(names), "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == names
 
 
 def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +325,21 @@ def test_saving_before_the_first_optimizer_step_changes_nothing(tmp_path: Path) 
     for name, value in never.model.state_dict().items():
         assert torch.equal(value, always.model.state_dict()[name]), name
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_the_loss_scale_of_fp16_is_restored(tmp_path: Path) -> None:
+    """accelerate makes a scaler on a GPU only: here it is set."""
+
+    def with_scaler(init_scale: float, **options: Any) -> GRPOTrainer:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        return make(tmp_path, accelerator=accelerator, **options)
+
+    first = with_scaler(128.0, steps=1)
+    first.train()
+    scaler = with_scaler(1.0, steps=2, resume=True).accelerator.scaler
+    assert scaler.get_scale() == 128.0
 
 
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -> None:
