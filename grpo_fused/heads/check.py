@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from grpo_fused.api import fused_linear_logprobs
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
-from grpo_fused.heads.hidden import accepts, only_one, replaced_forward
+from grpo_fused.heads.hidden import accepts, only_one
 from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
+from grpo_fused.heads.patches import Patches
 from grpo_fused.testing import LOGP_BOUND
 
 TOLERANCE = LOGP_BOUND
@@ -168,7 +169,7 @@ def _run_own_head(
             output: Tensor = own_forward(rows[-1].view(args[0].shape))
         return output
 
-    with replaced_forward(head, forward):
+    with Patches((head, "forward", forward)):
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
         try:
             output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)
@@ -238,9 +239,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(ieee_products())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-            module.training = False  # not eval(): some modules merge weights there
+        # not eval(): some modules merge weights there
+        stack.enter_context(Patches(*((module, "training", False) for module in model.modules())))
         for config in configs(model):
             attention = getattr(config, "_attn_implementation", None)
             is_property = isinstance(getattr(type(config), "_attn_implementation", None), property)

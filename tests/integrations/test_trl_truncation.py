@@ -171,7 +171,7 @@ def test_the_models_own_config_truncates_nothing_else(min_p, folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config = GenerationConfig(top_k=2, top_p=0.3, min_p=0.9, temperature=0.2)
     config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=1.5, top_k=20, top_p=0.98, min_p=min_p)
-    with _recording(model) as recorders:
+    with _recording(model, 1.5) as recorders:
         out = model.generate(torch.arange(16).view(8, 2), generation_config=config, return_dict_in_generate=True,
                              output_scores=True)  # fmt: skip
     for sets, scores in zip(recorders[0].steps, out.scores, strict=True):

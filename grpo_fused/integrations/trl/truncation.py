@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from grpo_fused.call.calls import HeadCall
 from grpo_fused.call.candidates import CandidateSets, check_values
+from grpo_fused.heads.patches import Patches
 from grpo_fused.trainer.rollout import Sampling
 from grpo_fused.trainer.sampling import padded_sets
 
@@ -34,30 +35,30 @@ _OFF = {"repetition_penalty": 1.0}
 """Further ones that TRL always passes, with the value that does nothing."""
 
 
-def sampling_of(config: GenerationConfig, own: GenerationConfig, temperature: float) -> Sampling:
-    """The sampling of `generate` with a config, whose missing values it takes from the model's `own`.
+def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temperature: float) -> Sampling:
+    """The sampling of `generate` with a config, whose missing values it takes from the model's, `model_config`.
 
     Raises:
         ValueError: An option changes the distribution, and is none of temperature, top_k, top_p and min_p; or the
             temperature is not `temperature`, that of the scores.
     """
-    given = {name: x for name, x in own.to_dict().items() if x is not None}
-    given |= {name: x for name, x in config.to_dict().items() if x is not None}
-    changed = GenerationConfig(**given).to_diff_dict().items()
+    options = {name: x for name, x in model_config.to_dict().items() if x is not None}
+    options |= {name: x for name, x in config.to_dict().items() if x is not None}
+    changed = GenerationConfig(**options).to_diff_dict().items()
     unknown = sorted(f"{name}={x}" for name, x in changed if name not in _KNOWN and x != _OFF.get(name))
-    if unknown or not given.get("do_sample"):
+    if unknown or not options.get("do_sample"):
         raise ValueError(
             "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; generate also "
             f"has {', '.join(unknown) or 'do_sample=False'}"
         )
-    if given["temperature"] != temperature:
+    if options["temperature"] != temperature:
         raise ValueError(
             f"exact_truncation scores at the temperature of GRPOConfig, {temperature}; generate samples at "
-            f"{given['temperature']}, from generation_kwargs"
+            f"{options['temperature']}, from generation_kwargs"
         )
     names = ("temperature", "top_k", "top_p", "min_p")
-    options = {name: given[name] for name in names if name in given}
-    return Sampling(num_generations=1, max_completion_length=given["max_new_tokens"], **options)
+    truncation = {name: options[name] for name in names if name in options}
+    return Sampling(num_generations=1, max_completion_length=options["max_new_tokens"], **truncation)
 
 
 @dataclass
@@ -110,10 +111,10 @@ class ExactTruncation:
             "rollout_func": self.rollout_func,  # type: ignore[attr-defined]
             "a vision-language model": self._is_vlm,  # type: ignore[attr-defined]
         }
-        if found := [name for name, value in off.items() if value]:
+        if in_use := [name for name, value in off.items() if value]:
             raise ValueError(
                 "exact_truncation records what transformers' generate could sample, in one turn and in this process; "
-                f"it cannot be used with {', '.join(found)}"
+                f"it cannot be used with {', '.join(in_use)}"
             )
         sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)  # type: ignore[attr-defined]
 
@@ -124,9 +125,9 @@ class ExactTruncation:
         if not self.exact_truncation:
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         with _recording(self._sampler(), self.temperature) as recorders:  # type: ignore[attr-defined]
-            found = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        self._sets = recorders[0].of_rows([len(ids) for ids in found[0]]) if recorders else None
-        return found
+            turn = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+        self._sets = recorders[0].of_rows([len(ids) for ids in turn[0]]) if recorders else None
+        return turn
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -158,19 +159,16 @@ class ExactTruncation:
 @contextmanager
 def _recording(model: Any, temperature: float) -> Iterator[list[Any]]:
     """`model.generate` with a recorder, which is in the list afterwards if something is truncated."""
-    own, recorders = model.generate, []
+    generate, recorders = model.generate, []
 
-    def generate(*args: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+    def recorded_generate(*args: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         sampling = sampling_of(generation_config, model.generation_config, temperature)
         if not sampling.truncates:
-            return own(*args, generation_config=generation_config, **kwargs)
+            return generate(*args, generation_config=generation_config, **kwargs)
         recorders.append(sampling.recorder())
         off = copy.deepcopy(generation_config)
         off.temperature, off.top_k, off.top_p, off.min_p = 1.0, 0, 1.0, 0.0  # None would be the model's own
-        return own(*args, generation_config=off, logits_processor=LogitsProcessorList(recorders), **kwargs)
+        return generate(*args, generation_config=off, logits_processor=LogitsProcessorList(recorders), **kwargs)
 
-    model.generate = generate
-    try:
+    with Patches((model, "generate", recorded_generate)):
         yield recorders
-    finally:
-        del model.generate
