@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
+from trl import GRPOTrainer
 
 from grpo_fused.call.calls import HeadCall
 from grpo_fused.call.candidates import CandidateSets, check_values
@@ -95,49 +96,53 @@ def with_candidates(call: HeadCall, targets: Tensor) -> tuple[HeadCall, Tensor |
     return call._replace(candidate_ids=sets.ids, candidate_offsets=sets.offsets), mask
 
 
-class ExactTruncation:
-    """What `exact_truncation=True` adds to a trainer of TRL's."""
+class ExactTruncation(GRPOTrainer):
+    """`trl.GRPOTrainer` with one more argument, see `FusedGRPOTrainer`."""
 
-    exact_truncation = False
-    _sets: list[CandidateSets] | None = None
-    """of the sequences that are scored next; None where all tokens could be sampled"""
+    def __init__(self, *args: Any, exact_truncation: bool = False, **kwargs: Any) -> None:
+        self.exact_truncation = exact_truncation
+        self._sets: list[CandidateSets] | None = None
+        """of the sequences that are scored next; None where all tokens could be sampled"""
+        super().__init__(*args, **kwargs)
+        if exact_truncation:
+            self._check_truncation()
 
-    def check_truncation(self) -> None:
+    def _check_truncation(self) -> None:
         """Raise `ValueError` where the sets cannot be recorded."""
         off = {
-            "use_vllm": self.use_vllm,  # type: ignore[attr-defined]
-            "use_transformers_continuous_batching": self.use_transformers_continuous_batching,  # type: ignore[attr-defined]
-            "tools or environments": self.tools or self.environment_factories,  # type: ignore[attr-defined]
-            "rollout_func": self.rollout_func,  # type: ignore[attr-defined]
-            "a vision-language model": self._is_vlm,  # type: ignore[attr-defined]
+            "use_vllm": self.use_vllm,
+            "use_transformers_continuous_batching": self.use_transformers_continuous_batching,
+            "tools or environments": self.tools or self.environment_factories,
+            "rollout_func": self.rollout_func,
+            "a vision-language model": self._is_vlm,
         }
         if in_use := [name for name, value in off.items() if value]:
             raise ValueError(
                 "exact_truncation records what transformers' generate could sample, in one turn and in this process; "
                 f"it cannot be used with {', '.join(in_use)}"
             )
-        sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)  # type: ignore[attr-defined]
+        sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)
 
     def _sampler(self) -> Any:
-        return self.accelerator.unwrap_model(self.model_wrapped)  # type: ignore[attr-defined]
+        return self.accelerator.unwrap_model(self.model_wrapped)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.exact_truncation:
-            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        with _recording(self._sampler(), self.temperature) as recorders:  # type: ignore[attr-defined]
-            turn = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+            return super()._generate_single_turn(*args, **kwargs)
+        with _recording(self._sampler(), self.temperature) as recorders:
+            turn = super()._generate_single_turn(*args, **kwargs)
         self._sets = recorders[0].of_rows([len(ids) for ids in turn[0]]) if recorders else None
         return turn
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        batch = super()._generate_and_score_completions(inputs)
         if self._sets is not None:
             batch["candidates"] = self._sets
         return batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._sets = inputs.get("candidates")
-        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -149,7 +154,7 @@ class ExactTruncation:
             scored = _Scored(self._sets, attention_mask[:, -logits_to_keep:], size or len(input_ids))
         token = _scored.set(scored)
         try:
-            return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
         finally:
