@@ -205,6 +205,6 @@ def _traceable_objective(
     logps, entropies = fused_linear_logprobs(
         hidden, weight, labels, mask, lm_head_bias=lm_head_bias, with_entropy=with_entropy
     )
-    given = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}
-    loss = torch.where(mask, objective(logps, entropies, **given), 0.0).sum()
+    active_inputs = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}
+    loss = torch.where(mask, objective(logps, entropies, **active_inputs), 0.0).sum()
     return ObjectiveOutput(loss, logps.detach(), None if entropies is None else entropies.detach())

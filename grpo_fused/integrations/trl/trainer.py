@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from grpo_fused import engines
@@ -157,7 +158,7 @@ class _FusedLoss(ExactTruncation):
         return items
 
 
-class FusedGRPOTrainer(_FusedLoss):
+class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):
     """`trl.GRPOTrainer` with the loss fused: same arguments, losses, metrics and weights, and three more arguments.
 
     Args:
