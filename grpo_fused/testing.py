@@ -22,9 +22,8 @@ from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs, grpo_l
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.outputs import GRPOLossOutput
 from grpo_fused.engines import Impl
-
-LOGP_BOUND = 1e-4
-"""Nats, while every |z| <= 32: log-probs and entropies of fp32, bf16 and fp16 inputs against float64 on the same."""
+from grpo_fused.engines.accuracy import LOGP_BOUND as LOGP_BOUND
+from grpo_fused.engines.accuracy import logp_bound as logp_bound
 
 GRADIENT_BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}
 """Relative Frobenius error of gradients; in bf16 and fp16 it is `ROUNDINGS` times the error of rounding."""
@@ -239,11 +238,6 @@ def make_problem(
         given["sampling_per_token_logps"] = logp + drift * randn(B, T)
     advantages = randn(B, T) if per_token_advantages else randn(B)
     return replace(problem, advantages=advantages, completion_mask=mask, options=given | problem.options)
-
-
-def logp_bound(largest_logit: float) -> float:
-    """Nats by which a log-prob or an entropy may be off if |z| reaches `largest_logit`."""
-    return LOGP_BOUND * max(1.0, largest_logit / 32.0)
 
 
 def largest(x: Tensor) -> float:

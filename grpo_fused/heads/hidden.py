@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.heads.patches import Patches
 
 
 class CapturedHeadInput:
@@ -36,21 +37,6 @@ def only_one(inputs: list[Tensor]) -> Tensor:
             "multiplies by the head's weight itself, or has several heads, is not supported"
         )
     return inputs[0]
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """In the block the module runs `forward` in place of its own, with its hooks."""
-    # The instance's attribute hides the class's method, and accelerate stores its own there: restore what was set.
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 @contextmanager
@@ -83,7 +69,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         captured._inputs.append(hidden_states)
         return hidden_states.new_zeros((*hidden_states.shape[:-1], 1))
 
-    with replaced_forward(head, keep):
+    with Patches((head, "forward", keep)):  # its hooks run as always
         yield captured
 
 

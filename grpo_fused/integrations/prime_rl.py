@@ -63,9 +63,9 @@ class FusedOutputLinear(torch.nn.Linear):
             ValueError: They have another range.
             TypeError: A wrong dtype.
         """
-        for name, given in (("labels", labels), ("temperature", temperature)):
-            if not isinstance(given, Tensor) or given.shape != hidden_states.shape[:2]:
-                got = tuple(given.shape) if isinstance(given, Tensor) else given
+        for name, value in (("labels", labels), ("temperature", temperature)):
+            if not isinstance(value, Tensor) or value.shape != hidden_states.shape[:2]:
+                got = tuple(value.shape) if isinstance(value, Tensor) else value
                 shape = tuple(hidden_states.shape[:2])
                 raise InputError(f"{type(self).__name__} requires {name} of shape [B, S] = {shape}; got {got}")
         assert labels is not None

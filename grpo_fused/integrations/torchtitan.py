@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from grpo_fused import fused_linear_logprobs, fused_linear_objective
 from grpo_fused.call.outputs import ObjectiveOutput
-from grpo_fused.heads.hidden import replaced_forward
+from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 from grpo_fused.objective.custom import Objective
 
@@ -183,7 +183,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
             # second copy of the weight, and an event for which the capture of a CUDA graph cannot wait.
             with spmd.no_typecheck():
                 head.unshard()
-        with replaced_forward(head, forward):  # type: ignore[arg-type]
+        with Patches((head, "forward", forward)):
             out: ObjectiveOutput = head(hidden)
         if sharded and not out.loss.requires_grad:  # no backward does it: later steps would have these weights
             head.reshard()
@@ -205,6 +205,6 @@ def _traceable_objective(
     logps, entropies = fused_linear_logprobs(
         hidden, weight, labels, mask, lm_head_bias=lm_head_bias, with_entropy=with_entropy
     )
-    given = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}
-    loss = torch.where(mask, objective(logps, entropies, **given), 0.0).sum()
+    active_inputs = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}
+    loss = torch.where(mask, objective(logps, entropies, **active_inputs), 0.0).sum()
     return ObjectiveOutput(loss, logps.detach(), None if entropies is None else entropies.detach())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -22,8 +21,8 @@ from grpo_fused import fused_linear_logprobs
 from grpo_fused.heads import HeadForm, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.form import candidate_forms
-from grpo_fused.heads.hidden import replaced_forward
 from grpo_fused.heads.modules import output_head
+from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 
 SUPPORTED = {"0.9": "FusedLinearForPPO, linear_cross_entropy, patch_forward_with_backends"}
@@ -33,9 +32,9 @@ BACKENDS = ("torch", "liger", "triton")
 OWN_BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5", "qwen3_5_moe")
 """Model types whose backbone gets forwards of verl's own, for a GPU: not run here. Their heads are plain products."""
 
-_replaced: list[tuple[Any, str, Any]] = []
-_forwards: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""Of a class of models: its own forward, and verl's fused one."""
+_patches = Patches()
+_forwards: dict[type, Patches] = {}
+"""Of a class of models the one of its forward, on top of what verl has put there last."""
 _form: ContextVar[HeadForm | None] = ContextVar("grpo_fused_verl_head", default=None)
 
 
@@ -53,32 +52,24 @@ def patch_verl() -> None:
             Megatron, whose fused forward sums the gradient of the hidden states itself.
     """
     check_release("verl", SUPPORTED)
-    if _replaced:
+    if _patches.names:
         return
     products = importlib.import_module("verl.utils.experimental.torch_functional")
     kernels = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
-    patches = importlib.import_module("verl.models.transformers.monkey_patch")
-    checked = _checking(patches.patch_forward_with_backends)
+    models = importlib.import_module("verl.models.transformers.monkey_patch")
     for module, name, value in (
         (products, "FusedLinearForPPO", FusedLinearForPPO),
         (kernels, "linear_cross_entropy", linear_cross_entropy),
-        (patches, "patch_forward_with_backends", checked),
+        (models, "patch_forward_with_backends", _checking(models.patch_forward_with_backends)),
     ):
-        own = getattr(module, name)
-        for bound_in in [m for key, m in list(sys.modules.items()) if key.split(".")[0] == "verl"]:
-            if vars(bound_in).get(name) is own:
-                _replaced.append((bound_in, name, own))
-                setattr(bound_in, name, value)
+        _patches.replace_everywhere(module, name, value)
 
 
 def unpatch_verl() -> None:
     """Put back what `patch_verl` replaced; models that verl has patched keep verl's own fused forward."""
-    while _replaced:
-        module, name, value = _replaced.pop()
-        setattr(module, name, value)
-    while _forwards:
-        kind, (_, fused) = _forwards.popitem()
-        kind.forward = fused  # type: ignore[attr-defined]
+    for patches in (_patches, *_forwards.values()):
+        patches.undo()
+    _forwards.clear()
 
 
 class FusedLinearForPPO(nn.Module):
@@ -137,20 +128,21 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
         model: nn.Module, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
         kind = type(model)
-        own = _forwards[kind][0] if getattr(kind.forward, "is_fused", False) else kind.forward
+        model_forward = getattr(kind.forward, "model_forward", kind.forward)
         patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
         if use_fused_kernels and fused_kernels_backend in BACKENDS:
-            _forwards[kind] = own, kind.forward
-            model._grpo_fused_form = _read_head(model, own, kind.forward)  # type: ignore[assignment]
-            kind.forward = _with_form(kind.forward)  # type: ignore[method-assign]
+            verl_forward = kind.forward
+            # an attribute: copies of the model have it, too
+            model._grpo_fused_form = _read_head(model, model_forward, verl_forward)  # type: ignore[assignment]
+            _forwards[kind] = Patches((kind, "forward", _with_form(verl_forward, model_forward)))
 
     return patch_checked_forward
 
 
-def _with_form(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_form(verl_forward: Callable[..., Any], model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """verl's forward, which hands its head the weight alone, with the rest of the head known."""
 
-    @functools.wraps(forward)
+    @functools.wraps(verl_forward)
     def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self.lm_head, "base_layer"):
             raise ValueError(
@@ -159,16 +151,16 @@ def _with_form(forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         token = _form.set(getattr(self, "_grpo_fused_form", None))
         try:
-            return forward(self, *args, **kwargs)
+            return verl_forward(self, *args, **kwargs)
         finally:
             _form.reset(token)
 
-    fused_forward.is_fused = True  # type: ignore[attr-defined]
+    fused_forward.model_forward = model_forward  # type: ignore[attr-defined]
     return fused_forward
 
 
 @torch.no_grad()
-def _read_head(model: nn.Module, own: Callable[..., Any], fused: Callable[..., Any]) -> HeadForm:
+def _read_head(model: nn.Module, model_forward: Callable[..., Any], verl_forward: Callable[..., Any]) -> HeadForm:
     """The form of the head, compared with the model's own forward where its weights are here."""
     name, head = type(model).__name__, output_head(model)
     if head is not getattr(model, "lm_head", None) or getattr(head, "bias", None) is not None:
@@ -180,7 +172,7 @@ def _read_head(model: nn.Module, own: Callable[..., Any], fused: Callable[..., A
     if backbone in OWN_BACKBONES or any(p.is_meta for p in model.parameters()):  # FSDP: weights on the first rank only
         return form
     ids = torch.arange(1, 9, device=head.weight.device).remainder(form.vocab_size).unsqueeze(0)  # type: ignore[union-attr]
-    with replaced_forward(model, functools.partial(own, model)):
+    with Patches((model, "forward", functools.partial(model_forward, model))):
         confirmed = check_head(model)
         with undisturbed(model):
             hidden = head_hidden_states(model, ids)
@@ -190,7 +182,7 @@ def _read_head(model: nn.Module, own: Callable[..., Any], fused: Callable[..., A
     token = _form.set(form)
     try:
         with undisturbed(model):
-            got = fused(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
+            got = verl_forward(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
     finally:
         _form.reset(token)
     if not torch.allclose(got.view(ids.shape)[:, :-1], want, rtol=1e-3, atol=1e-3):

@@ -312,3 +312,32 @@ def test_engine_and_scratch_can_be_chosen(folder, tmp_path):
     assert_same_run(got, train(GRPOTrainer, GRPOConfig, folder, tmp_path, **options))
     with pytest.raises(ValueError, match="impl must be one of"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="fast", **options)
+
+
+def test_an_unknown_loss_type_is_named(folder, tmp_path):
+    trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, loss_type="dappo")
+    with pytest.raises(ValueError, match="loss_type must be one of grpo, .* got 'dappo'"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "config_class", "loss_type", "corrected", "kept"),
+    [
+        (ours.FusedGRPOTrainer, GRPOConfig, "dapo", True, True),
+        (ours.FusedGRPOTrainer, GRPOConfig, "dapo", False, False),
+        (ours.FusedGRPOTrainer, GRPOConfig, "vespo", False, True),
+        (ours.FusedGMPOTrainer, GMPOConfig, "dapo", True, False),
+    ],
+    ids=["corrected", "not-corrected", "vespo", "gmpo"],
+)
+def test_losses_that_take_the_ratio_of_a_rollout_engine(
+    trainer_class, config_class, loss_type, corrected, kept, folder, tmp_path
+):
+    """As in TRL's `_compute_loss`; a batch has the ratio where vLLM sampled."""
+    trainer = build(trainer_class, folder, tmp_path, config_class=config_class, loss_type=loss_type)
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, corrected
+    batch = {name: torch.ones(8, 5) for name in ("completion_ids", "completion_mask", "importance_sampling_ratio")}
+    batch |= {"advantages": torch.ones(8), "num_items_in_batch": torch.tensor(40)}
+    trainer.current_gradient_accumulation_steps = 1
+    prediction = trainer.predict_loss(batch)
+    assert (prediction.tensors["importance_sampling_ratio"] is not None) == kept

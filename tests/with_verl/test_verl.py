@@ -32,7 +32,7 @@ from transformers import (
 from with_verl.ray_double import import_verl
 
 import_verl()
-from verl.models.transformers import monkey_patch
+from verl.models.transformers import dense_common, monkey_patch
 from verl.utils.experimental import torch_functional
 from verl.utils.kernel import linear_cross_entropy as kernels
 
@@ -209,13 +209,12 @@ def test_patch_and_unpatch():
     adapter.patch_verl()
     assert not any(new is old for new, old in zip(places(), before, strict=True))
     model = build()
-    monkey_patch.patch_forward_with_backends(model, True, "torch")
-    monkey_patch.patch_forward_with_backends(model, False, "torch")
+    for enabled, backend in ((True, "torch"), (True, "triton"), (False, "torch")):
+        monkey_patch.patch_forward_with_backends(model, enabled, backend)
     adapter.unpatch_verl()
     adapter.unpatch_verl()
     assert all(new is old for new, old in zip(places(), before, strict=True))
-    assert type(model).forward.__module__ == "verl.models.transformers.dense_common"
-    assert not hasattr(type(model).forward, "is_fused")
+    assert type(model).forward is dense_common.forward_with_triton_backend
 
 
 def test_unknown_versions_are_refused(monkeypatch):

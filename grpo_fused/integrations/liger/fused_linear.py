@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines import Impl
 from grpo_fused.integrations.liger.options import (
-    MODULE_DEFAULTS,
     as_config,
+    defaults_of,
     liger_metrics,
     num_items,
     rollout_ratio,
@@ -23,6 +23,7 @@ from grpo_fused.integrations.liger.options import (
 )
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearGRPOLoss(torch.nn.Module):
     """`liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` (0.8.5), computed by `fused_linear_grpo_loss`.
 
@@ -61,61 +62,37 @@ class FusedLinearGRPOLoss(torch.nn.Module):
     of `GRPOLossConfig`.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        *,
-        impl: Impl = "auto",
-    ) -> None:
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    _: KW_ONLY
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
         super().__init__()
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be >= 1; got {chunk_size}")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be > 0; got {temperature}")
-        positive = {
-            "sapo_temperature_pos": sapo_temperature_pos,
-            "sapo_temperature_neg": sapo_temperature_neg,
-            "delta": delta,
-        }
-        for name, value in positive.items():  # by all loss types, as in Liger
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be >= 1; got {self.chunk_size}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be > 0; got {self.temperature}")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):  # for all loss types, as in Liger
+            value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0; got {value}")
-        self.beta = beta
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.loss_type = loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos = sapo_temperature_pos
-        self.sapo_temperature_neg = sapo_temperature_neg
-        self.temperature = temperature
-        self.delta = delta
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos = vespo_k_pos
-        self.vespo_lambda_pos = vespo_lambda_pos
-        self.vespo_k_neg = vespo_k_neg
-        self.vespo_lambda_neg = vespo_lambda_neg
-        self.impl = impl
         self._config()
 
     def forward(
@@ -203,13 +180,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
 
     def _config(self) -> GRPOLossConfig:
         """The configuration that the attributes describe."""
-        config = as_config(
-            MODULE_DEFAULTS,
-            loss_type=self.loss_type,
-            beta=self.beta,
-            importance_sampling_level=self.importance_sampling_level,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            max_completion_length=self.max_completion_length,
-            **{name: getattr(self, name) for name in MODULE_DEFAULTS},
-        )
+        config = as_config({name: getattr(self, name) for name in _DEFAULTS}, _DEFAULTS)
         return config if self.use_ref_model else replace(config, beta=0.0)
+
+
+_DEFAULTS = defaults_of(FusedLinearGRPOLoss)

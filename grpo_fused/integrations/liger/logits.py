@@ -12,12 +12,13 @@ from grpo_fused.api import selective_logprobs
 from grpo_fused.api.autograd import first_order
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import LossInputs
-from grpo_fused.call.config import PPO_FAMILY, GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
+from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.integrations.liger.options import (
-    LOGITS_DEFAULTS,
-    LOSS_TYPES,
+    SUPPORTED,
     as_config,
+    defaults_of,
     is_clipped,
     liger_metrics,
     num_items,
@@ -100,15 +101,17 @@ def grpo_loss_from_logits(
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (B, L + 1):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits must be [{B}, {L + 1}, V], one position more than completion_ids; got {got}")
-    if delta is not None and loss_type in LOSS_TYPES and loss_type not in PPO_FAMILY:  # Liger refuses it here, too
+    if delta is not None and loss_type in SUPPORTED and "delta" not in LOSS_TYPES[loss_type].options:  # as in Liger
         raise ValueError(f"delta must be None for loss_type={loss_type!r}, which has no clip; got {delta}")
-    config = as_config(
-        LOGITS_DEFAULTS, loss_type=loss_type, beta=beta, importance_sampling_level=importance_sampling_level,
-        use_bias_correction_kl=use_bias_correction_kl, eps_low=eps_low, eps_high=eps_high, delta=delta,
-        max_completion_length=max(L, 1) if max_completion_length is None else max_completion_length,
-        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
-    )  # fmt: skip
+    options = {
+        "loss_type": loss_type, "beta": beta, "importance_sampling_level": importance_sampling_level,
+        "use_bias_correction_kl": use_bias_correction_kl, "eps_low": eps_low, "eps_high": eps_high, "delta": delta,
+        "max_completion_length": max(L, 1) if max_completion_length is None else max_completion_length,
+        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
+        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg,
+    }  # fmt: skip
+    config = as_config(options, _DEFAULTS)
     if config.beta != 0.0 and ref_logp is None:
         raise ValueError(f"beta={config.beta} needs ref_logp ({B}, {L}); got None")
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask
@@ -141,6 +144,9 @@ def grpo_loss_from_logits(
     tokens = objective.token_loss(logps.detach().reshape(-1), batch, config)
     kl = None if tokens.kl is None else tokens.kl.view(B, L)
     return losses, kl, is_clipped(tokens, batch, config).to(losses.dtype).view(B, L)
+
+
+_DEFAULTS = defaults_of(grpo_loss_from_logits)
 
 
 class _PerTokenLoss(torch.autograd.Function):

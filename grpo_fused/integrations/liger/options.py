@@ -2,57 +2,60 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LossInputs
-from grpo_fused.call.config import TOKEN_NORMALIZED, USED_BY, GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
+from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.objective import formulas as objective
 from grpo_fused.objective.batch import TokenBatch
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+SUPPORTED = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+"""The loss types of Liger."""
 LEVELS = ("token", "sequence")
 
-_OUR_NAMES = {"epsilon_low": "epsilon", "eps_low": "epsilon", "eps_high": "epsilon_high"}
-_SHARED_DEFAULTS = {
-    "delta": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
+OUR_NAMES = {
+    **{field.name: field.name for field in fields(GRPOLossConfig)},
+    **{"epsilon_low": "epsilon", "eps_low": "epsilon", "eps_high": "epsilon_high"},
 }
-MODULE_DEFAULTS = MappingProxyType({**_SHARED_DEFAULTS, "epsilon_low": 0.2, "epsilon_high": 0.2})
-LOGITS_DEFAULTS = MappingProxyType({**_SHARED_DEFAULTS, "eps_low": 0.2, "eps_high": 0.4})
+"""What of Liger's options an option of `GRPOLossConfig` is; the others do not change the objective."""
+
+PARTIAL = frozenset().union(*(loss_type.options for loss_type in LOSS_TYPES.values()))
+"""Of our options those that not all loss types read."""
 
 
-def as_config(
-    defaults: Mapping[str, Any], *, loss_type: str, importance_sampling_level: str, **options: Any
-) -> GRPOLossConfig:
-    """Our configuration for Liger's options; `defaults` are those of the options that some loss types do not read."""
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")
-    if importance_sampling_level not in LEVELS:
-        raise ValueError(
-            f"importance_sampling_level must be one of {', '.join(LEVELS)}; got {importance_sampling_level!r}"
-        )
-    read: dict[str, Any] = {"loss_type": loss_type, "importance_sampling_level": importance_sampling_level}
+def defaults_of(interface: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of an interface, which are Liger's."""
+    return {name: parameter.default for name, parameter in inspect.signature(interface).parameters.items()}
+
+
+def as_config(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> GRPOLossConfig:
+    """Our configuration for Liger's options, by Liger's names."""
+    loss_type, level = options["loss_type"], options["importance_sampling_level"]
+    if loss_type not in SUPPORTED:
+        raise ValueError(f"loss_type must be one of {', '.join(SUPPORTED)}; got {loss_type!r}")
+    if level not in LEVELS:
+        raise ValueError(f"importance_sampling_level must be one of {', '.join(LEVELS)}; got {level!r}")
+    read: dict[str, Any] = {}
     for name, value in options.items():
-        ours = _OUR_NAMES.get(name, name)
-        users = USED_BY.get(ours)
-        if users is not None and loss_type not in users:
-            if name in defaults and value not in (None, defaults[name]):
-                readers = ", ".join(sorted(users.intersection(LOSS_TYPES)))
+        ours = OUR_NAMES.get(name)
+        if ours is None:
+            continue
+        if ours in PARTIAL and ours not in LOSS_TYPES[loss_type].options:
+            if ours != "max_completion_length" and value not in (None, defaults[name]):  # trainers always pass it
+                readers = ", ".join(sorted(kind for kind in SUPPORTED if ours in LOSS_TYPES[kind].options))
                 warn_ignored(name, f"loss_type={loss_type!r} does not read it (only {readers})")
             continue
-        if value is None and defaults.get(name) is not None:
+        if ours in PARTIAL and value is None and defaults[name] is not None:
             raise ValueError(f"{name} must be a number; got None")
         if ours.startswith(("epsilon", "sapo")) and not value > 0:
             raise ValueError(f"{name} must be > 0; got {value}")
@@ -72,7 +75,7 @@ _said: set[tuple[str, str]] = set()
 
 def num_items(value: float | Tensor | None, mask: Tensor, config: GRPOLossConfig) -> float | Tensor | None:
     """This process's divisor: Liger's normaliser is the mean over processes, at least 1."""
-    if config.loss_type not in TOKEN_NORMALIZED:
+    if LOSS_TYPES[config.loss_type].average != "items":
         return None
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if distributed else 1
@@ -98,7 +101,7 @@ def rollout_ratio(ratio: Tensor | None, mask: Tensor, config: GRPOLossConfig) ->
         raise ValueError(f"vllm_is_ratio must have shape ({B},) or ({B}, 1) or ({B}, {T}); got {tuple(ratio.shape)}")
     if ratio.dim() == 1:
         ratio = ratio.unsqueeze(1)
-    if config.loss_type != "vespo" or ratio.shape[1] == T:
+    if LOSS_TYPES[config.loss_type].rule != "vespo" or ratio.shape[1] == T:
         return ratio
     # VESPO multiplies the ratios of a sequence's tokens: the first token gets the whole ratio
     active = mask != 0
@@ -118,10 +121,15 @@ def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> 
 
 def is_clipped(tokens: objective.TokenLoss, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
     """[R] bool: active tokens whose ratio, before delta, is beyond the bound for the sign of their advantage."""
+    low, high = _clip_bounds(config)
     good, bad = batch.advantages > 0, batch.advantages < 0
-    if config.loss_type in ("sapo", "vespo"):
-        return torch.zeros_like(batch.mask)
-    if config.loss_type == "cispo":
-        return batch.mask & good & (tokens.ratio > config.epsilon_upper)
-    low = bad & (tokens.ratio < 1.0 - config.epsilon)
-    return batch.mask & (low | (good & (tokens.ratio > 1.0 + config.epsilon_upper)))
+    return batch.mask & ((bad & (tokens.ratio < low)) | (good & (tokens.ratio > high)))
+
+
+def _clip_bounds(config: GRPOLossConfig) -> tuple[float, float]:
+    """Of the ratio; infinite where the loss type has none."""
+    bounds = {
+        "clip": (1.0 - config.epsilon, 1.0 + config.epsilon_upper),
+        "cispo": (-math.inf, config.epsilon_upper),
+    }
+    return bounds.get(LOSS_TYPES[config.loss_type].rule, (-math.inf, math.inf))

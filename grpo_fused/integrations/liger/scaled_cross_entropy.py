@@ -77,6 +77,6 @@ def _selected(
     if ((ids < 0) | (ids >= weight.shape[0])).any():
         raise ValueError(f"selected_token_ids must be in [0, {weight.shape[0]}); got {ids.min()} to {ids.max()}")
     hidden = hidden.to(logps.dtype)
-    own = (hidden * weight[target.where(active, 0)].to(logps.dtype)).sum(-1) / temperature
+    target_logits = (hidden * weight[target.where(active, 0)].to(logps.dtype)).sum(-1) / temperature
     logits = F.linear(hidden, weight[ids].to(logps.dtype)) / temperature
-    return torch.where(active.unsqueeze(-1), logits - (own - logps).unsqueeze(-1), 0.0)
+    return torch.where(active.unsqueeze(-1), logits - (target_logits - logps).unsqueeze(-1), 0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -21,3 +22,8 @@ class FusedGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "help": "With top_k, top_p or min_p, score tokens by the distribution that they leave, which was sampled."
         },
     )
+
+    def fused_options(self) -> dict[str, Any]:
+        """These arguments, and none of TRL's."""
+        names = {option.name for option in fields(self)} - {option.name for option in fields(GRPOConfig)}
+        return {name: getattr(self, name) for name in names}

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from grpo_fused.heads.patches import Patches
+
 
 def main(argv: list[str] | None = None) -> None:
     """TRL's command line with `patch_trl()` in every process.
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     config = argv[argv.index("--config") + 1 :][:1] if "--config" in argv else []
     if config and not Path(config[0]).is_file():
         raise SystemExit(f"grpo-fused trl: error: --config must be a YAML file; got {config[0]!r}, which is none")
-    own, own_config = accelerate_launcher.launch_training_script, trl.GRPOConfig
+    launch_training_script = accelerate_launcher.launch_training_script
 
     def launch_patched(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
         def launch(args: Any) -> None:
@@ -42,32 +44,27 @@ def main(argv: list[str] | None = None) -> None:
             args.training_script = __name__
             accelerate_launcher.launch_command(args)
 
-        own(script_name, launch_args, training_script_args, launch_command_fn=launch)
+        launch_training_script(script_name, launch_args, training_script_args, launch_command_fn=launch)
 
-    accelerate_launcher.launch_training_script, trl.GRPOConfig = launch_patched, FusedGRPOConfig
-    try:
+    with Patches((accelerate_launcher, "launch_training_script", launch_patched), (trl, "GRPOConfig", FusedGRPOConfig)):
         raise SystemExit(trl_main(argv))
-    finally:
-        accelerate_launcher.launch_training_script, trl.GRPOConfig = own, own_config
 
 
 def run_script(path: str, arguments: list[str]) -> None:
     """Run one of TRL's training scripts, patched."""
     import trl
 
-    from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl
+    import grpo_fused.integrations.trl as ours
     from grpo_fused.integrations.trl.arguments import FusedGRPOConfig
 
-    class Trainer(FusedGRPOTrainer):
+    class FusedGRPOTrainer(ours.FusedGRPOTrainer):
         def __init__(self, *, args: FusedGRPOConfig, **kwargs: Any) -> None:
-            options = {name: getattr(args, name) for name in ("impl", "max_scratch_bytes", "exact_truncation")}
-            super().__init__(args=args, **options, **kwargs)
+            super().__init__(args=args, **args.fused_options(), **kwargs)
 
-    Trainer.__name__ = FusedGRPOTrainer.__name__
-    patch_trl()
-    trl.GRPOConfig, trl.GRPOTrainer = FusedGRPOConfig, Trainer
+    ours.patch_trl()
     sys.argv = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
+    with Patches((trl, "GRPOConfig", FusedGRPOConfig), (trl, "GRPOTrainer", FusedGRPOTrainer)):
+        runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ call. Putting `FusedLogProbFunction` there switches every trainer at once, also 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.statistics import extra_statistics
@@ -98,19 +98,15 @@ class FusedLogProbFunction:
 
 
 _lock = threading.RLock()
-_replaced: list[tuple[Any, str, Any]] = []
+_patches = Patches()  # none where neither `patch_trl` nor a block is in force
 _patched: type[FusedLogProbFunction] | None = None  # by `patch_trl`
 _blocks = 0  # of `use_fused_head` that are running, in all threads
 _of_block: ContextVar[type[FusedLogProbFunction] | None] = ContextVar("grpo_fused_head", default=None)
 
 
-class _Dispatch:
-    """What stands in TRL's place: the head of the running block, else that of `patch_trl`, else TRL's own."""
-
-    @staticmethod
-    def apply(*args: Any) -> Any:
-        own = next(value for _, name, value in _replaced if name == "_ChunkedLogProbFunction")
-        return (_of_block.get() or _patched or own).apply(*args)
+def _active_head() -> type[FusedLogProbFunction] | None:
+    """That of the running block, else that of `patch_trl`; None in a thread that only shares TRL's modules."""
+    return _of_block.get() or _patched
 
 
 def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
@@ -157,35 +153,35 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
 
 
 def _install() -> None:
-    if _replaced:
+    if _patches.names:
         return
     from trl.trainer import distillation_trainer, utils
 
-    own, checked = utils.add_fused_lm_head, _checking(utils.add_fused_lm_head)
-    divergence = _dispatching(distillation_trainer._chunked_divergence_loss)
-    replacements: list[tuple[Any, str, Any]] = [
-        (utils, "_ChunkedLogProbFunction", _Dispatch),
-        (distillation_trainer, "_chunked_divergence_loss", divergence),
-    ]
-    for name, module in list(sys.modules.items()):  # trainers that are imported later take theirs from `utils`
-        if name.split(".")[0] == "trl" and vars(module).get("add_fused_lm_head") is own:
-            replacements.append((module, "add_fused_lm_head", checked))
-    for module, name, value in replacements:
-        _replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
+    for module, name, replaces in (
+        (utils, "_ChunkedLogProbFunction", _head_in_place_of),
+        (utils, "add_fused_lm_head", _checking),  # trainers that are imported later take it from `utils`
+        (distillation_trainer, "_chunked_divergence_loss", _divergence_in_place_of),
+    ):
+        _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
 
 
 def _restore() -> None:
     if _patched is None and _blocks == 0:
-        while _replaced:
-            module, name, value = _replaced.pop()
-            setattr(module, name, value)
+        _patches.undo()
 
 
-def _dispatching(chunked_divergence_loss: Callable[..., Any]) -> Callable[..., Any]:
+def _head_in_place_of(chunked_logprob_function: Any) -> Any:
+    class ActiveLogProbFunction:
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            return (_active_head() or chunked_logprob_function).apply(*args)
+
+    return ActiveLogProbFunction
+
+
+def _divergence_in_place_of(chunked_divergence_loss: Callable[..., Any]) -> Callable[..., Any]:
     def divergence_loss(*args: Any, **kwargs: Any) -> Any:
-        patched = (_of_block.get() or _patched) is not None
-        return (fused_divergence_loss if patched else chunked_divergence_loss)(*args, **kwargs)
+        return (fused_divergence_loss if _active_head() else chunked_divergence_loss)(*args, **kwargs)
 
     return divergence_loss
 
@@ -193,7 +189,7 @@ def _dispatching(chunked_divergence_loss: Callable[..., Any]) -> Callable[..., A
 def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     def add_checked_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
         add_fused_lm_head(model, *args, **kwargs)
-        if (_of_block.get() or _patched) is not None:  # not in a thread that only shares the module
+        if _active_head():
             check_trl_reads_the_head(model)
 
     return add_checked_fused_lm_head
@@ -236,7 +232,7 @@ def check_trl_reads_the_head(model: Any) -> None:
         ids = torch.arange(1, 5, device=module.weight.device).remainder(rows).unsqueeze(0)
         with undisturbed(base):
             theirs = _what_trl_takes(base, ids)
-            own = head_hidden_states(base, ids)[0, :-1]
+            hidden = head_hidden_states(base, ids)[0, :-1]
     for field in ("logit_scale", "softcap"):
         if theirs[field] != head[field]:  # type: ignore[literal-required]
             raise RuntimeError(
@@ -248,8 +244,8 @@ def check_trl_reads_the_head(model: Any) -> None:
             f"TRL's fused head takes all {rows} rows of the head of {name}, which has {logits} logits: its log-probs "
             "would be wrong"
         )
-    hidden = theirs["hidden"]
-    if own.shape != hidden.shape or not torch.allclose(own.float(), hidden.float(), rtol=1e-3, atol=1e-3):
+    taken = theirs["hidden"]
+    if hidden.shape != taken.shape or not torch.allclose(hidden.float(), taken.float(), rtol=1e-3, atol=1e-3):
         raise RuntimeError(
             f"TRL's fused head takes the backbone's last hidden states, and {name} does something to them before its "
             "head: its log-probs would be wrong"

@@ -98,7 +98,7 @@ class Prediction:
         tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
         loss_mask = self.loss_mask.to(device)[mask] != 0
         self.used = True
-        return _Packed(rows, {**tensors, "completion_mask": loss_mask, "cu_seqlens": offsets})
+        return _Packed(rows, LossInputs(completion_mask=loss_mask, **tensors), offsets)  # type: ignore[arg-type]
 
     @staticmethod
     def _pack(x: Tensor, mask: Tensor) -> Tensor:
@@ -111,7 +111,8 @@ class Prediction:
 
 class _Packed(NamedTuple):
     rows: Tensor
-    tensors: dict[str, Tensor | None]
+    inputs: LossInputs
+    offsets: Tensor
 
 
 _prediction: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction", default=None)
@@ -172,8 +173,8 @@ class PredictedLogprobs(torch.autograd.Function):
             dentropies = None
         if dlogps is None and dentropies is None:
             return (None,) * 5
-        needs, given = Needs(*ctx.needs_input_grad[:3]), call.head
-        hidden, weight, bias = given.hidden_states, given.lm_head_weight, given.lm_head_bias
+        needs, head = Needs(*ctx.needs_input_grad[:3]), call.head
+        hidden, weight, bias = head.hidden_states, head.lm_head_weight, head.lm_head_bias
         if ctx.prediction is None:
             logps, entropies, maxima, log_sums = saved
             scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
@@ -205,11 +206,9 @@ class PredictedLogprobs(torch.autograd.Function):
 def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed: _Packed) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
-    config, rows, head = prediction.config.encoded, packed.rows, call.head
+    config, head = prediction.config.encoded, call.head
+    rows, inputs, offsets = packed
     hidden, targets = head.hidden_states, call.token_ids
-    given = dict(packed.tensors)
-    offsets = given.pop("cu_seqlens")
-    inputs = LossInputs(**given)  # type: ignore[arg-type]
     some = _at(head, rows)
     loss = operators.LossResult(
         *operators.linear_grpo_loss(*flat(LossCall(some, targets[rows], inputs, offsets, config, True, needs)))

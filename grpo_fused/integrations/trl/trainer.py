@@ -17,12 +17,10 @@ from trl.experimental.gmpo import GMPOTrainer
 
 from grpo_fused import engines
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.truncation import ExactTruncation
-
-_MODEL_MEAN = ("dapo", "cispo", "vespo")
-"""Loss types whose normaliser spans the generation batch."""
 
 
 class _FusedLoss(ExactTruncation):
@@ -51,10 +49,7 @@ class _FusedLoss(ExactTruncation):
                 f"{type(self).__name__} makes it by its own kernels"
             )
         with use_fused_head(self._head):  # which checks the heads before DeepSpeed wraps a model
-            super().__init__(*args, **kwargs)
-        self.exact_truncation = exact_truncation
-        if exact_truncation:
-            self.check_truncation()
+            super().__init__(*args, exact_truncation=exact_truncation, **kwargs)
         self._announced = False  # whether the loss of this training step was, and its tokens were scored here
         self._warned = False
 
@@ -72,7 +67,7 @@ class _FusedLoss(ExactTruncation):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's; says, once, where the gradients of a step took another pass over the head, and why."""
         self._announced, before = False, self.loss_counts.recomputed
-        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        loss: Tensor = super().training_step(*args, **kwargs)
         if not self._announced:
             self.loss_counts.recomputed += 1
         if self.loss_counts.recomputed > before and not self._warned:
@@ -101,7 +96,8 @@ class _FusedLoss(ExactTruncation):
         config = self.loss_config()
         kl, off_policy = config.beta != 0.0, config.off_policy_mask_threshold is not None
         ratio = inputs.get("importance_sampling_ratio")
-        if config.loss_type != "vespo" and not (self.use_vllm and self.vllm_importance_sampling_correction):  # type: ignore[attr-defined]
+        rule, corrected = LOSS_TYPES[config.loss_type].rule, self.use_vllm and self.vllm_importance_sampling_correction
+        if rule == "gmpo" or not (corrected or rule == "vespo"):
             ratio = None
         return Prediction(
             config,
@@ -121,51 +117,48 @@ class _FusedLoss(ExactTruncation):
 
     def loss_config(self) -> GRPOLossConfig:
         """The options of the loss as they stand at this step."""
-        args = self.args  # type: ignore[attr-defined]
-        given: dict[str, Any] = {"loss_type": self.loss_type}  # type: ignore[attr-defined]
-        if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):  # type: ignore[attr-defined]
-            given |= {"epsilon": self.epsilon_low, "epsilon_high": self.epsilon_high, "delta": args.delta}  # type: ignore[attr-defined]
-        elif self.loss_type == "cispo":  # type: ignore[attr-defined]
-            given |= {"epsilon_high": self.epsilon_high}  # type: ignore[attr-defined]
-        elif self.loss_type == "sapo":  # type: ignore[attr-defined]
-            given |= {name: getattr(args, name) for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
-        elif self.loss_type == "vespo":  # type: ignore[attr-defined]
-            names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-            given |= {name: getattr(args, name) for name in names}
-        if self.loss_type == "dr_grpo":  # type: ignore[attr-defined]
-            given |= {"max_completion_length": self.max_completion_length}  # type: ignore[attr-defined]
+        kind = LOSS_TYPES.get(self.loss_type)
+        if kind is None:
+            return GRPOLossConfig(loss_type=self.loss_type)  # an error, which names the known ones
+        values = {
+            **vars(self.args),
+            "epsilon": self.epsilon_low,
+            "epsilon_high": self.epsilon_high,
+            "importance_sampling_level": self.importance_sampling_level,
+            "max_completion_length": self.max_completion_length,
+            "off_policy_mask_threshold": self.off_policy_mask_threshold,
+        }
         return GRPOLossConfig(
-            **given,
-            beta=self.beta,  # type: ignore[attr-defined]
-            use_bias_correction_kl=args.use_bias_correction_kl,
-            importance_sampling_level=self.importance_sampling_level,  # type: ignore[attr-defined]
-            off_policy_mask_threshold=self.off_policy_mask_threshold,  # type: ignore[attr-defined]
-            top_entropy_quantile=self.top_entropy_quantile,  # type: ignore[attr-defined]
+            loss_type=self.loss_type,
+            beta=self.beta,
+            use_bias_correction_kl=self.args.use_bias_correction_kl,
+            top_entropy_quantile=self.top_entropy_quantile,
             entropy_coef=self._entropy_coef(),
+            **{name: values[name] for name in kind.options if name in values},  # TRL has no dual_clip
         )
 
     def _entropy_coef(self) -> float:
         """The bonus that this step applies, relative to a policy term before it is divided by accumulation steps."""
         if not getattr(self, "_entropy_bonus_enabled", False):
             return 0.0
-        coef = self.entropy_coef  # type: ignore[attr-defined]
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:  # type: ignore[attr-defined]
+        coef = self.entropy_coef
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
             coef = 0.0
-        return float(coef / self._accumulation()) if self.loss_type in _MODEL_MEAN else float(coef)  # type: ignore[attr-defined]
+        return float(coef / self._accumulation()) if LOSS_TYPES[self.loss_type].average == "items" else float(coef)
 
     def _accumulation(self) -> float:
-        return self.current_gradient_accumulation_steps if self.model.training else 1.0  # type: ignore[attr-defined]
+        return self.current_gradient_accumulation_steps if self.model.training else 1.0
 
     def _num_items(self, inputs: dict[str, Any], config: GRPOLossConfig) -> Tensor | None:
-        if config.loss_type not in _MODEL_MEAN:
+        if LOSS_TYPES[config.loss_type].average != "items":
             return None
-        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes  # type: ignore[attr-defined]
-        if self.model.training:  # type: ignore[attr-defined]
-            items = items * self.current_gradient_accumulation_steps / self.args.steps_per_generation  # type: ignore[attr-defined]
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            items = items * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return items
 
 
-class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):  # type: ignore[misc]
+class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):
     """`trl.GRPOTrainer` with the loss fused: same arguments, losses, metrics and weights, and three more arguments.
 
     Args:
@@ -183,7 +176,7 @@ class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):  # type: ignore[misc]
     """
 
 
-class FusedGMPOTrainer(_FusedLoss, GMPOTrainer):  # type: ignore[misc]
+class FusedGMPOTrainer(_FusedLoss, GMPOTrainer):
     """`trl.experimental.gmpo.GMPOTrainer` with the loss fused; see `FusedGRPOTrainer`."""
 
     def loss_config(self) -> GRPOLossConfig:
@@ -196,10 +189,3 @@ class FusedGMPOTrainer(_FusedLoss, GMPOTrainer):  # type: ignore[misc]
             use_bias_correction_kl=GRPOLossConfig().use_bias_correction_kl,
             top_entropy_quantile=self.top_entropy_quantile,
         )
-
-    def predict_loss(self, inputs: dict[str, Any]) -> Prediction | None:
-        """See `FusedGRPOTrainer`; rollout-engine corrections are no part of TRL's GMPO loss."""
-        known = super().predict_loss(inputs)
-        if known is not None:
-            known.tensors["importance_sampling_ratio"] = None
-        return known

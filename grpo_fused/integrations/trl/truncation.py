@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
+from trl import GRPOTrainer
 
 from grpo_fused.call.calls import HeadCall
 from grpo_fused.call.candidates import CandidateSets, check_values
+from grpo_fused.heads.patches import Patches
 from grpo_fused.trainer.rollout import Sampling
 from grpo_fused.trainer.sampling import padded_sets
 
@@ -34,30 +36,30 @@ _OFF = {"repetition_penalty": 1.0}
 """Further ones that TRL always passes, with the value that does nothing."""
 
 
-def sampling_of(config: GenerationConfig, own: GenerationConfig, temperature: float) -> Sampling:
-    """The sampling of `generate` with a config, whose missing values it takes from the model's `own`.
+def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temperature: float) -> Sampling:
+    """The sampling of `generate` with a config, whose missing values it takes from the model's, `model_config`.
 
     Raises:
         ValueError: An option changes the distribution, and is none of temperature, top_k, top_p and min_p; or the
             temperature is not `temperature`, that of the scores.
     """
-    given = {name: x for name, x in own.to_dict().items() if x is not None}
-    given |= {name: x for name, x in config.to_dict().items() if x is not None}
-    changed = GenerationConfig(**given).to_diff_dict().items()
+    options = {name: x for name, x in model_config.to_dict().items() if x is not None}
+    options |= {name: x for name, x in config.to_dict().items() if x is not None}
+    changed = GenerationConfig(**options).to_diff_dict().items()
     unknown = sorted(f"{name}={x}" for name, x in changed if name not in _KNOWN and x != _OFF.get(name))
-    if unknown or not given.get("do_sample"):
+    if unknown or not options.get("do_sample"):
         raise ValueError(
             "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; generate also "
             f"has {', '.join(unknown) or 'do_sample=False'}"
         )
-    if given["temperature"] != temperature:
+    if options["temperature"] != temperature:
         raise ValueError(
             f"exact_truncation scores at the temperature of GRPOConfig, {temperature}; generate samples at "
-            f"{given['temperature']}, from generation_kwargs"
+            f"{options['temperature']}, from generation_kwargs"
         )
     names = ("temperature", "top_k", "top_p", "min_p")
-    options = {name: given[name] for name in names if name in given}
-    return Sampling(num_generations=1, max_completion_length=given["max_new_tokens"], **options)
+    truncation = {name: options[name] for name in names if name in options}
+    return Sampling(num_generations=1, max_completion_length=options["max_new_tokens"], **truncation)
 
 
 @dataclass
@@ -94,49 +96,53 @@ def with_candidates(call: HeadCall, targets: Tensor) -> tuple[HeadCall, Tensor |
     return call._replace(candidate_ids=sets.ids, candidate_offsets=sets.offsets), mask
 
 
-class ExactTruncation:
-    """What `exact_truncation=True` adds to a trainer of TRL's."""
+class ExactTruncation(GRPOTrainer):
+    """`trl.GRPOTrainer` with one more argument, see `FusedGRPOTrainer`."""
 
-    exact_truncation = False
-    _sets: list[CandidateSets] | None = None
-    """of the sequences that are scored next; None where all tokens could be sampled"""
+    def __init__(self, *args: Any, exact_truncation: bool = False, **kwargs: Any) -> None:
+        self.exact_truncation = exact_truncation
+        self._sets: list[CandidateSets] | None = None
+        """of the sequences that are scored next; None where all tokens could be sampled"""
+        super().__init__(*args, **kwargs)
+        if exact_truncation:
+            self._check_truncation()
 
-    def check_truncation(self) -> None:
+    def _check_truncation(self) -> None:
         """Raise `ValueError` where the sets cannot be recorded."""
         off = {
-            "use_vllm": self.use_vllm,  # type: ignore[attr-defined]
-            "use_transformers_continuous_batching": self.use_transformers_continuous_batching,  # type: ignore[attr-defined]
-            "tools or environments": self.tools or self.environment_factories,  # type: ignore[attr-defined]
-            "rollout_func": self.rollout_func,  # type: ignore[attr-defined]
-            "a vision-language model": self._is_vlm,  # type: ignore[attr-defined]
+            "use_vllm": self.use_vllm,
+            "use_transformers_continuous_batching": self.use_transformers_continuous_batching,
+            "tools or environments": self.tools or self.environment_factories,
+            "rollout_func": self.rollout_func,
+            "a vision-language model": self._is_vlm,
         }
-        if found := [name for name, value in off.items() if value]:
+        if in_use := [name for name, value in off.items() if value]:
             raise ValueError(
                 "exact_truncation records what transformers' generate could sample, in one turn and in this process; "
-                f"it cannot be used with {', '.join(found)}"
+                f"it cannot be used with {', '.join(in_use)}"
             )
-        sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)  # type: ignore[attr-defined]
+        sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)
 
     def _sampler(self) -> Any:
-        return self.accelerator.unwrap_model(self.model_wrapped)  # type: ignore[attr-defined]
+        return self.accelerator.unwrap_model(self.model_wrapped)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.exact_truncation:
-            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        with _recording(self._sampler(), self.temperature) as recorders:  # type: ignore[attr-defined]
-            found = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        self._sets = recorders[0].of_rows([len(ids) for ids in found[0]]) if recorders else None
-        return found
+            return super()._generate_single_turn(*args, **kwargs)
+        with _recording(self._sampler(), self.temperature) as recorders:
+            turn = super()._generate_single_turn(*args, **kwargs)
+        self._sets = recorders[0].of_rows([len(ids) for ids in turn[0]]) if recorders else None
+        return turn
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        batch = super()._generate_and_score_completions(inputs)
         if self._sets is not None:
             batch["candidates"] = self._sets
         return batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._sets = inputs.get("candidates")
-        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -148,7 +154,7 @@ class ExactTruncation:
             scored = _Scored(self._sets, attention_mask[:, -logits_to_keep:], size or len(input_ids))
         token = _scored.set(scored)
         try:
-            return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
         finally:
@@ -158,19 +164,16 @@ class ExactTruncation:
 @contextmanager
 def _recording(model: Any, temperature: float) -> Iterator[list[Any]]:
     """`model.generate` with a recorder, which is in the list afterwards if something is truncated."""
-    own, recorders = model.generate, []
+    generate, recorders = model.generate, []
 
-    def generate(*args: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+    def recorded_generate(*args: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         sampling = sampling_of(generation_config, model.generation_config, temperature)
         if not sampling.truncates:
-            return own(*args, generation_config=generation_config, **kwargs)
+            return generate(*args, generation_config=generation_config, **kwargs)
         recorders.append(sampling.recorder())
         off = copy.deepcopy(generation_config)
         off.temperature, off.top_k, off.top_p, off.min_p = 1.0, 0, 1.0, 0.0  # None would be the model's own
-        return own(*args, generation_config=off, logits_processor=LogitsProcessorList(recorders), **kwargs)
+        return generate(*args, generation_config=off, logits_processor=LogitsProcessorList(recorders), **kwargs)
 
-    model.generate = generate
-    try:
+    with Patches((model, "generate", recorded_generate)):
         yield recorders
-    finally:
-        del model.generate

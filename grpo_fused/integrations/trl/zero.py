@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from trl.trainer import utils
 
-from grpo_fused.heads.hidden import replaced_forward
+from grpo_fused.heads.patches import Patches
 
 _gather = utils.maybe_gather_lm_head_ctx
 
@@ -23,16 +23,15 @@ def gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
     happens to parameters that DeepSpeed has not partitioned.
     """
     of_head = set(head.modules())
-    with ExitStack() as stack:
-        # TRL's forward gathers the head, and fails for a model that was made before DeepSpeed's configuration was read
-        stack.callback(setattr, utils, "maybe_gather_lm_head_ctx", utils.maybe_gather_lm_head_ctx)
-        utils.maybe_gather_lm_head_ctx = lambda *parameters: nullcontext()
+    # TRL's forward gathers the head, and fails for a model that was made before DeepSpeed's configuration was read
+    patches = Patches((utils, "maybe_gather_lm_head_ctx", lambda *parameters: nullcontext()))
+    with patches, ExitStack() as stack:
         for module in model.modules():
             parameters = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_status")]
             if parameters and module in of_head:
                 stack.enter_context(_whole(parameters))
             elif parameters:
-                stack.enter_context(replaced_forward(module, _gathering(module.forward, parameters)))
+                patches.replace(module, "forward", _gathering(module.forward, parameters))
         yield
 
 

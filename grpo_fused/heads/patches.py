@@ -1,0 +1,58 @@
+"""Attributes of other packages' modules, classes and objects: replaced, and put back."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches:
+    """Replaced attributes, until `undo` or for a block.
+
+        with Patches((module, "forward", forward)):
+            model(input_ids)
+
+    Args:
+        replacements: Of each attribute its owner (a module of a package, a class, an instance), name and new value. An
+            instance's hides that of its class.
+    """
+
+    def __init__(self, *replacements: tuple[Any, str, Any]) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+        for owner, name, value in replacements:
+            self.replace(owner, name, value)
+
+    @property
+    def names(self) -> list[str]:
+        """What is replaced, such as "trl.trainer.utils.add_fused_lm_head"."""
+        return [f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name, _ in self._originals]
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """One more."""
+        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def replace_everywhere(self, module: ModuleType, name: str, value: Any) -> None:
+        """A function or class of a module, also in the modules of its package that have imported it so far."""
+        original, package = getattr(module, name), module.__name__.split(".")[0]
+        for key, loaded in list(sys.modules.items()):
+            if key.split(".")[0] == package and vars(loaded).get(name) is original:
+                self.replace(loaded, name, value)
+
+    def undo(self) -> None:
+        """Put back what stood there before, the latest first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
