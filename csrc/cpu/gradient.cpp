@@ -48,7 +48,7 @@ class Lanes {
       at_target = -std::expm1(logp) * dlogp;
       if (entropy_) {
         entropy = g.statistics.entropy[t], dentropy = g.dentropy[t] * factor;
-        const float log_p = logp < kLowestLog ? kLowestLog : logp;  // p log p of an impossible token is 0
+        const float log_p = logp < kLowestLogp ? kLowestLogp : logp;  // p log p of an impossible token is 0
         at_target -= std::exp(log_p) * dentropy * (log_p + entropy);
       }
       if (softcap_ != 0.0f) {

@@ -104,7 +104,7 @@ void differentiate_sets(const CandidateSets& sets, const float* z, const Statist
           continue;
         }
         float log_p = z[k] - statistics.max[token] - statistics.log_sum[token];
-        if (log_p < kLowestLog) log_p = kLowestLog;
+        if (log_p < kLowestLogp) log_p = kLowestLogp;
         const float p = std::exp(log_p);
         // 1 - p of the target from expm1: a confident token's gradient keeps its digits
         float dz = slope * (sets.ids[k] == sets.targets[token] ? -std::expm1(statistics.logp[token]) : -p);

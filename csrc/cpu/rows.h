@@ -4,16 +4,12 @@
 #include <cstdint>
 
 #include "gemm.h"
+#include "numbers.h"
 
 namespace grpo {
 
-enum class Dtype { fp32, bf16, fp16 };
-
 // The content of an operand's words.
 enum class Operand { fp32, bf16 };
-
-// Used for log 0 where it is multiplied by 0.
-constexpr float kLowestLog = -1e4f;
 
 inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
 
