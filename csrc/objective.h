@@ -6,16 +6,17 @@
 
 #include <cmath>
 
+#include "numbers.h"
+
 #ifdef __CUDACC__
 #define GRPO_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #define GRPO_HOST_DEVICE inline
 #endif
 
-namespace grpo_fused {
+namespace grpo {
 
-constexpr float MAX_LOG_RATIO = 20.0f;  // log-ratios are clamped at +-20 before they are exponentiated
-constexpr float LOWEST_LOGP = -1.0e4f;  // the floor of log-probs, nats: what an impossible token counts as
+constexpr float kMaxLogRatio = 20.0f;  // log-ratios are clamped at +-20 before they are exponentiated
 
 // min and max of the standard library drop a NaN on one side; a NaN must propagate.
 template <typename T>
@@ -56,7 +57,9 @@ GRPO_HOST_DEVICE T expm1_of(T x) {
   return std::abs(x) < T(0.25) ? exp_minus_1_minus(x) + x : std::exp(x) - T(1);
 }
 
-enum class Policy : int { PPO = 0, CISPO = 1, SAPO = 2, COUNT };  // as POLICIES in kernels/objective.py
+// As POLICIES in kernels/objective.py.
+enum class Policy : int { ppo, cispo, sapo };
+constexpr int kPolicies = 3;
 
 template <typename T>
 struct ObjectiveOptions {
@@ -110,7 +113,7 @@ template <typename T>
 GRPO_HOST_DEVICE KlEstimate<T> kl_estimate(T q, int estimator) {
   if (estimator == 1) return {-q, T(1), T(1) - q};
   if (estimator == 2) return {T(0.5) * q * q, -q, T(0.5) * q * q - q};
-  const T bounded = min_or_nan(q, T(MAX_LOG_RATIO));
+  const T bounded = min_or_nan(q, T(kMaxLogRatio));
   const T slope = expm1_of(bounded);
   const T tangent = slope * (q - bounded);
   return {tangent + exp_minus_1_minus(bounded), -slope, tangent - bounded};
@@ -119,7 +122,7 @@ GRPO_HOST_DEVICE KlEstimate<T> kl_estimate(T q, int estimator) {
 // Weighted loss of a token and its coefficient.
 template <typename T>
 GRPO_HOST_DEVICE TokenLoss<T> token_objective(T logp, const TokenInputs<T>& token, const ObjectiveOptions<T>& options) {
-  const T lowest = T(LOWEST_LOGP), limit = T(MAX_LOG_RATIO);
+  const T lowest = T(kLowestLogp), limit = T(kMaxLogRatio);
   const bool possible = !(logp < lowest);  // NaN counts as possible, since it must propagate
   logp = max_or_nan(logp, lowest);
   const T log_ratio = logp - (options.has_old ? max_or_nan(token.old_logp, lowest) : logp);
@@ -128,10 +131,10 @@ GRPO_HOST_DEVICE TokenLoss<T> token_objective(T logp, const TokenInputs<T>& toke
   const T chain = beyond ? T(0) : c;
 
   TokenLoss<T> result;
-  if (options.policy == Policy::CISPO) {  // the clipped ratio is a constant weight on the log-prob
+  if (options.policy == Policy::cispo) {  // the clipped ratio is a constant weight on the log-prob
     const T scale = min_or_nan(c, options.epsilon_high) * token.advantage;
     result = {-scale * logp, -scale};
-  } else if (options.policy == Policy::SAPO) {  // a sigmoid gate
+  } else if (options.policy == Policy::sapo) {  // a sigmoid gate
     const T tau = token.advantage > T(0) ? options.tau_pos : options.tau_neg;
     const T gate = T(1) / (T(1) + std::exp(-tau * (c - T(1))));
     result = {T(-4) / tau * gate * token.advantage, chain * (T(-4) * gate * (T(1) - gate) * token.advantage)};
@@ -155,4 +158,4 @@ GRPO_HOST_DEVICE TokenLoss<T> token_objective(T logp, const TokenInputs<T>& toke
   return {token.weight * result.loss, possible ? token.weight * result.dlogp : T(0)};
 }
 
-}  // namespace grpo_fused
+}  // namespace grpo

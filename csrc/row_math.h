@@ -23,7 +23,7 @@
 #define GRPO_UNROLL_4
 #endif
 
-namespace grpo_fused {
+namespace grpo {
 
 #ifdef __CUDACC__
 using Bf16 = __nv_bfloat16;
@@ -54,7 +54,7 @@ inline void narrow(float x, Fp16& to) { to = Fp16(x); }
 GRPO_HOST_DEVICE float widen(float x) { return x; }
 GRPO_HOST_DEVICE void narrow(float x, float& to) { to = x; }
 
-constexpr float MINUS_INFINITY = -INFINITY;
+constexpr float kMinusInfinity = -INFINITY;
 
 // exp for elements, two instructions: below 1e-6 relative where 1 + exp(x) depends on it (|x| < 10), denormals 0.
 // Scalars of a row use the exact one.
@@ -68,18 +68,18 @@ GRPO_HOST_DEVICE float fast_exp(float x) {
 #endif
 }
 
-constexpr int PACKET_BYTES = 16;  // the widest access of a thread
-constexpr int CHUNK_BYTES = 16384;  // of one bulk copy: a part of a row is processed while the rest arrives
+constexpr int kPacketBytes = 16;  // the widest access of a thread
+constexpr int kChunkBytes = 16384;  // of one bulk copy: a part of a row is processed while the rest arrives
 
 template <typename T>
-constexpr int PACKET = PACKET_BYTES / int(sizeof(T));
+constexpr int kPacket = kPacketBytes / int(sizeof(T));
 
 template <typename T>
-constexpr int CHUNK = CHUNK_BYTES / int(sizeof(T));
+constexpr int kChunk = kChunkBytes / int(sizeof(T));
 
 template <typename T>
-struct alignas(PACKET_BYTES) Packet {
-  T value[PACKET<T>];
+struct alignas(kPacketBytes) Packet {
+  T value[kPacket<T>];
 };
 
 // N values from `from`, of which the first `valid` exist; `wide` promises an address that is a multiple of 16 bytes.
@@ -87,10 +87,10 @@ template <typename T, int N>
 GRPO_HOST_DEVICE void load_values(const T* from, int valid, bool wide, float (&to)[N]) {
   if (wide && valid >= N) {
 GRPO_UNROLL
-    for (int i = 0; i < N; i += PACKET<T>) {
+    for (int i = 0; i < N; i += kPacket<T>) {
       const Packet<T> packet = *reinterpret_cast<const Packet<T>*>(from + i);
 GRPO_UNROLL
-      for (int k = 0; k < PACKET<T>; ++k) to[i + k] = widen(packet.value[k]);
+      for (int k = 0; k < kPacket<T>; ++k) to[i + k] = widen(packet.value[k]);
     }
   } else {
 GRPO_UNROLL
@@ -102,10 +102,10 @@ template <typename T, int N>
 GRPO_HOST_DEVICE void store_values(const float (&from)[N], int valid, bool wide, T* to) {
   if (wide && valid >= N) {
 GRPO_UNROLL
-    for (int i = 0; i < N; i += PACKET<T>) {
+    for (int i = 0; i < N; i += kPacket<T>) {
       Packet<T> packet;
 GRPO_UNROLL
-      for (int k = 0; k < PACKET<T>; ++k) narrow(from[i + k], packet.value[k]);
+      for (int k = 0; k < kPacket<T>; ++k) narrow(from[i + k], packet.value[k]);
       *reinterpret_cast<Packet<T>*>(to + i) = packet;
     }
   } else {
@@ -126,11 +126,11 @@ struct RowTransform {
 
 GRPO_HOST_DEVICE bool is_plain(const RowTransform& t) { return t.bias == nullptr && t.softcap == 0.0f; }
 
-// z of N raw values from `column` on, of which the first `valid` exist, and the slopes dz/d(raw); PLAIN promises
+// z of N raw values from `column` on, of which the first `valid` exist, and the slopes dz/d(raw); Plain promises
 // `is_plain`, which leaves the common case a single multiplication.
-template <bool PLAIN, int N>
+template <bool Plain, int N>
 GRPO_HOST_DEVICE void to_z(float (&x)[N], float (&slope)[N], int column, int valid, const RowTransform& t) {
-  if constexpr (!PLAIN) {
+  if constexpr (!Plain) {
     if (t.bias != nullptr) {
       GRPO_UNROLL
       for (int i = 0; i < N; ++i) {
@@ -139,7 +139,7 @@ GRPO_HOST_DEVICE void to_z(float (&x)[N], float (&slope)[N], int column, int val
     }
   }
   const float scale = t.logit_scale * t.inv_temperature;
-  if (PLAIN || t.softcap == 0.0f) {
+  if (Plain || t.softcap == 0.0f) {
     GRPO_UNROLL
     for (int i = 0; i < N; ++i) {
       x[i] *= scale;
@@ -161,18 +161,18 @@ struct alignas(16) Partial {
   float max, rest, moment;
 };
 
-GRPO_HOST_DEVICE Partial no_elements() { return {MINUS_INFINITY, 0.0f, 0.0f}; }
+GRPO_HOST_DEVICE Partial no_elements() { return {kMinusInfinity, 0.0f, 0.0f}; }
 
 // Part `p` as it counts in a row whose maximum is `max`, an element of another part: its own maximum is in the sum.
 GRPO_HOST_DEVICE Partial below(const Partial& p, float max) {
-  if (!(p.max > MINUS_INFINITY)) return {max, p.rest, p.moment};  // nothing is in it: 0, or NaN
+  if (!(p.max > kMinusInfinity)) return {max, p.rest, p.moment};  // nothing is in it: 0, or NaN
   const float drop = p.max - max, total = 1.0f + p.rest, shrink = std::exp(drop);
   return {max, total * shrink, (p.moment + total * drop) * shrink};
 }
 
 // The part that owns the row's maximum is the first that has it.
 GRPO_HOST_DEVICE Partial merge_in_order(const Partial* parts, int count) {
-  float max = MINUS_INFINITY;
+  float max = kMinusInfinity;
   GRPO_UNROLL_4
   for (int i = 0; i < count; ++i) max = std::fmax(max, parts[i].max);
   Partial all = {max, 0.0f, 0.0f};
@@ -188,14 +188,14 @@ GRPO_HOST_DEVICE Partial merge_in_order(const Partial* parts, int count) {
   return all;
 }
 
-template <bool WITH_ENTROPY, int N>
+template <bool WithEntropy, int N>
 GRPO_HOST_DEVICE void add_elements(Partial& p, const float (&z)[N]) {
   float top = z[0];
 GRPO_UNROLL
   for (int i = 1; i < N; ++i) top = std::fmax(top, z[i]);
   const bool owns = top > p.max;  // rare after the first few
   if (owns) p = below(p, top);
-  const float reference = p.max > MINUS_INFINITY ? p.max : 0.0f;
+  const float reference = p.max > kMinusInfinity ? p.max : 0.0f;
   float rest = 0.0f, moment = 0.0f, ties = owns ? -1.0f : 0.0f;
 GRPO_UNROLL
   for (int i = 0; i < N; ++i) {
@@ -204,7 +204,7 @@ GRPO_UNROLL
     const bool at_max = shifted == 0.0f;
     ties += at_max ? 1.0f : 0.0f;
     rest += at_max ? 0.0f : e;
-    if constexpr (WITH_ENTROPY) moment += e * std::fmax(shifted, LOWEST_LOGP);  // 0 * -inf counts 0
+    if constexpr (WithEntropy) moment += e * std::fmax(shifted, kLowestLogp);  // 0 * -inf counts 0
   }
   p.rest += rest + ties;
   p.moment += moment;
@@ -233,7 +233,7 @@ struct RowCoefficients {
 GRPO_HOST_DEVICE RowCoefficients make_coefficients(const RowStatistics& s, float dlogp, float dentropy, float slope,
                                                    int target) {
   const float entropy = dentropy == 0.0f ? 0.0f : s.entropy;
-  const float log_p = max_or_nan(s.logp, LOWEST_LOGP);
+  const float log_p = max_or_nan(s.logp, kLowestLogp);
   const float at_target = -dlogp * expm1_of(s.logp) - dentropy * std::exp(log_p) * (log_p + entropy);
   return {s.max,    s.log_sum, -dlogp - dentropy * entropy,    dentropy, at_target * slope,
           target,   dlogp == 0.0f && dentropy == 0.0f};
@@ -244,7 +244,7 @@ template <int N>
 GRPO_HOST_DEVICE void to_gradient(float (&z)[N], const float (&slope)[N], const RowCoefficients& c) {
   GRPO_UNROLL
   for (int k = 0; k < N; ++k) {
-    const float log_p = max_or_nan((z[k] - c.max) - c.log_sum, LOWEST_LOGP);
+    const float log_p = max_or_nan((z[k] - c.max) - c.log_sum, kLowestLogp);
     z[k] = (c.constant - c.dentropy * log_p) * fast_exp(log_p) * slope[k];
   }
 }
@@ -272,34 +272,34 @@ GRPO_HOST_DEVICE int part_count(int vocab_size, int part, int rank) {
 // The elements of a part that bulk copies load: all whole packets, or none if rows start at odd addresses.
 template <typename T>
 GRPO_HOST_DEVICE int bulk_elements(int count, bool wide) {
-  return wide ? count / PACKET<T> * PACKET<T> : 0;
+  return wide ? count / kPacket<T> * kPacket<T> : 0;
 }
 
 // Those of them in the chunk that starts at `begin`; none in a last chunk shorter than a packet.
 template <typename T>
 GRPO_HOST_DEVICE int chunk_elements(int bulk, int begin) {
   const int left = bulk - begin;
-  return left < 0 ? 0 : left < CHUNK<T> ? left : CHUNK<T>;
+  return left < 0 ? 0 : left < kChunk<T> ? left : kChunk<T>;
 }
 
 // A thread's share of the statistics of a part, packet by packet; `arrived(k)` waits for chunk k.
-template <bool PLAIN, bool WITH_ENTROPY, typename T, typename Arrived>
+template <bool Plain, bool WithEntropy, typename T, typename Arrived>
 GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, const RowTransform& t,
                                            Arrived arrived) {
-  constexpr int N = PACKET<T>;
+  constexpr int N = kPacket<T>;
   Partial p = no_elements();
-  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += CHUNK<T>) {
+  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += kChunk<T>) {
     arrived(chunk);
-    const int end = begin + CHUNK<T> < part.count ? begin + CHUNK<T> : part.count;
+    const int end = begin + kChunk<T> < part.count ? begin + kChunk<T> : part.count;
     for (int i = begin + thread.index * N; i < end; i += thread.count * N) {
       float z[N], slope[N];
       load_values(part.held + i, end - i, part.wide, z);
-      to_z<PLAIN>(z, slope, part.first + i, end - i, t);
+      to_z<Plain>(z, slope, part.first + i, end - i, t);
       if (i + N > end) {
         GRPO_UNROLL
-        for (int k = 0; k < N; ++k) z[k] = i + k < end ? z[k] : MINUS_INFINITY;
+        for (int k = 0; k < N; ++k) z[k] = i + k < end ? z[k] : kMinusInfinity;
       }
-      add_elements<WITH_ENTROPY>(p, z);
+      add_elements<WithEntropy>(p, z);
     }
   }
   return p;
@@ -319,28 +319,28 @@ GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, c
 
 // A thread's share of the gradient of a part, written to `out`, where the part's first column goes. `loaded()` is called
 // by all threads between the loads and the stores of each stride: a barrier if the stores overwrite the logits.
-template <bool PLAIN, typename T, typename Out, typename Arrived, typename Loaded>
+template <bool Plain, typename T, typename Out, typename Arrived, typename Loaded>
 GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const RowTransform& t,
                                       const RowCoefficients& c, Out* out, bool wide_out, Arrived arrived,
                                       Loaded loaded) {
-  constexpr int N = PACKET<Out>;
-  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += CHUNK<T>) {
+  constexpr int N = kPacket<Out>;
+  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += kChunk<T>) {
     arrived(chunk);
-    const int end = begin + CHUNK<T> < part.count ? begin + CHUNK<T> : part.count;
+    const int end = begin + kChunk<T> < part.count ? begin + kChunk<T> : part.count;
     for (int stride = begin; stride < end; stride += thread.count * N) {
       const int i = stride + thread.index * N;
       float d[N] = {}, slope[N];
       if (i < end) load_values(part.held + i, end - i, part.wide, d);
       loaded();
       if (i < end) {
-        to_z<PLAIN>(d, slope, part.first + i, end - i, t);
+        to_z<Plain>(d, slope, part.first + i, end - i, t);
         to_gradient(d, slope, c);
         store_values(d, end - i, wide_out, out + i);
       }
     }
   }
   const int target = c.target - part.first;  // written again, by the thread that wrote it
-  if (target >= 0 && target < part.count && target % CHUNK<T> / N % thread.count == thread.index) {
+  if (target >= 0 && target < part.count && target % kChunk<T> / N % thread.count == thread.index) {
     narrow(c.at_target, out[target]);
   }
 }
@@ -359,9 +359,9 @@ GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const 
 // A gradient of zeros: a row without a coefficient is not read.
 template <typename Out>
 GRPO_HOST_DEVICE void thread_zeros(int count, Thread thread, Out* out, bool wide_out) {
-  constexpr int N = PACKET<Out>;
+  constexpr int N = kPacket<Out>;
   float zero[N] = {};
   for (int i = thread.index * N; i < count; i += thread.count * N) store_values(zero, count - i, wide_out, out + i);
 }
 
-}  // namespace grpo_fused
+}  // namespace grpo

@@ -6,9 +6,9 @@
 #include "objective.h"
 #include "row_math.h"
 
-namespace grpo_fused {
+namespace grpo {
 
-enum class RowMode { STATISTICS, GRADIENT, LOSS };
+enum class RowMode { statistics, gradient, loss };
 
 // Everything a row kernel reads and writes. A pointer is null where there is nothing.
 struct RowArguments {
@@ -23,9 +23,9 @@ struct RowArguments {
   const float* bias;
   const float* temperatures;  // [R], else `temperature`
   float temperature, logit_scale, softcap;
-  float *max, *log_sum, *logp, *entropy;  // [R]; read by GRADIENT, written by the others
+  float *max, *log_sum, *logp, *entropy;  // [R]; read for a gradient, else written
   float* loss;                            // [R]
-  float* dlogp;                           // [R]; read by GRADIENT, written by LOSS
+  float* dlogp;                           // [R]; read for a gradient, written for a loss
   const float* dentropy;                  // [R]
   const float *advantages, *weight, *old_logp, *ref_logp, *is_ratio;  // [R]
   const float* entropy_weight;                                        // 0-d
@@ -77,10 +77,10 @@ GRPO_HOST_DEVICE void write_statistics(const RowArguments& a, int64_t row, const
   if (a.entropy != nullptr) a.entropy[row] = s.entropy;
 }
 
-GRPO_HOST_DEVICE RowCoefficients given_coefficients(const RowArguments& a, int64_t row, const Target& target) {
+GRPO_HOST_DEVICE RowCoefficients known_coefficients(const RowArguments& a, int64_t row, const Target& target) {
   const RowStatistics s = {a.max[row], a.log_sum[row], a.logp[row], a.entropy != nullptr ? a.entropy[row] : 0.0f};
   const float dentropy = a.dentropy != nullptr ? a.dentropy[row] : 0.0f;
   return make_coefficients(s, a.dlogp[row], dentropy, target.slope, target.column);
 }
 
-}  // namespace grpo_fused
+}  // namespace grpo

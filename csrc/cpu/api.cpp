@@ -186,8 +186,8 @@ API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t bf16, i
                                   int64_t budget, int64_t* out) {
   return guarded([&] {
     const Plan plan = plan_of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
-    const ScratchPlan found = ScratchPlan::of(plan, tokens, row_bytes, budget);
-    const int64_t values[] = {found.superblock, found.spill_bytes, found.fixed_bytes, found.kept_tokens};
+    const ScratchPlan scratch = ScratchPlan::of(plan, tokens, row_bytes, budget);
+    const int64_t values[] = {scratch.superblock, scratch.spill_bytes, scratch.fixed_bytes, scratch.kept_tokens};
     std::copy(std::begin(values), std::end(values), out);
   });
 }
@@ -208,9 +208,8 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, con
   return guarded([&] {
     const Head head =
         checked_head(*hidden, *weight, bias, *targets, *temperature, scale, softcap, set_ids, set_ranges, *kept, *spill);
-    const int64_t kept_panels = head.inputs.in_gradient.panels + head.inputs.spill.panels;
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
-    check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, kept_panels * kLanes});
+    check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     if (head.inputs.tokens > 0) score_head(head.plan, head.inputs, out, data<float>(*offsets));
   });
 }
@@ -225,9 +224,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
     const Head head = checked_head(*hidden, *weight, bias, *targets, *temperature, scale, softcap, set_ids, set_ranges,
                                    *dweight, *spill);
     const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab, count = rows->numel();
-    const int64_t kept_panels = head.inputs.in_gradient.panels + head.inputs.spill.panels;
     const Statistics known = rows_of(*statistics, "statistics", N, true);
-    check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, kept_panels * kLanes});
+    check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     const int64_t* index = rows_within(*rows, "rows", count, N);
     for (int64_t i = 1; i < count; i++) check(index[i] > index[i - 1], "rows must ascend; got ", index[i], " at ", i);
     check(superblock >= 1, "superblock must be at least 1; got ", superblock);

@@ -1,4 +1,4 @@
-// Tensors as Python passes them (grpo_fused/engines/libraries.py), and their checks, before a pointer is used.
+// Tensors as Python passes them (grpo_fused/engines/cpu_library.py), and their checks, before a pointer is used.
 #pragma once
 
 #include <sstream>

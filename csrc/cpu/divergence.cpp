@@ -10,12 +10,8 @@ void statistics_of_rows(const LogitRows& z, const int64_t* targets, const Statis
   parallel_tasks(z.rows, worker_count(z.rows), [&](int64_t r, int64_t) {
     RowSums sums;
     kernels.row_sums(z.row(r), z.columns, out.with_entropy, &sums);
-    const double log_sum = std::log1p(sums.rest), logp = (z.row(r)[targets[r]] - sums.max) - log_sum;
-    const double entropy = log_sum - sums.weighted / (1.0 + sums.rest);
-    out.max[r] = sums.max;
-    out.log_sum[r] = static_cast<float>(log_sum);
-    out.logp[r] = static_cast<float>(logp > 0 ? 0 : logp);
-    out.entropy[r] = out.with_entropy ? static_cast<float>(entropy < 0 ? 0 : entropy) : 0.0f;
+    const float target = z.row(r)[targets[r]] - sums.max;
+    out.set<double>(r, sums.max, sums.rest, sums.weighted, target);
   });
 }
 

@@ -2,8 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
+#include <cmath>
 #include <cstdlib>
+#include <memory>
 #include <new>
 
 #include "machine.h"
@@ -18,17 +19,26 @@ template <class T>
 class Buffer {
  public:
   explicit Buffer(int64_t count)
-      : data_(static_cast<T*>(std::aligned_alloc(64, std::max<int64_t>(round_up(count * sizeof(T), 64), 64)))) {
+      : data_(static_cast<T*>(std::aligned_alloc(64, std::max<int64_t>(round_up(count * sizeof(T), 64), 64))),
+              std::free) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  T* get() const { return data_; }
-  char* get_bytes() const { return reinterpret_cast<char*>(data_); }
+  T* get() const { return data_.get(); }
 
  private:
-  T* data_;
+  std::unique_ptr<T, void (*)(void*)> data_;
+};
+
+// One of the same length for each worker.
+template <class T>
+class WorkerBuffers {
+ public:
+  WorkerBuffers(int64_t workers, int64_t count) : count_(count), data_(workers * count) {}
+  T* of(int64_t worker) const { return data_.get() + worker * count_; }
+
+ private:
+  int64_t count_;
+  Buffer<T> data_;
 };
 
 // Whether the rows of a tile, this many words apart, lie in few sets of the first-level cache.
@@ -50,7 +60,7 @@ struct Plan {
   static Plan of(int64_t vocab, int64_t hidden, Dtype compute);
 
   int64_t rows_of(int64_t block) const { return std::min(block_rows, vocab - block * block_rows); }
-  int64_t kept_size() const { return kept == Dtype::bf16 ? 2 : 4; }
+  int64_t kept_size() const { return item_bytes(kept); }
 };
 
 // Vocabulary ranges whose statistics are computed one after the other; fixed, and merged in order, so that a score does
@@ -89,11 +99,33 @@ struct HeadInputs {
   float scale;
   float softcap;  // 0: none
   Store in_gradient, spill;  // exponentials of the first panels, and of the next ones
+
+  int64_t kept_panels() const { return in_gradient.panels + spill.panels; }
+
+  // The stored exponentials of a tile; nullptr if they are computed again.
+  char* kept_tile(const Plan& plan, int64_t block, int64_t panel) const {
+    if (panel < in_gradient.panels) return in_gradient.tile(plan, block, panel);
+    return panel < kept_panels() ? spill.tile(plan, block, panel - in_gradient.panels) : nullptr;
+  }
+
+  // Where its maxima are in `offsets` [blocks, kept panels * 64].
+  int64_t offset_at(int64_t block, int64_t panel) const { return (block * kept_panels() + panel) * kLanes; }
 };
 
 struct Statistics {
   float *max, *log_sum, *logp, *entropy;  // [tokens]
   bool with_entropy;
+
+  // Of a row from its sums (see RowSums), fp32 or fp64; `target`: its z - maximum.
+  template <class Number>
+  void set(int64_t row, float row_max, Number rest, Number weighted, Number target) const {
+    const Number sum_log = std::log1p(rest), target_logp = target - sum_log;
+    const Number row_entropy = sum_log - weighted / (Number(1) + rest);
+    max[row] = row_max;
+    log_sum[row] = static_cast<float>(sum_log);
+    logp[row] = static_cast<float>(target_logp > 0 ? 0 : target_logp);
+    entropy[row] = with_entropy ? static_cast<float>(row_entropy < 0 ? 0 : row_entropy) : 0.0f;
+  }
 };
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);

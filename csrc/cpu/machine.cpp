@@ -3,8 +3,6 @@
 
 #include <cstdlib>
 
-#include "pairs.h"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -70,8 +68,8 @@ std::string wanted() {
 }
 
 Machine& chosen() {
-  static Machine found = probe(wanted());
-  return found;
+  static Machine machine = probe(wanted());
+  return machine;
 }
 
 }  // namespace
@@ -79,18 +77,5 @@ Machine& chosen() {
 const Machine& machine() { return chosen(); }
 
 void use_instruction_set(const std::string& name) { chosen() = probe(name); }
-
-float row_product(Dtype dtype, const void* a, const void* b, int64_t columns) {
-  return machine().kernels->row_product(dtype, a, b, columns);
-}
-
-void add_row(Dtype dtype, float* out, const void* x, float factor, int64_t columns) {
-  machine().kernels->add_row(dtype, out, x, factor, columns);
-}
-
-void prefetch_row(const void* row, int64_t bytes) {
-  constexpr int64_t kLine = 64;
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(row) + at);
-}
 
 }  // namespace grpo

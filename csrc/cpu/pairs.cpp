@@ -17,6 +17,12 @@ constexpr int64_t kAhead = 4;  // rows on their way: those of the weight lie any
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+void prefetch_row(const Matrix& x, int64_t index) {
+  constexpr int64_t kLine = 64;
+  const char* row = static_cast<const char*>(x.row(index));
+  for (int64_t at = 0; at < x.columns * item_bytes(x.dtype); at += kLine) __builtin_prefetch(row + at);
+}
+
 template <class F>
 void parallel_ranges(int64_t count, int64_t size, F&& f) {
   const int64_t tasks = ceil_div(count, size);
@@ -49,11 +55,7 @@ void score_set(const CandidateSets& sets, int64_t token, float* z, const Statist
     if (e != 0) weighted += static_cast<double>(e) * shifted;
   }
   rest += at_max - 1;
-  const double log_sum = std::log1p(rest), logp = target - log_sum, entropy = log_sum - weighted / (1 + rest);
-  out.max[token] = max;
-  out.log_sum[token] = static_cast<float>(log_sum);
-  out.logp[token] = static_cast<float>(logp > 0 ? 0 : logp);
-  out.entropy[token] = out.with_entropy ? static_cast<float>(entropy < 0 ? 0 : entropy) : 0;
+  out.set(token, max, rest, weighted, target);
 }
 
 // row += sum, rounded to the row's dtype; fp16 needs F16C, which every processor with AVX2 has.
@@ -80,12 +82,13 @@ __attribute__((target("f16c"))) void add_to_row(Dtype dtype, void* row, const fl
 
 void score_sets(const CandidateSets& sets, const Matrix& hidden, const Matrix& weight, const int64_t* index, float* z,
                 const Statistics& out) {
+  const Kernels& kernels = *machine().kernels;
   const int64_t count = sets.offsets[sets.tokens];
   parallel_ranges(sets.tokens, kTokens, [&](int64_t first, int64_t last, int64_t) {
     for (int64_t token = first; token < last; token++) {
       for (int64_t k = sets.offsets[token]; k < sets.offsets[token + 1]; k++) {
-        if (k + kAhead < count) prefetch_row(weight.row(index[k + kAhead]), weight.row_bytes());
-        z[k] = row_product(hidden.dtype, hidden.row(token), weight.row(index[k]), hidden.columns);
+        if (k + kAhead < count) prefetch_row(weight, index[k + kAhead]);
+        z[k] = kernels.row_product(hidden.dtype, hidden.row(token), weight.row(index[k]), hidden.columns);
       }
       score_set(sets, token, z, out);
     }
@@ -104,7 +107,7 @@ void differentiate_sets(const CandidateSets& sets, const float* z, const Statist
           continue;
         }
         float log_p = z[k] - statistics.max[token] - statistics.log_sum[token];
-        if (log_p < kLowestLog) log_p = kLowestLog;
+        if (log_p < kLowestLogp) log_p = kLowestLogp;
         const float p = std::exp(log_p);
         // 1 - p of the target from expm1: a confident token's gradient keeps its digits
         float dz = slope * (sets.ids[k] == sets.targets[token] ? -std::expm1(statistics.logp[token]) : -p);
@@ -121,16 +124,16 @@ void differentiate_sets(const CandidateSets& sets, const float* z, const Statist
 
 void add_segment_sums(const Matrix& out, const int64_t* rows, const Matrix& x, const int64_t* index,
                       const float* factor, const int64_t* offsets, int64_t segments) {
-  const int64_t width = round_up(x.columns, 16);
+  const Kernels& kernels = *machine().kernels;
   const int64_t count = offsets[segments], workers = worker_count(ceil_div(segments, kSegments));
-  const Buffer<float> sums(workers * width);
+  const WorkerBuffers<float> sums(workers, round_up(x.columns, 16));
   parallel_ranges(segments, kSegments, [&](int64_t first, int64_t last, int64_t worker) {
-    float* sum = sums.get() + worker * width;
+    float* sum = sums.of(worker);
     for (int64_t s = first; s < last; s++) {
       std::fill(sum, sum + x.columns, 0.0f);
       for (int64_t k = offsets[s]; k < offsets[s + 1]; k++) {
-        if (k + kAhead < count) prefetch_row(x.row(index[k + kAhead]), x.row_bytes());
-        if (factor[k] != 0) add_row(x.dtype, sum, x.row(index[k]), factor[k], x.columns);
+        if (k + kAhead < count) prefetch_row(x, index[k + kAhead]);
+        if (factor[k] != 0) kernels.add_row(x.dtype, sum, x.row(index[k]), factor[k], x.columns);
       }
       add_to_row(out.dtype, out.row(rows[s]), sum, x.columns);
     }

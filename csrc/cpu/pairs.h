@@ -12,13 +12,7 @@ struct Matrix {
   int64_t stride, columns;
 
   void* row(int64_t index) const { return data + index * stride; }
-  int64_t row_bytes() const { return columns * (dtype == Dtype::fp32 ? 4 : 2); }
 };
-
-// One product, out += factor * x, and a row on its way to the cache.
-float row_product(Dtype dtype, const void* a, const void* b, int64_t columns);
-void add_row(Dtype dtype, float* out, const void* x, float factor, int64_t columns);
-void prefetch_row(const void* row, int64_t bytes);
 
 // The sets of some tokens, one after the other, and what turns products into z.
 struct CandidateSets {

@@ -1,6 +1,7 @@
 // Tasks on threads of our own, so that the library needs nothing of PyTorch; they sleep between calls.
 #include <pthread.h>
 
+#include <atomic>
 #include <mutex>
 #include <system_error>
 #include <thread>

@@ -4,16 +4,12 @@
 #include <cstdint>
 
 #include "gemm.h"
+#include "numbers.h"
 
 namespace grpo {
 
-enum class Dtype { fp32, bf16, fp16 };
-
 // The content of an operand's words.
 enum class Operand { fp32, bf16 };
-
-// Used for log 0 where it is multiplied by 0.
-constexpr float kLowestLog = -1e4f;
 
 inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
 
@@ -106,11 +102,11 @@ struct Kernels {
   // out [tokens][rows] = the transpose of a tile [rows, 64], of which the first `tokens` lanes are taken.
   void (*transpose_tile)(const float* tile, int64_t rows, int64_t tokens, float* out, int64_t out_stride);
 
-  // See pairs.h.
+  // The product of two rows, and out += factor * x.
   float (*row_product)(Dtype dtype, const void* a, const void* b, int64_t columns);
   void (*add_row)(Dtype dtype, float* out, const void* x, float factor, int64_t columns);
 
-  // See divergence.h. All logits of a row, one after the other.
+  // All logits of a row, one after the other.
   void (*row_sums)(const float* z, int64_t columns, bool with_entropy, RowSums* out);
 
   // KL of the first distribution from the second: forward (w's from z's), or reverse. `w` becomes x, where

@@ -1,5 +1,4 @@
 // Log-probs and entropies: one product, its row work done while a tile is in cache.
-#include <cmath>
 #include <limits>
 
 #include "head.h"
@@ -26,12 +25,12 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
 
 TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel)
     : first_(first_panel), size_(plan.words * kLanes), words_((last_panel - first_panel) * plan.words * kLanes) {
-  const int64_t row_bytes = plan.hidden * (inputs.compute == Dtype::fp32 ? 4 : 2);
+  const int64_t row_bytes = plan.hidden * item_bytes(inputs.compute);
   const int64_t workers = worker_count(last_panel - first_panel);
-  const Buffer<uint32_t> rows(workers * kLanes * plan.words);
+  const WorkerBuffers<uint32_t> rows(workers, kLanes * plan.words);
   parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
-    uint32_t* packed = rows.get() + worker * kLanes * plan.words;
+    uint32_t* packed = rows.of(worker);
     plan.kernels->pack_rows(static_cast<const char*>(inputs.hidden) + token * row_bytes, inputs.compute, plan.hidden,
                             count, plan.hidden, inputs.compute, plan.kind, packed, plan.words);
     std::fill(packed + count * plan.words, packed + kLanes * plan.words, 0u);
@@ -40,7 +39,7 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
 }
 
 WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
-  const int64_t item = inputs.weight_dtype == Dtype::fp32 ? 4 : 2, pairs = per_word(plan.kind);
+  const int64_t item = item_bytes(inputs.weight_dtype), pairs = per_word(plan.kind);
   const int64_t rows = plan.rows_of(block), stride = inputs.weight_stride / pairs;
   const char* source = static_cast<const char*>(inputs.weight) + block * plan.block_rows * inputs.weight_stride * item;
   const bool same_words = inputs.weight_dtype == inputs.compute && item * pairs == 4;
@@ -103,7 +102,7 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBloc
 namespace {
 
 // Statistics of all tokens for one range: rows max, rest, weighted of [tokens, padded] each.
-struct Partial {
+struct RangeStatistics {
   float* base;
   int64_t padded;
   bool with_entropy;
@@ -114,18 +113,11 @@ struct Partial {
   }
 };
 
-void finish(const HeadInputs& inputs, const Statistics& out, const Partial& total, const float* target_logit) {
+void finish(const HeadInputs& inputs, const Statistics& out, const RangeStatistics& total, const float* target_logit) {
   for (int64_t t = 0; t < inputs.tokens; t++) {
     const float max = total.base[t], rest = total.base[total.padded + t];
-    const float log_sum = std::log1p(rest);
-    out.max[t] = max;
-    out.log_sum[t] = log_sum;
-    const float logp = (target_logit[t] - max) - log_sum;
-    out.logp[t] = logp > 0.0f ? 0.0f : logp;
-    if (out.with_entropy) {
-      const float entropy = log_sum - total.base[2 * total.padded + t] / (1.0f + rest);
-      out.entropy[t] = entropy < 0.0f ? 0.0f : entropy;
-    }
+    const float weighted = total.with_entropy ? total.base[2 * total.padded + t] : 0.0f;
+    out.set(t, max, rest, weighted, target_logit[t] - max);
   }
 }
 
@@ -133,35 +125,28 @@ void finish(const HeadInputs& inputs, const Statistics& out, const Partial& tota
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets) {
   const int64_t panels = ceil_div(inputs.tokens, kLanes), padded = panels * kLanes;
-  const int64_t kept_panels = inputs.in_gradient.panels + inputs.spill.panels;
   const int64_t splits = std::min(kSplits, plan.blocks), workers = worker_count(splits);
   const int64_t partial_size = (out.with_entropy ? 3 : 2) * padded;
   const TokenPanels tokens(plan, inputs, 0, panels);
   const Buffer<float> partials(splits * partial_size), target_logit(padded);
-  const Buffer<uint32_t> weights(workers * plan.block_rows * plan.stride);
-  const Buffer<float> tiles(workers * tile_size(plan, inputs));
+  const WorkerBuffers<uint32_t> weights(workers, plan.block_rows * plan.stride);
+  const WorkerBuffers<float> tiles(workers, tile_size(plan, inputs));
 
   parallel_tasks(splits, workers, [&](int64_t split, int64_t worker) {
-    const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
-    uint32_t* buffer = weights.get() + worker * plan.block_rows * plan.stride;
-    float* z = tiles.get() + worker * tile_size(plan, inputs);
+    const RangeStatistics partial{partials.get() + split * partial_size, padded, out.with_entropy};
+    float* z = tiles.of(worker);
     const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
     for (int64_t block = begin; block < end; block++) {
-      const WeightBlock weight = weight_block(plan, inputs, block, buffer);
+      const WeightBlock weight = weight_block(plan, inputs, block, weights.of(worker));
       const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
       for (int64_t panel = 0; panel < panels; panel++) {
-        float own[3 * kLanes];
-        const TileStatistics fresh{own, own + kLanes, out.with_entropy ? own + 2 * kLanes : nullptr};
-        const TileStatistics& tile = block == begin ? partial.at(panel) : fresh;
-        void* kept = nullptr;
-        if (panel < inputs.in_gradient.panels) {
-          kept = inputs.in_gradient.tile(plan, block, panel);
-        } else if (panel < kept_panels) {
-          kept = inputs.spill.tile(plan, block, panel - inputs.in_gradient.panels);
-        }
+        float statistics[3 * kLanes];
+        const TileStatistics tile =
+            block == begin ? partial.at(panel) : RangeStatistics{statistics, kLanes, out.with_entropy}.at(0);
+        void* kept = inputs.kept_tile(plan, block, panel);
         exponentials_of_tile(plan, inputs, weight, tokens.panel(panel), block, panel, z, tile, kept);
         if (kept != nullptr) {
-          std::copy(tile.max, tile.max + kLanes, offsets + (block * kept_panels + panel) * kLanes);
+          std::copy(tile.max, tile.max + kLanes, offsets + inputs.offset_at(block, panel));
         }
         if (block != begin) plan.kernels->merge_tile(partial.at(panel), tile);
         for (int64_t t = panel * kLanes; t < std::min((panel + 1) * kLanes, inputs.tokens); t++) {
@@ -172,9 +157,9 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
     }
   });
 
-  const Partial total{partials.get(), padded, out.with_entropy};
+  const RangeStatistics total{partials.get(), padded, out.with_entropy};
   for (int64_t split = 1; split < splits; split++) {
-    const Partial partial{partials.get() + split * partial_size, padded, out.with_entropy};
+    const RangeStatistics partial{partials.get() + split * partial_size, padded, out.with_entropy};
     for (int64_t panel = 0; panel < panels; panel++) plan.kernels->merge_tile(total.at(panel), partial.at(panel));
   }
   finish(inputs, out, total, target_logit.get());
@@ -183,13 +168,12 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride) {
   const int64_t panels = ceil_div(inputs.tokens, kLanes), workers = worker_count(plan.blocks);
   const TokenPanels tokens(plan, inputs, 0, panels);
-  const Buffer<uint32_t> weights(workers * plan.block_rows * plan.stride);
-  const Buffer<float> tiles(workers * plan.block_rows * kLanes);
+  const WorkerBuffers<uint32_t> weights(workers, plan.block_rows * plan.stride);
+  const WorkerBuffers<float> tiles(workers, plan.block_rows * kLanes);
   parallel_tasks(plan.blocks, workers, [&](int64_t block, int64_t worker) {
-    float* tile = tiles.get() + worker * plan.block_rows * kLanes;
+    float* tile = tiles.of(worker);
     const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
-    const WeightBlock weight =
-        weight_block(plan, inputs, block, weights.get() + worker * plan.block_rows * plan.stride);
+    const WeightBlock weight = weight_block(plan, inputs, block, weights.of(worker));
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
       plan.multiply(rows, plan.words, weight.words, weight.stride, tokens.panel(panel), tile, kLanes, false);

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace grpo_fused {
+namespace grpo {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -85,4 +85,4 @@ __device__ __forceinline__ void store_remote(const void* here, int rank, float a
 
 #endif
 
-}  // namespace grpo_fused
+}  // namespace grpo

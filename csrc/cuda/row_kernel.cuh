@@ -11,18 +11,17 @@
 #include "row_plan.h"
 #include "row_steps.h"
 
-namespace grpo_fused {
+namespace grpo {
 
-constexpr int WARP = 32;
-constexpr int MIN_BLOCKS = 2;   // of MAX_THREADS on a multiprocessor: at most 64 registers a thread
-constexpr int MAX_CHUNKS = 15;  // of a part: 15 x 16 KiB is more than a block's shared memory
+constexpr int kMinBlocks = 2;   // of kMaxThreads on a multiprocessor: at most 64 registers a thread
+constexpr int kMaxChunks = 15;  // of a part: 15 x 16 KiB is more than a block's shared memory
 
 struct RowScratch {
-  uint64_t arrived[MAX_CHUNKS];
-  Partial warps[MAX_THREADS / WARP];
-  Partial blocks[MAX_BLOCKS];
+  uint64_t arrived[kMaxChunks];
+  Partial warps[kMaxThreads / kWarp];
+  Partial blocks[kMaxBlocks];
 };
-static_assert(sizeof(RowScratch) <= SCRATCH_BYTES);
+static_assert(sizeof(RowScratch) <= kScratchBytes);
 
 struct BlockMemory {
   RowScratch* scratch;
@@ -51,15 +50,15 @@ __device__ __forceinline__ Thread this_thread() {
 // The statistics of a block from those of its threads, known to all of them: a tree over lanes, then warps in order.
 __device__ __forceinline__ Partial merge_block(Partial p, Partial* warps) {
 #pragma unroll
-  for (int offset = WARP / 2; offset > 0; offset /= 2) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     const Partial pair[] = {p,
                             {__shfl_down_sync(~0u, p.max, offset), __shfl_down_sync(~0u, p.rest, offset),
                              __shfl_down_sync(~0u, p.moment, offset)}};
     p = merge_in_order(pair, 2);
   }
-  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = p;
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = p;
   __syncthreads();
-  return merge_in_order(warps, blockDim.x / WARP);
+  return merge_in_order(warps, blockDim.x / kWarp);
 }
 
 #if __CUDA_ARCH__ >= 900 || defined(GRPO_EMULATED)
@@ -71,18 +70,18 @@ __device__ __forceinline__ void start_loading(const T* from, int count, bool wid
   const int bulk = bulk_elements<T>(count, wide);
   if (threadIdx.x == 0 && wide) {
 #pragma unroll 1
-    for (int chunk = 0; chunk * CHUNK<T> < count; ++chunk) init_mbarrier(arrived + chunk);
+    for (int chunk = 0; chunk * kChunk<T> < count; ++chunk) init_mbarrier(arrived + chunk);
     fence_mbarrier_init();
 #pragma unroll 1
-    for (int chunk = 0, begin = 0; begin < count; ++chunk, begin += CHUNK<T>) {
+    for (int chunk = 0, begin = 0; begin < count; ++chunk, begin += kChunk<T>) {
       bulk_load(held + begin, from + begin, chunk_elements<T>(bulk, begin) * sizeof(T), arrived + chunk);
     }
   }
   for (int i = bulk + threadIdx.x; i < count; i += blockDim.x) held[i] = from[i];
 }
 
-template <RowMode MODE, typename T, typename Out>
-__global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(const __grid_constant__ RowArguments a) {
+template <RowMode Mode, typename T, typename Out>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) row_cluster_kernel(const __grid_constant__ RowArguments a) {
   const BlockMemory memory = block_memory();
   RowScratch& scratch = *memory.scratch;
   T* held = reinterpret_cast<T*>(memory.row);
@@ -97,8 +96,8 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
   const Part<T> part = {held, first, count, true};
 
   RowCoefficients c;
-  if constexpr (MODE == RowMode::GRADIENT) {
-    c = given_coefficients(a, row, target);
+  if constexpr (Mode == RowMode::gradient) {
+    c = known_coefficients(a, row, target);
     if (c.zero) return thread_zeros(count, this_thread(), out, a.wide_out);
   }
   start_loading(logits + first, count, a.wide_logits, held, scratch.arrived);
@@ -107,9 +106,9 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
     if (a.wide_logits) wait_mbarrier(scratch.arrived + chunk);
   };
 
-  if constexpr (MODE == RowMode::GRADIENT) {
+  if constexpr (Mode == RowMode::gradient) {
     if (a.stores_land_ahead) {  // perhaps on columns of other blocks: all must have loaded theirs
-      for (int chunk = 0; chunk * CHUNK<T> < count; ++chunk) arrived(chunk);
+      for (int chunk = 0; chunk * kChunk<T> < count; ++chunk) arrived(chunk);
       cluster_arrive();
       cluster_wait();
     }
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
     const RowStatistics s = finish(merge_in_order(scratch.blocks, blocks), target.z);
     const bool writes = rank == 0 && threadIdx.x == 0;
     if (writes) write_statistics(a, row, s);
-    if constexpr (MODE == RowMode::LOSS) {
+    if constexpr (Mode == RowMode::loss) {
       c = row_loss(a, row, s, target, writes);
       if (c.zero) return thread_zeros(count, this_thread(), out, a.wide_out);
       thread_gradient(part, this_thread(), t, c, out, a.wide_out, Nothing(), Nothing());
@@ -142,13 +141,13 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_cluster_kernel(co
 #else
 
 // Never launched: the plan has clusters only if the device supports them.
-template <RowMode MODE, typename T, typename Out>
+template <RowMode Mode, typename T, typename Out>
 __global__ void row_cluster_kernel(const __grid_constant__ RowArguments a) {}
 
 #endif
 
-template <RowMode MODE, typename T, typename Out>
-__global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_stream_kernel(const __grid_constant__ RowArguments a) {
+template <RowMode Mode, typename T, typename Out>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) row_stream_kernel(const __grid_constant__ RowArguments a) {
   RowScratch& scratch = *block_memory().scratch;
   const int64_t row = blockIdx.x;
   const T* logits = static_cast<const T*>(a.logits) + row * a.stride_logits;
@@ -158,16 +157,16 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_stream_kernel(con
   const Part<T> part = {logits, 0, a.vocab_size, a.wide_logits};
 
   RowCoefficients c;
-  if constexpr (MODE == RowMode::GRADIENT) {
-    c = given_coefficients(a, row, target);
+  if constexpr (Mode == RowMode::gradient) {
+    c = known_coefficients(a, row, target);
   } else {
     const bool with_entropy = a.entropy != nullptr;
     const Partial all = merge_block(thread_statistics(part, this_thread(), t, with_entropy, Nothing()), scratch.warps);
     const RowStatistics s = finish(all, target.z);
     if (threadIdx.x == 0) write_statistics(a, row, s);
-    if constexpr (MODE == RowMode::LOSS) c = row_loss(a, row, s, target, threadIdx.x == 0);
+    if constexpr (Mode == RowMode::loss) c = row_loss(a, row, s, target, threadIdx.x == 0);
   }
-  if constexpr (MODE != RowMode::STATISTICS) {
+  if constexpr (Mode != RowMode::statistics) {
     if (c.zero) return thread_zeros(a.vocab_size, this_thread(), out, a.wide_out);
     if (a.stores_land_ahead) {
       // strides are processed in order, and none is stored before all threads have loaded it: what a store overwrites
@@ -179,4 +178,4 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) row_stream_kernel(con
   }
 }
 
-}  // namespace grpo_fused
+}  // namespace grpo

@@ -13,23 +13,22 @@
 
 namespace {
 
-using grpo_fused::RowArguments;
-using grpo_fused::RowMode;
-using grpo_fused::RowPlan;
-using grpo_fused::RowType;
+using grpo::Dtype;
+using grpo::RowArguments;
+using grpo::RowMode;
+using grpo::RowPlan;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t MAX_COLUMNS = int64_t(1) << 30;  // columns are 32 bits in the kernels, rows and offsets 64
-constexpr int64_t MAX_GRID = (int64_t(1) << 31) - 1;
+constexpr int64_t kMaxColumns = int64_t(1) << 30;  // columns are 32 bits in the kernels, rows and offsets 64
+constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;
 
-RowType row_type(const char* name, const Tensor& x) {
+Dtype dtype_of(const char* name, const Tensor& x) {
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
                   " must be float32, bfloat16 or float16");
-  return type == ScalarType::Float ? RowType::FLOAT32
-                                   : type == ScalarType::BFloat16 ? RowType::BFLOAT16 : RowType::FLOAT16;
+  return type == ScalarType::Float ? Dtype::fp32 : type == ScalarType::BFloat16 ? Dtype::bf16 : Dtype::fp16;
 }
 
 int64_t row_stride_bytes(const Tensor& x) { return x.stride(0) * int64_t(x.element_size()); }
@@ -41,7 +40,7 @@ bool is_wide(const Tensor& x) {
 
 void check_matrix(const char* name, const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 2, name, " must be [R, V]; got ", x.dim(), " dimensions");
-  STD_TORCH_CHECK(x.size(1) >= 1 && x.size(1) <= MAX_COLUMNS, name, " must have between 1 and 2^30 columns; got ",
+  STD_TORCH_CHECK(x.size(1) >= 1 && x.size(1) <= kMaxColumns, name, " must have between 1 and 2^30 columns; got ",
                   x.size(1));
   STD_TORCH_CHECK(x.size(1) == 1 || x.stride(1) == 1, "rows of ", name, " must have unit stride; got ", x.stride(1));
 }
@@ -80,7 +79,7 @@ RowArguments common_arguments(const Tensor& logits, const Tensor& targets, const
                               const OptionalTensor& temperatures, double temperature, double logit_scale,
                               double softcap) {
   check_matrix("logits", logits);
-  row_type("logits", logits);
+  dtype_of("logits", logits);
   check_vector("targets", targets, ScalarType::Long, logits.size(0), logits);
   STD_TORCH_CHECK(temperatures || temperature > 0.0, "temperature must be positive; got ", temperature);
   STD_TORCH_CHECK(softcap >= 0.0, "softcap must be positive, or 0 for none; got ", softcap);
@@ -126,29 +125,27 @@ void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
-void launch(RowMode mode, const RowArguments& a, const Tensor& logits, RowType out, int64_t blocks, int64_t threads) {
+void launch(RowMode mode, const RowArguments& a, const Tensor& logits, Dtype out, int64_t blocks, int64_t threads) {
   STD_TORCH_CHECK(blocks == -1 || blocks == 0 || blocks == 1 || blocks == 2 || blocks == 4 || blocks == 8,
                   "blocks must be 1, 2, 4 or 8 of a cluster, 0 to choose or -1 to stream; got ", blocks);
-  STD_TORCH_CHECK(threads % 32 == 0 && 0 <= threads && threads <= grpo_fused::MAX_THREADS,
-                  "threads must be a multiple of 32 up to ", grpo_fused::MAX_THREADS, ", or 0 to choose; got ",
-                  threads);
-  const RowType type = row_type("logits", logits);
-  STD_TORCH_CHECK(type == out || type == RowType::FLOAT32, "out must have the dtype of logits that are not float32");
-  STD_TORCH_CHECK(mode != RowMode::LOSS || out != RowType::FLOAT16,
+  STD_TORCH_CHECK(threads % 32 == 0 && 0 <= threads && threads <= grpo::kMaxThreads,
+                  "threads must be a multiple of 32 up to ", grpo::kMaxThreads, ", or 0 to choose; got ", threads);
+  const Dtype type = dtype_of("logits", logits);
+  STD_TORCH_CHECK(type == out || type == Dtype::fp32, "out must have the dtype of logits that are not float32");
+  STD_TORCH_CHECK(mode != RowMode::loss || out != Dtype::fp16,
                   "out must be float32 or bfloat16: a loss in one launch cannot scale a float16 gradient");
   STD_TORCH_CHECK(logits.is_cuda(), "logits must be on a CUDA device");
   if (a.rows == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   RowPlan plan;
-  check_cuda(grpo_fused::plan_rows(a.vocab_size, static_cast<int>(logits.element_size()), static_cast<int>(blocks),
-                                   static_cast<int>(threads), &plan),
+  check_cuda(grpo::plan_rows(a.vocab_size, static_cast<int>(logits.element_size()), static_cast<int>(blocks),
+                             static_cast<int>(threads), &plan),
              "no such cluster of thread blocks holds these rows on this device");
-  STD_TORCH_CHECK(a.rows * (plan.blocks == 0 ? 1 : plan.blocks) <= MAX_GRID, "too many rows: ", a.rows);
+  STD_TORCH_CHECK(a.rows * (plan.blocks == 0 ? 1 : plan.blocks) <= kMaxGrid, "too many rows: ", a.rows);
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(logits.get_device_index(), &stream) == 0,
                   "torch gave no current stream for device ", logits.get_device_index());
-  check_cuda(grpo_fused::launch_rows(mode, type, out, a, plan, static_cast<cudaStream_t>(stream)),
-             "launching a row kernel");
+  check_cuda(grpo::launch_rows(mode, type, out, a, plan, static_cast<cudaStream_t>(stream)), "launching a row kernel");
   check_cuda(cudaGetLastError(), "launching a row kernel");
 }
 
@@ -157,7 +154,7 @@ void row_statistics(Tensor logits, Tensor targets, OptionalTensor bias, Optional
                     OptionalTensor entropy, int64_t blocks, int64_t threads) {
   RowArguments a = common_arguments(logits, targets, bias, temperatures, temperature, logit_scale, softcap);
   add_statistics(a, logits, max, log_sum, logp, entropy);
-  launch(RowMode::STATISTICS, a, logits, row_type("logits", logits), blocks, threads);
+  launch(RowMode::statistics, a, logits, dtype_of("logits", logits), blocks, threads);
 }
 
 void row_gradient(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, OptionalTensor temperatures,
@@ -169,7 +166,7 @@ void row_gradient(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias
   a.dlogp = vector("dlogp", dlogp, a.rows, logits);
   a.dentropy = vector("dentropy", dentropy, a.rows, logits);
   STD_TORCH_CHECK(!dentropy || entropy, "dentropy needs entropy");
-  launch(RowMode::GRADIENT, a, logits, row_type("out", out), blocks, threads);
+  launch(RowMode::gradient, a, logits, dtype_of("out", out), blocks, threads);
 }
 
 void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, OptionalTensor temperatures,
@@ -178,8 +175,8 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
               int64_t policy, int64_t kl_estimator, bool bias_correction, double epsilon, double epsilon_high,
               double delta, double dual_clip, double tau_pos, double tau_neg, double beta, Tensor max, Tensor log_sum,
               Tensor logp, OptionalTensor entropy, Tensor loss, Tensor dlogp, int64_t blocks, int64_t threads) {
-  constexpr auto policies = static_cast<int64_t>(grpo_fused::Policy::COUNT);
-  STD_TORCH_CHECK(0 <= policy && policy < policies, "policy must be at least 0 and below ", policies, "; got ", policy);
+  STD_TORCH_CHECK(0 <= policy && policy < grpo::kPolicies, "policy must be at least 0 and below ", grpo::kPolicies,
+                  "; got ", policy);
   STD_TORCH_CHECK(1 <= kl_estimator && kl_estimator <= 3, "kl_estimator must be 1, 2 or 3; got ", kl_estimator);
   RowArguments a = common_arguments(logits, targets, bias, temperatures, temperature, logit_scale, softcap);
   add_out(a, logits, out);
@@ -193,7 +190,7 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
   a.is_ratio = vector("is_ratio", is_ratio, a.rows, logits);
   a.entropy_weight = vector("entropy_weight", entropy_weight, 1, logits);
   STD_TORCH_CHECK(!entropy_weight || entropy, "entropy_weight needs entropy");
-  a.options = {static_cast<grpo_fused::Policy>(policy),
+  a.options = {static_cast<grpo::Policy>(policy),
                static_cast<int>(kl_estimator),
                old_logp.has_value(),
                ref_logp.has_value() && beta != 0.0,
@@ -205,7 +202,7 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
                static_cast<float>(tau_pos),
                static_cast<float>(tau_neg),
                static_cast<float>(beta)};
-  launch(RowMode::LOSS, a, logits, row_type("out", out), blocks, threads);
+  launch(RowMode::loss, a, logits, dtype_of("out", out), blocks, threads);
 }
 
 }  // namespace

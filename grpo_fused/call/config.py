@@ -14,10 +14,6 @@ LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sap
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
 
-PPO_FAMILY = frozenset(name for name, kind in LOSS_TYPES.items() if kind.rule == "clip")  # until merged
-TOKEN_NORMALIZED = frozenset(name for name, kind in LOSS_TYPES.items() if kind.takes_items)
-USED_BY = {o: frozenset(users_of(o)) for o in {x for k in LOSS_TYPES.values() for x in k.options}}
-
 # A separate float object, so that "not set" and "set to 0.2" differ: gmpo has another default.
 _DEFAULT_EPSILON = float("0.2")
 

@@ -104,7 +104,7 @@ void emulated::launch(int blocks, int threads, unsigned first, size_t scratch_by
   for (auto& thread : running) thread.join();
 }
 
-namespace grpo_fused {
+namespace grpo {
 
 inline int cluster_rank() { return emulated::rank; }
 inline int cluster_size() { return int(emulated::cluster->blocks.size()); }
@@ -145,4 +145,4 @@ inline void store_remote(const void* here, int rank, float a, float b, float c, 
   std::memcpy(reinterpret_cast<char*>(emulated::cluster->blocks[rank]->scratch.data()) + offset, values, sizeof values);
 }
 
-}  // namespace grpo_fused
+}  // namespace grpo

@@ -3,7 +3,7 @@
 
 #include "cuda/row_kernel.cuh"
 
-namespace grpo_fused {
+namespace grpo {
 
 BlockMemory block_memory() {
   return {reinterpret_cast<RowScratch*>(emulated::block().scratch.data()),
@@ -12,14 +12,14 @@ BlockMemory block_memory() {
 
 namespace {
 
-template <RowMode MODE, typename T, typename Out>
+template <RowMode Mode, typename T, typename Out>
 int run(const RowArguments& a, int blocks, int threads) {
   for (int64_t row = 0; row < a.rows; ++row) {
     if (blocks > 0) {
       emulated::launch(blocks, threads, unsigned(row * blocks), sizeof(RowScratch),
-                       held_bytes(a.vocab_size, sizeof(T), blocks), [&] { row_cluster_kernel<MODE, T, Out>(a); });
+                       held_bytes(a.vocab_size, sizeof(T), blocks), [&] { row_cluster_kernel<Mode, T, Out>(a); });
     } else {
-      emulated::launch(1, threads, unsigned(row), sizeof(RowScratch), 0, [&] { row_stream_kernel<MODE, T, Out>(a); });
+      emulated::launch(1, threads, unsigned(row), sizeof(RowScratch), 0, [&] { row_stream_kernel<Mode, T, Out>(a); });
     }
   }
   return 0;
@@ -27,17 +27,17 @@ int run(const RowArguments& a, int blocks, int threads) {
 
 template <typename T, typename Out>
 int run(RowMode mode, const RowArguments& a, int blocks, int threads) {
-  if (mode == RowMode::STATISTICS) return run<RowMode::STATISTICS, T, Out>(a, blocks, threads);
-  if (mode == RowMode::GRADIENT) return run<RowMode::GRADIENT, T, Out>(a, blocks, threads);
-  return run<RowMode::LOSS, T, Out>(a, blocks, threads);
+  if (mode == RowMode::statistics) return run<RowMode::statistics, T, Out>(a, blocks, threads);
+  if (mode == RowMode::gradient) return run<RowMode::gradient, T, Out>(a, blocks, threads);
+  return run<RowMode::loss, T, Out>(a, blocks, threads);
 }
 
 }  // namespace
-}  // namespace grpo_fused
+}  // namespace grpo
 
 // Like run_rows of row_harness.cpp.
-extern "C" int run_rows(int mode, int logits, int out, const grpo_fused::RowArguments* a, int blocks, int threads) {
-  using namespace grpo_fused;
+extern "C" int run_rows(int mode, int logits, int out, const grpo::RowArguments* a, int blocks, int threads) {
+  using namespace grpo;
   const auto what = static_cast<RowMode>(mode);
   if (logits == 0 && out == 0) return run<float, float>(what, *a, blocks, threads);
   if (logits == 0 && out == 1) return run<float, Bf16>(what, *a, blocks, threads);
@@ -45,4 +45,4 @@ extern "C" int run_rows(int mode, int logits, int out, const grpo_fused::RowArgu
   return 1;
 }
 
-extern "C" int size_of_arguments() { return int(sizeof(grpo_fused::RowArguments)); }
+extern "C" int size_of_arguments() { return int(sizeof(grpo::RowArguments)); }

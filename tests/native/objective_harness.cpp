@@ -11,14 +11,14 @@ void run(int64_t count, const T* const* inputs, const double* options, int64_t p
   const T *logp = inputs[0], *old = inputs[1], *ref = inputs[2], *advantages = inputs[3], *weight = inputs[4],
           *ratio = inputs[5];
   const double beta = options[6];
-  const grpo_fused::ObjectiveOptions<T> chosen{
-      static_cast<grpo_fused::Policy>(policy), static_cast<int>(kl_estimator), old != nullptr,
+  const grpo::ObjectiveOptions<T> chosen{
+      static_cast<grpo::Policy>(policy), static_cast<int>(kl_estimator), old != nullptr,
       ref != nullptr && beta != 0.0, bias_correction, T(options[0]), T(options[1]), T(options[2]), T(options[3]),
       T(options[4]), T(options[5]), T(beta)};
   for (int64_t i = 0; i < count; i++) {
-    const grpo_fused::TokenInputs<T> token{old ? old[i] : T(0), ref ? ref[i] : T(0), advantages[i],
+    const grpo::TokenInputs<T> token{old ? old[i] : T(0), ref ? ref[i] : T(0), advantages[i],
                                            ratio ? ratio[i] : T(1), weight[i]};
-    const auto found = grpo_fused::token_objective(logp[i], token, chosen);
+    const auto found = grpo::token_objective(logp[i], token, chosen);
     loss[i] = found.loss;
     dlogp[i] = found.dlogp;
   }

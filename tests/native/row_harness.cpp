@@ -11,21 +11,18 @@
 #include "row_plan.h"
 #include "row_steps.h"
 
-using namespace grpo_fused;
+using namespace grpo;
 
 namespace {
-
-constexpr int WARP = 32;
-enum Mode { STATISTICS, GRADIENT, LOSS };
 
 const auto nothing = [](auto...) {};
 
 // As merge_block in row_kernel.cuh: a tree over lanes, then warps in order.
 Partial merge_threads(std::vector<Partial> threads) {
   std::vector<Partial> warps;
-  for (size_t first = 0; first < threads.size(); first += WARP) {
+  for (size_t first = 0; first < threads.size(); first += kWarp) {
     Partial* lane = &threads[first];
-    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       for (int i = 0; i < offset; ++i) {
         const Partial pair[] = {lane[i], lane[i + offset]};
         lane[i] = merge_in_order(pair, 2);
@@ -45,19 +42,19 @@ struct Held {
   bool wide;
 
   Held(const T* from, int count, int length, bool wide)
-      : memory(length / PACKET<T> + 1), from(from), count(count), wide(wide) {
+      : memory(length / kPacket<T> + 1), from(from), count(count), wide(wide) {
     std::memset(static_cast<void*>(memory.data()), 0xff, memory.size() * sizeof(Packet<T>));
     for (int i = bulk_elements<T>(count, wide); i < count; ++i) data()[i] = from[i];
   }
   T* data() { return memory.data()->value; }
   void arrive(int chunk) {
-    const int begin = chunk * CHUNK<T>, elements = chunk_elements<T>(bulk_elements<T>(count, wide), begin);
+    const int begin = chunk * kChunk<T>, elements = chunk_elements<T>(bulk_elements<T>(count, wide), begin);
     std::memcpy(data() + begin, from + begin, elements * sizeof(T));
   }
 };
 
 template <typename T, typename Out>
-void run_cluster(Mode mode, const RowArguments& a, int64_t row, int blocks, int threads) {
+void run_cluster(RowMode mode, const RowArguments& a, int64_t row, int blocks, int threads) {
   const int length = part_length(a.vocab_size, blocks);
   const T* logits = static_cast<const T*>(a.logits) + row * a.stride_logits;
   Out* out = static_cast<Out*>(a.out) + row * a.stride_out;
@@ -72,10 +69,10 @@ void run_cluster(Mode mode, const RowArguments& a, int64_t row, int blocks, int 
     return Part<T>{held[rank].data(), length * rank, part_count(a.vocab_size, length, rank), true};
   };
   RowCoefficients c = {};
-  if (mode == GRADIENT) {
-    c = given_coefficients(a, row, target);
+  if (mode == RowMode::gradient) {
+    c = known_coefficients(a, row, target);
     for (int rank = 0; rank < blocks && a.stores_land_ahead; ++rank) {
-      for (int chunk = 0; chunk * CHUNK<T> < part(rank).count; ++chunk) held[rank].arrive(chunk);
+      for (int chunk = 0; chunk * kChunk<T> < part(rank).count; ++chunk) held[rank].arrive(chunk);
     }
   } else {
     std::vector<Partial> of_blocks;
@@ -89,12 +86,12 @@ void run_cluster(Mode mode, const RowArguments& a, int64_t row, int blocks, int 
     }
     const RowStatistics s = finish(merge_in_order(of_blocks.data(), blocks), target.z);
     write_statistics(a, row, s);
-    if (mode == STATISTICS) return;
+    if (mode == RowMode::statistics) return;
     c = row_loss(a, row, s, target, true);
   }
   for (int rank = 0; rank < blocks; ++rank) {
     const auto arrived = [&](int chunk) {
-      if (mode == GRADIENT && !a.stores_land_ahead) held[rank].arrive(chunk);
+      if (mode == RowMode::gradient && !a.stores_land_ahead) held[rank].arrive(chunk);
     };
     for (int i = 0; i < threads; ++i) {
       const Thread thread = {i, threads};
@@ -102,7 +99,7 @@ void run_cluster(Mode mode, const RowArguments& a, int64_t row, int blocks, int 
         thread_zeros(part(rank).count, thread, out + length * rank, a.wide_out);
       } else {
         // a chunk that is copied again after a store would hold stored values: in place, only the first copy is valid
-        if (i == 0 || mode != GRADIENT) {
+        if (i == 0 || mode != RowMode::gradient) {
           thread_gradient(part(rank), thread, t, c, out + length * rank, a.wide_out, arrived, nothing);
         } else {
           thread_gradient(part(rank), thread, t, c, out + length * rank, a.wide_out, nothing, nothing);
@@ -113,15 +110,15 @@ void run_cluster(Mode mode, const RowArguments& a, int64_t row, int blocks, int 
 }
 
 template <typename T, typename Out>
-void run_stream(Mode mode, const RowArguments& a, int64_t row, int threads) {
+void run_stream(RowMode mode, const RowArguments& a, int64_t row, int threads) {
   const T* logits = static_cast<const T*>(a.logits) + row * a.stride_logits;
   Out* out = static_cast<Out*>(a.out) + row * a.stride_out;
   const RowTransform t = row_transform(a, row);
   const Target target = row_target(a, row, logits, t);
   const Part<T> part = {logits, 0, a.vocab_size, a.wide_logits};
   RowCoefficients c;
-  if (mode == GRADIENT) {
-    c = given_coefficients(a, row, target);
+  if (mode == RowMode::gradient) {
+    c = known_coefficients(a, row, target);
   } else {
     std::vector<Partial> of_threads;
     for (int i = 0; i < threads; ++i) {
@@ -129,7 +126,7 @@ void run_stream(Mode mode, const RowArguments& a, int64_t row, int threads) {
     }
     const RowStatistics s = finish(merge_threads(of_threads), target.z);
     write_statistics(a, row, s);
-    if (mode == STATISTICS) return;
+    if (mode == RowMode::statistics) return;
     c = row_loss(a, row, s, target, true);
   }
   std::barrier meeting(threads);
@@ -151,7 +148,7 @@ void run_stream(Mode mode, const RowArguments& a, int64_t row, int threads) {
 }
 
 template <typename T, typename Out>
-void run(Mode mode, const RowArguments& a, int blocks, int threads) {
+void run(RowMode mode, const RowArguments& a, int blocks, int threads) {
   for (int64_t row = 0; row < a.rows; ++row) {
     if (blocks > 0) {
       run_cluster<T, Out>(mode, a, row, blocks, threads);
@@ -165,7 +162,7 @@ void run(Mode mode, const RowArguments& a, int blocks, int threads) {
 
 // Types: 0 float, 1 bfloat16, 2 float16. `blocks` of a cluster, or 0 to stream. Returns 0, or 1 for types not shipped.
 extern "C" int run_rows(int mode, int logits, int out, const RowArguments* a, int blocks, int threads) {
-  const Mode what = Mode(mode);
+  const auto what = static_cast<RowMode>(mode);
   if (logits == 0 && out == 0) return run<float, float>(what, *a, blocks, threads), 0;
   if (logits == 0 && out == 1) return run<float, Bf16>(what, *a, blocks, threads), 0;
   if (logits == 0 && out == 2) return run<float, Fp16>(what, *a, blocks, threads), 0;

@@ -83,7 +83,7 @@ def test_clusters_copy_in_bulk_and_synchronise(evidence):
 
 def test_shared_memory_besides_the_row(evidence):
     for e in evidence:
-        assert e.static_shared <= 512 + 1024, f"more than SCRATCH_BYTES of csrc/row_plan.h and the system's: {e}"
+        assert e.static_shared <= 512 + 1024, f"more than kScratchBytes of csrc/row_plan.h and the system's: {e}"
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ void row_sums(const float* z, int64_t columns, bool with_entropy, RowSums* out) 
       const Mask at_max = equal(shifted, all(0.0f));
       sum = add_where_not(at_max, sum, e);
       ties = add_where(at_max, ties, all(1.0f));
-      if (with_entropy) moment = multiply_add(e, larger(all(kLowestLog), shifted), moment);
+      if (with_entropy) moment = multiply_add(e, larger(all(kLowestLogp), shifted), moment);
     });
     rest += sum_of(sum);
     rest += sum_of(ties);
@@ -72,7 +72,7 @@ double row_divergence(const float* z, float* w, int64_t columns, bool forward, c
       const Floats a = load_or(z + at, count, kLowest), b = load_or(w + at, count, kLowest);
       Floats r = forward ? (b - a) + all(offset) : (a - b) - all(offset);
       r = select(unordered(r), all(0.0f), r);  // 0 in both
-      r = larger(all(kLowestLog), r);
+      r = larger(all(kLowestLogp), r);
       const Floats p = exp_nonpositive((a - all(own.max)) - all(own.log_sum));
       const Floats q = exp_nonpositive((b - all(other.max)) - all(other.log_sum));
       const Floats top = larger(p, q);

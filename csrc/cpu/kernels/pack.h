@@ -26,7 +26,7 @@ inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, 
 
 void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
                Operand kind, uint32_t* out, int64_t words) {
-  const int64_t item = dtype == Dtype::fp32 ? 4 : 2;
+  const int64_t item = item_bytes(dtype);
   const bool same_words = dtype == compute && item * per_word(kind) == 4;
   for (int64_t r = 0; r < rows; r++) {
     uint32_t* to = out + r * words;

@@ -35,7 +35,7 @@ void exponentials(const float* z, int64_t rows, const Floats* max, const TileSta
       const Mask at_max = equal(shifted, all(0.0f));
       rest[j] = add_where_not(at_max, rest[j], e);
       ties[j] = add_where(at_max, ties[j], all(1.0f));
-      if constexpr (Entropy) weighted[j] = multiply_add(e, larger(all(kLowestLog), shifted), weighted[j]);
+      if constexpr (Entropy) weighted[j] = multiply_add(e, larger(all(kLowestLogp), shifted), weighted[j]);
       if constexpr (Keep && Kept == Dtype::bf16) {
         store(static_cast<uint16_t*>(kept) + at, narrow(bf16_words(e)));
       } else if constexpr (Keep) {
@@ -94,7 +94,7 @@ void merge_tile(const TileStatistics& total, const TileStatistics& tile) {
     const Floats rest_a = load(total.rest + at), rest_b = load(tile.rest + at);
     if (total.weighted != nullptr) {
       // sum of e (z - max) = factor * (sum of e (z - own max) + (own max - max) * sum of e)
-      const Floats shift_a = larger(all(kLowestLog), down_a), shift_b = larger(all(kLowestLog), down_b);
+      const Floats shift_a = larger(all(kLowestLogp), down_a), shift_b = larger(all(kLowestLogp), down_b);
       const Floats sum_a = all(1.0f) + rest_a, sum_b = all(1.0f) + rest_b;
       const Floats weighted_a = multiply_add(shift_a, sum_a, load(total.weighted + at));
       const Floats weighted_b = multiply_add(shift_b, sum_b, load(tile.weighted + at));
