@@ -20,18 +20,21 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import engines, group_advantages, share_failures
-from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardFunction, RewardModel
 from grpo_fused.rewards.calling import RewardError
+from grpo_fused.rollouts.engine import RolloutEngine, Sampling
+from grpo_fused.rollouts.errors import PromptError
+from grpo_fused.rollouts.huggingface import HuggingFaceEngine
+from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import identity
-from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.data import Batches, Row, Rows, Stream, check_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, print_samples
 from grpo_fused.trainer.policy import Policy, Reference, disable_dropout
-from grpo_fused.trainer.prompts import PromptError, completion_for, encode_prompt, prompt_text
-from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
+from grpo_fused.trainer.prompts import completion_for, encode_prompt, prompt_text
+from grpo_fused.trainer.rollout import Rollout, ending_token_ids, roll_out
 from grpo_fused.trainer.scoring import reward_names, reward_weights_of, score_completions
 from grpo_fused.trainer.state import RunState
 from grpo_fused.trainer.update import Updater
@@ -112,7 +115,7 @@ class GRPOTrainer(RunState):
             raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(active)}")
         self._vllm = engine if isinstance(engine, VLLMEngine) else None
         if self._vllm is not None:
-            check_options(config)
+            check_for_vllm(config)
         self.config, self.tokenizer = config, tokenizer
         self.identity: dict[str, str] = broadcast_object_list([identity(model, tokenizer)])[0]
         self.output_dir = None if output_dir is None else Path(output_dir)
@@ -137,9 +140,8 @@ class GRPOTrainer(RunState):
         else:
             self.batches = Batches(self._usable(train_dataset, size, "train_dataset"), size, seed)
         self._check_same_rows()
-        pad = tokenizer.pad_token_id
         ends = ending_token_ids(model, tokenizer)
-        self.sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
+        self.sampling = Sampling.of(config, ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
         if self.sampling.pad_token_id >= embeddings:
             raise ValueError(
                 f"the pad token's id must be less than {embeddings}, the rows of the model's embedding; got "

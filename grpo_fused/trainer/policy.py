@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.rollout import Rollout, micro_batches
 from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states, uses_additive_mask
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fused.ranks.handshake import reason_of
 from grpo_fused.ranks.parallel import PeerError
+from grpo_fused.rollouts.errors import DivergedError, NonFiniteError
 from grpo_fused.trainer import checkpoint
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Batches, Stream
-from grpo_fused.trainer.errors import DivergedError, NonFiniteError
 from grpo_fused.trainer.metrics import RUN_NAMES, Metrics, append_jsonl, cut_jsonl, format_row
 from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Rollout

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
 from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.rollouts.errors import NonFiniteError
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.errors import NonFiniteError
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.policy import Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout

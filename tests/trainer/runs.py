@@ -17,8 +17,8 @@ from trainer.small_model import build_small_model
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
+from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, state
-from grpo_fused.trainer.errors import DivergedError
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
 OPTIONS: dict[str, Any] = {

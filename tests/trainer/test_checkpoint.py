@@ -23,9 +23,9 @@ from trainer.small_model import build_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fused import GRPOLossConfig
+from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, state
 from grpo_fused.trainer.checkpoint import checkpoints
-from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.metrics import read_jsonl
 
 TIMES = {"seconds", "tokens_per_second"}

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
 from grpo_fused.rewards.calling import RewardError
+from grpo_fused.rollouts.engine import pad_prompts
 from grpo_fused.trainer import HuggingFaceEngine, Rollout
-from grpo_fused.trainer.rollout import pad_prompts
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 
