@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.optim import Optimizer
 
 from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
 from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
@@ -39,7 +39,7 @@ class Updater:
     """
 
     def __init__(
-        self, policy: Policy, reference: Reference | None, optimizer: Optimizer, config: GRPOTrainerConfig
+        self, policy: Policy, reference: Reference | None, optimizer: AcceleratedOptimizer, config: GRPOTrainerConfig
     ) -> None:
         if config.loss.top_entropy_quantile < 1 and policy.accelerator.num_processes > 1:
             raise ValueError(
@@ -49,6 +49,10 @@ class Updater:
         self.policy, self.reference, self.optimizer, self.config = policy, reference, optimizer, config
         self.accelerator = policy.accelerator
         self.optimizer_steps = 0
+
+    def go_to(self, optimizer_steps: int) -> None:
+        """Continues the schedule after as many optimizer steps."""
+        self.optimizer_steps = optimizer_steps
 
     def __call__(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
         """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
