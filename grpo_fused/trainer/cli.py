@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
-from grpo_fused.integrations.vllm import SyncError
 from grpo_fused.ranks.parallel import PeerError
 from grpo_fused.rewards.calling import RewardError
+from grpo_fused.rollouts.errors import NonFiniteError, PromptError
+from grpo_fused.rollouts.vllm import SyncError
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.errors import NonFiniteError
-from grpo_fused.trainer.prompts import PromptError
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, build_trainer
 
 SWITCHES = {

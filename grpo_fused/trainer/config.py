@@ -142,3 +142,27 @@ class GRPOTrainerConfig:
     def rollout_size(self) -> int:
         """Completions in a rollout, over all processes."""
         return self.prompts_per_step * self.num_generations
+
+
+def check_for_vllm(config: GRPOTrainerConfig) -> None:
+    """What cannot be trained on rollouts of vLLM, found before the first one.
+
+    Raises:
+        ValueError: Its log-probs would be compared with others than the policy's own, or correct a loss that takes
+            no such correction.
+    """
+    mode, loss = config.importance_sampling, config.loss
+    corrections = {"importance_sampling": mode, "loss.off_policy_mask_threshold": loss.off_policy_mask_threshold}
+    uses = [name for name, value in corrections.items() if value is not None]
+    if uses and config.repetition_penalty != 1:
+        raise ValueError(
+            f"{' and '.join(uses)} must be null with a repetition_penalty, which changes the log-probs that vLLM "
+            f"samples with, but not the policy's; got repetition_penalty {config.repetition_penalty}"
+        )
+    by_sequence = mode is not None and mode.startswith("sequence")
+    takes = loss.kind.takes_ratio
+    if (takes is None and mode is not None) or (takes == "token" and by_sequence):
+        raise ValueError(
+            "importance_sampling must be null with loss_type gmpo, and by token (token_mask, token_truncate) or "
+            f"null with vespo; got {mode} with {loss.loss_type}"
+        )

@@ -11,7 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_fused.trainer.prompts import check_prompt
+from accelerate.utils import gather_object
+
+from grpo_fused.rollouts.errors import PromptError
+from grpo_fused.trainer.prompts import Prompt, check_prompt
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row] | Callable[[int], Row]
@@ -195,6 +198,65 @@ class Stream(Iterator[list[Row]]):
         if dict(state) != {"position": position, "seed": self.seed} or type(position) is not int or position < 0:
             raise ValueError(f"the state must be a place in a stream of rows with seed {self.seed}; got {dict(state)}")
         self._position = position
+
+
+class RowFilter:
+    """Which rows can be trained on: those with prompts that can be encoded and are not too long.
+
+    Args:
+        encode: Token ids of a prompt.
+        longest: Rows whose prompt has more tokens are left out; None keeps all.
+        check_length: Raises PromptError if the rollout engine has no room for a prompt of as many tokens.
+        say: Prints how many rows are left out.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Prompt], Sequence[int]],
+        longest: int | None,
+        check_length: Callable[[int], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.encode, self.longest, self.check_length, self.say = encode, longest, check_length, say
+
+    def fits(self, row: Row) -> bool:
+        """Whether a row's prompt is not too long."""
+        return self.longest is None or len(self.encode(row["prompt"])) <= self.longest
+
+    def usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
+        """The rows, checked; without those whose prompt is too long."""
+        check_rows(dataset, at_least, name=name)
+        longest, lengths = self.longest, []
+        for position, row in enumerate(dataset):
+            try:
+                lengths.append(len(self.encode(row["prompt"])))
+                if longest is None or lengths[-1] <= longest:
+                    self.check_length(lengths[-1])
+            except PromptError as error:
+                raise PromptError(f"row {position} of {name}: {error}") from error
+        if longest is None:
+            return dataset
+        rows = [row for row, length in zip(dataset, lengths, strict=True) if length <= longest]
+        if dropped := len(dataset) - len(rows):
+            self.say(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {longest} tokens")
+        check_rows(rows, at_least, name=f"{name} with prompts of at most {longest} tokens")
+        return rows
+
+    def batches(self, dataset: Rows, size: int, seed: int) -> Batches | Stream:
+        """Endless batches of the training data."""
+        if callable(dataset):
+            self.usable(next(Stream(dataset, 1, self.fits, seed)), 1, "train_dataset")  # its first row
+            return Stream(dataset, size, self.fits, seed)
+        return Batches(self.usable(dataset, size, "train_dataset"), size, seed)
+
+
+def check_same_rows(batches: Batches | Stream, eval_rows: Sequence[Row] | None) -> None:
+    """Raises unless all processes have the same numbers of rows: each takes its part of every batch, by position."""
+    train = len(batches.rows) if isinstance(batches, Batches) else 0
+    counts = gather_object([(train, 0 if eval_rows is None else len(eval_rows))])
+    if len(set(counts)) > 1:
+        each = ", ".join(f"process {i}: {train} and {held_out}" for i, (train, held_out) in enumerate(counts))
+        raise ValueError(f"all processes must have the same rows for training and evaluation; got {each}")
 
 
 @lru_cache(maxsize=1)

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.data import Row
 from grpo_fused.trainer.metrics import Metrics
-
-if TYPE_CHECKING:
-    from grpo_fused.trainer.loop import GRPOTrainer
+from grpo_fused.trainer.sampler import Sampler
 
 
-def evaluate(trainer: GRPOTrainer) -> Metrics:
+def evaluate(sampler: Sampler, rows: Sequence[Row], config: GRPOTrainerConfig, *, success: int) -> Metrics:
     """Mean greedy rewards of the held-out rows, and the probability that one of k sampled completions succeeds.
 
         pass@k = mean over rows of 1 - C(n - c, k) / C(n, k),   c of n samples succeed
 
-    A completion succeeds if the reward function with the largest weight gives it more than a half. The processes share
-    the rows.
+    A completion succeeds if reward function number `success` gives it more than a half. The processes share the rows.
 
     Returns:
-        "eval/<name>", and with n = `config.eval_samples` > 0 "eval/pass@1" and "eval/pass@<n>"; nothing without rows.
+        "eval/<name>", and with n = `config.eval_samples` > 0 "eval/pass@1" and "eval/pass@<n>".
 
     Source: Chen et al., Evaluating Large Language Models Trained on Code (arXiv 2107.03374), for pass@k.
     """
-    if trainer.eval_rows is None:
-        return {}
-    rows, names, accelerator = list(trainer.eval_rows), list(trainer.reward_functions), trainer.accelerator
-    samples, batch_size = trainer.config.eval_samples, trainer.prompts_per_process
-    success = int(trainer.reward_weights.argmax())
-    mine = rows[accelerator.process_index :: accelerator.num_processes]
+    names, samples, accelerator = list(sampler.reward_functions), config.eval_samples, sampler.peers.accelerator
+    batch_size = config.prompts_per_step // accelerator.num_processes
+    mine = list(rows)[accelerator.process_index :: accelerator.num_processes]
     # sums and counts of: each reward, pass@1, pass@n
     sums = torch.zeros(2, len(names) + 2, dtype=torch.float64)
     # processes sample equal numbers of completions (they may run in step): they repeat a row, which does not count
     most = math.ceil(len(rows) / accelerator.num_processes)
     for start in range(0, most, batch_size):
         batch = mine[start : start + batch_size]
-        requested = batch + rows[:1] * (min(batch_size, most - start) - len(batch))
-        _, rewards = trainer.sample(requested, replace(trainer.sampling, greedy=True, num_generations=1))
+        requested = batch + [rows[0]] * (min(batch_size, most - start) - len(batch))
+        _, rewards = sampler.sample(requested, replace(sampler.sampling, greedy=True, num_generations=1))
         greedy = rewards[: len(batch)].double().cpu()
         sums[0, : len(names)] += greedy.nansum(0)
         sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
-            _, rewards = trainer.sample(requested, replace(trainer.sampling, num_generations=samples))
+            _, rewards = sampler.sample(requested, replace(sampler.sampling, num_generations=samples))
             sampled = rewards[:, success].reshape(-1, samples)[: len(batch)].cpu()
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import engines, group_advantages, share_failures
-from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardFunction, RewardModel
 from grpo_fused.rewards.calling import RewardError
-from grpo_fused.trainer.checkpoint import identity
+from grpo_fused.rollouts.engine import RolloutEngine, Sampling
+from grpo_fused.rollouts.errors import DivergedError, NonFiniteError
+from grpo_fused.rollouts.huggingface import HuggingFaceEngine
+from grpo_fused.trainer.checkpoint import CheckpointError, identity
+from grpo_fused.trainer.checkpointer import Checkpointer
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Batches, Row, Rows, Stream, check_rows
+from grpo_fused.trainer.data import Row, RowFilter, Rows, check_same_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.metrics import Metrics, check_trackers, format_facts, print_samples
-from grpo_fused.trainer.policy import Policy, Reference, disable_dropout
-from grpo_fused.trainer.prompts import PromptError, completion_for, encode_prompt, prompt_text
-from grpo_fused.trainer.rollout import HuggingFaceEngine, Rollout, RolloutEngine, Sampling, ending_token_ids, roll_out
-from grpo_fused.trainer.scoring import reward_names, reward_weights_of, score_completions
-from grpo_fused.trainer.state import RunState
+from grpo_fused.trainer.metrics import Metrics, RunLog, check_trackers, format_facts, print_samples
+from grpo_fused.trainer.peers import Peers, check_processes
+from grpo_fused.trainer.policy import Policy, Reference
+from grpo_fused.trainer.prompts import encode_prompt, prompt_text
+from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.sampler import Sampler
+from grpo_fused.trainer.scoring import reward_names, reward_weights_of
+from grpo_fused.trainer.setup import adamw, embeddings_of, length_check, ready, sampling_of
 from grpo_fused.trainer.update import Updater
 
 
-class GRPOTrainer(RunState):
+class GRPOTrainer:
     """Trains a causal LM with GRPO on prompts and reward functions.
 
     Args:
@@ -98,91 +101,58 @@ class GRPOTrainer(RunState):
         accelerator: Accelerator | None = None,
     ) -> None:
         check_trackers(config.report_to)
+        self.config, self.tokenizer, self.evaluate_too = config, tokenizer, evaluate
+        self.output_dir = None if output_dir is None else Path(output_dir)
         self.accelerator = accelerator or Accelerator(
             mixed_precision=config.mixed_precision,
             log_with=list(config.report_to) or None,
             project_dir=None if output_dir is None else str(output_dir),
         )
-        _check_distribution(self.accelerator)
-        self._sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        active = {
-            getattr(tracker, "value", tracker.name) for tracker in self.accelerator.log_with
-        }  # an enum or a tracker
-        if not set(config.report_to) <= active | {"all"}:
-            raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(active)}")
-        self._vllm = engine if isinstance(engine, VLLMEngine) else None
-        if self._vllm is not None:
-            check_options(config)
-        self.config, self.tokenizer = config, tokenizer
-        self.identity: dict[str, str] = broadcast_object_list([identity(model, tokenizer)])[0]
-        self.output_dir = None if output_dir is None else Path(output_dir)
-        self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
-        self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
-        embeddings = len(cast(Tensor, model.get_input_embeddings().weight))
-        self.encode = partial(encode_prompt, tokenizer, embeddings=embeddings)
-        processes = self.accelerator.num_processes
+        check_processes(self.accelerator)
+        self.peers, self.log = Peers(self.accelerator), RunLog(config, self.accelerator, self.output_dir)
+        processes, device = self.accelerator.num_processes, self.accelerator.device
         if config.prompts_per_step % processes:
             raise ValueError(
                 f"prompts_per_step must be divisible by the {processes} processes; got {config.prompts_per_step}"
             )
-        self.prompts_per_process = config.prompts_per_step // processes
-        self.eval_rows = None if eval_dataset is None else self._usable(eval_dataset, 1, "eval_dataset")
-        self.evaluate_too = evaluate
+        begins_with: dict[str, str] = broadcast_object_list([identity(model, tokenizer)])[0]
+        self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
+        self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
         self._silent: set[str] = set()  # reward functions that were named for judging nothing
-        size, seed = config.prompts_per_step, config.seed
-        self.batches: Batches | Stream
-        if callable(train_dataset):
-            self.batches = Stream(train_dataset, size, self._fits, seed)
-            self._usable(next(Stream(train_dataset, 1, self._fits, seed)), 1, "train_dataset")  # its first row
-        else:
-            self.batches = Batches(self._usable(train_dataset, size, "train_dataset"), size, seed)
-        self._check_same_rows()
-        pad = tokenizer.pad_token_id
-        ends = ending_token_ids(model, tokenizer)
-        self.sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
-        if self.sampling.pad_token_id >= embeddings:
-            raise ValueError(
-                f"the pad token's id must be less than {embeddings}, the rows of the model's embedding; got "
-                f"{self.sampling.pad_token_id}"
-            )
 
-        disable_dropout(model)
-        if config.gradient_checkpointing:
-            # transformers 5.2x renames it, with the same default: non-reentrant
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        sampling = sampling_of(config, model, tokenizer)
+        encode = partial(encode_prompt, tokenizer, embeddings=embeddings_of(model))
+        rows = RowFilter(encode, config.max_prompt_length, length_check(engine, config), self.log.say)
+        self.eval_rows = None if eval_dataset is None else rows.usable(eval_dataset, 1, "eval_dataset")
+        self.batches = rows.batches(train_dataset, config.prompts_per_step, config.seed)
+        check_same_rows(self.batches, self.eval_rows)
+
         # an engine that cannot run raises before the first rollout
-        self.loss_engine = engines.choose(config.impl, self.accelerator.device, model.dtype)
-        self.model = model.to(self.accelerator.device).eval()
+        self.loss_engine = engines.choose(config.impl, device, model.dtype)
+        self.model = ready(model, config, device)
         for function in reward_functions:
             if isinstance(function, RewardModel):
-                function.to(self.accelerator.device)
+                function.to(device)
         self.policy = Policy(model, self.accelerator, config)
         if reference_model is not None and config.loss.beta == 0:
             raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
         self.reference = None if config.loss.beta == 0 else Reference(self.policy, reference_model)
-        optimizer = torch.optim.AdamW(
-            (parameter for parameter in model.parameters() if parameter.requires_grad),
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            weight_decay=config.weight_decay,
-            # one pass over weights, gradients and moments; accelerate does not notice the steps that it skips in fp16
-            fused=config.mixed_precision != "fp16",
-        )
-        self.policy.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.policy.model.eval()
-        self.update = Updater(self.policy, self.reference, self.optimizer, config)
-        self.engine = engine or HuggingFaceEngine(
+        self.update = Updater(self.policy, self.reference, self.policy.prepare(adamw(model, config)), config)
+        engine = engine or HuggingFaceEngine(
             model,
             tokenizer,
             batch_size=config.generation_batch_size,
-            synced=self._sharded,
+            synced=self.peers.is_sharded,
             # of sharded weights, the kept casts would be a whole copy on each process
-            autocast=nullcontext if self._sharded else self.accelerator.autocast,
+            autocast=nullcontext if self.peers.is_sharded else self.accelerator.autocast,
+        )
+        self.sampler = Sampler(engine, sampling, self.update, tokenizer, encode, self.reward_functions, self.peers)
+        self.checkpointer = Checkpointer(
+            self.output_dir, self.update, self.batches, tokenizer, begins_with, self.log.say
         )
         self.stopped_by: int | None = None
         self._stop = StopRequest()
-        self._synced_at: int | None = None  # the optimizer step whose weights the engine has
-        self._open(resume, overwrite)
+        self.steps_done = self.checkpointer.start(resume, overwrite)
 
     @share_failures()
     def train(self) -> list[Metrics]:
@@ -202,19 +172,20 @@ class GRPOTrainer(RunState):
         """
         history: list[Metrics] = []
         self._stop = stop = StopRequest()
-        with self._run(), stop:
-            if self.accelerator.is_main_process:
-                tqdm.write(format_facts(self.facts()) + "\n")
+        if self.steps_done == 0:
+            set_seed(self.config.seed, device_specific=True)
+        with self.log.open(), self._saving_after_failure(), stop:
+            self.log.say(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and (before := self.evaluate()):
                 self._record(history, {"step": 0} | before)
             progress = tqdm(
                 total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
                 disable=None if self.accelerator.is_main_process else True,  # None: off if the output is not a terminal
             )  # fmt: skip
-            while self.steps_done < self.config.steps and not self._any(stop.requested > 0):
+            while self.steps_done < self.config.steps and not self.peers.any(stop.requested > 0):
                 metrics = {"step": self.steps_done + 1} | self.step()
                 self.steps_done += 1
-                self._remember()
+                self.checkpointer.remember()
                 try:
                     if self._due(self.config.eval_steps):
                         metrics |= self.evaluate()
@@ -230,6 +201,79 @@ class GRPOTrainer(RunState):
                 self.stopped_by = stop.requested or signal.SIGINT  # of another process
                 tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}; continue with --resume")
         return history
+
+    def step(self) -> Metrics:
+        """One rollout and the optimizer steps on it."""
+        started = time.perf_counter()
+        self.checkpointer.remember()
+        with self.peers.together():
+            rollout, rewards = self.collect()  # B sequences of this process, their rewards [B, F]
+        first = self.accelerator.process_index * len(rewards)
+        here = slice(first, first + len(rewards))
+        rewards = self.accelerator.gather(rewards)  # [N, F], of all processes
+        self._check_judged(rewards)
+        groups = group_advantages(
+            rewards.cpu(),
+            self.config.num_generations,
+            weights=self.reward_weights,
+            scale_rewards=self.config.scale_rewards,
+            aggregation=self.config.reward_aggregation,
+        )
+        advantages = groups.advantages[here].to(self.accelerator.device)  # [B]
+        with self.checkpointer.keeping_batch(self.steps_done + 1, rollout, advantages):
+            updates = self.update(rollout, advantages) or [{"loss": 0.0, "grad_norm": 0.0}]  # no gradient, no update
+        lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).float()
+        seconds = time.perf_counter() - started
+        return {
+            "reward": groups.mean.nanmean().item(),
+            "reward_std": groups.std.nanmean().item(),
+            **{f"rewards/{name}": rewards[:, i].nanmean().item() for i, name in enumerate(self.reward_functions)},
+            "zero_std_groups": float(groups.zero_std_groups) / self.config.prompts_per_step,
+            "unjudged": float(groups.unjudged),
+            "completion_length": lengths.mean().item(),
+            # equal weights: a clip ratio includes the first optimizer step, which cannot clip
+            **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
+            "epoch": self.batches.epoch,
+            "tokens_per_second": lengths.sum().item() / seconds,
+            "seconds": seconds,
+        }
+
+    def collect(self) -> tuple[Rollout, Tensor]:
+        """Samples completions for this process's next prompts and scores them: B sequences, rewards [B, F]."""
+        config, process = self.config, self.accelerator.process_index
+        rows = next(self.batches)
+        prompts = len(rows) // self.accelerator.num_processes
+        rows = rows[process * prompts : (process + 1) * prompts]
+        # for engines with their own generator: another seed for each completion of the run
+        seed = (config.seed * config.steps + self.steps_done) * config.rollout_size
+        sampling = replace(self.sampler.sampling, seed=seed + process * prompts * config.num_generations)
+        show = process == 0 and config.sample_steps > 0 and self.steps_done % config.sample_steps == 0
+        return self.sample(rows, sampling, show=show)
+
+    def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
+        """Completions of some rows, and their rewards; `show` prints those of the first row."""
+        rollout, rewards = self.sampler.sample(rows, sampling)
+        if show:
+            first = slice(0, sampling.num_generations)
+            texts = self.sampler.texts(rollout.completions()[first])
+            columns = {name: rewards[first, i].tolist() for i, name in enumerate(self.reward_functions)}
+            print_samples(self.steps_done + 1, [prompt_text(rows[0]["prompt"])] * len(texts), texts, columns)
+        return rollout, rewards
+
+    def evaluate(self) -> Metrics:
+        """The metrics of the held-out rows, and those of the caller's function."""
+        metrics: Metrics = {}
+        if self.eval_rows is not None:
+            metrics = evaluate(self.sampler, self.eval_rows, self.config, success=int(self.reward_weights.argmax()))
+        return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
+
+    def save(self) -> Path | None:
+        """Writes a checkpoint of the steps done, unless it exists or `output_dir` is None; all processes call it.
+
+        Raises:
+            CheckpointError: It could not be written; the older ones still exist.
+        """
+        return self.checkpointer.save(self.steps_done)
 
     def stop(self) -> None:
         """While `train` runs: it ends after its step with a checkpoint, on all processes, as after SIGTERM.
@@ -258,138 +302,57 @@ class GRPOTrainer(RunState):
             "output_dir": "none: nothing is saved" if self.output_dir is None else str(self.output_dir),
         }
 
-    def step(self) -> Metrics:
-        """One rollout and the optimizer steps on it."""
-        started = time.perf_counter()
-        self._remember()
-        with self._together():
-            rollout, rewards = self.collect()
-        all_rewards = self.accelerator.gather(rewards)
-        self._check_judged(all_rewards)
-        groups = group_advantages(
-            all_rewards.cpu(),
-            self.config.num_generations,
-            weights=self.reward_weights,
-            scale_rewards=self.config.scale_rewards,
-            aggregation=self.config.reward_aggregation,
-        )
-        first = self.accelerator.process_index * len(rewards)
-        advantages = groups.advantages[first : first + len(rewards)].to(self.accelerator.device)
-        with self._explained(rollout, advantages):
-            updates = self.update(rollout, advantages) or [{"loss": 0.0, "grad_norm": 0.0}]  # no gradient, no update
-        # All optimizer steps of a rollout have equal weight, so a clip ratio includes the first, which cannot clip.
-        lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).float()
-        seconds = time.perf_counter() - started
-        return {
-            "reward": groups.mean.nanmean().item(),
-            "reward_std": groups.std.nanmean().item(),
-            **{f"rewards/{name}": all_rewards[:, i].nanmean().item() for i, name in enumerate(self.reward_functions)},
-            "zero_std_groups": float(groups.zero_std_groups) / self.config.prompts_per_step,
-            "unjudged": float(groups.unjudged),
-            "completion_length": lengths.mean().item(),
-            **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
-            "epoch": self.batches.epoch,
-            "tokens_per_second": lengths.sum().item() / seconds,
-            "seconds": seconds,
-        }
+    def _record(self, history: list[Metrics], metrics: Metrics) -> None:
+        history.append(metrics)
+        self.log.record(metrics)
 
-    def collect(self) -> tuple[Rollout, Tensor]:
-        """Samples completions for this process's next prompts and scores them: B sequences, rewards [B, F]."""
-        rows = next(self.batches)
-        first = self.accelerator.process_index * self.prompts_per_process
-        # for engines with their own generator: another seed for each completion of the run
-        seed = (self.config.seed * self.config.steps + self.steps_done) * self.config.rollout_size
-        interval = self.config.sample_steps
-        shows = self.accelerator.is_main_process and interval > 0 and self.steps_done % interval == 0
-        sampling = replace(self.sampling, seed=seed + first * self.config.num_generations)
-        return self.sample(rows[first : first + self.prompts_per_process], sampling, show=shows)
-
-    def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
-        """Completions of some rows, and their rewards."""
-        self._alone = self._sharded
-        if self._synced_at != self.update.optimizer_steps:
-            self.engine.sync_weights(self.model)
-            self._synced_at = self.update.optimizer_steps
-        rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
-        rollout = rollout.to(self.accelerator.device)
-        self._alone = False
-        ids = rollout.completions()
-        texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
-        repeated = [row for row in rows for _ in range(sampling.num_generations)]
-        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
-        rewards = score_completions(
-            self.reward_functions, repeated, completions, ids, timeout=self.config.reward_timeout
-        )
-        if show:
-            shown = slice(0, sampling.num_generations)
-            prompts = [prompt_text(row["prompt"]) for row in repeated[shown]]
-            columns = {name: rewards[shown, i].tolist() for i, name in enumerate(self.reward_functions)}
-            print_samples(self.steps_done + 1, prompts, texts[shown], columns)
-        return rollout, rewards.to(self.accelerator.device)
+    def _due(self, interval: int) -> bool:
+        """Whether an action that is due every `interval` steps, and after the last one, is due now."""
+        return self.steps_done == self.config.steps or (interval > 0 and self.steps_done % interval == 0)
 
     def _check_judged(self, rewards: Tensor) -> None:
         """Raises if no completion of a step [N, F] was judged; a function that judged none is named once."""
-        silent = rewards.isnan().all(dim=0).tolist()
+        step, silent = self.steps_done + 1, rewards.isnan().all(dim=0).tolist()
         if all(silent):
-            self._all_failed = True  # they share the rewards
-            raise RewardError(
-                f"a reward function must judge some of the {len(rewards)} completions of step {self.steps_done + 1}; "
-                "got None for all of them"
+            raise self.peers.shared(
+                RewardError(
+                    f"a reward function must judge some of the {len(rewards)} completions of step {step}; got None for "
+                    "all of them"
+                )
             )
         for name in (name for name, none in zip(self.reward_functions, silent, strict=True) if none):
             if name not in self._silent:
-                self._say(f"reward function {name!r} judged no completion of step {self.steps_done + 1}: all are None")
+                self.log.say(f"reward function {name!r} judged no completion of step {step}: all are None")
             self._silent.add(name)
 
-    def evaluate(self) -> Metrics:
-        """The metrics of the held-out rows, and those of the caller's function."""
-        metrics = evaluate(self)
-        return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
+    @contextmanager
+    def _saving_after_failure(self) -> Iterator[None]:
+        """If something fails, a checkpoint of the training so far; not of a policy that has diverged."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except NonFiniteError as error:
+            if not isinstance(error, DivergedError):
+                self.peers.shared(error)  # the loss and the norm of the gradient
+                self._save_after_failure()
+            newest = self.checkpointer.newest()
+            rest = f"{newest} is kept" if newest else "there is no checkpoint"
+            raise type(error)(f"diverged at step {self.steps_done + 1}: {error}; {rest}") from error
+        except BaseException:  # a second Ctrl-C and a reward function's sys.exit too
+            self._save_after_failure()
+            raise
 
-    def _fits(self, row: Row) -> bool:
-        longest = self.config.max_prompt_length
-        return longest is None or len(self.encode(row["prompt"])) <= longest
-
-    def _usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
-        """The rows, checked; without those whose prompt is too long."""
-        check_rows(dataset, at_least, name=name)
-        longest, lengths = self.config.max_prompt_length, []
-        for position, row in enumerate(dataset):
-            try:
-                lengths.append(len(self.encode(row["prompt"])))
-                if self._vllm is not None and (longest is None or lengths[-1] <= longest):
-                    self._vllm.check_length(lengths[-1], self.config.max_completion_length)
-            except PromptError as error:
-                raise PromptError(f"row {position} of {name}: {error}") from error
-        if longest is None:
-            return dataset
-        rows = [row for row, length in zip(dataset, lengths, strict=True) if length <= longest]
-        dropped = len(dataset) - len(rows)
-        if dropped and self.accelerator.is_main_process:
-            tqdm.write(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {longest} tokens")
-        check_rows(rows, at_least, name=f"{name} with prompts of at most {longest} tokens")
-        return rows
-
-    def _check_same_rows(self) -> None:
-        """Each process takes its part of every batch, by position."""
-        train = len(self.batches.rows) if isinstance(self.batches, Batches) else 0
-        mine = (train, 0 if self.eval_rows is None else len(self.eval_rows))
-        counts = gather_object([mine])
-        if len(set(counts)) > 1:
-            found = ", ".join(f"process {i}: {train} and {held_out}" for i, (train, held_out) in enumerate(counts))
-            raise ValueError(f"all processes must have the same rows for training and evaluation; got {found}")
-
-
-def _check_distribution(accelerator: Accelerator) -> None:
-    """The loss reads the head's weight outside the model's forward, where other methods have only a part of it."""
-    kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("FSDP must be version 2 (accelerate launch --use_fsdp --fsdp_version 2); got version 1")
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"processes must share a model by DDP or FSDP2; got {kind.value}")
-    started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    if started > 1 and accelerator.num_processes == 1:
-        raise ValueError(
-            f"accelerate must share the run among the {started} processes that were started; got 1. Without a GPU it "
-            "needs Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment"
-        )
+    def _save_after_failure(self) -> None:
+        """Several processes can only save if all of them have failed."""
+        if self.accelerator.num_processes > 1 and not self.peers.all_failed:
+            return
+        if self.peers.diverged or not self.checkpointer.rewind():
+            return
+        try:
+            path = self.save()
+        except CheckpointError as failure:
+            tqdm.write(str(failure))
+        else:
+            if path is not None:
+                tqdm.write(f"saved the training so far in {path}")

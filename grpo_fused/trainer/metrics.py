@@ -6,15 +6,19 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from accelerate import tracking
+from accelerate import Accelerator, tracking
 from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tqdm import tqdm
+
+from grpo_fused.trainer.config import GRPOTrainerConfig
 
 Metrics = dict[str, float]
 
@@ -121,6 +125,52 @@ def check_trackers(names: Iterable[str]) -> None:
             raise ImportError(
                 f"report_to must name trackers whose packages are installed; got {name!r}: pip install {name}"
             )
+
+
+class RunLog:
+    """Where the metrics of a run go: `metrics.jsonl` in its folder, trackers, and the terminal; by the main process.
+
+    Raises:
+        ValueError: The accelerator does not log with a tracker of the options.
+    """
+
+    def __init__(self, config: GRPOTrainerConfig, accelerator: Accelerator, output_dir: Path | None) -> None:
+        trackers = {getattr(tracker, "value", tracker.name) for tracker in accelerator.log_with}  # an enum or a tracker
+        if not set(config.report_to) <= trackers | {"all"}:
+            raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(trackers)}")
+        self.config, self.accelerator, self.output_dir = config, accelerator, output_dir
+        self._rows_printed = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """With the trackers of the run."""
+        if self.config.report_to:
+            options = {k: v for k, v in vars(self.config).items() if isinstance(v, (bool, int, float, str))}
+            name = self.config.run_name
+            names = {tracker: {option: name} for tracker, option in RUN_NAMES.items() if name is not None}
+            self.accelerator.init_trackers(self.config.project, options | vars(self.config.loss), names)
+        try:
+            yield
+        finally:
+            for tracker in self.accelerator.trackers:  # `end_training` would end the process group, too
+                tracker.finish()
+
+    def record(self, metrics: Metrics) -> None:
+        """Writes the metrics of a step."""
+        if not self.accelerator.is_main_process:
+            return
+        if self.output_dir is not None:
+            append_jsonl(self.output_dir / "metrics.jsonl", metrics)
+        if self.config.report_to:
+            self.accelerator.log(metrics, step=int(metrics["step"]))
+        if metrics["step"] % self.config.logging_steps == 0:
+            tqdm.write(format_row(metrics, titles=self._rows_printed % 20 == 0))
+            self._rows_printed += "reward" in metrics
+
+    def say(self, text: str) -> None:
+        """Prints a text."""
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
 
 
 def _short_name(name: str) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.rollout import Rollout, micro_batches
 from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states, uses_additive_mask
 
@@ -25,7 +27,7 @@ class Policy:
 
     Args:
         model: Hugging Face causal LM, not yet wrapped or sharded: its head is checked now.
-        accelerator: For its autocast and processes. `model` of this class is the prepared model.
+        accelerator: For its autocast and processes. `model` of this class is what `prepare` makes of it.
         config: The options of the run.
 
     Raises:
@@ -41,6 +43,16 @@ class Policy:
         self._is_whole = self._form["lm_head_weight"] is model.get_output_embeddings().weight
         if config.share_prompts:
             check_shared_prompts(model, self._separate_states)
+
+    def prepare(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """Shares the model among the processes for training; the optimizer of the shared weights."""
+        self.model, prepared = self.accelerator.prepare(self.unwrapped, optimizer)
+        self.model.eval()
+        return prepared
+
+    def prepare_frozen(self) -> None:
+        """Shares a model that is not trained."""
+        self.model = self.accelerator.prepare_model(self.unwrapped, evaluation_mode=True)
 
     def head(self) -> dict[str, Any]:
         """Keywords of the fused functions. Call it for each pass: a folded adapter's graph exists for one backward."""
@@ -139,7 +151,7 @@ class Reference:
             forms = [{name: x for name, x in head.items() if not isinstance(x, Tensor)} for head in (ours, theirs)]
             if forms[0] != forms[1]:
                 raise ValueError(f"kl_estimator='exact' needs heads with the same scale and softcap; got {forms}")
-        self.policy.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
+        self.policy.prepare_frozen()
 
     def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """See `Policy.score`."""

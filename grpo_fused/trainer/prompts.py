@@ -8,12 +8,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_fused.rollouts.errors import PromptError
+
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
-
-
-class PromptError(ValueError):
-    """A prompt that the tokenizer cannot encode, or that the model or the rollout engine cannot take."""
 
 
 def check_prompt(prompt: object, where: str) -> None:

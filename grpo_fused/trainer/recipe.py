@@ -16,15 +16,15 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.call.options import option
-from grpo_fused.integrations.vllm import VLLMEngine, check_options
 from grpo_fused.rewards import RewardFunction, RewardModel, built_in
+from grpo_fused.rollouts.engine import RolloutEngine
+from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import quiet
-from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.data import Row, Rows, check_rows, is_file, load_rows
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import check_trackers
 from grpo_fused.trainer.reasoning_gym import REASONING_GYM, problems
-from grpo_fused.trainer.rollout import RolloutEngine
 from grpo_fused.trainer.tasks import TASKS, format_rows
 
 
@@ -153,7 +153,7 @@ class Recipe(GRPOTrainerConfig):
                 f"got the dataset {self.dataset!r}"
             )
         if self.rollout == "vllm":
-            check_options(self)
+            check_for_vllm(self)
 
     @property
     def is_generated(self) -> bool:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused import head_hidden_states
-from grpo_fused.trainer.rollout import Rollout, first_of_prompts, layer_kinds, length_mask
+from grpo_fused.rollouts.engine import first_of_prompts, length_mask
+from grpo_fused.rollouts.huggingface import layer_kinds
+from grpo_fused.trainer.rollout import Rollout
 
 
 def prompt_groups(rollout: Rollout) -> list[range]:

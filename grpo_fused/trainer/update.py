@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.optim import Optimizer
 
 from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
-from grpo_fused.call.config import TOKEN_NORMALIZED, GRPOLossConfig
+from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.rollouts.errors import NonFiniteError
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.errors import NonFiniteError
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.policy import Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout
@@ -39,7 +39,7 @@ class Updater:
     """
 
     def __init__(
-        self, policy: Policy, reference: Reference | None, optimizer: Optimizer, config: GRPOTrainerConfig
+        self, policy: Policy, reference: Reference | None, optimizer: AcceleratedOptimizer, config: GRPOTrainerConfig
     ) -> None:
         if config.loss.top_entropy_quantile < 1 and policy.accelerator.num_processes > 1:
             raise ValueError(
@@ -49,6 +49,10 @@ class Updater:
         self.policy, self.reference, self.optimizer, self.config = policy, reference, optimizer, config
         self.accelerator = policy.accelerator
         self.optimizer_steps = 0
+
+    def go_to(self, optimizer_steps: int) -> None:
+        """Continues the schedule after as many optimizer steps."""
+        self.optimizer_steps = optimizer_steps
 
     def __call__(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
         """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
@@ -155,7 +159,7 @@ class Updater:
                     sampling_per_token_logps=(
                         micro.sampling_logps if config.loss.off_policy_mask_threshold is not None else None
                     ),
-                    num_items_in_batch=window.tokens if config.loss.loss_type in TOKEN_NORMALIZED else None,
+                    num_items_in_batch=window.tokens if config.loss.kind.takes_items else None,
                     temperature=config.temperature,
                     config=loss_config,
                     impl=config.impl,
@@ -224,12 +228,9 @@ class Window:
         """
         tokens = int(micro.completion_mask.sum())
         token_share = tokens / self.tokens
-        if loss.loss_type in TOKEN_NORMALIZED:
-            share = 1.0
-        elif loss.loss_type == "bnpo":
-            share = token_share
-        else:
-            share = len(micro.completion_ids) * (tokens > 0) / self.sequences
+        sequence_share = len(micro.completion_ids) * (tokens > 0) / self.sequences
+        shares = {"items": 1.0, "tokens": token_share} | dict.fromkeys(("sequences", "length", "sum"), sequence_share)
+        share = shares[loss.kind.average]
         if loss.entropy_coef == 0 or share == 0:
             return share, loss
         return share, replace(loss, entropy_coef=loss.entropy_coef * token_share / share)

@@ -16,7 +16,7 @@ from trl.experimental.gmpo import GMPOConfig
 
 import grpo_fused.integrations.trl as ours
 from grpo_fused.integrations.trl.truncation import _recording
-from grpo_fused.trainer.sampling import padded_sets
+from grpo_fused.rollouts.engine import padded_sets
 
 TRUNCATED: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8, "temperature": 0.9},

@@ -17,8 +17,8 @@ from trainer.small_model import build_small_model
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, state
-from grpo_fused.trainer.errors import DivergedError
+from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, checkpointer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
 OPTIONS: dict[str, Any] = {
@@ -73,7 +73,7 @@ def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **op
 
 def killed_while_saving(folder: str, step: str) -> None:
     """Is killed during the save after that step, with the weights written and the rest not."""
-    whole = state.save_file
+    whole = checkpointer.save_file
 
     def die(tensors: Any, path: Path) -> None:
         if f"{int(step):06d}" in str(path) and Path(path).name == "optimizer.safetensors":
@@ -81,7 +81,7 @@ def killed_while_saving(folder: str, step: str) -> None:
             os.kill(os.getpid(), 9)
         whole(tensors, path)
 
-    state.save_file = die  # type: ignore[assignment]
+    checkpointer.save_file = die  # type: ignore[assignment]
     make(Path(folder), save_steps=1).train()
 
 
@@ -132,7 +132,7 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
     resumed.train()
     again = weights_of(resumed)
     assert all(torch.equal(again[name], value) for name, value in state.items())
-    resumed.engine = HuggingFaceEngine(resumed.model, resumed.tokenizer, synced=kind == "fsdp")
+    resumed.sampler.engine = HuggingFaceEngine(resumed.model, resumed.tokenizer, synced=kind == "fsdp")
     assert resumed.step()["completion_length"] > 0  # sampling works on the model that accelerate prepared
     leave(accelerator)
 
@@ -153,7 +153,7 @@ def leave(accelerator: Accelerator) -> None:
 def fails_on_one(folder: str, how: str) -> None:
     """In the third step the reward function breaks on the last process, or it is killed, or finds NaN in its logits."""
     trainer = make(Path(folder), accelerator=Accelerator(cpu=True))
-    whole, generate = trainer.reward_functions["count_ones"], trainer.engine.generate
+    whole, generate = trainer.reward_functions["count_ones"], trainer.sampler.engine.generate
 
     def samples(*arguments: Any) -> Generation:
         if how == "diverged" and trainer.steps_done == 2 and trainer.accelerator.is_last_process:
@@ -167,7 +167,8 @@ def fails_on_one(folder: str, how: str) -> None:
             raise ConnectionError("the judge is offline")
         return whole(**columns)
 
-    trainer.reward_functions, trainer.engine.generate = {"count_ones": breaks}, samples  # type: ignore[method-assign]
+    trainer.reward_functions["count_ones"] = breaks
+    trainer.sampler.engine.generate = samples  # type: ignore[method-assign]
     trainer.train()
 
 

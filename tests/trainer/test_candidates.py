@@ -14,7 +14,7 @@ from trainer.small_trainer import make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import CandidateSets, importance_sampling_correction
-from grpo_fused.integrations.vllm import candidates_of
+from grpo_fused.rollouts.vllm import candidates_of
 from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
 
 TRUNCATED: list[dict[str, Any]] = [

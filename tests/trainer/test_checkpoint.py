@@ -24,9 +24,9 @@ from trainer.small_model import build_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, state
+from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, checkpointer
 from grpo_fused.trainer.checkpoint import checkpoints
-from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.metrics import read_jsonl
 
 TIMES = {"seconds", "tokens_per_second"}
@@ -141,14 +141,14 @@ def test_they_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = state.save_file
+    whole = checkpointer.save_file
 
     def full(tensors: Any, path: Path) -> None:
         if "000002" in str(path):
             raise OSError(28, "No space left on device")
         whole(tensors, path)
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(checkpointer, "save_file", full)
     with pytest.raises(
         CheckpointError,
         match=r"could not write .*checkpoint-000002 \(older checkpoints are unchanged\): .*No space left",
@@ -220,7 +220,7 @@ def test_a_failing_step_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any])
             raise ConnectionError("the judge is offline")
         return whole(**columns)
 
-    trainer.reward_functions = {"count_ones": breaks}
+    trainer.reward_functions["count_ones"] = breaks
     with pytest.raises(RuntimeError, match="count_ones.*the judge is offline"):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
@@ -239,7 +239,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) 
                 trainer.model.model.norm.weight[0] = float("nan")
         return whole(**columns)
 
-    trainer.reward_functions = {"count_ones": poisons}
+    trainer.reward_functions["count_ones"] = poisons
     said = r"^diverged at step 3: .*must be finite.* in step 3; its batch is in .*failed-step-3-process-0.*; "
     with pytest.raises(DivergedError, match=rf"{said}.*checkpoint-000002 is kept$"):
         trainer.train()
@@ -280,10 +280,10 @@ def test_a_policy_that_has_diverged_is_not_saved(tmp_path: Path) -> None:
 
     def explodes(**columns: Any) -> list[float]:
         if trainer.steps_done == 2:
-            trainer.optimizer.param_groups[0]["weight_decay"] = 1e30
+            trainer.update.optimizer.param_groups[0]["weight_decay"] = 1e30
         return whole(**columns)
 
-    trainer.reward_functions = {"count_ones": explodes}
+    trainer.reward_functions["count_ones"] = explodes
     with pytest.raises(DivergedError, match="^diverged at step 4: .*logits are not; .*checkpoint-000002 is kept$"):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path / "late")] == ["checkpoint-000002"]
@@ -311,9 +311,9 @@ def test_saving_before_the_first_optimizer_step_changes_nothing(tmp_path: Path) 
     def trained(name: str, **options: Any) -> GRPOTrainer:
         trainer = make(tmp_path / name, steps=3, loss=GRPOLossConfig(), **options)
         whole = trainer.reward_functions["count_ones"]
-        trainer.reward_functions = {
-            "count_ones": lambda completions: whole(completions) if trainer.steps_done else [0.0] * len(completions)
-        }
+        trainer.reward_functions["count_ones"] = lambda completions: (
+            whole(completions) if trainer.steps_done else [0.0] * len(completions)
+        )
         trainer.train()
         return trainer
 
@@ -345,7 +345,7 @@ def test_the_loss_scale_of_fp16_is_restored(tmp_path: Path) -> None:
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
     resumed = make(tmp_path, steps=2, resume=True, weight_decay=0.5, adam_betas=(0.8, 0.9))
-    (group,) = resumed.optimizer.param_groups
+    (group,) = resumed.update.optimizer.param_groups
     assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.8, 0.9))
 
 
@@ -364,7 +364,7 @@ def test_training_continues_in_the_same_process(tmp_path: Path, unbroken: tuple[
             os.kill(os.getpid(), signal.SIGINT)
         return whole(**columns)
 
-    trainer.reward_functions = {"count_ones": interrupts}
+    trainer.reward_functions["count_ones"] = interrupts
     assert len(trainer.train()) == 3
     trainer.evaluate_too = lambda: {"seen": 1.0} if trainer.steps_done == 3 else {}
     assert len(trainer.train()) == 3
@@ -381,7 +381,7 @@ def test_stop_outside_of_the_main_thread(tmp_path: Path, unbroken: tuple[Any, An
             trainer.stop()
         return whole(**columns)
 
-    trainer.reward_functions = {"count_ones": stops}
+    trainer.reward_functions["count_ones"] = stops
     with ThreadPoolExecutor(max_workers=1) as pool:
         assert len(pool.submit(trainer.train).result()) == 3
         assert trainer.stopped_by == signal.SIGTERM

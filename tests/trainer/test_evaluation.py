@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.small_trainer import count_ones, make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from grpo_fused.trainer import Sampling
+from grpo_fused.trainer import GRPOTrainerConfig, Sampling
 from grpo_fused.trainer.evaluation import evaluate, pass_at_k
 
 
@@ -57,18 +57,16 @@ def test_processes_evaluate_in_step(process: int) -> None:
         numbers = [[float(row["prompt"])] for row in rows for _ in range(sampling.num_generations)]
         return None, torch.tensor(numbers)
 
-    trainer: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(
-            process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
-        ),
-        config=SimpleNamespace(eval_samples=2),
-        eval_rows=[{"prompt": str(number)} for number in (0, 1, 0, 1, 0)],
-        prompts_per_process=3,
+    accelerator = SimpleNamespace(
+        process_index=process, num_processes=2, device=torch.device("cpu"), reduce=lambda sums, how: sums
+    )
+    sampler: Any = SimpleNamespace(
+        peers=SimpleNamespace(accelerator=accelerator),
         reward_functions={"number": None},
-        reward_weights=torch.ones(1),
         sample=sample,
         sampling=Sampling(num_generations=4, max_completion_length=2),
     )
-    metrics = evaluate(trainer)
+    rows = [{"prompt": str(number)} for number in (0, 1, 0, 1, 0)]
+    metrics = evaluate(sampler, rows, GRPOTrainerConfig(prompts_per_step=6, eval_samples=2), success=0)
     assert asked == [3, 6]
     assert metrics == {"eval/number": process, "eval/pass@1": process, "eval/pass@2": process}

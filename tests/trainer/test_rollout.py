@@ -18,10 +18,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
+from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.rollouts.sampling import BLOCK, draw
 from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
-from grpo_fused.trainer.errors import DivergedError
-from grpo_fused.trainer.rollout import ending_token_ids, first_of_prompts, length_mask, micro_batches, pad_prompts
-from grpo_fused.trainer.sampling import BLOCK, draw
+from grpo_fused.trainer.rollout import ending_token_ids, micro_batches
 
 EOS = 1
 

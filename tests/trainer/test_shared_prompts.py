@@ -12,7 +12,8 @@ from trainer.test_replay import make_trainer, record, replay
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_fused import GRPOLossConfig, head_hidden_states
-from grpo_fused.trainer.rollout import Rollout, length_mask, micro_batches
+from grpo_fused.rollouts.engine import length_mask
+from grpo_fused.trainer.rollout import Rollout, micro_batches
 from grpo_fused.trainer.shared_prompts import (
     check_shared_prompts,
     prompt_groups,

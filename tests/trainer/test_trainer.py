@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
 from grpo_fused.rewards.calling import RewardError
+from grpo_fused.rollouts.engine import pad_prompts
 from grpo_fused.trainer import HuggingFaceEngine, Rollout
-from grpo_fused.trainer.rollout import pad_prompts
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 
@@ -136,7 +136,7 @@ def test_groups_with_equal_rewards_need_no_pass_of_the_model(
     trainer.policy.hidden_states = lambda rollout: (seen.append(len(rollout.prompt_ids)), hidden_states(rollout))[1]  # type: ignore[method-assign]
     assert trainer.step()["zero_std_groups"] == 0.5
     assert seen == [4]
-    trainer.reward_functions = {"same": lambda **columns: [1.0] * 8}
+    trainer.reward_functions["<lambda>"] = lambda **columns: [1.0] * 8
     metrics = trainer.step()
     assert seen == [4]
     assert (metrics["zero_std_groups"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)
@@ -263,7 +263,7 @@ def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast,
     for mode in (None, "token_truncate"):
         model = build_small_model(len(tokenizer))
         trainer = make_trainer(model, tokenizer, rows, importance_sampling=mode)
-        trainer.engine = Shifted(model, tokenizer)
+        trainer.sampler.engine = Shifted(model, tokenizer)
         torch.manual_seed(0)
         metrics = trainer.step()
         norms[mode] = metrics["grad_norm"]
@@ -296,7 +296,7 @@ def test_the_engine_gets_the_weights_first_and_whenever_they_are_new(
             events.append("sync")
 
     trainer = make_trainer(model, tokenizer, rows, eval_dataset=rows[:1], eval_steps=1)
-    trainer.engine = Spy(model, tokenizer)
+    trainer.sampler.engine = Spy(model, tokenizer)
     trainer.train()
     assert events == ["sync", "generate", "generate", "sync", "generate", "generate", "sync", "generate"]
 

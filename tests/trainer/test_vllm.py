@@ -15,9 +15,9 @@ from trainer.small_model import build_small_model
 from trainer.small_trainer import count_ones
 
 from examples.arithmetic.model import build_tokenizer
-from grpo_fused.integrations.vllm import SyncError, named_weights
+from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.rollouts.vllm import SyncError, named_weights
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
-from grpo_fused.trainer.errors import DivergedError
 from grpo_fused.trainer.prompts import PromptError
 
 

@@ -43,7 +43,7 @@ def loop(options: dict[str, Any]) -> None:
         marker.touch()
         raise MemoryError("no room for the activations")
 
-    trainer.reward_functions = {"digits": digits}
+    trainer.reward_functions["digits"] = digits
     if options["what"] == "update" and trainer.accelerator.is_last_process:
         trainer.policy.hidden_states = no_memory  # type: ignore[method-assign]
     trainer.train()

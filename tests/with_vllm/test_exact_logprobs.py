@@ -16,8 +16,8 @@ from with_vllm.models import build_policy, save
 from with_vllm.test_training import RATIO, make_trainer
 
 from grpo_fused import CandidateSets, fused_linear_logprobs, importance_sampling_correction, lm_head_inputs
-from grpo_fused.integrations import vllm as integration
-from grpo_fused.integrations import vllm_logprobs
+from grpo_fused.rollouts import vllm as integration
+from grpo_fused.rollouts import vllm_logprobs
 from grpo_fused.trainer import Rollout, Sampling, VLLMEngine, roll_out
 
 PROMPTS = [[72, 101, 108], [3, 4, 5, 6, 7, 8], [1, 2]]

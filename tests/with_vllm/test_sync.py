@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from with_vllm.models import build_policy
 
-from grpo_fused.integrations import vllm as integration
+from grpo_fused.rollouts import vllm as integration
 from grpo_fused.trainer import Sampling, VLLMEngine, roll_out
 
 PROMPTS = [[72, 101, 108], [3, 4, 5, 6, 7, 8]]

@@ -13,7 +13,7 @@ from trl.generation import vllm_generation
 from with_vllm.models import build_policy, save
 
 from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
-from grpo_fused.integrations.vllm import _pack_tied_head
+from grpo_fused.rollouts.vllm import _pack_tied_head
 
 
 @pytest.fixture

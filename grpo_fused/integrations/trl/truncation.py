@@ -22,8 +22,7 @@ from trl import GRPOTrainer
 from grpo_fused.call.calls import HeadCall
 from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.heads.patches import Patches
-from grpo_fused.trainer.rollout import Sampling
-from grpo_fused.trainer.sampling import padded_sets
+from grpo_fused.rollouts.engine import Sampling, padded_sets
 
 _KNOWN = {
     "max_new_tokens", "max_length", "stop_strings", "use_cache", "cache_implementation", "disable_compile",

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.trainer.errors import DivergedError
+from grpo_fused.rollouts.errors import DivergedError
 
 BLOCK = 128
 """Tokens that are summed before a row is searched; sizes of vocabularies are often multiples of it."""
@@ -78,10 +78,3 @@ class RecordedSets(LogitsProcessor):
         """The sets of each row, as many as it has tokens."""
         every, rows = CandidateSets.cat(self.steps), len(lengths)  # ordered by step, then by row
         return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
-
-
-def padded_sets(rows: Sequence[CandidateSets], width: int) -> CandidateSets:
-    """The sets of B rows as those of B * width positions; those of padding are empty, and must not be read."""
-    sizes = [torch.nn.functional.pad(row.sizes, (0, width - len(row))) for row in rows]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *sizes]).cumsum(0)
-    return CandidateSets(torch.cat([row.ids for row in rows]), offsets)

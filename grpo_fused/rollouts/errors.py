@@ -1,6 +1,10 @@
-"""Errors of numbers that are not finite."""
+"""Errors of rollouts, and of the numbers that they are sampled and trained with."""
 
 from __future__ import annotations
+
+
+class PromptError(ValueError):
+    """A prompt that the tokenizer cannot encode, or that the model or the rollout engine cannot take."""
 
 
 class NonFiniteError(FloatingPointError):

@@ -1,0 +1,313 @@
+"""vLLM as the rollout engine, in the trainer's own process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_fused import CandidateSets
+from grpo_fused.rollouts.engine import Generation, Sampling
+from grpo_fused.rollouts.errors import DivergedError, PromptError
+from grpo_fused.rollouts.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
+
+OLDEST = "0.32"
+"""Of the versions of vLLM whose `reload_weights` takes tensors, the first that was tested."""
+
+MOST_CANDIDATES = 1024
+"""Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens."""
+
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+COMPARED_POSITIONS, COMPARED_RANKS = 8, 16
+TOLERANCES = {torch.float64: 5e-4, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.2}
+"""Nats by which the log-probs of a sync may differ, on average, by the coarser dtype of vLLM and the policy.
+
+With the same weights they differ by 1e-6 in fp32 and by 0.02 to 0.04 in bf16 (docs/training.md); fp16 has three bits
+more. A head that is one step old at a learning rate of 1e-4 differs by 7e-4.
+"""
+COARSEST = 0.5
+"""The same for other dtypes and for quantized weights."""
+
+
+class SyncError(RuntimeError):
+    """vLLM does not sample with the weights of the policy."""
+
+
+class VLLMEngine:
+    """Samples with vLLM and returns the log-probs that it sampled with, which correct the loss.
+
+    vLLM's kernels round otherwise than the trainer's, so that its probabilities are not quite the policy's: the trainer
+    scores the rollout once more and weighs it by `importance_sampling_correction`.
+
+    vLLM begins with random weights: all that it samples with has come from `sync_weights`, which compares its log-probs
+    with the policy's.
+
+    Args:
+        model: Path or name of the policy, for its configuration and tokenizer.
+        gpu_memory_utilization: Share of the GPU's memory that vLLM may take; the trainer needs the rest.
+        max_logprob_difference: Nats by which vLLM's log-probs may differ from the policy's after a sync, mean over the
+            likeliest tokens of a few positions. Default by dtype: 5e-4 in fp32, 0.03 in fp16, 0.2 in bf16, 0.5 if vLLM
+            quantizes.
+        exact_logprobs: Return the log-probs that `fused_linear_logprobs` gives vLLM's hidden states, not vLLM's own,
+            which are of rounded logits. It takes one more product with the head for each sampled token.
+        **options: Further options of `vllm.LLM` (max_model_len, dtype, enforce_eager, ...).
+
+    Raises:
+        ImportError: vllm is not installed, or older than 0.32.
+        ValueError: Options ask for more than one worker: weights are handed over within the process. Or for a
+            `worker_extension_cls` beside `exact_logprobs`, which is one. Or the environment's
+            VLLM_ENABLE_V1_MULTIPROCESSING puts vLLM's engine into another process.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        gpu_memory_utilization: float = 0.3,
+        max_logprob_difference: float | None = None,
+        exact_logprobs: bool = False,
+        **options: Any,
+    ) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if options.get(name, 1) != 1:
+                raise ValueError(f"{name} must be 1: vLLM runs in the trainer's process; got {options[name]}")
+        if exact_logprobs:
+            if (other := options.get("worker_extension_cls")) is not None:
+                raise ValueError(f"worker_extension_cls must not be set with exact_logprobs, which is one; got {other}")
+            options |= {"worker_extension_cls": f"{ExactLogprobs.__module__}.{ExactLogprobs.__name__}"}
+        if (given := os.environ.setdefault(IN_PROCESS, "0")) != "0":
+            raise ValueError(
+                f"{IN_PROCESS} must be 0 or unset: vLLM gets weights as tensors, within the trainer's process; got "
+                f"{given!r}"
+            )
+        import vllm  # optional
+
+        if Version(vllm.__version__) < Version(OLDEST):
+            raise ImportError(f"vllm must be {OLDEST} or newer; got {vllm.__version__}")
+        self.vllm, self.max_logprob_difference, self.exact_logprobs = vllm, max_logprob_difference, exact_logprobs
+        self.synced = False
+        # vLLM makes a process group of one if there is none, and the trainer's processes would not find each other
+        if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
+            options = {"distributed_executor_backend": "external_launcher"} | options  # on the GPU of LOCAL_RANK
+        self.llm = vllm.LLM(
+            model=model,
+            gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # after temperature and truncation, as they sampled
+            **({"max_logprobs": MOST_CANDIDATES, "load_format": "dummy"} | options),
+        )
+        self.vocab_size = self.llm.model_config.get_vocab_size()
+        self.max_model_len: int = self.llm.model_config.max_model_len
+
+    def sync_weights(self, model: PreTrainedModel) -> None:
+        """Hands the policy's weights to vLLM, adapters merged in, and compares a few log-probs with the policy's.
+
+        Raises:
+            SyncError: vLLM's log-probs are not the policy's: some of its weights are not those of `model`.
+            DivergedError: The policy's own are not finite.
+        """
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(model)})
+        self.llm.apply_model(_pack_tied_head)
+        self.llm.reset_prefix_cache()  # what it holds was computed with other weights
+        self._compare(model)
+        self.synced = True
+
+    @torch.no_grad()
+    def _compare(self, model: PreTrainedModel) -> None:
+        """Scores a short greedy completion once more with the policy: weights that did not arrive show there.
+
+        The likeliest tokens of each position are compared: the first one alone may keep its log-prob.
+        """
+        prompt = [self.vocab_size * index // COMPARED_POSITIONS for index in range(COMPARED_POSITIONS)]
+        ranks = min(COMPARED_RANKS, self.vocab_size)
+        parameters = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=COMPARED_POSITIONS, ignore_eos=True, logprobs=ranks
+        )
+        output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
+        completion = output[0].outputs[0]
+        ids = torch.tensor([[*prompt, *completion.token_ids]], device=model.device)
+        computed: list[torch.dtype] = []  # by the head: bf16 too if weights are in fp32 under autocast
+        with model.get_output_embeddings().register_forward_hook(lambda *head: computed.append(head[-1].dtype)):
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).cpu()
+        if expected.isnan().any():
+            raise DivergedError("the policy's logits must be finite; got NaN or inf")
+        theirs = [(place, *pair) for place, row in enumerate(completion.logprobs) for pair in row.items()]
+        differences = [abs(entry.logprob - float(expected[place, token])) for place, token, entry in theirs]
+        difference, allowed = math.fsum(differences) / len(differences), self._allowed(computed[0])
+        if not difference <= allowed:
+            raise SyncError(
+                "vLLM must sample from the policy, but after its weights were handed over the log-probs of "
+                f"{len(differences)} tokens differ by {difference:.3g} nats on average (at most {allowed:g}, "
+                "max_logprob_difference). Some weights of vLLM are not those of the model, or it computes more "
+                f"coarsely than its dtype (vLLM {self.vllm.__version__})"
+            )
+
+    def _allowed(self, computed: torch.dtype) -> float:
+        """The bound of a sync: the user's, or that of the coarser dtype of vLLM and the policy's logits."""
+        if self.max_logprob_difference is not None:
+            return self.max_logprob_difference
+        config = self.llm.model_config
+        if config.quantization:
+            return COARSEST
+        return max(TOLERANCES.get(dtype, COARSEST) for dtype in (config.dtype, computed))
+
+    def check_length(self, prompt: int, completion: int) -> None:
+        """Raises PromptError if vLLM has no room for as many tokens: it would cut the completions, or fail."""
+        if prompt + completion > self.max_model_len:
+            raise PromptError(
+                f"a prompt and its completion must have at most {self.max_model_len} tokens in vLLM (max_model_len); "
+                f"got a prompt of {prompt} and max_completion_length {completion} (max_prompt_length leaves out rows)"
+            )
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """Samples completions of the prompts' token ids, with their log-probs.
+
+        Raises:
+            RuntimeError: `sync_weights` was not called: the weights are random.
+            PromptError: A prompt is too long (`check_length`).
+            ValueError: A repetition penalty with `exact_logprobs`, which do not have its effect.
+        """
+        if not self.synced:
+            raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
+        self.check_length(max(map(len, prompts)), sampling.max_completion_length)
+        with self._scores(sampling):
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                sampling_params=[self._parameters(sampling, number) for number in range(len(prompts))],
+                use_tqdm=False,
+            )
+        completions = [completion for output in outputs for completion in output.outputs]
+        return Generation.of_lists(
+            [list(completion.token_ids) for completion in completions],
+            [sampled_logprobs(completion) for completion in completions],
+            sampling.pad_token_id,
+            [candidates_of(one, checked=self.exact_logprobs) for one in completions] if sampling.truncates else None,
+        )
+
+    @contextmanager
+    def _scores(self, sampling: Sampling) -> Iterator[None]:
+        """Within it log-probs are exact, if that is asked for. Not for the check of a sync: it is of vLLM's own."""
+        if not self.exact_logprobs:
+            yield
+            return
+        if sampling.repetition_penalty != 1:
+            raise ValueError(
+                "repetition_penalty must be 1 with exact_logprobs, which are without it; got "
+                f"{sampling.repetition_penalty}"
+            )
+        temperature = 1.0 if sampling.greedy else sampling.temperature
+        self.llm.collective_rpc("score_exactly", kwargs={"temperature": temperature, "truncated": sampling.truncates})
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc("score_as_vllm")
+
+    def _parameters(self, sampling: Sampling, prompt: int) -> Any:
+        """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
+        seed = None if sampling.seed is None else (sampling.seed + prompt * sampling.num_generations) % 2**31
+        return self.vllm.SamplingParams(
+            n=sampling.num_generations,
+            max_tokens=sampling.max_completion_length,
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=list(sampling.stop_strings) or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=list(sampling.eos_token_ids),
+            seed=seed,
+            # 0: of the sampled token only. top_k keeps all tokens that are as likely as the k-th: many, in bf16
+            logprobs=min(
+                2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES, MOST_CANDIDATES, self.vocab_size
+            )
+            if sampling.truncates
+            else 0,
+            detokenize=bool(sampling.stop_strings),
+        )
+
+
+def sampled_logprobs(completion: Any) -> list[float]:
+    """The log-prob of each sampled token; vLLM gives a dictionary by token for each position."""
+    return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
+    """The tokens that could be sampled at each position: those whose log-prob is not -inf.
+
+    Raises:
+        RuntimeError: Their probabilities do not sum to 1 within 1e-3: vLLM returned only a part of them. Where
+            `ExactLogprobs` checked that, a log-prob is NaN instead.
+    """
+    allowed = math.inf if checked else KEPT_TOLERANCE
+    kept = [
+        {token: x.logprob for token, x in position.items() if x.logprob != -math.inf}
+        for position in completion.logprobs
+    ]
+    for index, position in enumerate(kept):
+        total = math.fsum(math.exp(logprob) for logprob in position.values())
+        if not abs(total - 1.0) <= allowed:  # also if it is NaN
+            sums = "do not sum to 1" if math.isnan(total) else f"sum to {total:.4f}"
+            raise RuntimeError(
+                f"vLLM must return all tokens that could be sampled; the probabilities of {len(position)} at token "
+                f"{index} of a completion {sums}. Set top_k (at most {MOST_CANDIDATES}), or a lower top_p"
+            )
+    ids = [token for position in kept for token in position]
+    sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)
+    return CandidateSets(torch.tensor(ids, dtype=torch.int64), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint of the model without adapters, LoRA merged into copies unless it is disabled.
+
+    Tied weights come once. The model stays as it is to the bit: nothing is added to its weights and subtracted again.
+    """
+    seen: set[int] = set()
+    # of layers that have it, a flag; the models of transformers have a method of this name
+    disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    # layers that are trained whole, beside LoRA
+    saved = ".original_module." if disabled else f".modules_to_save.{getattr(model, 'active_adapter', None)}."
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(saved, ".")
+        if id(tensor) in seen or any(part in plain for part in (".lora_", ".original_module.", ".modules_to_save.")):
+            continue
+        seen.add(id(tensor))
+        layer, adapted, _ = name.rpartition(".base_layer.")
+        with _merged(model.get_submodule(layer)) if adapted and not disabled else nullcontext():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            merged = full.detach()
+        yield plain, merged
+
+
+@contextmanager
+def _merged(layer: Any) -> Iterator[None]:
+    """Within it the base layer of an adapted one has merged weights; they are new tensors."""
+    own = {name: (parameter, parameter.data) for name, parameter in layer.get_base_layer().named_parameters()}
+    layer.merge(safe_merge=True)
+    try:
+        yield
+    finally:
+        for parameter, data in own.values():
+            parameter.data = data
+        layer.merged_adapters.clear()
+
+
+def _pack_tied_head(model: Any) -> None:
+    """On CPUs vLLM multiplies by a packed copy of the head, which `reload_weights` renews only if it is not tied."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,194 @@
+"""The checkpointer: saves a run, restores it, and keeps what a failure needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fused.rollouts.errors import NonFiniteError
+from grpo_fused.trainer import checkpoint
+from grpo_fused.trainer.checkpoint import CheckpointError
+from grpo_fused.trainer.data import Batches, Stream
+from grpo_fused.trainer.metrics import cut_jsonl
+from grpo_fused.trainer.rollout import Rollout
+from grpo_fused.trainer.update import Updater
+
+
+class Checkpointer:
+    """Saves a run into its folder, and restores it.
+
+    Args:
+        output_dir: The folder; None saves nothing.
+        updater: Policy, optimizer and options of the run.
+        batches: Their position is a part of a checkpoint.
+        tokenizer: Saved with the model.
+        identity: `checkpoint.identity` of what the run begins with.
+        say: Prints a text, on one process.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path | None,
+        updater: Updater,
+        batches: Batches | Stream,
+        tokenizer: PreTrainedTokenizerBase,
+        identity: dict[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self.output_dir, self.updater, self.batches = output_dir, updater, batches
+        self.tokenizer, self.identity, self.say = tokenizer, identity, say
+        self.accelerator, self.config = updater.accelerator, updater.config
+        self._saved_at = 0
+        self._remembered: dict[str, Any] | None = None
+
+    def save(self, steps_done: int) -> Path | None:
+        """Writes a checkpoint of the steps done, unless it exists or `output_dir` is None; all processes call it.
+
+        Raises:
+            CheckpointError: It could not be written; the older ones still exist.
+        """
+        if self.output_dir is None or self._saved_at == steps_done:
+            return None
+        final = self.output_dir / f"{checkpoint.PREFIX}{steps_done:06d}"
+        model, adamw = self.updater.policy.model, self.updater.optimizer.optimizer
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        # collective if the model is sharded; the result is complete on the main process and empty on the others
+        weights = dcp.get_model_state_dict(model, options=options)
+        optimizer_state: dict[str, Any] = {"state": {}}
+        # for an optimizer without a step, torch would create moments by a step with zero gradients, which counts
+        if adamw.state:
+            optimizer_state = dcp.get_optimizer_state_dict(model, adamw, options=options)
+        random_states = gather_object([checkpoint.random_states()])
+
+        def write(folder: Path) -> None:
+            with checkpoint.quiet():
+                self.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+            self.tokenizer.save_pretrained(folder)
+            moments = checkpoint.flat(optimizer_state)
+            save_file(moments, folder / checkpoint.OPTIMIZER)
+            for rank, tensors in enumerate(random_states):
+                save_file(tensors, folder / checkpoint.rng_file(rank))
+            about: dict[str, Any] = {"step": steps_done, "processes": len(random_states), "moments": len(moments)}
+            about |= {"options": checkpoint.options_of(self.config)} | self.identity
+            checkpoint.write_state(folder, about | self._state())
+
+        failure = [""]
+        if self.accelerator.is_main_process:
+            try:
+                checkpoint.publish(final, write, self.config.save_total_limit)
+            except Exception as error:  # the other processes wait for this one
+                failure[0] = str(error)
+        if broadcast_object_list(failure)[0]:
+            raise CheckpointError(failure[0])
+        self._saved_at = steps_done
+        return final
+
+    def _state(self) -> dict[str, Any]:
+        scaler = self.accelerator.scaler  # of fp16
+        return {
+            "optimizer_steps": self.updater.optimizer_steps,
+            "batches": self.batches.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def remember(self) -> None:
+        """Keeps the content of a checkpoint of the steps done, except the weights, for `rewind`."""
+        self._remembered = self._state() | {"random": checkpoint.random_states()}
+
+    def rewind(self) -> bool:
+        """Goes back to what `remember` kept, if it was called: a checkpoint is then one of the steps done."""
+        if self._remembered is None:
+            return False
+        checkpoint.set_random_states(self._remembered["random"])
+        self.batches.load_state_dict(self._remembered["batches"])
+        # a step that failed after its first optimizer step is repeated, from the weights that it has changed
+        self.updater.go_to(self._remembered["optimizer_steps"])
+        return True
+
+    def start(self, resume: bool, overwrite: bool) -> int:
+        """Starts in `output_dir`, or continues from its newest checkpoint; the number of steps that are done."""
+        if resume and overwrite:
+            raise ValueError("resume continues a run and overwrite removes it: give one of them; got both")
+        if self.output_dir is None:
+            if resume:
+                raise ValueError("resume needs the output_dir of the run; got none")
+            return 0
+        existing = checkpoint.checkpoints(self.output_dir)
+        if existing and resume:
+            hint = f" (an older one exists: {existing[-2].name})" if len(existing) > 1 else ""
+            with checkpoint.naming(f"cannot resume from {existing[-1]}{hint}"):
+                return self._go_on_from(existing[-1])
+        if resume:
+            self.say(f"no checkpoint in {self.output_dir} to resume from: the run starts at step 1")
+        metrics = self.output_dir / "metrics.jsonl"
+        if not (resume or overwrite) and (existing or (metrics.exists() and metrics.stat().st_size)):
+            raise ValueError(f"output_dir must not hold a run: resume or overwrite it; got {self.output_dir}")
+        if self.accelerator.is_main_process:
+            for old in existing:
+                checkpoint.remove(old)
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            metrics.write_text("", encoding="utf-8")
+        return 0
+
+    def _go_on_from(self, newest: Path) -> int:
+        """Restores weights, optimizer, random states, the position in the data and the metrics so far."""
+        state = checkpoint.read_state(newest)
+        if state["processes"] != self.accelerator.num_processes:
+            raise CheckpointError(
+                f"{state['processes']} processes wrote it, each with its own random state; "
+                f"got {self.accelerator.num_processes}"
+            )
+        if self.config.steps < state["step"]:
+            raise CheckpointError(
+                f"steps must be at least {state['step']}, those that are done; got {self.config.steps}"
+            )
+        model = self.updater.policy.model
+        unwrapped = self.accelerator.unwrap_model(model)
+        if hasattr(unwrapped, "peft_config"):
+            checkpoint.load_adapter(newest, state, unwrapped)
+        else:
+            checkpoint.load_weights(newest, state, unwrapped, model)
+        for name, digest in self.identity.items():
+            if state[name] != digest:
+                raise CheckpointError(f"expected the {name} that the run began with; got another one")
+        checkpoint.load_moments(newest, state, model, self.updater.optimizer.optimizer)
+        checkpoint.load_random_states(newest, state, self.accelerator.process_index)
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.batches.load_state_dict(state["batches"])
+        self.updater.go_to(state["optimizer_steps"])
+        self._saved_at = steps_done = int(state["step"])
+        if self.accelerator.is_main_process:
+            cut_jsonl(newest.with_name("metrics.jsonl"), steps_done)
+        left = "" if steps_done < self.config.steps else ": nothing is left to do"
+        self.say(f"resumed from {newest}, {steps_done} of {self.config.steps} steps done{left}")
+        changes = checkpoint.changes(state["options"], checkpoint.options_of(self.config))
+        if changes:
+            self.say("\n  ".join(["options that are not those of the checkpoint:", *changes]))
+        return steps_done
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, if any."""
+        existing = [] if self.output_dir is None else checkpoint.checkpoints(self.output_dir)
+        return existing[-1] if existing else None
+
+    @contextmanager
+    def keeping_batch(self, step: int, rollout: Rollout, advantages: Tensor) -> Iterator[None]:
+        """Saves the batch whose loss is not finite."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if self.output_dir is None:
+                raise
+            path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
+            tensors = rollout.tensors() | {"advantages": advantages}
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
+            raise type(error)(f"{error} in step {step}; its batch is in {path}") from error

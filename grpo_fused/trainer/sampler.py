@@ -1,0 +1,69 @@
+"""The sampler: completions of rows by the rollout engine, and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fused.rewards import RewardFunction
+from grpo_fused.rollouts.engine import RolloutEngine, Sampling
+from grpo_fused.trainer.data import Row
+from grpo_fused.trainer.peers import Peers
+from grpo_fused.trainer.prompts import Prompt, completion_for
+from grpo_fused.trainer.rollout import Rollout, roll_out
+from grpo_fused.trainer.scoring import score_completions
+from grpo_fused.trainer.update import Updater
+
+
+class Sampler:
+    """Samples completions with the policy's newest weights, and has them scored.
+
+    Args:
+        engine: The rollout engine.
+        sampling: How a run samples.
+        updater: Its policy is the one that samples; its optimizer steps tell when the engine needs the weights.
+        tokenizer: Decodes the completions.
+        encode: Token ids of a prompt.
+        reward_functions: By name.
+        peers: The processes of the run.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sampling: Sampling,
+        updater: Updater,
+        tokenizer: PreTrainedTokenizerBase,
+        encode: Callable[[Prompt], list[int]],
+        reward_functions: Mapping[str, RewardFunction],
+        peers: Peers,
+    ) -> None:
+        self.engine, self.sampling, self.updater = engine, sampling, updater
+        self.tokenizer, self.encode, self.reward_functions, self.peers = tokenizer, encode, reward_functions, peers
+        self._synced_at: int | None = None  # the optimizer step whose weights the engine has
+
+    def sample(self, rows: Sequence[Row], sampling: Sampling) -> tuple[Rollout, Tensor]:
+        """B completions of some rows, and their rewards [B, F]."""
+        with self.peers.sampling():
+            if self._synced_at != self.updater.optimizer_steps:
+                self.engine.sync_weights(self.updater.policy.unwrapped)
+                self._synced_at = self.updater.optimizer_steps
+            rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
+            rollout = rollout.to(self.peers.accelerator.device)
+        return rollout, self.score(rows, rollout)
+
+    def score(self, rows: Sequence[Row], rollout: Rollout) -> Tensor:
+        """The rewards [B, F] of the completions of some rows, NaN for those that a function does not judge."""
+        ids = rollout.completions()
+        repeated = [row for row in rows for _ in range(len(ids) // len(rows))]
+        texts = self.texts(ids)
+        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
+        timeout = self.updater.config.reward_timeout
+        rewards = score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
+        return rewards.to(self.peers.accelerator.device)
+
+    def texts(self, completion_ids: list[list[int]]) -> list[str]:
+        """Completions as texts."""
+        return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in completion_ids]

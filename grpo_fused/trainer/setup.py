@@ -1,0 +1,63 @@
+"""What a trainer prepares before its first step, and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_fused.rollouts.engine import RolloutEngine, Sampling
+from grpo_fused.rollouts.vllm import VLLMEngine
+from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
+from grpo_fused.trainer.policy import disable_dropout
+from grpo_fused.trainer.rollout import ending_token_ids
+
+
+def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.device) -> PreTrainedModel:
+    """The model on its device, without dropout."""
+    disable_dropout(model)
+    if config.gradient_checkpointing:
+        # transformers 5.2x renames it, with the same default: non-reentrant
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    cast(nn.Module, model).to(device).eval()
+    return model
+
+
+def embeddings_of(model: PreTrainedModel) -> int:
+    """The number of tokens that a model has an embedding for."""
+    return len(cast(Tensor, model.get_input_embeddings().weight))
+
+
+def sampling_of(config: GRPOTrainerConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """The sampling of a run."""
+    ends, pad = ending_token_ids(model, tokenizer), tokenizer.pad_token_id
+    sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
+    if sampling.pad_token_id >= embeddings_of(model):
+        raise ValueError(
+            f"the pad token's id must be less than {embeddings_of(model)}, the rows of the model's embedding; got "
+            f"{sampling.pad_token_id}"
+        )
+    return sampling
+
+
+def length_check(engine: RolloutEngine | None, config: GRPOTrainerConfig) -> Callable[[int], None]:
+    """Raises PromptError if the engine has no room for a prompt of as many tokens and its completion."""
+    if not isinstance(engine, VLLMEngine):
+        return lambda prompt: None
+    check_for_vllm(config)
+    return lambda prompt: engine.check_length(prompt, config.max_completion_length)
+
+
+def adamw(model: PreTrainedModel, config: GRPOTrainerConfig) -> torch.optim.AdamW:
+    """The optimizer of the parameters that are trained."""
+    return torch.optim.AdamW(
+        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        lr=config.learning_rate,
+        betas=config.adam_betas,
+        weight_decay=config.weight_decay,
+        # one pass over weights, gradients and moments; accelerate does not notice the steps that it skips in fp16
+        fused=config.mixed_precision != "fp16",
+    )
