@@ -62,3 +62,9 @@ __all__ = [
     "selective_logprobs",
     "share_failures",
 ]
+
+_MODULES = ("engines", "heads", "integrations", "objectives", "rewards", "testing", "trainer")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

@@ -117,3 +117,18 @@ def test_refuses(options, message):
 def test_refuses_types(options, message):
     with pytest.raises(TypeError, match=message):
         GRPOLossConfig(**options)
+
+
+def test_its_text_shows_what_is_not_the_default():
+    assert repr(GRPOLossConfig()) == "GRPOLossConfig()"
+    assert repr(GRPOLossConfig(loss_type="gmpo")) == "GRPOLossConfig(loss_type='gmpo', epsilon=0.4)"
+    assert eval(repr(GRPOLossConfig(beta=0.1, delta=2.0))) == GRPOLossConfig(beta=0.1, delta=2.0)
+
+
+def test_the_package_shows_public_names():
+    import grpo_fused
+
+    assert {"fused_linear_grpo_loss", "objectives", "engines"} <= set(dir(grpo_fused))
+    assert not {"api", "call", "ranks", "annotations"} & set(dir(grpo_fused))
+    assert all(hasattr(grpo_fused, name) or name in ("integrations", "rewards", "testing", "trainer")
+               for name in dir(grpo_fused))  # fmt: skip

@@ -18,7 +18,7 @@ KLEstimator = Literal["k1", "k2", "k3", "exact"]
 _DEFAULT_EPSILON = float("0.2")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GRPOLossConfig:
     """Options of the GRPO loss; names and defaults follow TRL 1.16's `GRPOConfig`.
 
@@ -92,6 +92,11 @@ class GRPOLossConfig:
         self._check_loss_type_uses_options()
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
         object.__setattr__(self, "_encoded", repr(values))
+
+    def __repr__(self) -> str:
+        """The options that are not the defaults."""
+        changed = [f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
     def kind(self) -> LossType:
