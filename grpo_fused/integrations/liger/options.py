@@ -29,7 +29,7 @@ OUR_NAMES = {
 }
 """What of Liger's options an option of `GRPOLossConfig` is; the others do not change the objective."""
 
-PARTIAL = frozenset().union(*(loss_type.options for loss_type in LOSS_TYPES.values()))
+PARTIAL = frozenset().union(*(kind.options for kind in LOSS_TYPES.values()))
 """Of our options those that not all loss types read."""
 
 
