@@ -10,23 +10,23 @@ computed by a head that rounds its logits, as a rollout engine may do.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.accuracy_problem import OLD_NOISE, Case, Shape, make_case
-from benchmarks.problem import EPSILON, clear, loss_from_logps, old_of
-from benchmarks.providers import PROVIDERS, eager_logps
-from benchmarks.results import machine, record
-from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss
+from benchmarks.problem import EPSILON, clear, loss_from_logps
+from benchmarks.providers import PROVIDERS, eager_logps, fused_loss
+from benchmarks.results import Device
+from benchmarks.study import Section, main
+from grpo_fused import engines
 from grpo_fused.testing import LOGP_BOUND, Problem, frobenius_error
 
-MAX_LOGITS = {
+Dtype = Literal["bfloat16", "float16", "float32"]
+MAX_LOGITS: dict[Dtype, tuple[float, ...]] = {
     "bfloat16": (4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
     "float16": (8.0, 32.0, 128.0),
     "float32": (8.0, 32.0, 128.0),
@@ -62,36 +62,26 @@ class Provider(NamedTuple):
 
 def providers(device: str, dtype: torch.dtype) -> dict[str, Provider]:
     """The providers that can run here."""
-    found = {
+    runnable = {
         impl: ours(impl)
         for impl in ("native", "triton", "chunked")
         if engines.unavailable(impl, torch.device(device), dtype) is None
     }
-    found["eager"] = peer(lambda p: eager_logps(p.hidden_states, p.lm_head_weight, p.completion_ids))
+    runnable["eager"] = peer(PROVIDERS["eager"].logps)
     if device == "cpu" and dtype == torch.float16:  # z^T h in fp16: 40 s for the default shape
-        found["eager"] = found["eager"]._replace(train=None)
+        runnable["eager"] = runnable["eager"]._replace(train=None)
     if PROVIDERS["trl"].unavailable(device) is None:
-        found["TRL"] = peer(PROVIDERS["trl"].logps)
+        runnable["TRL"] = peer(PROVIDERS["trl"].logps)
     if PROVIDERS["liger"].unavailable(device) is None:
-        found["Liger"] = Provider(liger_logps, liger_loss)
+        runnable["Liger"] = Provider(liger_logps, liger_loss)
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-        found["linear_cross_entropy"] = peer(torch_logps)
-    return found
+        runnable["linear_cross_entropy"] = peer(torch_logps)
+    return runnable
 
 
 def ours(impl: str) -> Provider:
     def train(p: Problem) -> tuple[Tensor, Tensor]:
-        config = GRPOLossConfig(epsilon=EPSILON)
-        out = fused_linear_grpo_loss(
-            p.hidden_states,
-            p.lm_head_weight,
-            p.completion_ids,
-            p.advantages,
-            p.completion_mask,
-            old_per_token_logps=old_of(p),
-            config=config,
-            impl=impl,
-        )
+        out = fused_loss(p, impl)
         return out.loss, out.per_token_logps
 
     return Provider(lambda p: p.score(impl), train)
@@ -101,8 +91,8 @@ def peer(logps: Callable[[Problem], Tensor]) -> Provider:
     """A provider of log-probs, completed by the formula of the loss in plain torch."""
 
     def train(p: Problem) -> tuple[Tensor, Tensor]:
-        found = logps(p)
-        return loss_from_logps(found, p), found.detach()
+        scored = logps(p)
+        return loss_from_logps(scored, p), scored.detach()
 
     return Provider(logps, train)
 
@@ -126,11 +116,8 @@ def torch_logps(p: Problem) -> Tensor:
     """PyTorch's own fused head, chunked and with the accumulation that it chooses for the dtype."""
     options = torch.nn.LinearCrossEntropyOptions()
     hidden, ids = p.hidden_states.flatten(0, 1), p.completion_ids.flatten()
-    return (
-        -F.linear_cross_entropy(hidden, p.lm_head_weight, ids, reduction="none", options=options)
-        .float()
-        .view(p.completion_ids.shape)
-    )
+    losses = F.linear_cross_entropy(hidden, p.lm_head_weight, ids, reduction="none", options=options)
+    return -losses.float().view(p.completion_ids.shape)
 
 
 def measure(case: Case, provider: Provider) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -206,7 +193,7 @@ def histogram(ratios: Tensor) -> list[int]:
     return torch.histogram(inside, RATIO_BINS).hist.int().tolist()
 
 
-def study(max_logits: dict[str, tuple[float, ...]], shape: Shape, device: str) -> dict[str, Any]:
+def study(max_logits: dict[Dtype, tuple[float, ...]], shape: Shape, device: str) -> Section:
     """The section `accuracy`: a row for each dtype, size of logits and provider, and ratio histograms of one size."""
     rows, histograms = [], {}
     for dtype, sizes in max_logits.items():
@@ -217,7 +204,8 @@ def study(max_logits: dict[str, tuple[float, ...]], shape: Shape, device: str) -
             for name, provider in providers(device, case.problem.hidden_states.dtype).items():
                 row, ratios = measure(case, provider)
                 rows.append(about | {"provider": name} | row)
-                print_row(rows[-1])
+                error, flips = row["logp_error"]["max"], row["flipped"]["exact_old"]
+                print(f"{dtype} max|z| {size:5.1f} {name:21} dlogp {error:.1e} flipped {flips:6.2%}", flush=True)
                 if size == HISTOGRAM_AT:
                     counts[name] = {old: histogram(r) for old, r in ratios.items()}
     return {
@@ -231,32 +219,15 @@ def study(max_logits: dict[str, tuple[float, ...]], shape: Shape, device: str) -
     }
 
 
-def print_row(row: dict[str, Any]) -> None:
-    text = f"{row['dtype']:9} max|z| {row['max_logit']:5.1f}  {row['provider']:21} dlogp {row['logp_error']['max']:.1e}"
-    text += f" (mean {row['logp_error']['mean']:.1e})  flipped {row['flipped']['exact_old']:6.2%}"
-    text += f" (own old {row['flipped']['own_old']:6.2%})"
-    if "gradient_error" in row:
-        text += "  dhidden {hidden:.1e} dweight {weight:.1e}".format(**row["gradient_error"])
-    if "on_policy" in row:
-        shares = (f"{old} {found['exactly_one']:.1%}" for old, found in row["on_policy"].items())
-        text += f"  on-policy ratio is 1: {', '.join(shares)}"
-    print(text, flush=True)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the study, print its table, write its section."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtypes", nargs="+", default=list(MAX_LOGITS), choices=list(MAX_LOGITS))
-    parser.add_argument("--max-logits", nargs="+", type=float, help="default: more of them in bfloat16")
-    parser.add_argument("--shape", nargs=4, type=int, default=Shape(), metavar=("B", "T", "H", "V"))
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(argv)
-    machine(given.device)  # reads the load before this program adds to it
-    sizes = {dtype: tuple(given.max_logits or MAX_LOGITS[dtype]) for dtype in given.dtypes}
-    record("accuracy", study(sizes, Shape(*given.shape), given.device), out=given.out, device=given.device)
-    print(f"written to {given.out}")
+def run(
+    device: Device = "cpu",
+    dtypes: tuple[Dtype, ...] = tuple(MAX_LOGITS),
+    max_logits: Annotated[tuple[float, ...], "default: more of them in bfloat16"] = (),
+    shape: Annotated[tuple[int, ...], "B, T, H, V"] = Shape(),
+) -> Iterator[Section]:
+    """The section `accuracy`."""
+    yield study({dtype: max_logits or MAX_LOGITS[dtype] for dtype in dtypes}, Shape(*shape), device)
 
 
 if __name__ == "__main__":
-    main()
+    main("accuracy")

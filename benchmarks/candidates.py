@@ -15,16 +15,11 @@ Log-probs are compared with float64 before anything is timed.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
-
-import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +27,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.results import machine, record
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from examples.small.prepare import make_puzzles, prepare
 from grpo_fused import CandidateSets, engines, fused_linear_grpo_loss, fused_linear_logprobs
@@ -74,27 +70,15 @@ class Problem:
     def loss(self, impl: str, *, sets: bool = True, frozen: bool = False) -> None:
         """Forward and backward."""
         weight = self.weight.detach() if frozen else self.weight
-        given = self.sets if sets else None
         fused_linear_grpo_loss(
-            self.hidden,
-            weight,
-            self.targets,
-            self.advantages,
-            candidates=given,
-            impl=impl,  # type: ignore[arg-type]
+            self.hidden, weight, self.targets, self.advantages, candidates=self.sets if sets else None, impl=impl
         ).loss.backward()
         self.hidden.grad = self.weight.grad = None  # given back in its own time
 
     @torch.no_grad()
     def score(self, impl: str) -> Tensor:
         """Log-probs."""
-        return fused_linear_logprobs(
-            self.hidden,
-            self.weight,
-            self.targets,
-            candidates=self.sets,
-            impl=impl,  # type: ignore[arg-type]
-        ).logps
+        return fused_linear_logprobs(self.hidden, self.weight, self.targets, candidates=self.sets, impl=impl).logps
 
     def masked_dense(self, chunk: int = 128) -> None:
         """As in frameworks: logits, a mask, a log-softmax in fp32; in chunks, since it would not fit otherwise."""
@@ -115,9 +99,9 @@ class Problem:
         targets = self.targets[0].cpu()
         worst = 0.0
         for n in rows.tolist():
-            own = few.ids[few.offsets[n] : few.offsets[n + 1]] if few.sizes[n] else torch.arange(len(weight))
-            logps = (weight[own].double() @ hidden[n]).log_softmax(0)
-            worst = max(worst, abs(float(logps[own == targets[n]] - got[n])))
+            kept = few.ids[few.offsets[n] : few.offsets[n + 1]] if few.sizes[n] else torch.arange(len(weight))
+            logps = (weight[kept].double() @ hidden[n]).log_softmax(0)
+            worst = max(worst, abs(float(logps[kept == targets[n]] - got[n])))
         if worst > 1e-4:
             raise SystemExit(f"{impl}: log-probs are off by {worst}: nothing is timed")
         return worst
@@ -210,33 +194,19 @@ def recorded(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure, print, and put the section `candidates` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--recorded-only", action="store_true", help="only print the part `recorded`")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine(given.device)
-    device = torch.device(given.device)
-    names = ("native", "chunked") if given.device == "cpu" else ("triton", "chunked")
-    impls = [name for name in names if engines.unavailable(name, device, torch.bfloat16) is None]
-    found: dict[str, Any] = {"recorded": recorded(given.device, impls, given.rounds)}
-    print(f"recorded sets: {found['recorded']['set_sizes']}")
-    for name, call in found["recorded"]["calls"].items():
-        print(f"{name:32s} {call['ms']['median']:9.2f} ms  {call['times_bare']['median']:.4f} x dense")
-    if given.recorded_only:
-        return
-    found |= {"published": published(given.device, impls, given.rounds), "growth": growth(given.device, impls[0], 3)}
-    for name, call in found["published"]["calls"].items():
-        print(f"{name:32s} {call['ms']['median']:9.1f} ms  {call['times_bare']['median']:.4f} x bare")
-    for point in found["growth"]:
-        sets, dense = point["sets"], point["dense"]
-        print(f"sets of {point['size']:5d}  {sets['ms']['median']:9.1f} ms; dense {dense['ms']['median']:.1f} ms")
-    if given.out is not None:
-        record("candidates", found, out=given.out, device=given.device)
+def run(
+    device: Device = "cpu",
+    rounds: int = 5,
+    recorded_only: Annotated[bool, "only the part `recorded`"] = False,
+) -> Iterator[Section]:
+    """The section `candidates`."""
+    names = ("native", "chunked") if device == "cpu" else ("triton", "chunked")
+    impls = [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
+    section: Section = {"recorded": recorded(device, impls, rounds)}
+    if not recorded_only:
+        section |= {"published": published(device, impls, rounds), "growth": growth(device, impls[0], 3)}
+    yield section
 
 
 if __name__ == "__main__":
-    main()
+    main("candidates")

@@ -1,10 +1,6 @@
-"""Pytest set-up of `make bench`: an option for the run's file, and threads that do not spin."""
+"""Pytest set-up of `make bench`: an option for the run's file."""
 
 from __future__ import annotations
-
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, see benchmarks.cpu
 
 from pathlib import Path
 

@@ -11,15 +11,12 @@ result is wrong is reported with its error and not timed.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from typing import Annotated
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another provider's time
-
-import argparse
-import sys
-
-from benchmarks.measure import Plan, add_options, chosen, command, run
+from benchmarks.measure import Cases, Memory, Peers, Plan, Seconds, Small, chosen, sections
 from benchmarks.problem import Case
+from benchmarks.study import Section, main
 
 
 def _plans() -> list[Plan]:
@@ -50,18 +47,14 @@ QUICK = [
 SMALL = [Plan(Case(2, 40, 64, 2000, "bf16"))]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the cases and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, rounds=5)
-    parser.add_argument("--quick", action="store_true", help="fewer cases and 3 rounds")
-    given = parser.parse_args(argv)
-    if given.quick:
-        given.rounds = min(given.rounds, 3)
-    plans = SMALL if given.small else QUICK if given.quick else PLANS
-    again = command("benchmarks.cpu", sys.argv[1:] if argv is None else argv)
-    run(again, chosen(plans, given), "cpu", given)
+def run(
+    cases: Cases = ("",), rounds: int = 5, small: Small = False, peers: Peers = True, memory: Memory = True,
+    seconds: Seconds = None, quick: Annotated[bool, "fewer cases and at most 3 rounds"] = False,
+) -> Iterator[Section]:  # fmt: skip
+    """The section `loss`, after each case."""
+    plans = chosen(SMALL if small else QUICK if quick else PLANS, cases, peers=peers, memory=memory)
+    return sections(plans, "cpu", rounds=min(rounds, 3) if quick else rounds, seconds=seconds)
 
 
 if __name__ == "__main__":
-    main()
+    main("cpu")

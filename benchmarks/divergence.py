@@ -9,26 +9,22 @@ Forward + backward of the mean divergence. TRL and Liger call their limits of th
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
-
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.results import machine, record
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from grpo_fused import fused_linear_divergence
 
 SHAPE, QUICK = (1024, 896, 151936), (64, 128, 8192)
-BETAS = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
+Kind = Literal["forward_kl", "jsd", "reverse_kl"]
+BETAS: dict[Kind, float] = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 ERROR_BOUNDS = {"grpo_fused": 0.01, "trl": 0.5, "liger": 0.5}
 """Relative errors of loss and gradient above which nothing is timed; logits that are rounded to bf16 cost up to 0.3."""
 
@@ -60,8 +56,8 @@ def trl(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     hidden, weight, other, other_weight = problem.tensors(rows)
-    each, _ = ChunkedDivergenceFunction.apply(hidden, weight, None, other, other_weight, None, BETAS[kind])
-    return each.mean()
+    per_token, _ = ChunkedDivergenceFunction.apply(hidden, weight, None, other, other_weight, None, BETAS[kind])
+    return per_token.mean()
 
 
 def liger(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
@@ -105,40 +101,24 @@ def memory(problem: Problem, loss: Callable[..., Tensor], kind: str, device: str
         return peak_bytes(call, device) - problem.hidden.nbytes - problem.weight.nbytes
 
 
-def main() -> None:
-    """Measure, print, and put the section `divergence` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--kinds", nargs="+", default=list(BETAS), choices=list(BETAS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine(given.device)
-    N, H, V = QUICK if given.quick else SHAPE
-    problem = Problem(N, H, V, given.device)
-    found: dict[str, Any] = {"N": N, "H": H, "V": V, "errors": {}, "scratch_bytes": {}}
-    calls: dict[str, Callable[[], object]] = dict(bare_gemms(N, H, V, torch.bfloat16, given.device))
-    for kind in given.kinds:
+def run(
+    device: Device = "cpu", kinds: tuple[Kind, ...] = tuple(BETAS), rounds: int = 5, quick: bool = False
+) -> Iterator[Section]:
+    """The section `divergence`."""
+    N, H, V = QUICK if quick else SHAPE
+    problem = Problem(N, H, V, device)
+    section: Section = {"N": N, "H": H, "V": V, "errors": {}, "scratch_bytes": {}}
+    calls = bare_gemms(N, H, V, torch.bfloat16, device)
+    for kind in kinds:
         for name, loss in IMPLEMENTATIONS.items():
             key = f"{name} {kind}"
-            found["errors"][key] = errors(problem, loss, kind)
-            if max(found["errors"][key].values()) > ERROR_BOUNDS[name]:
-                raise SystemExit(f"{key} is wrong: relative errors {found['errors'][key]}; nothing is timed")
-            found["scratch_bytes"][key] = memory(problem, loss, kind, given.device)
+            section["errors"][key] = off = errors(problem, loss, kind)
+            if max(off.values()) > ERROR_BOUNDS[name]:
+                raise SystemExit(f"{key} is wrong: relative errors {off}; nothing is timed")
+            section["scratch_bytes"][key] = memory(problem, loss, kind, device)
             calls[key] = partial(step, problem, loss, kind)
-    found["calls"] = with_ratios(times_by_round(calls, given.device, rounds=given.rounds), "bare-3")
-    for name, call in found["calls"].items():
-        line = f"{name:24s} {call['ms']['median']:9.1f} ms  {call['times_bare']['median']:6.2f} x bare"
-        if name in found["errors"]:
-            off = found["errors"][name]
-            line += (
-                f"  {found['scratch_bytes'][name] / 2**20:8.0f} MiB  loss {off['loss']:.1e}, dH {off['dhidden']:.1e}"
-            )
-        print(line)
-    if given.out is not None:
-        record("divergence", found, out=given.out, device=given.device)
+    yield section | {"calls": with_ratios(times_by_round(calls, device, rounds=rounds), "bare-3")}
 
 
 if __name__ == "__main__":
-    main()
+    main("divergence")

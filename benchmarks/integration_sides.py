@@ -8,7 +8,6 @@ of the process.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import resource
@@ -23,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.providers import module_of, of_file
+from benchmarks.qwen2 import small_qwen2
+
 CLIP = 0.2
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,11 @@ class Batch(NamedTuple):
 
 def build_model(setting: Setting) -> Any:
     """A small Qwen2 in fp32, its head tied to the embeddings; the same weights each time."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=setting.vocab, hidden_size=setting.hidden, intermediate_size=setting.hidden * 38 // 7,
-        num_hidden_layers=setting.layers, num_attention_heads=max(setting.hidden // 64, 1),
+    return small_qwen2(
+        setting.vocab, setting.hidden, setting.layers, intermediate_size=setting.hidden * 38 // 7,
         num_key_value_heads=max(setting.hidden // 448, 1), max_position_embeddings=2 * setting.length,
-        tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).train()
+        tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+    ).train()  # fmt: skip
 
 
 @torch.no_grad()
@@ -106,9 +102,8 @@ def liger(ours: bool, setting: Setting, model: Any) -> Callable[[Batch], Tensor]
     def loss(batch: Batch) -> Tensor:
         hidden = model.model(batch.ids[:, :-1]).last_hidden_state
         mask = torch.ones_like(batch.old)
-        return head(hidden, model.lm_head.weight, batch.labels, mask, batch.advantages, old_per_token_logps=batch.old)[
-            0
-        ]
+        out = head(hidden, model.lm_head.weight, batch.labels, mask, batch.advantages, old_per_token_logps=batch.old)
+        return out[0]
 
     return loss
 
@@ -117,10 +112,8 @@ def torchtitan(ours: bool, setting: Setting, model: Any) -> Callable[[Batch], Te
     """`ChunkedLossWrapper` with its 8 chunks around `GRPOLoss`, metrics included."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
-    from benchmarks.providers import _of_file
-
-    _of_file("torchtitan.experiments.rl.losses.dapo")
-    losses = _of_file("torchtitan.experiments.rl.losses.grpo")
+    of_file("torchtitan.experiments.rl.losses.dapo")
+    losses = of_file("torchtitan.experiments.rl.losses.grpo")
     if ours:
         from grpo_fused.integrations.torchtitan import FusedLossWrapper as ChunkedLossWrapper
     head = ChunkedLossWrapper(ChunkedLossWrapper.Config(loss_fn=losses.GRPOLoss.Config(clip_eps=CLIP)))
@@ -165,12 +158,7 @@ def prime_rl_file() -> ModuleType:
     for name in ("prime_rl", "prime_rl.utils", *doubles):
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(doubles.get(name, {}))
-    spec = importlib.util.spec_from_file_location("prime_rl_lm_head", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(path, "prime_rl_lm_head")
 
 
 class Commands:

@@ -12,25 +12,27 @@ losses and gradients are compared first. Then one side steps at a time, in round
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, fields
+from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from benchmarks.integration_sides import PROJECTS, ROOT, Setting
-from benchmarks.results import machine, record
+from benchmarks.integration_sides import Setting
+from benchmarks.results import ROOT
+from benchmarks.study import Section, main
 from benchmarks.timing import summary
 from grpo_fused.testing import frobenius_error
 
+Project = Literal["verl", "torchtitan", "prime-rl", "liger", "deepspeed"]
 SIDES = ("own", "ours")
 PROCESSES = {"deepspeed": 2}
 TOLERANCE = {"bfloat16": (1e-3, 0.05), "float32": (1e-5, 1e-4)}
@@ -78,17 +80,14 @@ class Side:
         return self.answers()
 
     def answers(self) -> list[dict[str, float]]:
-        found = []
+        lines = []
         for rank, process in enumerate(self.ranks):
             assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"{self.folder.name}, process {rank}: {self.log(rank)[-3000:]}")
-            found.append(json.loads(line))
-        return found
-
-    def log(self, rank: int) -> str:
-        return (self.folder / f"{rank}.log").read_text(errors="replace")
+            lines.append(process.stdout.readline())
+            if not lines[-1]:
+                log = (self.folder / f"{rank}.log").read_text(errors="replace")
+                raise RuntimeError(f"{self.folder.name}, process {rank}: {log[-3000:]}")
+        return [json.loads(line) for line in lines]
 
     def check(self) -> dict[str, Any]:
         """Loss and gradients of the first batch."""
@@ -130,14 +129,12 @@ def measure(project: str, setting: Setting, rounds: int, threads: int) -> dict[s
         sides: list[Side] = []
         try:
             sides += [Side(project, name, setting, Path(folder), threads) for name in SIDES]
-            found = compare(*(side.check() for side in sides))
-            print(f"{project}: {found}", file=sys.stderr, flush=True)
+            errors = compare(*(side.check() for side in sides))
+            print(f"{project}: {errors}", file=sys.stderr, flush=True)
             loss, gradient = TOLERANCE[setting.dtype]
-            if not (found["loss_difference"] <= loss and found["gradient_error"] <= gradient):
-                raise RuntimeError(f"not timed: {found} is above {(loss, gradient)}")
-            times = [[side.step() for side in sides] for _ in range(rounds + 1)][
-                1:
-            ]  # the first step makes AdamW's state
+            if not (errors["loss_difference"] <= loss and errors["gradient_error"] <= gradient):
+                raise RuntimeError(f"not timed: {errors} is above {(loss, gradient)}")
+            _, *times = [[side.step() for side in sides] for _ in range(rounds + 1)]  # the first makes AdamW's state
             peaks = [side.finish() for side in sides]
         finally:
             for side in sides:
@@ -145,41 +142,33 @@ def measure(project: str, setting: Setting, rounds: int, threads: int) -> dict[s
     rows = {
         name: {"seconds": summary([row[i] for row in times]), "peak_bytes": peaks[i]} for i, name in enumerate(SIDES)
     }
-    return found | {"sides": rows, "ratio": rows["own"]["seconds"]["median"] / rows["ours"]["seconds"]["median"]}
+    return errors | {"sides": rows, "ratio": rows["own"]["seconds"]["median"] / rows["ours"]["seconds"]["median"]}
 
 
 def versions(project: str) -> dict[str, str]:
-    found = {}
-    for name in ("torch", "transformers", *PACKAGES.get(project, ())):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            sys.exit(f"{project} needs {name}, which is not installed here")
-    return found
+    names = ("torch", "transformers", *PACKAGES.get(project, ()))
+    try:
+        return {name: version(name) for name in names}
+    except PackageNotFoundError as error:
+        sys.exit(f"{project} needs {error.name}, which is not installed here")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print, and put the section `integration_steps.PROJECT` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("project", choices=PROJECTS)
-    for field in fields(Setting):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path)
-    given = vars(parser.parse_args(argv))
-    project, rounds, threads, out = (given.pop(name) for name in ("project", "rounds", "threads", "out"))
-    machine("cpu")
-    setting, about = Setting(**given), versions(project)
-    found = measure(project, setting, rounds, threads)
-    for name, row in found["sides"].items():
-        print(f"{project} {name:4s} {row['seconds']['median']:7.2f} s, peak {row['peak_bytes'] / 2**20:.0f} MiB")
-    print(f"{found['ratio']:.2f} x; losses differ by {found['loss_difference']:.1e}, ", end="")
-    print(f"gradients by {found['gradient_error']:.1e}")
-    if out is not None:
-        data = {**asdict(setting), "rounds": rounds, "threads": threads, "versions": about, **found}
-        record(f"integration_steps.{project}", data, out=out)
+def run(
+    project: Project,
+    vocab: int = Setting.vocab,
+    hidden: int = Setting.hidden,
+    layers: int = Setting.layers,
+    sequences: int = Setting.sequences,
+    length: int = Setting.length,
+    dtype: Literal["bfloat16", "float32"] = Setting.dtype,
+    rounds: int = 5,
+    threads: int = os.cpu_count() or 1,
+) -> Iterator[Section]:
+    """The section `integration_steps.PROJECT`."""
+    setting, about = Setting(vocab, hidden, layers, sequences, length, dtype), versions(project)
+    about_run = {"rounds": rounds, "threads": threads, "versions": about}
+    yield {**asdict(setting), **about_run, **measure(project, setting, rounds, threads)}
 
 
 if __name__ == "__main__":
-    main()
+    main("integration_steps")

@@ -1,24 +1,20 @@
 """One problem, many providers: each result checked against float64, then timed in turns with the bare products.
 
-The CPU and GPU programs share `measure`; `run` goes through a list of problems and updates the run's file. The row of a
-provider has its errors, and its times or the reason that there are none.
+The CPU and GPU programs share `sections`, which goes through a list of problems. The row of a provider has its errors,
+and its times or the reason that there are none.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from benchmarks import memory, results
+from benchmarks import memory as peaks
 from benchmarks.exact import Exact, wrong
 from benchmarks.problem import DTYPES, Case, clear, shares
 from benchmarks.providers import PEERS, PROVIDERS, Provider, available
@@ -27,6 +23,14 @@ from grpo_fused.testing import Problem
 
 BASES = {"forward": "bare-1", "forward_backward": "bare-3", "scoring": "bare-1"}
 """The calls that are timed, and the bare products for comparison."""
+
+
+Cases = Annotated[tuple[str, ...], "prefixes of names; default all"]
+Small = Annotated[bool, "one small problem, to test the program"]
+Peers = Annotated[bool, "or ours and the bare products only"]
+Memory = Annotated[bool, "peak memory, in fresh processes"]
+Seconds = Annotated[float | None, "start nothing new after this"]
+"""Options of both programs."""
 
 
 class Plan(NamedTuple):
@@ -94,15 +98,15 @@ def measure(
                 calls["scoring"][name] = call_of(provider, "scoring", problem)
     if warmup is None:
         warmup = 2 if device == "cuda" else 0  # on a CPU the check was the warm-up, and a call takes seconds
-    found: dict[str, Any] = {"shape": case.describe(), "shares": shares(problem), "bare": {}, "providers": rows}
-    for what, these in calls.items():
-        these[BASES[what]]()
-        times = with_ratios(times_by_round(these, device, rounds=rounds, warmup=warmup), BASES[what])
-        found["bare"][BASES[what]] = times.pop(BASES[what])["ms"]
+    bare_ms = {}
+    for what, by_name in calls.items():
+        by_name[BASES[what]]()
+        times = with_ratios(times_by_round(by_name, device, rounds=rounds, warmup=warmup), BASES[what])
+        bare_ms[BASES[what]] = times.pop(BASES[what])["ms"]
         for name, taken in times.items():
             rows[name][what] = taken
     clear(problem)
-    return found
+    return {"shape": case.describe(), "shares": shares(problem), "bare": bare_ms, "providers": rows}
 
 
 def release(device: str) -> None:
@@ -113,44 +117,24 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def add_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
-    """The options of both programs."""
-    parser.add_argument("--cases", nargs="*", default=[""], help="prefixes of names; default all")
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--small", action="store_true", help="one small problem, to test the program")
-    parser.add_argument("--no-peers", action="store_true", help="ours and the bare products only")
-    parser.add_argument("--no-memory", action="store_true", help="no fresh processes for peak memory")
-    parser.add_argument("--seconds", type=float, help="start nothing new after this")
-    parser.add_argument("--out", type=Path, help="file of the run; default a new one (see benchmarks.results)")
-
-
-def chosen(plans: Iterable[Plan], given: argparse.Namespace) -> list[Plan]:
+def chosen(plans: Iterable[Plan], cases: tuple[str, ...], *, peers: bool, memory: bool) -> list[Plan]:
     """The plans that the options select."""
     return [
-        plan._replace(peers=() if given.no_peers else plan.peers, memory=plan.memory and not given.no_memory)
+        plan._replace(peers=plan.peers if peers else (), memory=plan.memory and memory)
         for plan in plans
-        if plan.case.name.startswith(tuple(given.cases))
+        if plan.case.name.startswith(tuple(cases))
     ]
 
 
-def command(module: str, arguments: list[str]) -> str:
-    """The command that repeats the run, without its output file."""
-    kept = [word for i, word in enumerate(arguments) if "--out" not in (word, *arguments[i - 1 : i])]
-    return shlex.join(["python", "-m", module, *kept])
-
-
-def run(program: str, plans: list[Plan], device: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Measure all into the section "loss" of the run's file; returns the section.
+def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | None) -> Iterator[dict[str, Any]]:
+    """The section "loss", after each step.
 
     Exits with an error at the end if a result of ours was wrong. On a GPU memory is measured after all times, which are
     more important; on a CPU after each case's times, since a case takes minutes.
     """
-    results.machine(device)  # reads the load before this program adds to it
-    out = given.out or (Path(mkdtemp()) / "small.json" if given.small else results.new_path(device))
     started = time.monotonic()
     section: dict[str, Any] = {
-        "command": program,
-        "rounds": given.rounds,
+        "rounds": rounds,
         "copy_tb_per_s": copy_bandwidth(device, 2**30 if device == "cuda" else 2**26),
         "providers": {
             name: {"composition": p.composition, "ours": p.ours, "unavailable": p.unavailable(device)}
@@ -161,60 +145,52 @@ def run(program: str, plans: list[Plan], device: str, given: argparse.Namespace)
     }
 
     def late() -> bool:
-        return given.seconds is not None and time.monotonic() - started > given.seconds
+        return seconds is not None and time.monotonic() - started > seconds
 
-    def save() -> None:
-        section["seconds"] = round(time.monotonic() - started, 1)
-        results.record("loss", section, out=out, device=device)
+    def so_far() -> dict[str, Any]:
+        return section | {"seconds": round(time.monotonic() - started, 1)}
 
-    def weigh(plan: Plan) -> None:
+    def weigh(plan: Plan) -> Iterator[dict[str, Any]]:
         rows = section["cases"].get(plan.case.name, {"providers": {}})["providers"]
         for name in (name for name in rows if plan.memory and "not_timed" not in rows[name]):
             if late():
                 rows[name]["memory_mib"] = {"failed": "no time was left"}
             else:
-                rows[name]["memory_mib"] = memory.in_fresh_process(plan.case, name, device, timeout_s=300)
+                rows[name]["memory_mib"] = peaks.in_fresh_process(plan.case, name, device, timeout_s=300)
             print(f"{plan.case.name}  {name}  peak memory in MiB {rows[name]['memory_mib']}", flush=True)
-            save()
+            yield so_far()
 
     for plan in plans:
         case = plan.case
         if late():
             section["left_out"].append(case.name)
             continue
-        found = measure(case, device, available(device, case.pattern, plan.peers), rounds=given.rounds)
-        section["cases"][case.name] = found
-        print_case(case.name, found)
-        save()
+        measured = measure(case, device, available(device, case.pattern, plan.peers), rounds=rounds)
+        section["cases"][case.name] = measured
+        print_case(case.name, measured)
+        yield so_far()
         release(device)
         if device == "cpu":
-            weigh(plan)
+            yield from weigh(plan)
     for plan in plans if device == "cuda" else ():
-        weigh(plan)
-    save()
-    print(f"written to {out}")
+        yield from weigh(plan)
+    yield so_far()
     bad = [
         f"{case}: {name}: {row['not_timed']}"
-        for case, found in section["cases"].items()
-        for name, row in found["providers"].items()
+        for case, measured in section["cases"].items()
+        for name, row in measured["providers"].items()
         if "not_timed" in row and PROVIDERS[name].ours
     ]
     if bad:
         sys.exit("a result of ours is wrong:\n" + "\n".join(bad))
-    return section
 
 
-def print_case(name: str, found: dict[str, Any]) -> None:
+def print_case(case: str, measured: dict[str, Any]) -> None:
     """One line a provider."""
-    print(f"{name}  " + "  ".join(f"{bare} {ms['median']:.1f} ms" for bare, ms in found["bare"].items()))
-    for provider, row in found["providers"].items():
-        errors = "  ".join(f"{key} {value:.1e}" for key, value in row.get("errors", {}).items())
+    for name, row in measured["providers"].items():
         if "not_timed" in row:
-            print(f"  {provider:18} not timed: {row['not_timed']}  {errors}")
-            continue
-        times = "  ".join(
-            f"{what} {row[what]['ms']['median']:9.1f} ms {row[what]['times_bare']['median']:6.3f} x bare"
-            for what in ("forward_backward", "scoring")
-            if what in row
-        )
-        print(f"  {provider:18} {times}  {errors}", flush=True)
+            text = f"not timed: {row['not_timed']}"
+        else:
+            times = row["forward_backward"]
+            text = f"{times['ms']['median']:9.1f} ms {times['times_bare']['median']:6.3f} x bare"
+        print(f"{case}  {name:18} {text}", flush=True)

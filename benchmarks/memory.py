@@ -1,8 +1,8 @@
 """Peak memory of one forward and backward of one provider, in its own process.
 
-    python -m benchmarks.memory --case 4x256x896x151936:bf16:dense --provider trl [--device cuda]
+    python -m benchmarks.child benchmarks.memory:attempt '["4x256x896x151936:bf16:dense", "trl", "cpu"]'
 
-Prints one line of JSON, all figures in MiB, beyond the memory before the call and the two gradients that it returns
+All figures are in MiB, beyond the memory before the call and the two gradients that it returns
 (below 0 if the peak came before the gradients):
 
 - `resident`: the process's resident set at its peak, with the memory of all libraries; freed blocks from 1 MiB on are
@@ -16,14 +16,11 @@ problem itself.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,30 +28,34 @@ from typing import Any
 
 import torch
 
+from benchmarks.child import ChildError, in_child
 from benchmarks.problem import Case, clear
 from benchmarks.providers import PROVIDERS, Provider
+from benchmarks.timing import MIB
 
-MIB = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float) -> dict[str, Any]:
     """The figures, or {"failed": reason}."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--case", str(case), "--provider", provider]
     try:
-        done = subprocess.run(
-            [*command, "--device", device], capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT
-        )
+        return in_child("benchmarks.memory:attempt", str(case), provider, device, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {timeout_s:.0f} s"}
-    if done.returncode < 0:
-        return {
-            "failed": f"killed by signal {-done.returncode}" + (": out of memory?" if done.returncode == -9 else "")
-        }
-    if done.returncode > 0:
-        return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    except ChildError as error:
+        if error.status > 0:
+            return {"failed": str(error).strip().splitlines()[-1][:200]}
+        reason = ": out of memory?" if error.status == -9 else ""
+        return {"failed": f"killed by signal {-error.status}{reason}"}
+
+
+def attempt(case: str, provider: str, device: str) -> dict[str, Any]:
+    """`peak` of this process, or why it has none."""
+    try:
+        with blocks_given_back():
+            return peak(Case.parse(case), PROVIDERS[provider], device)
+    except Exception as error:  # a peer may fail in any way; out of memory is one of them
+        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
 
 
 def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]:
@@ -151,25 +152,7 @@ def _profiler() -> torch.profiler.profile:
 
 def _resident() -> int:
     """Bytes of the resident set at its peak."""
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    if found is None:
+    line = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    if line is None:
         raise OSError("no VmHWM in /proc/self/status")
-    return 1024 * int(found[1])
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", type=Case.parse, required=True, metavar="BxTxHxV:DTYPE:PATTERN")
-    parser.add_argument("--provider", choices=PROVIDERS, required=True)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    given = parser.parse_args()
-    try:
-        with blocks_given_back():
-            print(json.dumps(peak(given.case, PROVIDERS[given.provider], given.device)))
-    except Exception as error:  # a peer may fail in any way; out of memory is one of them
-        print(json.dumps({"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}))
-
-
-if __name__ == "__main__":
-    main()
+    return 1024 * int(line[1])

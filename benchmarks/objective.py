@@ -9,18 +9,13 @@ exact KL does not.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from benchmarks.problem import EPSILON, clear, loss_problem, old_of
-from benchmarks.results import machine, record
+from benchmarks.study import Section, main
 from benchmarks.timing import Calls, bare_gemms, times_by_round, with_ratios
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, fused_linear_objective, objectives
 
@@ -67,30 +62,20 @@ def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str
     return {name: lambda form=form: step(form) for name, form in forms.items()}, losses
 
 
-def main() -> None:
-    """Measure, print, and put the section `objective` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--impl", default="auto")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine("cpu")
-    B, T, H, V = (2, 32, 64, 2000) if given.quick else (4, 256, 896, 151936)
-    forms, losses = calls_of(B, T, H, V, given.impl)
+def run(rounds: int = 9, impl: str = "auto", quick: bool = False) -> Iterator[Section]:
+    """The section `objective`."""
+    B, T, H, V = (2, 32, 64, 2000) if quick else (4, 256, 896, 151936)
+    forms, losses = calls_of(B, T, H, V, impl)
     if abs(losses["custom"] - losses["built-in"]) > 1e-5:
         raise SystemExit(f"the custom objective must be the built-in one; got {losses}; nothing is timed")
-    bare = bare_gemms(B * T, H, V, torch.bfloat16, "cpu")
-    times = times_by_round({**bare, **forms}, "cpu", rounds=given.rounds)
-    found: dict[str, Any] = {"N": B * T, "H": H, "V": V, "losses": losses, "calls": with_ratios(times, "bare-3")}
-    ratios = [custom / own for custom, own in zip(times["custom"], times["built-in"], strict=True)]
-    found["custom_over_built_in"] = float(torch.tensor(ratios).median())
-    for name, call in found["calls"].items():
-        print(f"{name:10s} {call['ms']['median']:9.1f} ms  {call['times_bare']['median']:6.2f} x bare")
-    print(f"custom / built-in: {found['custom_over_built_in']:.3f}")
-    if given.out is not None:
-        record("objective", found, out=given.out)
+    calls = bare_gemms(B * T, H, V, torch.bfloat16, "cpu") | forms
+    times = times_by_round(calls, "cpu", rounds=rounds)
+    ratios = [custom / built_in for custom, built_in in zip(times["custom"], times["built-in"], strict=True)]
+    yield {
+        "N": B * T, "H": H, "V": V, "losses": losses, "calls": with_ratios(times, "bare-3"),
+        "custom_over_built_in": float(torch.tensor(ratios).median()),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main("objective")

@@ -19,7 +19,6 @@ Peak memory is that of the run's process. What is written into the file is read 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -28,14 +27,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from benchmarks.results import machine, record
+from benchmarks import child
+from benchmarks.study import Section, main
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.rewards import score_answer_reward
 from grpo_fused.trainer import GRPOTrainer
@@ -272,24 +273,19 @@ def score(folder: Path, rows: Any, start: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved).eval(), AutoTokenizer.from_pretrained(start)
     size, texts = 64, list[str]()
     for first in range(0, len(rows), size):
-        batch = tokenizer(
-            [row["prompt"] for row in rows[first : first + size]],
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
-        )
+        prompts = [row["prompt"] for row in rows[first : first + size]]
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         with torch.autocast("cpu", torch.bfloat16):
             ids = model.generate(**batch, max_new_tokens=LENGTH, do_sample=False)
         texts += tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
     rewards = score_answer_reward(texts, [row["score_answer"] for row in rows])
     right = sum(reward == 1.0 for reward in rewards) / len(rewards)
     (folder / "accuracy.json").write_text(json.dumps({"right": right, "of": len(rows), "examples": texts[:3]}))
-    print(f"{folder.name}: {right:.1%} of {len(rows)} held-out problems", flush=True)
 
 
-def part(name: str, model: Path, work: Path, steps: int, until: float) -> None:
+def part(name: str, work: str, steps: int, until: float) -> None:
     """A part of one run, in this process."""
-    folder, (kind, _, seed) = work / name, name.rpartition("-")
+    folder, model, (kind, _, seed) = Path(work, name), Path(work, "start"), name.rpartition("-")
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     args = (model, folder, steps, int(seed), until)
@@ -319,60 +315,42 @@ def summary_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Go on with the runs for some minutes; put the section `pretrained` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder, as benchmarks.gemma writes it")
-    parser.add_argument("--work", type=Path, default=Path("runs/pretrained"), help="checkpoints; 4 GB for each run")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--minutes", type=float, default=55.0)
-    parser.add_argument("--runs", nargs="+", default=RUNS, help=f"default {' '.join(RUNS)}")
-    parser.add_argument("--examples", type=int, default=STARTING_EXAMPLES, help="of the supervised start")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a run and its end: in a process of its own
-    given = parser.parse_args()
-    begin, until = given.work / "start", time.time() + 60 * given.minutes
-    if given.one is not None:
-        part(given.one[0], begin, given.work, given.steps, float(given.one[1]))
-        return
-    if not (given.model / "config.json").exists():
-        sys.exit(
-            f"benchmarks.pretrained: error: expected a model folder (python -m benchmarks.gemma); got {given.model}"
-        )
-    machine("cpu")
+def run(
+    model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
+    work: Annotated[Path, "checkpoints; 4 GB for each run"] = Path("runs/pretrained"),
+    steps: int = 60,
+    minutes: float = 55.0,
+    runs: Annotated[tuple[str, ...], f"default {' '.join(RUNS)}"] = RUNS,
+    examples: Annotated[int, "of the supervised start"] = STARTING_EXAMPLES,
+) -> Iterator[Section]:
+    """Goes on with the runs for some minutes; then the section `pretrained`."""
+    begin, until = work / "start", time.time() + 60 * minutes
+    if not (model / "config.json").exists():
+        sys.exit(f"benchmarks.pretrained: error: expected a model folder (python -m benchmarks.gemma); got {model}")
     if not (begin / "config.json").exists():
-        start(given.model, begin, given.examples)
-    waiting = [name for name in given.runs if not (given.work / name / "complete").exists()]
+        start(model, begin, examples)
+    waiting = [name for name in runs if not (work / name / "complete").exists()]
     for name in list(waiting):
         if time.time() > until:
             break
-        command = [sys.executable, "-m", "benchmarks.pretrained", *sys.argv[1:], "--one", name, str(until)]
-        if subprocess.run(command, check=False).returncode:
+        one = child.command("benchmarks.pretrained:part", name, str(work), steps, until)
+        if subprocess.run(one, check=False).returncode:
             sys.exit(f"benchmarks.pretrained: error: {name} failed")
-        if (given.work / name / "complete").exists():
+        if (work / name / "complete").exists():
             waiting.remove(name)
-    complete = [given.work / name for name in given.runs if name not in waiting]
-    held_out = held_out_rows(recipe(begin, begin, given.steps, 0))
-    for folder in [begin, *complete]:
+    held_out = held_out_rows(recipe(begin, begin, steps, 0))
+    for folder in [begin, *(work / name for name in runs if name not in waiting)]:
         file = folder / "accuracy.json"
         if not file.exists() or json.loads(file.read_text()).get("of") != len(held_out):
             score(folder, held_out, begin)
-    found = {name: summary_of(given.work / name) for name in given.runs if (given.work / name / "parts.jsonl").exists()}
-    for name, run in found.items():
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in run["median"].items())
-        print(f"{name}: {run['steps']} steps, {parts}; peak {run['peak_bytes'] / 2**30:.1f} GiB; {run['accuracy']}")
-    if given.out is not None:
-        record(
-            "pretrained",
-            {
-                "model": "Gemma 3 270M, Q4_K_M weights in fp32", "task": TASK, "task_options": TASK_OPTIONS,
-                "starting_examples": given.examples, "prompts": PROMPTS, "generations": GENERATIONS,
-                "max_completion_length": LENGTH, "learning_rate": RATE, "held_out": len(held_out), "runs": found,
-            },
-            out=given.out,
-        )  # fmt: skip
+    yield {
+        "model": "Gemma 3 270M, Q4_K_M weights in fp32", "task": TASK, "task_options": TASK_OPTIONS,
+        "starting_examples": examples, "prompts": PROMPTS, "generations": GENERATIONS,
+        "max_completion_length": LENGTH, "learning_rate": RATE, "held_out": len(held_out),
+        "runs": {name: summary_of(work / name) for name in runs if (work / name / "parts.jsonl").exists()},
+    }  # fmt: skip
     print("all runs are complete" if not waiting else f"to be continued: {', '.join(waiting)}")
 
 
 if __name__ == "__main__":
-    main()
+    main("pretrained")

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.problem import EPSILON, PATTERNS, TEMPERATURE, loss_from_logps, old_of
-from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import GRPOLossConfig, GRPOLossOutput, fused_linear_grpo_loss
 from grpo_fused.engines import libraries
 from grpo_fused.engines import triton as triton_engine
 from grpo_fused.testing import Problem
@@ -61,50 +62,30 @@ class Provider:
         return self.needs(device)
 
 
-def _ours(p: Problem, impl: str, *, with_metrics: bool = True) -> Tensor:
+def fused_loss(p: Problem, impl: str, **options: Any) -> GRPOLossOutput:
+    """Our loss of a problem, with the options of the timed one."""
     return fused_linear_grpo_loss(
         p.hidden_states, p.lm_head_weight, p.completion_ids, p.advantages, p.completion_mask,
-        old_per_token_logps=old_of(p), temperature=TEMPERATURE, impl=impl, with_metrics=with_metrics,
-        config=GRPOLossConfig(epsilon=EPSILON),
-    ).loss  # fmt: skip
+        old_per_token_logps=old_of(p), temperature=TEMPERATURE, config=GRPOLossConfig(epsilon=EPSILON), impl=impl,
+        **options,
+    )  # fmt: skip
 
 
 def _engine(impl: str, devices: tuple[str, ...], needs: Callable[[str], str | None] = lambda device: None) -> Provider:
     return Provider(
         impl,
         f"fused_linear_grpo_loss(impl={impl!r}), metrics and entropies included",
-        lambda p: _ours(p, impl),
-        lambda p: (
-            fused_linear_logprobs(
-                p.hidden_states,
-                p.lm_head_weight,
-                p.completion_ids,
-                p.completion_mask,
-                temperature=TEMPERATURE,
-                impl=impl,
-            ).logps
-        ),
+        lambda p: fused_loss(p, impl).loss,
+        lambda p: p.score(impl),
         ours=True,
         devices=devices,
         needs=needs,
     )
 
 
-def _from_logps(
-    name: str,
-    composition: str,
-    logps: Callable[[Problem], Tensor],
-    *,
-    package: str | None = None,
-    devices: tuple[str, ...] = ("cpu", "cuda"),
-    needs: Callable[[str], str | None] = lambda device: None,
-    compiles: bool = False,
-) -> Provider:
+def _from_logps(name: str, composition: str, logps: Callable[[Problem], Tensor], **options: Any) -> Provider:
     """A provider of log-probs, completed by the formula."""
-    return Provider(
-        name, f"{composition}; {ON_TOP}", lambda p: loss_from_logps(logps(p), p), logps, package=package,
-        devices=devices, needs=needs, compiles=compiles,
-    )  # fmt: skip
+    return Provider(name, f"{composition}; {ON_TOP}", lambda p: loss_from_logps(logps(p), p), logps, **options)
 
 
 def _of_active(negative_logps: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Problem], Tensor]:
@@ -156,13 +137,9 @@ def _liger(p: Problem) -> Tensor:
         temperature=TEMPERATURE, compiled=p.hidden_states.is_cuda,
     )  # fmt: skip
     return module(
-        p.hidden_states,
-        p.lm_head_weight,
-        p.completion_ids,
-        p.completion_mask.to(torch.float32),
-        p.advantages,
+        p.hidden_states, p.lm_head_weight, p.completion_ids, p.completion_mask.to(torch.float32), p.advantages,
         old_per_token_logps=old_of(p),
-    )[0]
+    )[0]  # fmt: skip
 
 
 def _logits_for_liger(p: Problem) -> Tensor:
@@ -199,13 +176,18 @@ def _quack(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 @functools.cache
-def _of_file(name: str) -> ModuleType:
+def of_file(name: str) -> ModuleType:
     """A module by its file alone: importing torchtitan.experiments.rl needs vLLM, unsloth_zoo a GPU."""
     package, *path = name.split(".")
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.origin is not None
-    spec = importlib.util.spec_from_file_location(name, Path(found.origin).parent.joinpath(*path).with_suffix(".py"))
+    installed = importlib.util.find_spec(package)
+    assert installed is not None
+    assert installed.origin is not None
+    return module_of(Path(installed.origin).parent.joinpath(*path).with_suffix(".py"), name)
+
+
+def module_of(path: Path, name: str) -> ModuleType:
+    """A file as the module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -217,7 +199,7 @@ def _torchtitan(p: Problem) -> Tensor:
     """Its wrapper writes the gradient of the weight at once, and hands that of the hidden states to `backward`."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
-    dapo = _of_file("torchtitan.experiments.rl.losses.dapo").DAPOLoss
+    dapo = of_file("torchtitan.experiments.rl.losses.dapo").DAPOLoss
     config = dapo.Config(ratio_clip_low=EPSILON, ratio_clip_high=EPSILON)
     wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(loss_fn=config))
     wrapper.set_lm_head(functools.partial(F.linear, weight=p.lm_head_weight))
@@ -228,7 +210,7 @@ def _torchtitan(p: Problem) -> Tensor:
 
 
 def _unsloth_logps(p: Problem) -> Tensor:
-    return _of_file("unsloth_zoo.fused_losses.fused_linear").fused_linear_logprobs(
+    return of_file("unsloth_zoo.fused_losses.fused_linear").fused_linear_logprobs(
         p.hidden_states, p.lm_head_weight, p.completion_ids, mask=p.completion_mask, temperature=TEMPERATURE
     )
 
@@ -261,7 +243,7 @@ _ALL = (
     Provider(
         "ours-lean",
         "fused_linear_grpo_loss(impl='auto', with_metrics=False): rows of zero advantage are not even scored",
-        lambda p: _ours(p, "auto", with_metrics=False),
+        lambda p: fused_loss(p, "auto", with_metrics=False).loss,
         ours=True,
         patterns=("zero-advantage-40",),
     ),

@@ -10,11 +10,11 @@ Then it times the loss of `TIMED` of the tokens, with the whole vocabulary and w
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.accuracy import flipped_by_exact_old
 from benchmarks.pretrained import recipe
 from benchmarks.providers import eager_logps
-from benchmarks.results import machine, record
+from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from grpo_fused import CandidateSets, fused_linear_grpo_loss, fused_linear_logprobs, group_advantages
 from grpo_fused.trainer import GRPOTrainer
@@ -49,9 +49,9 @@ def collect(trainer: GRPOTrainer, steps: int) -> Recorded:
     """The tokens of some rollouts of a trainer's policy, which does not change."""
     states, ids, rewards = [], [], []
     for _ in range(steps):
-        rollout, found = trainer.collect()
-        rewards.append(found)
-        for _, part in trainer.policy.micro_batches(rollout, torch.arange(len(found))):
+        rollout, rewarded = trainer.collect()
+        rewards.append(rewarded)
+        for _, part in trainer.policy.micro_batches(rollout, torch.arange(len(rewarded))):
             with trainer.accelerator.autocast():
                 hidden = trainer.policy.hidden_states(part)
             states.append(hidden[part.completion_mask].bfloat16())
@@ -81,19 +81,19 @@ def report(recorded: Recorded) -> dict[str, Any]:
             sizes[f"top_p {p}"].append((mass < p).sum(-1) + 1)
         for k in TOP_K:
             masses[f"top_k {k}"].append(mass[:, k - 1])
-    found = {name: torch.cat(values) for name, values in columns.items()}
+    tokens = {name: torch.cat(values) for name, values in columns.items()}
     ours = fused_linear_logprobs(recorded.hidden_states, recorded.weight, token_ids=recorded.ids).logps.double()
-    heads = {"ours": ours, "head": found["head"]}
+    heads = {"ours": ours, "head": tokens["head"]}
     return {
         "tokens": len(recorded.ids),
-        "max_logit": float(found["max_logit"].max()),
-        "entropy": quantiles(found["entropy"]),
+        "max_logit": float(tokens["max_logit"].max()),
+        "entropy": quantiles(tokens["entropy"]),
         "zero_advantage_groups": recorded.zero_advantage_groups,
         "heads": {
             name: {
-                "logp_error": quantiles((x - found["exact"]).abs()),
-                "flipped": flipped_by_exact_old(x, found["exact"]),
-                "ratio_outside": {old: outside(x, y) for old, y in (heads | {"exact": found["exact"]}).items()},
+                "logp_error": quantiles((x - tokens["exact"]).abs()),
+                "flipped": flipped_by_exact_old(x, tokens["exact"]),
+                "ratio_outside": {old: outside(x, y) for old, y in (heads | {"exact": tokens["exact"]}).items()},
             }
             for name, x in heads.items()
         },
@@ -117,9 +117,9 @@ def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, floa
 
     def sets(**truncation: float) -> CandidateSets:
         masks = []
-        for rows, own in zip(states[0].detach().split(ROWS), ids.split(ROWS), strict=True):
+        for rows, sampled in zip(states[0].detach().split(ROWS), ids.split(ROWS), strict=True):
             kept = CandidateSets.from_logits((rows @ recorded.weight.T).float(), **truncation)  # type: ignore[arg-type]
-            masks.append(kept.to_mask(len(recorded.weight)).scatter(1, own[:, None], value=True))
+            masks.append(kept.to_mask(len(recorded.weight)).scatter(1, sampled[:, None], value=True))
         return CandidateSets.cat([CandidateSets.from_mask(mask) for mask in masks])
 
     (V, H), N = weight.shape, len(ids)
@@ -143,25 +143,18 @@ def quantiles(values: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean())} | {name: float(values.quantile(q)) for name, q in names.items()}
 
 
-def main() -> None:
-    """Sample, print, and put the section `real_rollouts` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder: the start, or a checkpoint of a run")
-    parser.add_argument("--steps", type=int, default=4, help="rollouts")
-    parser.add_argument("--rounds", type=int, default=5, help="of the times")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine("cpu")
+def run(
+    model: Annotated[Path, "a folder: the start, or a checkpoint of a run"],
+    steps: Annotated[int, "rollouts"] = 4,
+    rounds: Annotated[int, "of the times"] = 5,
+) -> Iterator[Section]:
+    """The section `real_rollouts`."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(recipe(given.model, Path(folder), given.steps, seed=0))
-        recorded = collect(trainer, given.steps)
+        trainer = build_trainer(recipe(model, Path(folder), steps, seed=0))
+        recorded = collect(trainer, steps)
         del trainer
-    found = report(recorded) | {"times": times(recorded, given.rounds)}
-    for name, value in found.items():
-        print(f"{name}: {value}")
-    if given.out is not None:
-        record("real_rollouts", {"model": given.model.name, "steps": given.steps, **found}, out=given.out)
+    yield {"model": model.name, "steps": steps, **report(recorded), "times": times(recorded, rounds)}
 
 
 if __name__ == "__main__":
-    main()
+    main("real_rollouts")

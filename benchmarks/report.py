@@ -3,20 +3,21 @@
     python -m benchmarks.report            # after a run
     python -m benchmarks.report --check    # prints what is not up to date and fails; the tests run this
 
-A table is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; `benchmarks.tables.PAGES` has the names.
+A table is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; `benchmarks.pages.PAGES` has the names.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 import sys
 from pathlib import Path
+from typing import Annotated
 
 from benchmarks import plots
+from benchmarks.pages import PAGES, TABLES
 from benchmarks.results import RESULTS, ROOT
-from benchmarks.tables import PAGES, TABLES
+from benchmarks.study import call
 
 PLOTS = Path("docs/plots")
 
@@ -38,19 +39,19 @@ def rewritten(text: str, names: tuple[str, ...], results: Path) -> str:
 
 def outdated(root: Path, results: Path) -> str:
     """Differences from the results: a diff of the pages, and names of plots; empty if there are none."""
-    found: list[str] = []
+    lines: list[str] = []
     for page, names in PAGES.items():
         text = (root / page).read_text(encoding="utf-8")
         new = rewritten(text, names, results)
-        found += difflib.unified_diff(
+        lines += difflib.unified_diff(
             text.splitlines(keepends=True), new.splitlines(keepends=True), page, "as measured"
         )
-    found += [
+    lines += [
         f"{PLOTS / name} does not show the newest results\n"
-        for name, plot in plots.plots(results).items()
-        if not plots.is_current(root / PLOTS / name, plot)
+        for name, picture in plots.plots(results).items()
+        if not plots.is_current(root / PLOTS / name, picture)
     ]
-    return "".join(found)
+    return "".join(lines)
 
 
 def write(root: Path, results: Path) -> None:
@@ -59,26 +60,25 @@ def write(root: Path, results: Path) -> None:
     texts = {page: rewritten(page.read_text(encoding="utf-8"), names, results) for page, names in pages.items()}
     for page, text in texts.items():
         page.write_text(text, encoding="utf-8")
-    for name, plot in plots.plots(results).items():
+    for name, picture in plots.plots(results).items():
         try:
-            plots.draw(root / PLOTS / name, plot)
+            plots.save(root / PLOTS / name, picture)
         except ImportError:
             print("the plots were not drawn: matplotlib is not installed")
             break
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(
+    check: Annotated[bool, "write nothing; fail if anything is not up to date"] = False,
+    root: Annotated[Path, "folder with README.md and docs/"] = ROOT,
+    results: Annotated[Path, "folder with a folder for each machine"] = RESULTS,
+) -> None:
     """Write, or check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if anything is not up to date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder with README.md and docs/")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with a folder for each machine")
-    given = parser.parse_args(argv)
-    if not given.check:
-        write(given.root, given.results)
-    elif found := outdated(given.root, given.results):
-        sys.exit(found + "\nnot up to date: run python -m benchmarks.report")
+    if not check:
+        write(root, results)
+    elif differences := outdated(root, results):
+        sys.exit(differences + "\nnot up to date: run python -m benchmarks.report")
 
 
 if __name__ == "__main__":
-    main()
+    call(main)

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -22,10 +21,11 @@ import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+Device = Literal["cpu", "cuda"]
 SCHEMA = 2
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -143,6 +143,11 @@ def newest(device: str, section: str, folder: Path = RESULTS) -> Run | None:
     return next(iter(newest_first(device, section, folder)), None)
 
 
+def latest(section: str, folder: Path = RESULTS) -> Run | None:
+    """The latest run that has the section, on a GPU if there is one."""
+    return newest("cuda", section, folder) or newest("cpu", section, folder)
+
+
 def newest_first(device: str, section: str, folder: Path = RESULTS) -> list[Run]:
     """All runs on this device ("cpu" or "cuda") that have the section, by date.
 
@@ -193,12 +198,12 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def main() -> None:
+def main(device: Device = "cpu") -> None:
     """Print the path for a new run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    print(new_path(parser.parse_args().device))
+    print(new_path(device))
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.study import call  # which imports this module
+
+    call(main)

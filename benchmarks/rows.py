@@ -10,17 +10,16 @@ restored before every call, outside the measured time, since the gradient overwr
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import torch
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 from torch import Tensor
 
-from benchmarks import results
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 from benchmarks.timing import copy_bandwidth, summary, time_once
 from grpo_fused import GRPOLossConfig
 from grpo_fused.call.calls import LossInputs
@@ -109,11 +108,11 @@ def candidates() -> dict[str, RowWork]:
     """Triton's row work, and CUDA C++ in every layout if it was built."""
     from grpo_fused.kernels.launch import TritonRows
 
-    found: dict[str, RowWork] = {"triton": TritonRows()}
+    triton: dict[str, RowWork] = {"triton": TritonRows()}
     if (reason := cuda_rows.unavailable()) is not None:
         print(f"Triton only: the CUDA row kernel cannot run here: {reason}")
-        return found
-    return found | {f"cuda-{name}": cuda_rows.CudaRows(*layout) for name, layout in LAYOUTS.items()}
+        return triton
+    return triton | {f"cuda-{name}": cuda_rows.CudaRows(*layout) for name, layout in LAYOUTS.items()}
 
 
 def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: int) -> dict[str, Any]:
@@ -152,36 +151,21 @@ def _compare(logits: Tensor, mode: str, taken: dict[str, list[float]]) -> dict[s
     return result
 
 
-def main() -> None:
-    """Measure and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--small", action="store_true", help="one small vocabulary, to test the program")
-    parser.add_argument("--out", type=Path, required=True, help="file of the run (see benchmarks.results)")
-    arguments = parser.parse_args()
-    device = "cuda"
+def run(
+    rounds: int = 9,
+    small: Annotated[bool, "one small vocabulary, to test the program"] = False,
+    device: Device = "cuda",
+) -> Iterator[Section]:
+    """The section `rows`, after each vocabulary."""
     works = candidates()
-    vocabularies, slab_bytes = (SMALL_VOCABULARIES, 2**16) if arguments.small else (VOCABULARIES, SLAB_BYTES)
-    section: dict[str, Any] = {"copy_tb_per_s": copy_bandwidth(device, slab_bytes // 2), "vocabularies": []}
+    vocabularies, slab_bytes = (SMALL_VOCABULARIES, 2**16) if small else (VOCABULARIES, SLAB_BYTES)
+    section: Section = {"copy_tb_per_s": copy_bandwidth(device, slab_bytes // 2), "vocabularies": []}
     for vocab_size in vocabularies:
         problem = Problem(vocab_size, slab_bytes, device)
-        row = {"V": vocab_size, "R": problem.logits.shape[0], **measure(problem, works, device, arguments.rounds)}
-        section["vocabularies"].append(row)
-        print_row(row)
-        results.record("rows", section, out=arguments.out, device=device)
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """One line a candidate and mode."""
-    print(f"V={row['V']} R={row['R']}")
-    for name, error in row["error"].items():
-        if not isinstance(error, float) or error > 1e-4:
-            print(f"  {name:14} not timed: {error}")
-    for mode, taken in row["modes"].items():
-        for name, t in taken.items():
-            ratio = f"{t['times_triton']:5.2f} x triton" if "times_triton" in t else ""
-            print(f"  {mode:11} {name:14} {t['median']:8.3f} ms {t['tb_per_s']:6.2f} TB/s  {ratio}")
+        measured = measure(problem, works, device, rounds)
+        section["vocabularies"].append({"V": vocab_size, "R": problem.logits.shape[0], **measured})
+        yield section
 
 
 if __name__ == "__main__":
-    main()
+    main("rows")

@@ -8,10 +8,10 @@ The traffic comes from `communication`, which the tests compare with the counted
 
 from __future__ import annotations
 
-import argparse
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from benchmarks.cost import H200
+from benchmarks.study import call
 
 
 class Machine(NamedTuple):
@@ -108,28 +108,27 @@ def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine, 
     )
 
 
-def main() -> None:
+def main(
+    hidden: int = 4096,
+    vocab: int = 151936,
+    tokens: Annotated[int, "of a step, over all GPUs"] = 2**20,
+    intra_gb_per_s: float = Machine().intra / 1e9,
+    inter_gb_per_s: float = Machine().inter / 1e9,
+) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--tokens", type=int, default=2**20, help="of a step, over all GPUs")
-    parser.add_argument("--intra-gb-per-s", type=float, default=Machine().intra / 1e9)
-    parser.add_argument("--inter-gb-per-s", type=float, default=Machine().inter / 1e9)
-    given = parser.parse_args()
-    machine = Machine(intra=given.intra_gb_per_s * 1e9, inter=given.inter_gb_per_s * 1e9)
-    print(f"H = {given.hidden}, V = {given.vocab}, {given.tokens} tokens a step; milliseconds by the model")
+    machine = Machine(intra=intra_gb_per_s * 1e9, inter=inter_gb_per_s * 1e9)
+    print(f"H = {hidden}, V = {vocab}, {tokens} tokens a step; milliseconds by the model")
     header = ("GPUs", "vocab", "tokens", "products", "vocab links", "token links", "total")
     print("{:>5} {:>6} {:>7} {:>9} {:>12} {:>12} {:>8}  GB".format(*header))
     for ranks in (8, 32, 128, 512, 1024):
-        for vocab in (1, 2, 4, 8):
-            layout = Layout(vocab, ranks // vocab)
-            s = step(given.tokens, given.hidden, given.vocab, layout, machine)
+        for slices in (1, 2, 4, 8):
+            layout = Layout(slices, ranks // slices)
+            s = step(tokens, hidden, vocab, layout, machine)
             print(
-                f"{ranks:5} {vocab:6} {layout.data:7} {1e3 * s.products:9.2f} {1e3 * s.vocab_links:12.2f} "
+                f"{ranks:5} {slices:6} {layout.data:7} {1e3 * s.products:9.2f} {1e3 * s.vocab_links:12.2f} "
                 f"{1e3 * s.token_links:12.2f} {1e3 * s.total:8.2f}  {s.weight_gb:.2f}"
             )
 
 
 if __name__ == "__main__":
-    main()
+    call(main)

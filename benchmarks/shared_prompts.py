@@ -7,19 +7,14 @@ A small Qwen2, random rollouts, `GRPOTrainer.update`: forward, loss, backward an
 
 from __future__ import annotations
 
-import argparse
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-from benchmarks.results import machine, record
+from benchmarks.qwen2 import small_qwen2
+from benchmarks.study import Section, main
 from benchmarks.timing import times_by_round, with_ratios
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Rollout
 from grpo_fused.trainer.tiny import tiny_tokenizer
@@ -41,14 +36,7 @@ def rollout_of(prompt: int, completion: int, generations: int) -> Rollout:
 
 def small_model(vocab_size: int) -> Qwen2ForCausalLM:
     """The same every time; it never ends a completion."""
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocab_size, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
-            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=None,
-            eos_token_id=None,
-        )
-    )  # fmt: skip
+    return small_qwen2(vocab_size, HIDDEN, LAYERS, num_key_value_heads=2, max_position_embeddings=4096)
 
 
 def trainer(*, share_prompts: bool) -> GRPOTrainer:
@@ -61,29 +49,18 @@ def trainer(*, share_prompts: bool) -> GRPOTrainer:
     return GRPOTrainer(model, tiny_tokenizer(), [lambda completions, **_: [0.0] * len(completions)], rows, config)
 
 
-def main() -> None:
-    """Measure, print, and put the section `shared_prompts` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine("cpu")
+def run(rounds: int = 3) -> Iterator[Section]:
+    """The section `shared_prompts`."""
     trainers = {"separate": trainer(share_prompts=False), "shared": trainer(share_prompts=True)}
-    cases: list[dict[str, Any]] = []
+    cases = []
     for prompt, completion, generations in CASES:
         rollout = rollout_of(prompt, completion, generations)
         advantages = torch.linspace(-1, 1, len(rollout.completion_ids))
         calls = {name: partial(one.update, rollout, advantages) for name, one in trainers.items()}
-        found = with_ratios(times_by_round(calls, "cpu", rounds=given.rounds), "separate")
-        cases.append({"prompt": prompt, "completion": completion, "generations": generations, "updates": found})
-        tokens = rollout.completion_ids.numel()
-        separate, shared = (found[name]["ms"]["median"] for name in calls)
-        rates = f"{1e3 * tokens / separate:6.0f} completion tokens/s apart, {1e3 * tokens / shared:6.0f} shared"
-        print(f"{prompt:4d}:{completion} tokens, {generations} completions: {rates} ({separate / shared:.2f} x)")
-    if given.out is not None:
-        section = {"hidden": HIDDEN, "layers": LAYERS, "vocab": VOCAB, "prompts": PROMPTS, "cases": cases}
-        record("shared_prompts", section, out=given.out)
+        updates = with_ratios(times_by_round(calls, "cpu", rounds=rounds), "separate")
+        cases.append({"prompt": prompt, "completion": completion, "generations": generations, "updates": updates})
+    yield {"hidden": HIDDEN, "layers": LAYERS, "vocab": VOCAB, "prompts": PROMPTS, "cases": cases}
 
 
 if __name__ == "__main__":
-    main()
+    main("shared_prompts")

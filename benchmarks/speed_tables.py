@@ -1,4 +1,4 @@
-"""The tables of speed and memory, from the section `loss` of the newest run: see `benchmarks.tables`."""
+"""The tables of speed and memory, from the section `loss` of a run: see `benchmarks.tables`."""
 
 from __future__ import annotations
 
@@ -8,44 +8,38 @@ from typing import Any
 
 from benchmarks.results import Run, newest, newest_first, where
 from benchmarks.sweep import PLANS as GPU_PLANS
+from benchmarks.tables import MIB, grid, ms, title
 
 NOT_YET = "not measured yet"
-SPEED_COLUMNS = (
-    "", "forward + backward", "× bare (p20 to p80)", "scoring", "× bare", "memory", "gradients off by",
-    "max \\|Δlogp\\|",
-)  # fmt: skip
+SPEED_HEADER = (
+    "|  | forward + backward | × bare (p20 to p80) | scoring | × bare | memory | gradients off by | max \\|Δlogp\\| |"
+)
 SUMMARY_PEERS = {"torch.compile": "torch.compile", "liger": "Liger", "trl": "TRL"}
 COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
 
 
 def summary(folder: Path) -> str:
     """One row: time and memory of our loss and of its peers, from the newest CPU run that timed all of them."""
-    found = newest_first("cpu", "loss", folder)
-    run = next((run for run in found if _summary_case(run)), None)
+    run = next((run for run in newest_first("cpu", "loss", folder) if _summary_case(run)), None)
     if run is None:
         return f"Time and memory: {NOT_YET} (`{COMMANDS['cpu']}`)."
     case = _summary_case(run)
     assert case is not None
     names = {"native": "**grpo_fused**", **SUMMARY_PEERS}
-    cells = []
+    cells = ["time of forward + backward, memory beyond inputs and gradients"]
     for name in names:
         row = case["providers"][name]
         mib = peak_mib(row)
         cells.append(ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
     shape = case["shape"]
     row, source = _candidate_row(run, shape, len(names), folder)
-    return "\n".join(
-        [
-            f"| {shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']} | "
-            + " | ".join(names.values())
-            + " |",
-            "|---" * (len(names) + 1) + "|",
-            "| time of forward + backward, memory beyond inputs and gradients | " + " | ".join(cells) + " |",
-            *([row] if row else []),
-            "",
-            f"{where(run)}, {run.machine['threads']} threads{source}.",
-        ]
-    )
+    words = f"{shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']}"
+    return "\n".join([
+        *grid(f"| {words} | {' | '.join(names.values())} |", [cells]),
+        *([row] if row else []),
+        "",
+        f"{where(run)}, {run.machine['threads']} threads{source}.",
+    ])  # fmt: skip
 
 
 def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> tuple[str, str]:
@@ -53,10 +47,10 @@ def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path
     run = newest("cpu", "candidates", folder)
     if run is None or run.machine["name"] != dense.machine["name"]:
         return "", ""
-    found = run.sections["candidates"]["published"]
-    if any(found[name] != shape[name] for name in "NHV"):
+    published = run.sections["candidates"]["published"]
+    if any(published[name] != shape[name] for name in "NHV"):
         return "", ""
-    row, memory = found["calls"]["native loss"], found["scratch_bytes"]["native"] / 2**20
+    row, memory = published["calls"]["native loss"], published["scratch_bytes"]["native"] / MIB
     text = "the same with [candidate sets](docs/candidates.md) of the sizes that top-p 0.97 leaves"
     line = f"| {text} | {ms(row['ms']['median'])}, {memory:.0f} MiB |" + " |" * (columns - 1)
     return line, f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
@@ -71,24 +65,30 @@ def _summary_case(run: Run) -> dict[str, Any] | None:
     return None
 
 
-def speed(device: str, folder: Path) -> str:
-    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
+def speed_of(device: str, folder: Path) -> str:
+    """The tables of the newest run on the device, and which of the GPU's problems were not measured."""
     run = newest(device, "loss", folder)
-    if run is None:
-        return _not_yet(device)
-    cases = with_peers(run)
+    if run is not None:
+        return speed(run)
+    note = f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."
+    return "\n".join([note, *_missing_on_a_gpu({}, device)])
+
+
+def speed(run: Run) -> str:
+    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
+    cases, device = with_peers(run), run.machine["device"]
     ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
-    blocks = [_about(run), *(_speed_table(found, ours) for found in cases.values())]
-    alone = [row for name, found in _dense(run).items() if name not in cases for row in _alone_rows(found)]
+    blocks = [_about(run), *(_speed_table(case, ours) for case in cases.values())]
+    alone = [row for name, case in _dense(run).items() if name not in cases for row in _alone_rows(case)]
     if alone:
         header = "| Other sizes | | forward + backward | × bare | scoring | × bare | memory |"
-        blocks.append("\n".join([header, "|---" * 7 + "|", *alone]))
-    if missing := _not_yet(device, run):
-        blocks.append(missing)
-    name = "gpu" if device == "cuda" else device
-    if any("not_timed" not in row for found in cases.values() for row in found["providers"].values()):
+        blocks.append("\n".join(grid(header, alone)))
+    if missing := _missing_on_a_gpu(run.sections["loss"]["cases"], device):
+        blocks.append("\n".join(missing).strip())
+    name, rows = device.replace("cuda", "gpu"), [row for case in cases.values() for row in case["providers"].values()]
+    if any("not_timed" not in row for row in rows):
         blocks.append(f"![time of forward and backward, relative to the bare products](plots/{name}-speed.svg)")
-    if any(peak_mib(row) is not None for found in cases.values() for row in found["providers"].values()):
+    if any(peak_mib(row) is not None for row in rows):
         blocks.append(f"![peak memory](plots/{name}-memory.svg)")
     return "\n\n".join(blocks)
 
@@ -96,11 +96,10 @@ def speed(device: str, folder: Path) -> str:
 def sparsity(device: str, folder: Path) -> str:
     """Savings by inactive tokens: the time of each pattern relative to the dense case, per token of the batch."""
     run = newest(device, "loss", folder)
-    header = "| problem | tokens with a gradient | | time | × bare | time / dense time |"
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
     if not rows:
         return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
-    return "\n".join([header, "|---|---|---|---|---|---|", *rows])
+    return "\n".join(grid("| problem | tokens with a gradient | | time | × bare | time / dense time |", rows))
 
 
 def providers(folder: Path) -> str:
@@ -109,53 +108,43 @@ def providers(folder: Path) -> str:
     known = {device: run.sections["loss"]["providers"] for device, run in runs.items() if run is not None}
     if not known:
         return "`benchmarks/providers.py` says what is timed under each name."
-    lines = ["<details><summary>What is timed under each name</summary>", "", "| name | what is timed | not run |"]
-    lines.append("|---|---|---|")
-    for name in dict.fromkeys(name for found in known.values() for name in found):
-        entries = {device: found[name] for device, found in known.items() if name in found}
+    rows = []
+    for name in dict.fromkeys(name for entries in known.values() for name in entries):
+        entries = {device: by_name[name] for device, by_name in known.items() if name in by_name}
         absent = [f"{device}: {entry['unavailable']}" for device, entry in entries.items() if entry["unavailable"]]
-        lines.append(f"| {name} | {_cell(next(iter(entries.values()))['composition'])} | {_cell('; '.join(absent))} |")
-    return "\n".join([*lines, "", "</details>"])
+        rows.append((name, _cell(next(iter(entries.values()))["composition"]), _cell("; ".join(absent))))
+    lines = grid("| name | what is timed | not run |", rows)
+    return "\n".join(["<details><summary>What is timed under each name</summary>", "", *lines, "", "</details>"])
 
 
 def with_peers(run: Run) -> dict[str, Any]:
     """The dense cases in which a peer was timed or tried."""
     entries = run.sections["loss"]["providers"]
     return {
-        name: found
-        for name, found in _dense(run).items()
-        if not all(entries[provider]["ours"] for provider in found["providers"])
+        name: case
+        for name, case in _dense(run).items()
+        if not all(entries[provider]["ours"] for provider in case["providers"])
     }
 
 
 def _dense(run: Run) -> dict[str, Any]:
-    return {
-        name: found for name, found in run.sections["loss"]["cases"].items() if found["shape"]["pattern"] == "dense"
-    }
-
-
-def title(shape: dict[str, Any]) -> str:
-    """A problem as text."""
-    return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
+    cases = run.sections["loss"]["cases"]
+    return {name: case for name, case in cases.items() if case["shape"]["pattern"] == "dense"}
 
 
 def peak_mib(row: dict[str, Any]) -> float | None:
     """MiB beyond inputs and gradients: the resident set on a CPU, the allocator's on a GPU; None if not measured."""
-    found = row.get("memory_mib", {})
-    return found.get("resident", found.get("allocator"))
+    measured = row.get("memory_mib", {})
+    return measured.get("resident", measured.get("allocator"))
 
 
-def _not_yet(device: str, run: Run | None = None) -> str:
-    """A note that nothing was measured, or which of the GPU's problems were not."""
-    cases = {} if run is None else run.sections["loss"]["cases"]
-    shapes = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
-    lines = (
-        [] if run else [f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."]
-    )
-    if shapes and device == "cuda":
-        lines += ["", "| problem | bare products | ours | TRL | Liger |", "|---|---|---|---|---|"]
-        lines += [f"| {title(case.describe())} |" + f" {NOT_YET} |" * 4 for case in shapes]
-    return "\n".join(lines).strip()
+def _missing_on_a_gpu(cases: dict[str, Any], device: str) -> list[str]:
+    """A table of the GPU's dense problems that are not among the cases; nothing for a CPU."""
+    missing = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
+    if device == "cpu" or not missing:
+        return []
+    rows = ([title(case.describe()), *[NOT_YET] * 4] for case in missing)
+    return ["", *grid("| problem | bare products | ours | TRL | Liger |", rows)]
 
 
 def _about(run: Run) -> str:
@@ -175,36 +164,25 @@ def _about(run: Run) -> str:
     )
 
 
-def _speed_table(found: dict[str, Any], ours: set[str]) -> str:
-    shape, bare, rows = found["shape"], found["bare"], found["providers"]
+def _speed_table(case: dict[str, Any], ours: set[str]) -> str:
+    shape, bare, rows = case["shape"], case["bare"], case["providers"]
     product = 2 * shape["N"] * shape["H"] * shape["V"]
-    timed = sorted(
-        (name for name in rows if "not_timed" not in rows[name]),
-        key=lambda name: rows[name]["forward_backward"]["ms"]["median"],
-    )
-    lines = [
-        f"**{title(shape)}**",
-        "",
-        "| " + " | ".join(SPEED_COLUMNS) + " |",
-        "|" + "---|" * len(SPEED_COLUMNS),
-    ]
+    timed = {name: row for name, row in rows.items() if "not_timed" not in row}
     three, one = bare["bare-3"]["median"], bare["bare-1"]["median"]
-    lines.append(
-        f"| bare products | {ms(three)}, {_rate(3 * product / three)} | 1 | {ms(one)}, {_rate(product / one)} "
-        "| 1 | | | |"
-    )
-    for name in timed:
-        row = rows[name]
+    cells = []
+    for name, row in sorted(timed.items(), key=lambda item: item[1]["forward_backward"]["ms"]["median"]):
         spread = row["forward_backward"]["times_bare"]
         both, ratio, *others = _taken(row)
         ratio += f" ({spread['p20']:.2f} to {spread['p80']:.2f})"
-        cells = [f"**{name}**" if name in ours else name, both, ratio, *others, *_errors(row["errors"])]
-        lines.append("| " + " | ".join(cells) + " |")
-    for name, row in rows.items():
-        if "not_timed" in row:
-            errors = _errors(row["errors"]) if "errors" in row else ["", ""]
-            lines.append(f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(errors)} |")
-    return "\n".join(lines)
+        cells.append([f"**{name}**" if name in ours else name, both, ratio, *others, *_errors(row["errors"])])
+    header, rule, *lines = grid(SPEED_HEADER, cells)
+    lines += [
+        f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(_errors(row.get('errors', {})))} |"
+        for name, row in rows.items()
+        if name not in timed
+    ]
+    first = f"{ms(three)}, {_rate(3 * product / three)} | 1 | {ms(one)}, {_rate(product / one)} | 1"
+    return "\n".join([f"**{title(shape)}**", "", header, rule, f"| bare products | {first} | | | |", *lines])
 
 
 def _taken(row: dict[str, Any]) -> list[str]:
@@ -219,38 +197,38 @@ def _taken(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _alone_rows(found: dict[str, Any]) -> Iterator[str]:
-    for name, row in found["providers"].items():
+def _alone_rows(case: dict[str, Any]) -> Iterator[list[str]]:
+    for name, row in case["providers"].items():
         taken = [f"not timed: {_cell(row['not_timed'])}", *[""] * 4] if "not_timed" in row else _taken(row)
-        yield f"| {' | '.join([title(found['shape']), name, *taken])} |"
+        yield [title(case["shape"]), name, *taken]
 
 
-def _sparse_rows(cases: dict[str, Any]) -> Iterator[str]:
-    for found in cases.values():
-        shape = found["shape"]
+def _sparse_rows(cases: dict[str, Any]) -> Iterator[list[str]]:
+    for case in cases.values():
+        shape = case["shape"]
         if shape["pattern"] == "dense":
             continue
-        dense = cases.get(_dense_name(shape, cases))
-        for name, row in found["providers"].items():
-            if "not_timed" in row or (dense is not None and "not_timed" in dense["providers"].get(name, {})):
+        dense = cases.get(_dense_name(shape, cases), {"providers": {}})
+        for name, row in case["providers"].items():
+            whole = dense["providers"].get(name, {})
+            if "not_timed" in row or "not_timed" in whole:
                 continue
-            both = row["forward_backward"]
-            of_dense = ""
-            if dense is not None and name in dense["providers"]:
-                whole = dense["providers"][name]["forward_backward"]["ms"]["median"] / dense["shape"]["N"]
-                of_dense = f"{both['ms']['median'] / shape['N'] / whole:.2f}"
-            yield (
-                f"| {title(shape)}, {shape['pattern']} | {found['shares']['gradient']:.0%} | {name} "
-                f"| {ms(both['ms']['median'])} | {both['times_bare']['median']:.2f} | {of_dense} |"
-            )
+            both, of_dense = row["forward_backward"], ""
+            if whole:
+                ms_a_token = whole["forward_backward"]["ms"]["median"] / dense["shape"]["N"]
+                of_dense = f"{both['ms']['median'] / shape['N'] / ms_a_token:.2f}"
+            yield [
+                f"{title(shape)}, {shape['pattern']}", f"{case['shares']['gradient']:.0%}", name,
+                ms(both["ms"]["median"]), f"{both['times_bare']['median']:.2f}", of_dense,
+            ]  # fmt: skip
 
 
 def _dense_name(shape: dict[str, Any], cases: dict[str, Any]) -> str:
     """The dense case of the same head whose number of tokens is nearest."""
     same = {
-        name: abs(found["shape"]["N"] - shape["N"])
-        for name, found in cases.items()
-        if found["shape"]["pattern"] == "dense" and all(found["shape"][k] == shape[k] for k in ("dtype", "H", "V"))
+        name: abs(case["shape"]["N"] - shape["N"])
+        for name, case in cases.items()
+        if case["shape"]["pattern"] == "dense" and all(case["shape"][k] == shape[k] for k in ("dtype", "H", "V"))
     }
     return min(same, key=lambda name: same[name], default="")
 
@@ -264,11 +242,6 @@ def _errors(errors: dict[str, float | None]) -> list[str]:
 
 def _small(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
-
-
-def ms(value: float) -> str:
-    """A time in milliseconds as text."""
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def _rate(flop_per_ms: float) -> str:

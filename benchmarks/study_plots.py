@@ -1,37 +1,37 @@
-"""Plots of the studies: each takes its section of a result file, as a dict, and returns a matplotlib figure.
-
-python -m benchmarks.study_plots results.json folder/    # a PNG for each section that the file has
-"""
+"""Plots of the studies: each takes its section of a result file, as a dict, and returns a matplotlib figure."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
-
-from benchmarks.study_page import pretrained_plot
+from benchmarks.study_page import PARTS, TRAINERS
 from benchmarks.style import (
     COLORS,
     INK,
     LABEL_BOX,
     MUTED,
     OURS,
+    PEER,
     bar_color,
     bar_text,
     decorate,
     label_bars,
+    log2_ticks,
+    log_height,
     new_figure,
-)
+    percent,
+)  # fmt: skip
+from benchmarks.timing import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LABELS = {"linear_cross_entropy": "linear_cross_\nentropy of torch:\nbf16 results", "bare": "bare products"}
-MIB = 2**20
+SMOOTH = 5
+"""steps in a mean of a reward curve"""
 
 
 def accuracy_plot(section: dict[str, Any]) -> Figure:
@@ -69,7 +69,7 @@ def _flips_panel(axes: Axes, section: dict[str, Any]) -> None:
     curves = _curves(section, lambda row: row["flipped"]["exact_old"], together=0.001)
     top = 1.06 * max(0.01, *(max(y) for _, y in curves.values()))
     axes.set_ylim(-0.08 * top, top)  # room for the name of a line at 0
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    percent(axes.yaxis)
     low, high = section["clip"]
     unit = f"share of tokens, policies {section['old_noise']:g} nats apart"
     decorate(axes, f"Wrong clip decisions, [{low:g}, {high:g}] (lower is better)", "largest |logit|", unit)
@@ -92,7 +92,7 @@ def _ratio_panel(axes: Axes, section: dict[str, Any]) -> None:
             *place, f"{label}:\n{_ratio_words(section, name)}", transform=axes.transAxes, color=COLORS[name],
             fontsize=8.5, fontweight="bold", va="top", ha=side, bbox=LABEL_BOX,
         )  # fmt: skip
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    percent(axes.yaxis)
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_xticks([edges[0], 1.0, edges[-1]])
@@ -166,10 +166,8 @@ def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def _logit_axis(axes: Axes, sizes: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
     ticks = sorted({round(z) for z in sizes})
-    axes.set_xticks(ticks, [str(z) for z in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    log2_ticks(axes, ticks, [str(z) for z in ticks])
     axes.set_xlim(min(sizes) * 0.9, max(sizes) * 6)  # room for the names
 
 
@@ -235,13 +233,8 @@ def _growth_panel(
         axes.plot(
             *zip(*logits, strict=True), color=MUTED, linewidth=1, linestyle=":", label="fp32 logits\nof all tokens"
         )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(ticks, [f"{t:.0%}" if dimension == "active" else _thousands(t) for t in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    log2_ticks(axes, ticks, [f"{t:.0%}" if dimension == "active" else _thousands(t) for t in ticks])
+    log_height(axes)
 
 
 def _thousands(number: float) -> str:
@@ -279,7 +272,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
         bar_text(share, value, y, f"{value:.0%}")
     label_bars(share, list(shares))
     share.set_xlim(0, 1)
-    share.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    percent(share.xaxis)
     decorate(share, "Head's share of a model's matrix products", "share of the FLOP of a token", "", grid="none")
     return figure
 
@@ -296,13 +289,8 @@ def candidates_plot(section: dict[str, Any]) -> Figure:
     for name, color, label in (("sets", COLORS["native"], "candidate sets"), ("dense", MUTED, "whole vocabulary")):
         times = [point[name]["ms"]["median"] for point in points]
         axes.plot(sizes, times, "o-", color=color, markersize=5, linewidth=1.4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [f"{size}" for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    log2_ticks(axes, sizes, [f"{size}" for size in sizes])
+    log_height(axes)
     axes.legend(frameon=False, fontsize=9, loc="center left")
     decorate(axes, "", "tokens in a set", "ms, forward + backward")
     return figure
@@ -321,34 +309,54 @@ def distillation_plot(section: dict[str, Any]) -> Figure:
         color, label = (COLORS["native"], "distillation") if run["distil"] else (MUTED, "GRPO")
         axes.plot(x, y, "o-", color=color, markersize=4, linewidth=1.4, label="" if run["seed"] else label)
         axes.axhline(run["teacher_accuracy"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    percent(axes.yaxis)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     decorate(axes, "", "step", "held-out accuracy")
     return figure
 
 
+def pretrained_plot(section: dict[str, Any]) -> Figure:
+    """Reward curves, held-out accuracy before and after, and where the time of a step goes."""
+    figure = new_figure(
+        12.6, 4.4, "GRPO on a pretrained model: learning, and the time of a step",
+        f"{section['model']}, reasoning_gym {section['task']}, V = 262,144, bf16 autocast on two CPU cores. "
+        f"Rewards are means of {SMOOTH} steps.",
+    )  # fmt: skip
+    rewards, accuracy, times = figure.subplots(1, 3, width_ratios=(1.2, 0.8, 1.4))
+    color = {"ours": COLORS["native"], "fused_trl": COLORS["TRL"], "trl": COLORS["eager"]}
+    known = set[str]()
+    for name, run in section["runs"].items():
+        kind = name.rpartition("-")[0]
+        reward = [value or 0.0 for value in run["curves"]["reward"]]
+        means = [sum(reward[i : i + SMOOTH]) / SMOOTH for i in range(len(reward) - SMOOTH + 1)]
+        label = "" if kind in known else TRAINERS[kind].replace("`", "")
+        known.add(kind)
+        rewards.plot(range(SMOOTH, len(reward) + 1), means, color=color[kind], linewidth=1.6, label=label)
+        if "after" in run["accuracy"]:
+            line = [run["accuracy"]["before"], run["accuracy"]["after"]]
+            accuracy.plot([0, 1], line, "o-", color=color[kind], linewidth=1.4, markersize=5)
+    rewards.legend(frameon=False, fontsize=8.5, loc="upper left")
+    decorate(rewards, "Reward in training", "step", "mean reward")
+    accuracy.set_xticks([0, 1], ["before", "after"])
+    accuracy.set_xlim(-0.3, 1.3)
+    percent(accuracy.yaxis)
+    decorate(accuracy, "Held-out accuracy", "", "")
+    _step_bars(times, {name: run["median"] for name, run in section["runs"].items() if name.endswith("-0")})
+    return figure
+
+
+def _step_bars(times: Axes, medians: dict[str, dict[str, float]]) -> None:
+    """Where the time of a step goes, a bar for the first run of each trainer."""
+    shades = {"generation": PEER, "body": COLORS["chunked"], "head": COLORS["eager"], "other": INK}
+    left = [0.0] * len(medians)
+    for part in PARTS:
+        seconds = [median[part] for median in medians.values()]
+        times.barh(range(len(medians)), seconds, left=left, color=shades[part], height=0.6, label=part)
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    label_bars(times, [TRAINERS[name.rpartition("-")[0]].replace("`", "") for name in medians])
+    times.legend(frameon=False, fontsize=8.5, loc="lower center", ncols=4, bbox_to_anchor=(0.45, 1.06))
+    decorate(times, "", "seconds of a step (median)", "", grid="none")
+
+
 def _short(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
-
-
-PLOTS = {
-    "accuracy": accuracy_plot, "growth": growth_plot, "end_to_end": end_to_end_plot, "candidates": candidates_plot,
-    "distillation": distillation_plot, "pretrained": pretrained_plot,
-}  # fmt: skip
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Draw all sections of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args(argv)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    sections = json.loads(given.results.read_text())["sections"]
-    for name in PLOTS.keys() & sections.keys():
-        PLOTS[name](sections[name]).savefig(given.folder / f"{name}.png")
-        print(f"written to {given.folder / name}.png")
-
-
-if __name__ == "__main__":
-    main()

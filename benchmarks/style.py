@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 INK, MUTED, GRID, PEER = "#1f2933", "#616e7c", "#e4e7eb", "#aab2bd"
 COLORS = {
@@ -49,6 +50,9 @@ LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 def new_figure(width: float, height: float, title: str, note: str) -> Figure:
     """Width and height in inches; drawn without a display, with any backend that the user has configured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, color=INK, fontsize=13, fontweight="bold", x=0.012, ha="left")
@@ -66,6 +70,32 @@ def decorate(axes: Axes, title: str, x_label: str, y_label: str, grid: Literal["
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=8.5, length=0, which="both")
     axes.spines[:].set_visible(False)
+
+
+def percent(axis: Axis) -> None:
+    """Shares as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def log2_ticks(axes: Axes, ticks: Sequence[float], labels: Sequence[str]) -> None:
+    """A logarithmic horizontal axis with these ticks only."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels)
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def log_height(axes: Axes) -> None:
+    """A logarithmic vertical axis whose ticks are plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def bar_color(name: str) -> str:

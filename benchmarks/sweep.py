@@ -11,13 +11,15 @@ process.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Iterator
 
 import torch
 
-from benchmarks.measure import Plan, add_options, chosen, command, run
+from benchmarks.measure import Cases, Memory, Peers, Plan, Seconds, Small, chosen, sections
 from benchmarks.problem import PATTERNS, Case
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 
 PLANS = [
     Plan(Case(16, 512, H, 151936, "bf16", pattern), memory=pattern == "dense")
@@ -25,19 +27,19 @@ PLANS = [
     for H in (4096, 2048, 896)
 ]
 SMALL = [Plan(Case(5, 16, 64, 2048, "bf16", pattern)) for pattern in PATTERNS]
+DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the sweep and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, rounds=7)
-    given = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not given.small:
+def run(
+    cases: Cases = ("",), rounds: int = 7, small: Small = False, peers: Peers = True, memory: Memory = True,
+    seconds: Seconds = None, device: Device = DEVICE,
+) -> Iterator[Section]:  # fmt: skip
+    """The section `loss`, after each case."""
+    if device == "cpu" and not small:
         sys.exit("there is no GPU here: python -m benchmarks.cpu has the shapes of a CPU")
-    again = command("benchmarks.sweep", sys.argv[1:] if argv is None else argv)
-    run(again, chosen(SMALL if given.small else PLANS, given), device, given)
+    plans = chosen(SMALL if small else PLANS, cases, peers=peers, memory=memory)
+    return sections(plans, device, rounds=rounds, seconds=seconds)
 
 
 if __name__ == "__main__":
-    main()
+    main("sweep")

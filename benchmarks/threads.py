@@ -7,20 +7,15 @@ A result must not change with the number of threads (`native`); the tests check 
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take the time of those that work
-
-import argparse
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.problem import DTYPES, Case, clear
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import machine, record
+from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 
 ENGINES = ("native", "chunked")
@@ -40,25 +35,16 @@ def study(case: Case, counts: list[int], rounds: int) -> dict[str, Any]:
     by_count = {}
     for count in counts:
         torch.set_num_threads(count)
-        found = with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare")
-        print(case.name, count, {name: round(row["ms"]["median"]) for name, row in found.items()}, flush=True)
-        by_count[count] = found
+        by_count[count] = with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare")
     return {"shape": case.describe(), "threads": by_count}
 
 
-def main() -> None:
-    """Measure, print, and put the section `threads` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine("cpu")
+def run(rounds: int = 5) -> Iterator[Section]:
+    """The section `threads`."""
     cores = torch.get_num_threads()
     counts = [*(2**k for k in range(cores.bit_length()) if 2**k < cores), cores, 2 * cores]
-    section = {"cores": cores, "cases": [study(case, counts, given.rounds) for case in CASES]}
-    if given.out is not None:
-        record("threads", section, out=given.out)
+    yield {"cores": cores, "cases": [study(case, counts, rounds) for case in CASES]}
 
 
 if __name__ == "__main__":
-    main()
+    main("threads")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+MIB = 2**20
 Calls = dict[str, Callable[[], object]]
 
 

@@ -9,19 +9,17 @@ same completions and must report the same losses. A small model with a large voc
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import machine, record
+from benchmarks.child import in_child
+from benchmarks.study import Section, main
 from benchmarks.timing import summary
 
 VOCAB, HIDDEN, LAYERS = 50_000, 256, 2
@@ -36,19 +34,18 @@ OPTIONS = {
 
 def save_model(folder: Path) -> None:
     """A random Qwen2 and a tokenizer of words."""
-    import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
-        eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    from benchmarks.qwen2 import small_qwen2
+
+    model = small_qwen2(
+        VOCAB, HIDDEN, LAYERS, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256,
+        eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     words = Tokenizer(WordLevel({w: i for i, w in enumerate(["<pad>", "<eos>", *WORDS])}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -57,7 +54,7 @@ def save_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train(kind: str, folder: Path, steps: int) -> dict[str, Any]:
+def train(kind: str, place: str, steps: int) -> dict[str, Any]:
     """Seconds, processor seconds, peak memory and losses of one run, in this process."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
@@ -65,7 +62,7 @@ def train(kind: str, folder: Path, steps: int) -> dict[str, Any]:
 
     from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl
 
-    g = random.Random(0)
+    g, folder = random.Random(0), Path(place)
     rows = Dataset.from_list([{"prompt": " ".join(g.choices(WORDS, k=32))} for _ in range(64)])
     if kind == "patched":
         patch_trl()
@@ -88,55 +85,27 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) < VOCAB // 2 for word in text.split()) / 64 for text in completions]
 
 
-def main() -> None:
-    """Measure, print, and put the section `trl_steps` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # trainer, folder: in a process of its own
-    given = parser.parse_args()
-    if given.one is not None:
-        print(json.dumps(train(given.one[0], Path(given.one[1]), given.steps)))
-        return
-    machine("cpu")
+def run(steps: int = 10, rounds: int = 3, threads: int = 1) -> Iterator[Section]:
+    """The section `trl_steps`."""
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in TRAINERS}
+    quiet = {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name) / "model")
-        for _ in range(given.rounds):
-            for kind, found in runs.items():
-                command = [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.trl_steps",
-                    "--steps",
-                    str(given.steps),
-                    "--one",
-                    kind,
-                    name,
-                ]
-                env = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "TRANSFORMERS_VERBOSITY": "error"}
-                done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    sys.exit(f"{kind}: {done.stderr[-2000:]}")
-                found.append(json.loads(done.stdout.splitlines()[-1]))
+        for _ in range(rounds):
+            for kind, rows in runs.items():
+                rows.append(in_child("benchmarks.trl_steps:train", kind, name, steps, **quiet))
     want = runs["stock"][0]["losses"]
     trainers = {}
-    for kind, found in runs.items():
-        away = max(abs(a - b) for run in found for a, b in zip(run["losses"], want, strict=True))
+    for kind, rows in runs.items():
+        away = max(abs(a - b) for row in rows for a, b in zip(row["losses"], want, strict=True))
         if away > 1e-3:
-            sys.exit(f"{kind}: losses are off by {away}: {found[0]['losses']}, stock {want}")
-        trainers[kind] = {
-            name: summary([run[name] for run in found]) for name in ("seconds", "processor_seconds", "peak_bytes")
-        } | {"loss_difference": away}
-        times = trainers[kind]["seconds"]["median"], trainers[kind]["processor_seconds"]["median"]
-        peak = trainers[kind]["peak_bytes"]["median"] / 2**20
-        print(f"{kind:8s} {times[0]:6.1f} s, {times[1]:6.1f} s of processor time, peak {peak:.0f} MiB")
-    data = {"vocab": VOCAB, "hidden": HIDDEN, "layers": LAYERS, "steps": given.steps, "threads": given.threads}
-    if given.out is not None:
-        record("trl_steps", {**data, "trainers": trainers}, out=given.out)
+            sys.exit(f"{kind}: losses are off by {away}: {rows[0]['losses']}, stock {want}")
+        names = ("seconds", "processor_seconds", "peak_bytes")
+        trainers[kind] = {name: summary([row[name] for row in rows]) for name in names} | {"loss_difference": away}
+    yield {
+        "vocab": VOCAB, "hidden": HIDDEN, "layers": LAYERS, "steps": steps, "threads": threads, "trainers": trainers,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main("trl_steps")

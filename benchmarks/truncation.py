@@ -10,11 +10,8 @@ two are 1. Without, they are those of another distribution.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.results import machine, record
+from benchmarks.study import Section, main
 from examples.small.prepare import make_puzzles, prepare
 from grpo_fused.rewards import built_in
 from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, Sampling, roll_out
@@ -61,7 +58,7 @@ class _Given:
         """Nothing."""
 
 
-def run(folder: Path, *, seed: int, steps: int, top_p: float, keep_sets: bool) -> list[dict[str, float]]:
+def train(folder: Path, *, seed: int, steps: int, top_p: float, keep_sets: bool) -> list[dict[str, float]]:
     """The metrics of a run."""
     set_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(folder / "policy")
@@ -79,31 +76,18 @@ def run(folder: Path, *, seed: int, steps: int, top_p: float, keep_sets: bool) -
     return [{name: row[name] for name in ("step", *RECORDED) if name in row} for row in trainer.train() if row["step"]]
 
 
-def main() -> None:
-    """Train, print, and put the section `truncation` into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--top-p", type=float, default=0.9)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine("cpu")
+def run(seeds: int = 3, steps: int = 40, top_p: float = 0.9) -> Iterator[Section]:
+    """The section `truncation`."""
     runs = []
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name))
-        go = partial(run, Path(name), steps=given.steps, top_p=given.top_p)
-        for seed in range(given.seeds):
-            for keep_sets in (True, False):
-                rows = go(seed=seed, keep_sets=keep_sets)
-                runs.append({"seed": seed, "sets": keep_sets, "metrics": rows})
-                last = statistics.fmean(row["reward"] for row in rows[-5:])
-                first = {name: round(rows[0][name], 4) for name in RECORDED if name in rows[0]}
-                print(
-                    f"seed {seed}, {'with' if keep_sets else 'without'} sets: first step {first}; last five {last:.3f}"
-                )
-    if given.out is not None:
-        record("truncation", {"top_p": given.top_p, "steps": given.steps, "runs": runs}, out=given.out)
+        for seed in range(seeds):
+            for sets in (True, False):
+                rows = train(Path(name), seed=seed, steps=steps, top_p=top_p, keep_sets=sets)
+                runs.append({"seed": seed, "sets": sets, "metrics": rows})
+                print(f"seed {seed}, {'with' if sets else 'without'} sets: {rows[0]} to {rows[-1]}", flush=True)
+    yield {"top_p": top_p, "steps": steps, "runs": runs}
 
 
 if __name__ == "__main__":
-    main()
+    main("truncation")

@@ -9,14 +9,13 @@ in `kernels/head_configs.py`, with the figures as their reason.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import torch
 
-from benchmarks import results
+from benchmarks.results import Device
+from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, interleave
 
 SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 151936)]
@@ -25,22 +24,19 @@ LOGP_TOLERANCE = 1e-3
 """Above this a result is wrong, not inexact: tensor cores may truncate partial sums, by 1e-4 in all at H = 4096."""
 
 
-def main() -> None:
-    """Run the tuner and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="one small shape, to test the program")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True, help="file of the run (see benchmarks.results)")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: list[dict[str, Any]] = []
-    for N, H, V in SMALL_SHAPES if arguments.small else SHAPES:
-        row = {"N": N, "H": H, "V": V, "configurations": tune(N, H, V, device, arguments.rounds)}
-        rows.append(row)
-        results.record("tune", {"shapes": rows}, out=arguments.out, device=device)
-        print(f"N = {N}, H = {H}, V = {V}")
-        for entry in row["configurations"]:
-            print(f"  {entry}")
+DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run(
+    small: Annotated[bool, "one small shape, to test the program"] = False,
+    rounds: int = 7,
+    device: Device = DEVICE,
+) -> Iterator[Section]:
+    """The section `tune`, after each shape."""
+    shapes: list[dict[str, Any]] = []
+    for N, H, V in SMALL_SHAPES if small else SHAPES:
+        shapes.append({"N": N, "H": H, "V": V, "configurations": tune(N, H, V, device, rounds)})
+        yield {"shapes": shapes}
 
 
 def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any]]:
@@ -59,11 +55,11 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
     transform = Transform()
     arch = architecture(torch.device(device))
 
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], object]] = {"library": bare_gemms(N, H, V, torch.bfloat16, device)["bare-1"]}
     for number, config in enumerate([HEAD_CONFIGS[arch].plain, *CANDIDATES.get(arch, ())]):
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
-        found.append(entry)
+        entries.append(entry)
         room = Exponentials.empty(N, weight, torch.bfloat16, transform, config=config)
 
         def score(config: Any = config, room: Exponentials | None = None) -> Any:
@@ -80,14 +76,14 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
         if entry["max_logp_error"] <= LOGP_TOLERANCE:
             calls[f"{entry['name']}/score"], calls[f"{entry['name']}/store"] = score, store
     times = interleave(calls, device, rounds=rounds)
-    for entry in found:
+    for entry in entries:
         for what in ("score", "store"):
             timed = times.get(f"{entry['name']}/{what}")
             if timed is not None:
                 entry[f"{what}_ms"] = timed
                 entry[f"{what}_share_of_library"] = times["library"]["median"] / timed["median"]
-    return found
+    return entries
 
 
 if __name__ == "__main__":
-    main()
+    main("tune")

@@ -9,10 +9,11 @@ import re
 import pytest
 
 from benchmarks import plots, report
+from benchmarks.pages import PAGES
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
+from benchmarks.study import call
 from benchmarks.sweep import PLANS
-from benchmarks.tables import PAGES
 
 
 def empty(page: str) -> str:
@@ -86,7 +87,7 @@ FEW = Case(1, 128, 896, 151936)
 
 
 def test_the_committed_files_are_up_to_date():
-    report.main(["--check"])
+    report.main(check=True)
 
 
 def test_nothing_measured(place):
@@ -162,16 +163,16 @@ def test_plots_are_reproducible_and_contain_a_hash_of_their_data(place):
     assert "cpu-speed.svg does not show the newest results" in found
     assert "cpu-memory.svg" not in found
     assert "+" in found
-    assert plots.plots(place[1])["cpu-speed.svg"].panels[f"bf16, N = {DENSE.N}, H = 896, V = 151936"]["trl"] == 5.0
+    assert plots.plots(place[1])["cpu-speed.svg"].data.panels[f"bf16, N = {DENSE.N}, H = 896, V = 151936"]["trl"] == 5.0
 
 
 def test_check_fails_with_a_diff(place):
     options = [f"--{name}={value}" for name, value in zip(("root", "results"), place, strict=True)]
     with pytest.raises(SystemExit, match="(?s)[+]On a CPU.*not up to date: run python -m benchmarks.report"):
-        report.main(["--check", *options])
+        call(report.main, ["--check", *options])
     assert {page: (place[0] / page).read_text() for page in PAGES} == {page: empty(page) for page in PAGES}
-    report.main(options)
-    report.main(["--check", *options])
+    call(report.main, options)
+    call(report.main, ["--check", *options])
 
 
 def test_a_newer_schema_is_refused(place):

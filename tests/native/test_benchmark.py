@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import cpu
 from benchmarks.results import load
+from benchmarks.study import main
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 
@@ -16,7 +17,7 @@ def test_small_mode_writes_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "SMALL", [plan])
     monkeypatch.setattr("benchmarks.memory.in_fresh_process", lambda case, name, device, timeout_s: {"resident": 1.0})
     out = tmp_path / "r.json"
-    cpu.main(["--small", "--rounds", "2", "--out", str(out)])
+    main("cpu", ["--small", "--rounds", "2", "--out", str(out)])
     run = load(out)
     section = run.sections["loss"]
     assert section["command"] == "python -m benchmarks.cpu --small --rounds 2"
@@ -35,7 +36,7 @@ def test_small_mode_writes_a_result(tmp_path, monkeypatch):
 
 def test_nothing_is_started_after_the_time_limit(tmp_path):
     out = tmp_path / "r.json"
-    cpu.main(["--small", "--seconds", "0", "--out", str(out)])
+    main("cpu", ["--small", "--seconds", "0", "--out", str(out)])
     section = load(out).sections["loss"]
     assert section["left_out"] == [cpu.SMALL[0].case.name]
     assert section["cases"] == {}

@@ -1,0 +1,85 @@
+"""Which tables each page shows: the names of its markers, and the text between them, from a folder of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import speed_tables, study_page, tables
+from benchmarks.results import Run, latest
+from benchmarks.speed_tables import NOT_YET
+from benchmarks.studies import STUDIES
+
+Table = Callable[[Path], str]
+
+
+def of(program: str, text: Callable[[Run], str] | None = None) -> Table:
+    """A study's table, or another text, from the newest run that has its section."""
+    study = STUDIES[program]
+    text = text or study.table
+    assert text is not None
+
+    def table(folder: Path) -> str:
+        run = latest(study.section, folder)
+        words = study.section.replace("_", " ").capitalize()
+        return text(run) if run is not None else f"{words}: {NOT_YET} (`python -m benchmarks.{program}`)."
+
+    return table
+
+
+def training_step(folder: Path) -> str:
+    """From the newest run of the trainers, and the newest that knows the heads' shares."""
+    steps, shares = latest("trl_steps", folder), latest("end_to_end", folder)
+    if steps is None or shares is None:
+        return f"Time of a training step: {NOT_YET} (`{speed_tables.COMMANDS['cpu']}`)."
+    return tables.training_step(steps, shares)
+
+
+def integration_steps(folder: Path) -> str:
+    """Each project from the newest run that has it."""
+    runs = {project: latest(f"integration_steps.{project}", folder) for project in tables.STEP_ROWS}
+    return tables.integration_steps({project: run for project, run in runs.items() if run is not None})
+
+
+def candidates(folder: Path) -> str:
+    """The losses on candidate sets, and training with them if that was measured."""
+    trained = latest("truncation", folder)
+    parts = [of("candidates")(folder), *([] if trained is None else [tables.truncation(trained)])]
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Table] = {
+    "summary": speed_tables.summary,
+    "training-step": training_step,
+    "integration-steps": integration_steps,
+    "cpu-speed": lambda folder: speed_tables.speed_of("cpu", folder),
+    "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
+    "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
+    "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
+    "providers": speed_tables.providers,
+    "accuracy": of("accuracy"),
+    "growth": of("growth"),
+    "threads": of("threads"),
+    "end-to-end": of("end_to_end"),
+    "candidates": candidates,
+    "compiled": of("aot"),
+    "divergence": of("divergence"),
+    "generation": of("generation"),
+    "shared-prompts": of("shared_prompts"),
+    "study": of("pretrained", study_page.summary),
+    "study-runs": of("pretrained"),
+    "study-distribution": of("real_rollouts"),
+    "mismatch": of("mismatch"),
+}
+"""Name of a pair of markers to the text between them."""
+
+_PAGES = {
+    "README.md": ("summary", "training-step", "study"),
+    "docs/integrations.md": ("training-step", "integration-steps"),
+    "docs/training.md": ("generation", "shared-prompts", "mismatch"),
+    "docs/divergence.md": ("divergence",),
+    "docs/study.md": ("study-runs", "study-distribution"),
+}
+_ELSEWHERE = {name for names in _PAGES.values() for name in names}
+PAGES = _PAGES | {"docs/benchmarks.md": tuple(name for name in TABLES if name not in _ELSEWHERE)}
+"""Page to the names of its tables."""

@@ -1,0 +1,39 @@
+"""All studies: the section that each measures, its table, and its picture."""
+
+from __future__ import annotations
+
+from benchmarks import speed_tables, study_page, study_plots, tables
+from benchmarks.results import Run
+from benchmarks.study import Study
+
+
+def _integration_step(run: Run) -> str:
+    prefix = "integration_steps."
+    return tables.integration_steps({s.removeprefix(prefix): run for s in run.sections if s.startswith(prefix)})
+
+
+_ALL = (
+    Study("cpu", "loss", speed_tables.speed, new_file=True),
+    Study("sweep", "loss", speed_tables.speed, new_file=True),
+    Study("rows", "rows", tables.rows),
+    Study("tune", "tune", tables.tune),
+    Study("accuracy", "accuracy", tables.accuracy, study_plots.accuracy_plot),
+    Study("growth", "growth", tables.growth, study_plots.growth_plot),
+    Study("end_to_end", "end_to_end", tables.end_to_end, study_plots.end_to_end_plot),
+    Study("candidates", "candidates", tables.candidates, study_plots.candidates_plot),
+    Study("distillation", "distillation", tables.distillation, study_plots.distillation_plot),
+    Study("pretrained", "pretrained", study_page.runs, study_plots.pretrained_plot),
+    Study("real_rollouts", "real_rollouts", study_page.distribution),
+    Study("trl_steps", "trl_steps", tables.trl_steps),
+    Study("integration_steps", "integration_steps.{project}", _integration_step),
+    Study("threads", "threads", tables.threads),
+    Study("truncation", "truncation", tables.truncation),
+    Study("divergence", "divergence", tables.divergence),
+    Study("objective", "objective", tables.objective),
+    Study("shared_prompts", "shared_prompts", tables.shared_prompts),
+    Study("generation", "generation", tables.generation),
+    Study("mismatch", "mismatch", tables.mismatch, keeps_cases=True),
+    Study("aot", "compiled", tables.compiled),
+)
+STUDIES = {study.program: study for study in _ALL}
+"""Program to study, in the order in which they are drawn."""
