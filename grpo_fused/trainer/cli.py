@@ -119,7 +119,7 @@ def help_of(kind: Any, prefix: str = "") -> Iterator[str]:
     """A paragraph for each option: its name, type, default, and text in the docstring; required ones first."""
     hints, texts = hints_of(kind), docs_of(kind)
     for f in sorted(fields(kind), key=lambda f: default_of(f) != "required"):
-        about = "" if kind is Switches else f" ({type_text(hints[f.name])}, {default_of(f)})"
+        about = " (a switch)" if kind is Switches else f" ({type_text(hints[f.name])}, {default_of(f)})"
         yield f"  --{prefix}{f.name}{about}"
         yield textwrap.fill(texts.get(f.name, ""), 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
         if (group := group_of(hints[f.name])) is not None:
