@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.update import Updater
 
 
+@dataclass
 class Checkpointer:
     """Saves a run into its folder, and restores it.
 
@@ -34,20 +36,17 @@ class Checkpointer:
         say: Prints a text, on one process.
     """
 
-    def __init__(
-        self,
-        output_dir: Path | None,
-        updater: Updater,
-        batches: Batches | Stream,
-        tokenizer: PreTrainedTokenizerBase,
-        identity: dict[str, str],
-        say: Callable[[str], None],
-    ) -> None:
-        self.output_dir, self.updater, self.batches = output_dir, updater, batches
-        self.tokenizer, self.identity, self.say = tokenizer, identity, say
-        self.accelerator, self.config = updater.accelerator, updater.config
-        self._saved_at = 0
-        self._remembered: dict[str, Any] | None = None
+    output_dir: Path | None
+    updater: Updater
+    batches: Batches | Stream
+    tokenizer: PreTrainedTokenizerBase
+    identity: dict[str, str]
+    say: Callable[[str], None]
+    _saved_at: int = 0
+    _remembered: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.accelerator, self.config = self.updater.accelerator, self.updater.config
 
     def save(self, steps_done: int) -> Path | None:
         """Writes a checkpoint of the steps done, unless it exists or `output_dir` is None; all processes call it.

@@ -2,173 +2,156 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
-from functools import cache
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, get_args
 
-import yaml  # type: ignore[import-untyped]
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
-
+from grpo_fused.call.options import check_options
 from grpo_fused.ranks.parallel import PeerError
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rollouts.errors import NonFiniteError, PromptError
 from grpo_fused.rollouts.vllm import SyncError
+from grpo_fused.trainer import reading
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, build_trainer
+from grpo_fused.trainer.reading import OptionError, Settings, group_of, hints_of
+from grpo_fused.trainer.recipe import Recipe, build_trainer
 
-SWITCHES = {
-    "resume": "continue from the newest checkpoint in output_dir; without one the run starts at step 1, and says so",
-    "overwrite": "remove the run that is in output_dir and start again",
-    "dry_run": "check the recipe: one step on a tiny random model and a few rows, without its model and data",
-}
+ABOUT = """\
+usage: grpo-fused train --config recipe.yaml [--option VALUE ...]
+
+Trains a causal language model by GRPO. Options come from a YAML file (--config recipe.yaml), from the command line, or
+both: the later one counts. Dashes and underscores are the same (--learning-rate 1e-6); options of the loss are
+--loss.beta and so on.
+
+  --config FILE
+      A recipe, YAML; see examples/recipes.
+"""
 EXPECTED = (
     CheckpointError, ImportError, NonFiniteError, OSError, PeerError, PromptError, RewardError, SyncError,
 )  # fmt: skip
 """Errors of a run that are not a defect of the package: one line is enough."""
 
-MAX_VALUES = 20_000  # of a YAML text with its aliases expanded; a recipe has about 40 values
-NESTED = [f.name for cls in (Reward, LoRA) for f in fields(cls)]
-PARSER_MODE = "bounded_yaml"
-TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text", "tuple": "a list"}
-TYPES |= {"dict": "a mapping", "NoneType": "null"}
 
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """What to do with a recipe.
 
-def load_yaml(text: str) -> Any:
-    """YAML of bounded size: aliases of aliases can represent more values than fit in memory.
-
-    Raises:
-        ValueError: It is not valid, it has more than `MAX_VALUES` values with aliases expanded, or it is nested too
-            deeply, for example by an alias of itself.
+    Args:
+        resume: Continue from the newest checkpoint in output_dir; without one the run starts at step 1, and says so.
+        overwrite: Remove the run that is in output_dir and start again.
+        dry_run: Check the recipe: one step on a tiny random model and a few rows, without its model and data.
     """
 
-    @cache
-    def size(node: yaml.Node) -> int:
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        return 1 + sum(map(size, children))
+    resume: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
 
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None and size(root) > MAX_VALUES:
-            raise ValueError(f"YAML must have at most {MAX_VALUES} values with aliases expanded; got more")
-        return get_loader("yaml")(text)
-    except RecursionError as error:
-        raise ValueError("YAML must not be nested deeply or contain an alias of itself; it does") from error
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(f"line {error.problem_mark.line + 1} must be valid YAML; {error.problem}") from error
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
-set_loader(PARSER_MODE, load_yaml, (yaml.YAMLError, ValueError))
-
-
-class RequiredFirst(DefaultHelpFormatter):
-    """Help that starts with the required options."""
-
-    def add_arguments(self, actions: Iterable[Any]) -> None:
-        """As the base class, in another order."""
-        super().add_arguments(sorted(actions, key=lambda action: not (action.required or action.dest == "config")))
-
-
-class Parser(ArgumentParser):
-    """A parser whose errors are one line: the place, the option, what was expected."""
-
-    words: Sequence[str] = ()
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Ends the program with exit status 2."""
-        if not self.exit_on_error:  # the parser of a nested option
-            super().error(message, ex)
-        self.exit(2, f"{self.prog}: error: {self.explained(' '.join(message.split()))}\n")
-
-    def explained(self, message: str) -> str:
-        """A message of jsonargparse in plain words, or that of a dataclass, after the place of its option."""
-        if message.startswith(("Problems parsing config", "Unexpected config")):
-            must = (
-                message.partition(": ")[2] if message[0] == "P" else "a recipe must be a mapping of options to values"
-            )
-            return f"{', '.join(map(str, self.files()))}: {must}"
-        keys = re.findall(r'Parser key "([\w.]+)"', message)
-        unknown = re.search(r"(?:unrecognized arguments: --|Option '|(?:Group '(\w+)' .*)option ')([\w.-]+)", message)
-        wrong = re.findall(r"Expected an? (?:<class '(\w+)'>|typing.Literal(\[.*?\]))", message)
-        got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", message)
-        if unknown:
-            name = ".".join(filter(None, (*keys, *unknown.groups())))
-            known = NESTED if keys else [option.removeprefix("--") for option in self._option_string_actions]
-            same = [option for option in known if option.rpartition(".")[2] == unknown[2]]
-            near = same or get_close_matches(unknown[2] if keys else name, known, 1)
-            return f"{self.place(name)}unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        if not keys:
-            return self.place(message.partition(" ")[0]) + message
-        name = ".".join(dict.fromkeys((keys[0], keys[-1].removeprefix(f"{keys[0]}."))))
-        if name == "config":
-            return message.partition(": ")[2]
-        must = "must have another type; see grpo-fused train --help and examples/recipes"
-        if got and wrong and "Not a valid subclass" not in message:
-            expected = [TYPES.get(kind) or f"one of {choices[1:-1]}".replace("'", "") for kind, choices in wrong]
-            must = f"must be {' or '.join(dict.fromkeys(expected))}; got {got[1]!r}"
-        return f"{self.place(name)}{name} {must}"
-
-    def files(self) -> list[Path]:
-        """The recipes on the command line."""
-        pairs = zip(self.words, [*self.words, ""][1:], strict=True)
-        names = [after if word == "--config" else word.partition("--config=")[2] for word, after in pairs]
-        return [Path(name) for name in names if name]
-
-    def place(self, name: str) -> str:
-        """`recipe.yaml:4: ` or `command line: ` for an option that was given there."""
-        own, names = name.rpartition(".")[2], [word.partition("=")[0].removeprefix("--") for word in self.words]
-        if any(name == given or given.endswith(f".{own}") for given in names):
-            return "command line: "
-        keys = ((path, key) for path in self.files() for key in keys_of(yaml.compose(path.read_text(encoding="utf-8"))))
-        return next((f"{path}:{key.start_mark.line + 1}: " for path, key in keys if key.value == own), "")
-
-
-def keys_of(node: yaml.Node) -> Iterator[yaml.Node]:
-    """The keys of a mapping and of nested ones."""
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    yield from (key for key, _ in pairs)
-    inner = [value for _, value in pairs] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
-    yield from chain.from_iterable(map(keys_of, inner))
+SWITCHES = hints_of(Switches)
+HINTS = SWITCHES | hints_of(Recipe)
 
 
 def read_recipe(argv: Sequence[str]) -> tuple[Recipe, dict[str, bool]]:
     """The recipe from YAML and the command line, and the switches; a wrong one ends the program with the reason."""
-    parser = Parser(
-        prog="grpo-fused train",
-        usage="grpo-fused train --config recipe.yaml [--option VALUE ...]",
-        description=(
-            "Trains a causal language model by GRPO. Options come from a YAML file (--config recipe.yaml), from the "
-            "command line, or both: the later one counts. Dashes and underscores are the same (--learning-rate 1e-6); "
-            "options of the loss are --loss.beta and so on."
-        ),
-        formatter_class=RequiredFirst,
-        parser_mode=PARSER_MODE,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="a recipe, YAML; see examples/recipes")
-    for name, what in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
-    parser.add_class_arguments(Recipe)
-    parser.words = [_underscored(word) for word in argv]
     try:
-        words = parser.parse_args(parser.words)
-        options = {name: value for name, value in vars(parser.instantiate(words)).items() if name != "config"}
-        switches = {name: options.pop(name) for name in SWITCHES}
-        return Recipe(**options), switches
-    except UnicodeDecodeError as error:
-        parser.error(f"Problems parsing config: {error}")
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
+        settings = read_words(argv)
+        switches = reading.build(Switches, {name: settings.pop(name) for name in SWITCHES if name in settings})
+        recipe: Recipe = reading.build(Recipe, settings)
+    except OptionError as error:
+        print(f"grpo-fused train: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
+    return recipe, vars(switches)
+
+
+def read_words(argv: Sequence[str]) -> Settings:
+    """The options of a command line and of its files, in their order."""
+    settings: Settings = {}
+    words = iter(argv)
+    for word in words:
+        if word in ("-h", "--help"):
+            print("\n".join([ABOUT, *help_of(Switches), *help_of(Recipe)]))
+            raise SystemExit(0)
+        if not word.startswith("--"):
+            raise OptionError(f"unrecognized arguments: {word}")
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name in SWITCHES:
+            if equals:
+                raise OptionError(f"argument --{name}: ignored explicit argument {text!r}")
+            text = "true"
+        elif name.partition(".")[0] not in (*HINTS, "config"):
+            raise reading.unknown(name, reading.COMMAND_LINE, HINTS)
+        elif not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise OptionError(f"argument --{name}: expected one argument")
+        if name == "config":
+            read_file(Path(text), settings)
+        else:
+            reading.read_word(name, text, settings, HINTS)
+    return settings
+
+
+def read_file(path: Path, settings: Settings) -> None:
+    """Adds the options of a recipe to the settings."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise OptionError(f"File does not exist: {str(path)!r}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path}: {error}") from error
+    reading.read_text(text, str(path), settings, HINTS)
+
+
+def help_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """A paragraph for each option: its name, type, default, and text in the docstring; required ones first."""
+    hints, texts = hints_of(kind), docs_of(kind)
+    for f in sorted(fields(kind), key=lambda f: default_of(f) != "required"):
+        about = " (a switch)" if kind is Switches else f" ({type_text(hints[f.name])}, {default_of(f)})"
+        yield f"  --{prefix}{f.name}{about}"
+        yield textwrap.fill(texts.get(f.name, ""), 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        if (group := group_of(hints[f.name])) is not None:
+            yield from help_of(group, f"{f.name}.")
+
+
+def docs_of(kind: type) -> Mapping[str, str]:
+    """The text of each option in the docstrings of a dataclass and its bases."""
+    texts: dict[str, str] = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        section = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.MULTILINE):
+            texts[name] = " ".join(text.split())
+    return texts
+
+
+def default_of(option: Field[Any]) -> str:
+    """The default of an option in words; of one with options of its own, theirs."""
+    if option.default is MISSING and option.default_factory is MISSING:
+        return "required"
+    default = option.default_factory() if option.default_factory is not MISSING else option.default
+    return "default: those of its options" if is_dataclass(default) else f"default {json.dumps(default)}"
+
+
+def type_text(hint: Any) -> str:
+    """A type in the words of the errors."""
+    words = {int: "an integer", float: "a number", bool: "true or false"} | reading.WORDS
+    kinds = reading.kinds_of(hint).items()
+    return " or ".join(
+        ", ".join(get_args(kind)) if origin is Literal else words.get(origin, "a mapping of options")
+        for origin, kind in kinds
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -206,11 +189,3 @@ def one_line(error: Exception) -> str:
     if isinstance(error, RewardError) and cause is not None and (frames := traceback.extract_tb(cause.__traceback__)):
         return f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
     return text
-
-
-def _underscored(word: str) -> str:
-    """`--learning-rate=1e-6` as `--learning_rate=1e-6`."""
-    if not word.startswith("--") or word == "--":
-        return word
-    name, equals, value = word[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"

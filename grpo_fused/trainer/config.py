@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.call.options import check_options, option
+from grpo_fused.call.options import check_number, check_options, option
 from grpo_fused.engines import Impl
 from grpo_fused.objectives.advantages import Aggregation, ScaleRewards
 from grpo_fused.objectives.corrections import ImportanceSamplingMode
@@ -126,6 +126,8 @@ class GRPOTrainerConfig:
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", () if self.report_to == "none" else (self.report_to,))
         check_options(self)
+        for beta in self.adam_betas:
+            check_number(beta, "adam_betas")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
         if self.eval_samples == 1:

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -200,6 +201,7 @@ class Stream(Iterator[list[Row]]):
         self._position = position
 
 
+@dataclass(frozen=True)
 class RowFilter:
     """Which rows can be trained on: those with prompts that can be encoded and are not too long.
 
@@ -210,14 +212,10 @@ class RowFilter:
         say: Prints how many rows are left out.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[Prompt], Sequence[int]],
-        longest: int | None,
-        check_length: Callable[[int], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self.encode, self.longest, self.check_length, self.say = encode, longest, check_length, say
+    encode: Callable[[Prompt], Sequence[int]]
+    longest: int | None
+    check_length: Callable[[int], None]
+    say: Callable[[str], None]
 
     def fits(self, row: Row) -> bool:
         """Whether a row's prompt is not too long."""

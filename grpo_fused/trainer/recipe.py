@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused.call.options import option
+from grpo_fused.call.options import check_options, option
 from grpo_fused.rewards import RewardFunction, RewardModel, built_in
 from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.vllm import VLLMEngine
@@ -48,9 +48,10 @@ class Reward:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [name for name in (self.name, self.function, self.model) if name is not None]
-        if len(given) != 1:
-            raise ValueError(f"rewards must each have exactly one of name, function and model; got {given}")
+        check_options(self)
+        sources = [name for name in (self.name, self.function, self.model) if name is not None]
+        if len(sources) != 1:
+            raise ValueError(f"rewards must each have exactly one of name, function and model; got {sources}")
 
     def load(self) -> RewardFunction:
         """The function, or a reward model."""
@@ -77,6 +78,9 @@ class LoRA:
     r: int = 16
     alpha: int = 32
     target_modules: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

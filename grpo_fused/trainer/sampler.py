@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from grpo_fused.trainer.scoring import score_completions
 from grpo_fused.trainer.update import Updater
 
 
+@dataclass
 class Sampler:
     """Samples completions with the policy's newest weights, and has them scored.
 
@@ -30,19 +32,15 @@ class Sampler:
         peers: The processes of the run.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        sampling: Sampling,
-        updater: Updater,
-        tokenizer: PreTrainedTokenizerBase,
-        encode: Callable[[Prompt], list[int]],
-        reward_functions: Mapping[str, RewardFunction],
-        peers: Peers,
-    ) -> None:
-        self.engine, self.sampling, self.updater = engine, sampling, updater
-        self.tokenizer, self.encode, self.reward_functions, self.peers = tokenizer, encode, reward_functions, peers
-        self._synced_at: int | None = None  # the optimizer step whose weights the engine has
+    engine: RolloutEngine
+    sampling: Sampling
+    updater: Updater
+    tokenizer: PreTrainedTokenizerBase
+    encode: Callable[[Prompt], list[int]]
+    reward_functions: Mapping[str, RewardFunction]
+    peers: Peers
+    _synced_at: int | None = None
+    """The optimizer step whose weights the engine has."""
 
     def sample(self, rows: Sequence[Row], sampling: Sampling) -> tuple[Rollout, Tensor]:
         """B completions of some rows, and their rewards [B, F]."""

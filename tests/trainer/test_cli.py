@@ -74,6 +74,29 @@ def test_the_file_the_command_line_and_both_spellings(recipe: Path) -> None:
     assert switches == {"resume": False, "overwrite": False, "dry_run": True}
 
 
+def test_later_options_count_and_texts_become_the_type_of_their_option(recipe: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later.yaml"
+    later.write_text("mixed_precision: no\nlora: null\nlearning_rate: '2e-6'\nloss: {epsilon: 1}\nresume: true\n")
+    words = [
+        "--lora.r",
+        "4",
+        "--config",
+        str(later),
+        "--lora.alpha",
+        "8",
+        "--run-name",
+        "7",
+        "--vllm-options.b",
+        "1e-3",
+    ]
+    read, switches = read_recipe(["--config", str(recipe), "--vllm-options", "{a: [x]}", *words, "--loss.beta", "-0"])
+    assert (read.mixed_precision, read.learning_rate, read.run_name) == ("no", 2e-6, "7")
+    assert (repr(read.loss.beta), repr(read.loss.epsilon)) == ("0.0", "1.0")
+    assert read.lora == LoRA(alpha=8)
+    assert read.vllm_options == {"a": ["x"], "b": 1e-3}
+    assert switches["resume"]
+
+
 def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--config", str(recipe), "--steps", "1", "--sample-steps", "1", "--report-to", "tensorboard"])
     out = tmp_path / "out"
@@ -168,14 +191,14 @@ def test_wrong_recipes_end_with_the_reason(
         ("steps: 2", "stepss: 2", "7: unknown option 'stepss'; did you mean 'steps'?"),
         ("steps: 2", "steps: ten", "7: steps must be an integer; got 'ten'"),
         ("steps: 2", "steps: 0", "7: steps must be at least 1 and finite; got 0"),
-        ("steps: 2", "gradient_checkpointing: 3", "7: gradient_checkpointing must be true or false; got '3'"),
+        ("steps: 2", "gradient_checkpointing: 3", "7: gradient_checkpointing must be true or false; got 3"),
         ("steps: 2", "dtype: int8", "7: dtype must be one of float32, bfloat16, auto; got 'int8'"),
-        ("steps: 2", "lora: {r: x}", "7: lora.r must be an integer or null; got 'x'"),
-        ("steps: 2", "lora: yes", "7: lora must have another type"),
+        ("steps: 2", "lora: {r: x}", "7: lora.r must be an integer; got 'x'"),
+        ("steps: 2", "lora: yes", "7: lora must be a mapping of options or null; got True"),
         ("beta: 0.04", "bta: 0.04", "12: unknown option 'loss.bta'; did you mean 'loss.beta'?"),
         ("beta: 0.04", "beta: low", "12: loss.beta must be a number; got 'low'"),
-        ("beta: 0.04", "beta: -1", "12: beta must be at least 0 and finite; got -1.0"),
-        ("{name: length", "{nam: length", "6: unknown option 'rewards.nam'; did you mean 'name'?"),
+        ("beta: 0.04", "beta: -1", "12: loss.beta must be at least 0 and finite; got -1.0"),
+        ("{name: length", "{nam: length", "6: unknown option 'rewards.nam'; did you mean 'rewards.name'?"),
         ("{name: length", "{weight: x, name: length", "6: rewards.weight must be a number; got 'x'"),
         ("{name: length", "{model: m, name: length", "5: rewards must each have exactly one of name, function and"),
     ],
