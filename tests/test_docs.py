@@ -353,7 +353,9 @@ def test_commands_exist(page):
             continue
         for flag in (word for word in arguments if word.startswith("--")):
             shared = (ROOT / "benchmarks" / "measure.py").read_text() if "measure" in source else ""
-            known = f'"{flag}"' in source + shared or words[1] == "setup.py"
+            parameter = flag[2:].removeprefix("no-").replace("-", "_")  # of a study's `run`
+            study = "benchmarks.study import" in source and (f"{parameter}:" in source or flag == "--out")
+            known = f'"{flag}"' in source + shared or study or words[1] == "setup.py"
             assert known, f"{page}: {command}: {flag} is no option"
 
 
@@ -445,7 +447,7 @@ def test_options_that_trl_maps_to_are_ours():
     ours = {
         *fields_of("grpo_fused", "trainer/config.py", "GRPOTrainerConfig"),
         *fields_of("grpo_fused", "trainer/recipe.py", "Recipe"),
-        *(f"loss.{name}" for name in fields_of("grpo_fused", "config.py", "GRPOLossConfig")),
+        *(f"loss.{name}" for name in fields_of("grpo_fused", "call/config.py", "GRPOLossConfig")),
         "--resume",
     }
     text = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
