@@ -80,7 +80,7 @@ def test_the_first_ten_losses_agree_with_the_reference(
     torch.testing.assert_close(torch.tensor(fused), torch.tensor(reference), rtol=0, atol=1e-4)
 
 
-@pytest.mark.gate(keep=lambda loss_type, **_: loss_type in ("dapo", "grpo"))
+@pytest.mark.gate(keep=lambda loss_type, **_: loss_type in ("dapo", "grpo", "bnpo"))  # one for each kind of share
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "luspo", "dr_grpo"])
 def test_micro_batches_do_not_change_the_update(
     tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss_type: str
