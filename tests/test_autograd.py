@@ -23,7 +23,8 @@ from grpo_fused import (
 )
 from grpo_fused.api import autograd, operators
 from grpo_fused.call.calls import (
-    HeadCall,
+    Candidates,
+    LMHead,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -32,7 +33,7 @@ from grpo_fused.call.calls import (
     LossInputs,
     Needs,
     ObjectiveCall,
-    OtherHead,
+    Run,
     attach,
     detach,
     fields_of,
@@ -324,15 +325,15 @@ def _operator_calls():
     h, w, ids, mask = case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask
     old, ref = case.options["old_per_token_logps"].float(), case.options["ref_per_token_logps"].float()
     config = GRPOLossConfig(beta=0.1, entropy_coef=0.1).encoded
-    head = HeadCall(h, w, None, None, 0.9, 1.0, None, "chunked", torch.float32, None, True, "")
+    head, run, sets = LMHead(w, temperature=0.9), Run("chunked"), Candidates()
     inputs, needs = LossInputs(case.advantages.float(), mask, old, ref), Needs(True, True, False)
-    scored, logits = LogprobsCall(head, ids, mask, True), LogitsCall(h @ w.T, ids, mask, None, 0.9, True)
+    scored, logits = LogprobsCall(h, head, ids, mask, sets, True, run), LogitsCall(h @ w.T, ids, mask, None, 0.9, True)
     flat_old = old.flatten()
-    yield operators.linear_grpo_loss, LossCall(head, ids, inputs, None, config, True, needs)
+    yield operators.linear_grpo_loss, LossCall(h, head, ids, inputs, None, sets, config, True, needs, run)
     exact = GRPOLossConfig(beta=0.1, kl_estimator="exact").encoded
-    other = OtherHead(h + 0.1, w)
+    other = h + 0.1, LMHead(w)
     no_ref = inputs._replace(ref_per_token_logps=None)
-    yield operators.linear_grpo_loss, LossCall(head, ids, no_ref, None, exact, True, needs, other)
+    yield operators.linear_grpo_loss, LossCall(h, head, ids, no_ref, None, sets, exact, True, needs, run, *other)
     yield operators.linear_logprobs, scored
     yield (
         operators.linear_logprobs_gradient,
@@ -361,12 +362,13 @@ def test_a_call_survives_flat_and_detach():
 
 def test_fp16_gradient_operands_are_scaled_against_underflow(monkeypatch):
     """On CUDA fp16 dlogits feed the tensor cores; here the same code runs on CPU products."""
-    from grpo_fused.engines.products import Head
+    from grpo_fused.engines import chunked, gradients, products
 
     case = make_case(15, B=2, T=16, H=32, V=97, dtype=torch.float16)
     tiny = {"num_items_in_batch": 3e8}  # dlogits around 1e-9: all 0 in unscaled fp16
     exact = case.to(torch.float64).run(GRPOLossConfig(), impl="reference", **tiny, upstream=1e6)
-    monkeypatch.setattr(Head, "gradient_dtype", property(lambda self: torch.float16))
+    for module in (chunked, gradients, products):
+        monkeypatch.setattr(module, "gradient_dtype", lambda head: torch.float16)
     for scratch in (None, 60_000):
         got = case.run(GRPOLossConfig(), impl="chunked", max_scratch_bytes=scratch, **tiny, upstream=1e6)
         assert frobenius_error(got.dweight, exact.dweight) < 2e-3

@@ -16,11 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
 from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
-from grpo_fused.call.calls import HeadCall, LossCall, LossInputs, Needs
+from grpo_fused.call.calls import Candidates, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run
 from grpo_fused.call.layout import Layout
 from grpo_fused.engines.base import Tokens, even_chunks
 from grpo_fused.engines.chunked import ChunkedEngine
-from grpo_fused.engines.products import Head
 from grpo_fused.tools.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640
@@ -38,17 +37,18 @@ def dense(dtype=torch.float32, **options):
 
 
 def prepared(case, scratch=None, compact=True):
-    """The head call of a case, and its positions."""
+    """The head of a case, how its call runs, and its positions."""
     weight = case.lm_head_weight
     dtype = torch.promote_types(case.hidden_states.dtype, weight.dtype)
-    call = HeadCall(case.hidden_states, weight, None, None, 1.0, 1.0, None, "", dtype, scratch, compact, "")
-    layout = Layout.of(case.completion_ids, None)
-    return call, Tokens.of(call, case.completion_ids, case.completion_mask, layout, None)
+    head, run = LMHead(weight, compute_dtype=dtype), Run("", scratch, compact)
+    ids, mask = case.completion_ids, case.completion_mask
+    call = LogprobsCall(case.hidden_states, head, ids, mask, Candidates(), False, run)
+    return head, run, Tokens.of(call, Layout.of(ids))
 
 
 def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_metrics=True):
     """The recorder of a loss call, and its result."""
-    head, tokens = prepared(case, scratch, compact)
+    head, run, tokens = prepared(case, scratch, compact)
     options = dict(case.options)
     if config.beta == 0.0:
         options.pop("ref_per_token_logps")
@@ -56,7 +56,10 @@ def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_met
         options.pop("sampling_per_token_logps")
     inputs = LossInputs(case.advantages, case.completion_mask, **options)
     layout = Layout.of(case.completion_ids, None)
-    call = LossCall(head, case.completion_ids, inputs, None, config.encoded, with_metrics, needs)
+    call = LossCall(
+        case.hidden_states, head, case.completion_ids, inputs, None, Candidates(), config.encoded, with_metrics, needs,
+        run,
+    )  # fmt: skip
     with torch.no_grad(), CostRecorder() as recorded:
         result = run_loss(engines.engine(impl), tokens, layout, config, call)
     return recorded, result
@@ -64,7 +67,7 @@ def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_met
 
 def small_chunks(case, rows):
     """A budget that holds logits of `rows` tokens or some more, of fewer than twice as many."""
-    head = Head.of(prepared(case)[0])
+    head = prepared(case)[0]
     engine, budget = engines.engine("chunked"), 2**14
     while True:
         try:
@@ -96,7 +99,7 @@ def test_one_more_product_if_a_sequence_does_not_fit(config):
     """Except in native, which keeps exponentials instead."""
     case = dense(B=2)
     scratch = small_chunks(case, T // 4)
-    assert engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch) < T
+    assert engines.engine("chunked").chunk_rows(prepared(case)[0], scratch) < T
     assert count(case, "chunked", config, scratch=scratch)[0].products(2 * T, H, V) == 4
     assert count(case, "chunked", TOKEN[0], scratch=scratch)[0].products(2 * T, H, V) == 3
 
@@ -130,9 +133,11 @@ def test_gradients_that_are_not_needed_are_not_computed(impl):
 
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_scoring_is_one_product(impl):
-    head, tokens = prepared(dense())
+    case = dense()
+    head, run, tokens = prepared(case)
+    call = LogprobsCall(case.hidden_states, head, case.completion_ids, None, Candidates(), True, run)
     with torch.no_grad(), CostRecorder() as recorded:
-        run_logprobs(engines.engine(impl), tokens, head, with_entropy=True)
+        run_logprobs(engines.engine(impl), tokens, call)
     assert recorded.products(N, H, V) == 1
 
 
@@ -191,7 +196,7 @@ def test_matmul_calls_of_chunked(chunks):
     """Three for each chunk in fp32, whose weight is used in place."""
     case = dense()
     scratch = small_chunks(case, N // chunks)
-    rows = engines.engine("chunked").chunk_rows(Head.of(prepared(case)[0]), scratch)
+    rows = engines.engine("chunked").chunk_rows(prepared(case)[0], scratch)
     recorded, _ = count(case, "chunked", TOKEN[0], scratch=scratch)
     made = -(-N // rows)
     assert made == chunks
@@ -234,9 +239,9 @@ def test_memory_is_that_of_the_engine_cost(impl, scratch, dtype):
     Memory inside native's operators is not counted here; tests/native/test_engine.py measures the process's peak.
     """
     case = dense(dtype, B=16, T=32, H=8, V=8192)
-    head, tokens = prepared(case)
+    head, _, tokens = prepared(case)
     number = tokens.ids.shape[0]
-    cost = engines.engine(impl).cost(Head.of(head), number, scratch)
+    cost = engines.engine(impl).cost(head, number, scratch)
     assert scratch is None or cost.scratch_bytes <= scratch * (1 if impl == "chunked" else 2)
     recorded, result = count(case, impl, TOKEN[0], scratch=scratch)
     gradients = result.gradients.weight.nbytes + result.gradients.hidden.nbytes

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from cuda_double import CudaTensor, cuda_double
 
 from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs
-from grpo_fused.engines.products import Head
+from grpo_fused.call.calls import LMHead
 
 ENGINES = ["chunked", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -279,7 +279,7 @@ def test_a_captured_call_reads_new_values(impl, double):
 def test_memory_is_within_the_engine_cost(impl, dtype, scratch, double):
     """Scratch, the fp32 sum of dW, the gradients; besides them vectors of V and of N, and copies of hidden states."""
     case = gpu_case(dtype, B=4, H=16, V=1501, extras=False)
-    head = Head(case.lm_head_weight, None, 1.0, None, dtype)
+    head = LMHead(case.lm_head_weight, compute_dtype=dtype)
     cost = engines.engine(impl).cost(head, 16, scratch)
     double.forget()
     before = double.allocated

@@ -7,7 +7,7 @@ import torch
 from helpers import PRECISION, frobenius_error, make_case, make_config, with_sets
 
 from grpo_fused import GRPOLossConfig, check_objective, fused_linear_grpo_loss, fused_linear_objective, objectives
-from grpo_fused.engines.products import Head
+from grpo_fused.engines import chunked, gradients
 
 ENGINES = ["chunked", "native", "triton"]
 
@@ -130,9 +130,10 @@ def test_packed_is_padded(scope):
 def test_products(scope, monkeypatch):
     """As many as `fused_linear_grpo_loss`: three if a chunk's coefficients depend on the chunk only."""
     calls = []
-    for name in ("logits_into", "hidden_gradient", "accumulate_weight_gradient"):
-        real = getattr(Head, name)
-        monkeypatch.setattr(Head, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
+    products = {"logits_into": chunked, "hidden_gradient": gradients, "accumulate_weight_gradient": gradients}
+    for name, module in products.items():
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
     case = make_case(4, extras=False)
     run(case, scope, "chunked")
     assert len(calls) == {"token": 3, "sequence": 3, "batch": 4}[scope]

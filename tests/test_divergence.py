@@ -11,7 +11,7 @@ from recording import AllocationRecorder, CostRecorder
 
 from grpo_fused import fused_linear_divergence
 from grpo_fused.api.operators import linear_divergence
-from grpo_fused.call.calls import DivergenceCall, HeadCall, Needs, OtherHead, flat
+from grpo_fused.call.calls import DivergenceCall, LMHead, Needs, Run, flat
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.9)]
@@ -464,11 +464,11 @@ def test_autocast():
 def call_of(pair, needs, scratch, other_ids=None, other_logprobs=None):
     """The values of a call as its operator takes them."""
     dtype = pair.hidden.dtype
-    head = HeadCall(pair.hidden, pair.weight, None, None, 1.0, 1.0, None, "chunked", dtype, scratch, True, "")
-    kind, other = "forward_kl", OtherHead()
+    head, kind, other = LMHead(pair.weight, compute_dtype=dtype), "forward_kl", (None, None)
     if other_ids is None:
-        kind, other = "jsd", OtherHead(pair.other, pair.other_weight, other_compute_dtype=dtype)
-    return flat(DivergenceCall(head, pair.mask, pair.weights, kind, 0.5, other, other_ids, other_logprobs, needs))
+        kind, other = "jsd", (pair.other, LMHead(pair.other_weight, compute_dtype=dtype))
+    given = pair.mask, pair.weights, kind, 0.5, *other, other_ids, other_logprobs
+    return flat(DivergenceCall(pair.hidden, head, *given, needs, Run("chunked", scratch)))
 
 
 @pytest.mark.parametrize(("needs", "products"), [((True, True), 4), ((True, False), 3), ((False, True), 3),

@@ -12,7 +12,7 @@ from recording import CostRecorder
 
 from grpo_fused import CandidateSets, fused_linear_grpo_loss, grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
-from grpo_fused.call.calls import HeadCall, LossCall, LossInputs, Needs, OtherHead, flat
+from grpo_fused.call.calls import Candidates, LMHead, LossCall, LossInputs, Needs, Run, flat
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 BETA = 0.3
@@ -249,9 +249,10 @@ def test_products(need, products, options, extra):
     B, T, H, V = 4, 16, 16, 800
     case = make_case(7, dtype=torch.float32, B=B, T=T, H=H, V=V)
     hidden, weight, ids, config = case.hidden_states, case.lm_head_weight, case.completion_ids, config_of(options)
-    head = HeadCall(hidden, weight, None, None, 1.0, 1.0, None, "chunked", torch.float32, None, True, "")
-    call = LossCall(head, ids, LossInputs(case.advantages), None, config.encoded, True, Needs(*need, False),
-                    OtherHead(hidden + 0.1, weight))  # fmt: skip
+    call = LossCall(
+        hidden, LMHead(weight), ids, LossInputs(case.advantages), None, Candidates(), config.encoded, True,
+        Needs(*need, False), Run("chunked"), hidden + 0.1, LMHead(weight),
+    )  # fmt: skip
     with torch.no_grad(), CostRecorder() as recorded:
         linear_grpo_loss._init_fn(*flat(call))
     assert recorded.products(B * T, H, V) == products + (extra if any(need) else 0)

@@ -379,9 +379,9 @@ def test_the_padding_of_dlogits_is_0(vocab, monkeypatch):
 def test_bf16_is_widened_on_processors_without_bf16_products():
     """The library's fallback is 18 times slower than fp32; here in a process that may use AVX2 only."""
     program = (
-        "import torch; from grpo_fused.engines.products import Head; "
-        "head = Head(torch.zeros(3, 4, dtype=torch.bfloat16), None, 1.0, None, torch.bfloat16); "
-        "print(head.gradient_dtype, head.product_dtype)"
+        "import torch; from grpo_fused.call.calls import LMHead; from grpo_fused.engines import products; "
+        "head = LMHead(torch.zeros(3, 4, dtype=torch.bfloat16), compute_dtype=torch.bfloat16); "
+        "print(products.gradient_dtype(head), products.product_dtype(head))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = subprocess.run(

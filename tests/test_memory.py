@@ -8,18 +8,20 @@ from helpers import config_id, make_case, make_config
 from recording import AllocationRecorder
 
 from grpo_fused.api.operators import linear_grpo_loss
-from grpo_fused.call.calls import HeadCall, LossCall, LossInputs, Needs, flat
+from grpo_fused.call.calls import Candidates, LMHead, LossCall, LossInputs, Needs, Run, flat
 from grpo_fused.engines import scratch
 
 
 def call_of(case, config, scratch):
     """The values of a call, as its operator takes them."""
-    head = HeadCall(
-        case.hidden_states, case.lm_head_weight, None, None, 1.0, 1.0, 20.0, "chunked", case.hidden_states.dtype, scratch,
-        True, "",
-    )  # fmt: skip
+    head = LMHead(case.lm_head_weight, softcap=20.0, compute_dtype=case.hidden_states.dtype)
     inputs = LossInputs(case.advantages, case.completion_mask, case.options["old_per_token_logps"])
-    return flat(LossCall(head, case.completion_ids, inputs, None, config.encoded, True, Needs(True, True, False)))
+    return flat(
+        LossCall(
+            case.hidden_states, head, case.completion_ids, inputs, None, Candidates(), config.encoded, True,
+            Needs(True, True, False), Run("chunked", scratch),
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

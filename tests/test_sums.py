@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fused.call.calls import Needs
+from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
-from grpo_fused.engines.products import Head
 
 
 def head(logit_scale=1.0):
-    return Head(torch.randn(29, 12), None, logit_scale, None, torch.float32)
+    return LMHead(torch.randn(29, 12), logit_scale=logit_scale)
 
 
 def test_scaled_dlogits_give_the_gradients_of_plain_ones():

@@ -25,6 +25,8 @@ from grpo_fused.call.calls import (
     attach,
     detach,
     flat,
+    tensors_of,
+    with_tensors,
 )
 from grpo_fused.objective.custom import Objective
 
@@ -69,7 +71,7 @@ class LinearLoss(torch.autograd.Function):
         call: LossCall | CustomCall | DivergenceCall,
         objective: Objective | None = None,
     ) -> Any:
-        call = call._replace(head=call.head.on(hidden_states, weight, bias))
+        call = with_tensors(call, hidden_states, weight, bias)
         if isinstance(call, CustomCall):
             assert objective is not None
             result = operators.linear_objective(call, objective)
@@ -77,11 +79,13 @@ class LinearLoss(torch.autograd.Function):
             result = operators.LossResult(*operators.linear_divergence(*flat(call)))
         else:
             result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
-        ctx.later = call.head.candidates is not None and not call.head.any_whole
-        tensors: list[Tensor | None] = []
-        if ctx.later and not isinstance(call, DivergenceCall):
-            later = CandidateGradientCall(call.head, call.token_ids, call.mask, result.dcandidates, call.needs)
-            ctx.call, tensors = detach(later)
+        ctx.later = not call.candidates.any_whole
+        tensors: list[Tensor] = []
+        if ctx.later:
+            scored = LogprobsCall(
+                hidden_states, call.lm_head, call.token_ids, call.mask, call.candidates, False, call.run
+            )  # fmt: skip
+            ctx.call, tensors = detach(CandidateGradientCall(scored, result.dcandidates, call.needs))
         ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
         given = zip((hidden_states, weight, bias), call.needs, strict=True)
         ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]
@@ -117,7 +121,7 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
-        call = call._replace(head=call.head.on(hidden_states, weight, bias))
+        call = with_tensors(call, hidden_states, weight, bias)
         scores = Scores(*operators.linear_logprobs(*flat(call)))
         ctx.call, tensors = detach(call)
         ctx.save_for_backward(*scores, *tensors)
@@ -142,7 +146,7 @@ class LinearLogprobs(torch.autograd.Function):
         return (
             *(
                 gradient.to(x.dtype) if need and x is not None else None
-                for gradient, x, need in zip(gradients, call.head.tensors, needs, strict=True)
+                for gradient, x, need in zip(gradients, tensors_of(call), needs, strict=True)
             ),
             None,
         )

@@ -9,19 +9,17 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLoss
-from grpo_fused.api.head import head_call, needs_of
+from grpo_fused.api.head import HeadOptions, check_names, head_of, needs_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import CustomCall
-from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.calls import CustomCall, tensors_of
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.options import check_choice
 from grpo_fused.call.outputs import ObjectiveOutput
-from grpo_fused.engines import Impl
 from grpo_fused.objective.custom import Evaluation, Objective, Scope
 from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups
@@ -54,15 +52,7 @@ def fused_linear_objective(
     scope: Scope = "token",
     with_entropy: bool = False,
     cu_seqlens: Tensor | None = None,
-    lm_head_bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    candidates: CandidateSets | None = None,
-    impl: Impl = "auto",
-    max_scratch_bytes: int | None = None,
-    compact: bool = True,
-    process_group: dist.ProcessGroup | ParallelGroups | None = None,
+    **head: Unpack[HeadOptions],
 ) -> ObjectiveOutput:
     """The loss of a custom objective, with the head products of `fused_linear_grpo_loss`.
 
@@ -93,11 +83,10 @@ def fused_linear_objective(
         with_entropy: pass entropies (nats), differentiable too; else None.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; needed by packed calls unless the scope is
             `"token"`.
-        lm_head_bias, temperature, logit_scale, softcap, candidates, impl, max_scratch_bytes: as in
-            `fused_linear_grpo_loss`.
-        compact: drop tokens whose gradient turns out to be 0 before the gradient products.
-        process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; all call the objective
-            with the same numbers. With ranks that have other tokens (scope `"token"` only) the loss is the sum.
+        **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
+            `compact` (also drops tokens whose gradient turns out to be 0 before the gradient products),
+            `process_group` (all ranks of a vocabulary call the objective with the same numbers; with ranks that have
+            other tokens, scope `"token"` only, the loss is the sum): see `HeadOptions`.
 
     Returns:
         `ObjectiveOutput(loss, per_token_logps, entropies)`; the loss is differentiable in hidden states, weight, bias.
@@ -114,7 +103,8 @@ def fused_linear_objective(
 
     Source: the idea of FlexAttention (arXiv 2412.05496), applied to policy losses.
     """
-    given = dict(inputs or {})
+    check_names("fused_linear_objective", head)
+    given, process_group = dict(inputs or {}), head.get("process_group")
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
         check_choice(scope, "scope", Scope)
         check.check_objective_scope(objective, scope)
@@ -123,29 +113,19 @@ def fused_linear_objective(
         else:
             check.check_ids(token_ids, cu_seqlens, "token_ids")
         layout = Layout.of(token_ids, cu_seqlens)
-        head = head_call(
-            hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, layout, temperature=temperature,
-            logit_scale=logit_scale, softcap=softcap, impl=impl, max_scratch_bytes=max_scratch_bytes, compact=compact,
-            candidates=candidates, process_group=process_group,
-        )  # fmt: skip
+        lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_objective_inputs(given, layout)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
         named_inputs = namedtuple("Inputs", given)(**given)  # type: ignore[misc]
+        needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
-            head,
-            token_ids,
-            mask,
-            cu_seqlens,
-            named_inputs,
-            scope,
-            with_entropy,
-            needs_of(head),
-            torch.is_grad_enabled(),
-        )
+            hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, named_inputs, scope, with_entropy, needs,
+            run, torch.is_grad_enabled(),
+        )  # fmt: skip
         check.check_devices(call)
 
-    if head.impl == "reference":
+    if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
         flat = {name: x.reshape(-1) for name, x in given.items()}
@@ -159,5 +139,5 @@ def fused_linear_objective(
         return ObjectiveOutput(
             loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach()
         )
-    loss, logps, entropies, _ = LinearLoss.apply(*head.tensors, call, objective)
+    loss, logps, entropies, _ = LinearLoss.apply(*tensors_of(call), call, objective)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLoss
-from grpo_fused.api.head import beside, head_call, needs_of
+from grpo_fused.api.head import HeadOptions, LogitOptions, beside, check_names, head_of, needs_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import DivergenceCall, OtherHead
+from grpo_fused.call.calls import DivergenceCall, tensors_of
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.call.outputs import DivergenceOutput
@@ -32,16 +33,11 @@ def fused_linear_divergence(
     weights: Tensor | None = None,
     kind: DivergenceKind = "reverse_kl",
     beta: float = 0.5,
-    temperature: float | Tensor = 1.0,
-    lm_head_bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
     other_lm_head_bias: Tensor | None = None,
     other_logit_scale: float = 1.0,
     other_softcap: float | None = None,
     impl: DivergenceImpl = "auto",
-    max_scratch_bytes: int | None = None,
-    compact: bool = True,
+    **head: Unpack[LogitOptions],
 ) -> DivergenceOutput:
     """Divergence of the policy from a frozen reference or teacher, over the whole vocabulary.
 
@@ -72,15 +68,10 @@ def fused_linear_divergence(
         weights: like `mask`; default 1 / number of active tokens. No gradient reaches them.
         kind: the divergence; see the table.
         beta: of `"jsd"` only, 0 < beta < 1. For the limits 0 and 1 use a KL.
-        temperature: > 0, of both heads: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token.
-        lm_head_bias: `[V]`.
-        logit_scale: factor on the logits, before the cap.
-        softcap: c in `c * tanh(logits / c)`, > 0.
-        other_lm_head_bias, other_logit_scale, other_softcap: the same of the other head.
+        other_lm_head_bias, other_logit_scale, other_softcap: those of the other head.
         impl: `"chunked"` on any device, which `"auto"` takes, or `"reference"`, which holds all logits.
-        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
-            device (`engines.scratch.DEFAULT_SCRATCH_BYTES`). Each head gets half.
-        compact: gather the active rows first, at the cost of a device synchronisation.
+        **head: `lm_head_bias`, `temperature` (of both heads), `logit_scale`, `softcap`, `max_scratch_bytes` (each head
+            gets half), `compact`: see `HeadOptions`.
 
     Returns:
         `DivergenceOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `divergence` and
@@ -101,6 +92,7 @@ def fused_linear_divergence(
 
     Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
     """
+    check_names("fused_linear_divergence", head, "candidates", "process_group", "impl")
     check_choice(kind, "kind", DivergenceKind)
     check_choice(impl, "impl", DivergenceImpl)
     check_number(beta, "beta")
@@ -111,17 +103,14 @@ def fused_linear_divergence(
         raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
     tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
     layout = Layout.of(tokens)
-    head = head_call(
-        hidden_states, lm_head_weight, lm_head_bias, tokens, mask, layout, temperature=temperature,
-        logit_scale=logit_scale, softcap=softcap, impl="chunked" if impl == "auto" else impl,
-        max_scratch_bytes=max_scratch_bytes, compact=compact, names=("mask", "mask"),
-    )  # fmt: skip
+    options = cast(HeadOptions, {**head, "impl": "chunked" if impl == "auto" else impl})
+    lm_head, _, run = head_of(hidden_states, lm_head_weight, tokens, mask, layout, options, names=("mask", "mask"))
     check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
-    other = OtherHead()
+    other = None
     given = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
     if other_hidden_states is not None and other_lm_head_weight is not None and not any(given[2:]):
-        head, other = beside(
-            head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
+        lm_head, other = beside(
+            lm_head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
             other_logit_scale, other_softcap,
         )  # fmt: skip
     elif other_ids is not None and other_logprobs is not None and not any(given[:2]):
@@ -138,8 +127,12 @@ def fused_linear_divergence(
         raise ValueError(f"the first two or the last two of {names} must be given; got {given}")
     mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
-    call = DivergenceCall(head, mask, weights, kind, beta, other, other_ids, other_logprobs, needs_of(head))
+    needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
+    call = DivergenceCall(
+        hidden_states, lm_head, mask, weights, kind, beta, other_hidden_states, other, other_ids, other_logprobs,
+        needs, run,
+    )  # fmt: skip
     check.check_devices(call)
-    if head.impl == "reference":
+    if run.engine == "reference":
         return reference.linear_divergence(call, layout)
-    return DivergenceOutput(*LinearLoss.apply(*head.tensors, call)[:3])
+    return DivergenceOutput(*LinearLoss.apply(*tensors_of(call), call)[:3])

@@ -5,22 +5,19 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLogprobs, LinearLoss
-from grpo_fused.api.head import beside, head_call, needs_of
+from grpo_fused.api.head import HeadOptions, beside, check_names, head_of, needs_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import LogprobsCall, LossCall, LossInputs
-from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.calls import LogprobsCall, LossCall, LossInputs, tensors_of
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
-from grpo_fused.engines import Impl
 from grpo_fused.objective.metrics import loss_metric_names
 from grpo_fused.ranks.handshake import refusing_together
-from grpo_fused.ranks.parallel import ParallelGroups
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -32,7 +29,6 @@ def fused_linear_grpo_loss(
     advantages: Tensor,
     completion_mask: Tensor | None = None,
     *,
-    lm_head_bias: Tensor | None = None,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
     ref_hidden_states: Tensor | None = None,
@@ -41,17 +37,10 @@ def fused_linear_grpo_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    candidates: CandidateSets | None = None,
     num_items_in_batch: float | Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
     config: GRPOLossConfig = _DEFAULT_CONFIG,
-    impl: Impl = "auto",
-    max_scratch_bytes: int | None = None,
-    compact: bool = True,
     with_metrics: bool = True,
-    process_group: dist.ProcessGroup | ParallelGroups | None = None,
+    **head: Unpack[HeadOptions],
 ) -> GRPOLossOutput:
     """GRPO loss from hidden states and the lm-head weight; the logits of the batch are never all in memory.
 
@@ -70,7 +59,6 @@ def fused_linear_grpo_loss(
             counts as one for each sequence, and raises unless both readings are the same.
         completion_mask: like `completion_ids`, bool or 0/1, default all active. Masked positions may hold any
             values.
-        lm_head_bias: `[V]`.
         old_per_token_logps: like `completion_ids`, nats; None means on-policy (ratio 1, gradient kept).
         ref_per_token_logps: like `completion_ids`, nats; needed if `config.beta` is not 0, otherwise only for the
             metric `kl`.
@@ -82,28 +70,12 @@ def fused_linear_grpo_loss(
             `off_policy_mask_threshold`. NaN where it has none.
         importance_sampling_ratio: like `completion_ids`, or `[B, 1]`: correction for the rollout engine, >= 0.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences.
-        candidates: the tokens that top-k, top-p or min-p kept at each position. Log-probs, entropies and KL are then of
-            the distribution renormalised over them, and only their rows of the weight are read. Old, reference and
-            sampling log-probs must be of that distribution, too. An empty set means the whole vocabulary.
         num_items_in_batch: the divisor of dapo, cispo and vespo, > 0; default the number of active tokens of this call.
-        temperature: > 0: a number, one for each sequence, or one for each token.
-        logit_scale: factor on the logits, before the cap.
-        softcap: c in `c * tanh(logits / c)`, > 0.
         config: the objective; see `GRPOLossConfig`.
-        impl: `"auto"`, or an engine by name, which then runs or raises. `"reference"` holds all logits and always gives
-            all metrics: it ignores the next three arguments.
-        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
-            device and engine (`engines.scratch.DEFAULT_SCRATCH_BYTES`, `engines.native.SCRATCH_BYTES`). One that is too
-            small raises, except in `native`, which takes what it needs and computes again what it cannot keep.
-        compact: gather the active rows first, at the cost of a device synchronisation (two if scoring comes
-            first); False has none, computes masked rows too (and ignores them), and gives the same results.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
             `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
-        process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
-            the vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
-            number of rows); ids are those of the whole vocabulary. `ParallelGroups` also has groups whose ranks have
-            other tokens of the batch: the loss and all metrics are then those of all ranks, and gradients those of that
-            loss. For a framework that averages gradients over W ranks, multiply the loss by W.
+        **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
+            `compact`, `process_group`: see `HeadOptions`.
 
     A weight that is a `DTensor` (FSDP2) is gathered for the call, and its gradient comes back in the same sharding,
     averaged over the mesh as FSDP2 does.
@@ -129,13 +101,13 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
+    check_names("fused_linear_grpo_loss", head)
+    process_group = head.get("process_group")
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
         check.check_ids(completion_ids, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
-        head = head_call(
-            hidden_states, lm_head_weight, lm_head_bias, completion_ids, completion_mask, layout,
-            temperature=temperature, logit_scale=logit_scale, softcap=softcap, impl=impl,
-            max_scratch_bytes=max_scratch_bytes, compact=compact, candidates=candidates, process_group=process_group,
+        lm_head, candidates, run = head_of(
+            hidden_states, lm_head_weight, completion_ids, completion_mask, layout, head,
             names=("completion_ids", "completion_mask"),
         )  # fmt: skip
         inputs = LossInputs(
@@ -148,13 +120,18 @@ def fused_linear_grpo_loss(
             num_items_in_batch=check.as_num_items(num_items_in_batch, hidden_states.device),
         )
         check.check_loss_inputs(inputs, layout, config, with_heads=True)
-        call = LossCall(head, completion_ids, inputs, cu_seqlens, config.encoded, with_metrics, needs_of(head))
+        needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
+        call = LossCall(
+            hidden_states, lm_head, completion_ids, inputs, cu_seqlens, candidates, config.encoded, with_metrics,
+            needs, run,
+        )  # fmt: skip
         ref = ref_hidden_states, ref_lm_head_weight, ref_lm_head_bias
         if config.kl_estimator == "exact":
-            check.check_exact_kl(call, *ref, impl, process_group)
-            head, other = beside(head, layout, "reference", *ref, logit_scale, softcap)
-            head = head._replace(impl="reference" if impl == "reference" else "chunked")
-            call = call._replace(head=head, other=other)
+            reference_head = check.check_exact_kl(call, *ref, head.get("impl", "auto"), process_group)
+            scale_and_cap = lm_head.logit_scale, lm_head.softcap
+            lm_head, other = beside(lm_head, layout, "reference", *reference_head, *scale_and_cap)
+            run = run._replace(engine="reference" if run.engine == "reference" else "chunked")
+            call = call._replace(lm_head=lm_head, run=run, ref_hidden_states=reference_head[0], ref_lm_head=other)
         elif any(x is not None for x in ref):
             raise ValueError(
                 "ref_hidden_states, ref_lm_head_weight and ref_lm_head_bias are used with kl_estimator='exact' only; "
@@ -162,7 +139,7 @@ def fused_linear_grpo_loss(
             )
         check.check_devices(call)
 
-    if head.impl == "reference":
+    if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         kl = reference.exact_kl(call, layout)
         out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config, kl)
@@ -170,7 +147,7 @@ def fused_linear_grpo_loss(
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
-    loss, logps, entropies, metrics = LinearLoss.apply(*head.tensors, call)
+    loss, logps, entropies, metrics = LinearLoss.apply(*tensors_of(call), call)
     names = loss_metric_names(config, with_kl=call.with_kl, complete=with_metrics)
     has_entropies = with_metrics or config.needs_entropy
     return GRPOLossOutput(
@@ -184,16 +161,8 @@ def fused_linear_logprobs(
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
-    lm_head_bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    candidates: CandidateSets | None = None,
     with_entropy: bool = False,
-    impl: Impl = "auto",
-    max_scratch_bytes: int | None = None,
-    compact: bool = True,
-    process_group: dist.ProcessGroup | ParallelGroups | None = None,
+    **head: Unpack[HeadOptions],
 ) -> LogprobOutput:
     """Log-probabilities (and entropies) of given tokens, from hidden states and the lm-head weight.
 
@@ -206,15 +175,9 @@ def fused_linear_logprobs(
         lm_head_weight: `[V, H]`.
         token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
         mask: like `token_ids`, bool or 0/1, default all active. Masked positions give 0 and get no gradient.
-        lm_head_bias: `[V]`.
-        temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token.
-        logit_scale: factor on the logits, before the cap.
-        softcap: c in `c * tanh(logits / c)`, > 0.
-        candidates: as in `fused_linear_grpo_loss`.
         with_entropy: also return the Shannon entropy of each token's distribution, in nats.
-        impl, max_scratch_bytes, compact: as in `fused_linear_grpo_loss`.
-        process_group: ranks that hold slices of the vocabulary, as in `fused_linear_grpo_loss`; tokens of other ranks
-            do not change a log-prob.
+        **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
+            `compact`, `process_group`: see `HeadOptions`.
 
     Returns:
         `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 inputs); entropies are None unless requested.
@@ -228,19 +191,17 @@ def fused_linear_logprobs(
         logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         entropies = -(log_p.exp() * log_p).sum(-1)
     """
+    check_names("fused_linear_logprobs", head)
+    process_group = head.get("process_group")
     with nullcontext() if process_group is None else refusing_together(process_group):
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)
-        head = head_call(
-            hidden_states, lm_head_weight, lm_head_bias, token_ids, mask, layout, temperature=temperature,
-            logit_scale=logit_scale, softcap=softcap, impl=impl, max_scratch_bytes=max_scratch_bytes, compact=compact,
-            candidates=candidates, process_group=process_group,
-        )  # fmt: skip
-        call = LogprobsCall(head, token_ids, mask, with_entropy)
+        lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
+        call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run)
         check.check_devices(call)
 
-    if head.impl == "reference":
+    if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         return scores if with_entropy else scores._replace(entropies=None)
-    logps, entropies = LinearLogprobs.apply(*head.tensors, call)
+    logps, entropies = LinearLogprobs.apply(*tensors_of(call), call)
     return LogprobOutput(logps, entropies if with_entropy else None)

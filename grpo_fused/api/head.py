@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypedDict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fused import engines
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import HeadCall, Needs, OtherHead
-from grpo_fused.call.candidates import CandidateSets, checked
+from grpo_fused.call.calls import Candidates, LMHead, Needs, Run
+from grpo_fused.call.candidates import CandidateSets, may_need_whole_head
 from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_integer
 from grpo_fused.engines import Impl
@@ -17,84 +20,135 @@ from grpo_fused.engines.products import compute_dtype
 from grpo_fused.ranks.parallel import ParallelGroups, whole
 
 
-def head_call(
+class LogitOptions(TypedDict, total=False):
+    """Keyword arguments of `fused_linear_divergence`: see `HeadOptions`, which has all of them."""
+
+    lm_head_bias: Tensor | None
+    temperature: float | Tensor
+    logit_scale: float
+    softcap: float | None
+    max_scratch_bytes: int | None
+    compact: bool
+
+
+class HeadOptions(LogitOptions, total=False):
+    """Keyword arguments that the functions of hidden states and an lm head share.
+
+        logits = softcap_c(logit_scale * (h W^T + b)) / temperature
+
+    Args:
+        lm_head_bias: `[V]`; default None.
+        temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token; default 1.
+        logit_scale: factor on the logits, before the cap; default 1.
+        softcap: c in `c * tanh(logits / c)`, > 0; default None.
+        candidates: `CandidateSets`: the tokens that top-k, top-p or min-p kept at each position. Log-probs, entropies
+            and KL are then of the distribution renormalised over them, and only their rows of the weight are read. Old,
+            reference and sampling log-probs must be of that distribution, too. An empty set means the whole vocabulary.
+        impl: `"auto"` (the default), or an engine by name, which then runs or raises. `"reference"` holds all logits
+            and always gives all metrics: it ignores `max_scratch_bytes` and `compact`.
+        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
+            device and engine (`engines.scratch.DEFAULT_SCRATCH_BYTES`, `engines.native.SCRATCH_BYTES`). One that is too
+            small raises, except in `native`, which takes what it needs and computes again what it cannot keep.
+        compact: gather the active rows first, at the cost of a device synchronisation (two if scoring comes
+            first); False has none, computes masked rows too (and ignores them), and gives the same results. Default
+            True.
+        process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
+            the vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
+            number of rows); ids are those of the whole vocabulary. `ParallelGroups` also has groups whose ranks have
+            other tokens of the batch: a loss and its metrics are then those of all ranks, and gradients those of that
+            loss; log-probs do not change. For a framework that averages gradients over W ranks, multiply the loss by W.
+    """
+
+    candidates: CandidateSets | None
+    impl: Impl
+    process_group: dist.ProcessGroup | ParallelGroups | None
+
+
+_NAMES = frozenset((*LogitOptions.__annotations__, *HeadOptions.__annotations__))
+
+
+def check_names(function: str, options: Mapping[str, object], *refused: str) -> None:
+    """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused."""
+    for name in options:
+        if name not in _NAMES or name in refused:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def head_of(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
-    lm_head_bias: Tensor | None,
     token_ids: Tensor,
     mask: Tensor | None,
     layout: Layout,
-    *,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    impl: Impl,
-    max_scratch_bytes: int | None,
-    compact: bool,
-    candidates: CandidateSets | None = None,
-    process_group: dist.ProcessGroup | ParallelGroups | None = None,
+    options: HeadOptions,
     names: tuple[str, str] = ("token_ids", "mask"),
-) -> HeadCall:
-    """The head's part of a call, checked, with the engine that `impl` chooses.
+) -> tuple[LMHead, Candidates, Run]:
+    """The head of a call, its candidate sets and how it runs, checked, with the engine that `impl` chooses.
 
     Args:
         layout: that of the token ids, which are checked already.
         names: of the ids and the mask in errors.
     """
-    lm_head_weight = whole(lm_head_weight, process_group)
-    lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, process_group)
-    check.check_head(hidden_states, lm_head_weight, lm_head_bias, token_ids, names[0])
+    group, bias = options.get("process_group"), options.get("lm_head_bias")
+    temperature, logit_scale = options.get("temperature", 1.0), options.get("logit_scale", 1.0)
+    softcap, max_scratch_bytes = options.get("softcap"), options.get("max_scratch_bytes")
+    lm_head_weight = whole(lm_head_weight, group)
+    bias = None if bias is None else whole(bias, group)
+    check.check_head(hidden_states, lm_head_weight, bias, token_ids, names[0])
     check.check_mask(mask, token_ids, names[1])
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     if max_scratch_bytes is not None:
         check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
     compute = compute_dtype(hidden_states, lm_head_weight)
-    engine = engines.choose(impl, hidden_states.device, compute)
-    if engine == "reference" and process_group is not None:
+    engine = engines.choose(options.get("impl", "auto"), hidden_states.device, compute)
+    if engine == "reference" and group is not None:
         raise ValueError("impl='reference' supports one process only; got a process_group")
-    number, temperatures = split_temperature(temperature)
-    return HeadCall(
-        hidden_states, lm_head_weight, lm_head_bias, temperatures, number, float(logit_scale), softcap, engine, compute,
-        max_scratch_bytes, compact, ParallelGroups.encode(process_group),
-        *checked(candidates, token_ids, mask, process_group, engines.largest_sparse_set(engine, len(lm_head_weight))),
-    )  # fmt: skip
+    sets, candidates = options.get("candidates"), Candidates()
+    if sets is not None:
+        most = engines.largest_sparse_set(engine, len(lm_head_weight))
+        any_whole = may_need_whole_head(sets, token_ids, mask, most) or group is not None
+        candidates = Candidates(sets.ids, sets.offsets, any_whole)
+    return (
+        LMHead(lm_head_weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute),
+        candidates,
+        Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group)),
+    )
 
 
-def needs_of(head: HeadCall) -> Needs:
-    """Which gradients autograd will request."""
-    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in head.tensors))
+def needs_of(*tensors: Tensor | None) -> Needs:
+    """Which gradients autograd will request, of hidden states, weight and bias."""
+    return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))
 
 
 def beside(
-    head: HeadCall,
+    head: LMHead,
     layout: Layout,
     name: str,
-    hidden_states: Tensor | None,
-    lm_head_weight: Tensor | None,
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
     lm_head_bias: Tensor | None,
     logit_scale: float,
     softcap: float | None,
-) -> tuple[HeadCall, OtherHead]:
+) -> tuple[LMHead, LMHead]:
     """The policy's head and a frozen one, checked.
 
     Args:
         name: of the other head in errors.
     """
-    assert hidden_states is not None
-    assert lm_head_weight is not None
     lm_head_weight = whole(lm_head_weight, None)
     lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, None)
-    tokens = head.hidden_states.new_zeros(layout.shape, dtype=torch.int64)
+    tokens = head.weight.new_zeros(layout.shape, dtype=torch.int64)
     try:
         check.check_head(hidden_states, lm_head_weight, lm_head_bias, tokens, "hidden_states")
         check.check_head_numbers(1.0, logit_scale, softcap, layout)
     except (TypeError, ValueError) as error:  # its argument names lack the prefix
         raise type(error)(f"{name}: {error}") from None
-    if lm_head_weight.shape[0] != head.lm_head_weight.shape[0]:
-        got = f"{head.lm_head_weight.shape[0]} and {lm_head_weight.shape[0]}"
-        raise ValueError(f"both heads must have the same vocabulary; got {got} rows")
+    if lm_head_weight.shape[0] != head.vocab_size:
+        raise ValueError(
+            f"both heads must have the same vocabulary; got {head.vocab_size} and {lm_head_weight.shape[0]} rows"
+        )
     computes = head.compute_dtype, compute_dtype(hidden_states, lm_head_weight)
     if torch.float64 in computes:  # differences of logits are taken in one dtype
         computes = torch.float64, torch.float64
-    head = head._replace(compute_dtype=computes[0])
-    return head, OtherHead(hidden_states, lm_head_weight, lm_head_bias, float(logit_scale), softcap, computes[1])
+    other = LMHead(lm_head_weight, lm_head_bias, float(logit_scale), softcap, compute_dtype=computes[1])
+    return head._replace(compute_dtype=computes[0]), other

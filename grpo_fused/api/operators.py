@@ -29,7 +29,7 @@ from grpo_fused.call.calls import (
     CandidateGradientCall,
     CustomCall,
     DivergenceCall,
-    HeadCall,
+    LinearCall,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -49,7 +49,7 @@ from grpo_fused.engines.base import Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
-from grpo_fused.engines.products import Head, ieee_products
+from grpo_fused.engines.products import ieee_products, product_dtype, rounded_bias
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.objective.batch import TokenBatch
@@ -90,12 +90,13 @@ def _plain(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(call: TokensCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+def _shared(call: TokensCall | LogprobsGradientCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
     """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
-    with _plain(call.token_ids.device):
+    scored = call.forward if isinstance(call, LogprobsGradientCall) else call
+    with _plain(scored.token_ids.device):
         vocab, ranks = join(call, layout)
         with failing_together(vocab, ranks):
-            yield Tokens.of(call.head, call.token_ids, call.mask, layout, vocab), ranks
+            yield Tokens.of(scored, layout, vocab), ranks
 
 
 class HeadGradients(NamedTuple):
@@ -128,25 +129,24 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
     call: LossCall = build(LossCall, iter(values))
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
-    head = call.head
     with _shared(call, layout) as (tokens, ranks):
-        engine = DivergenceEngine(head, call.other, call.mask, layout) if call.exact else _engine(head, tokens)
+        engine = DivergenceEngine(call.ref_hidden_states, call.ref_lm_head) if call.exact else _engine(call, tokens)
         found = run_loss(engine, tokens, layout, config, call, ranks)
-    return _loss_result(head, layout, found, _loss_metrics(call))
+    return _loss_result(call, layout, found, _loss_metrics(call))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
 def _(call: LossCall) -> LossResult:
-    head = call.head
-    logps = head.hidden_states.new_empty(call.completion_ids.shape, dtype=Head.of(head).statistics_dtype)
+    logps = call.hidden_states.new_empty(call.completion_ids.shape, dtype=call.lm_head.statistics_dtype)
     with_entropy = call.with_metrics or GRPOLossConfig.decode(call.config).needs_entropy
+    ids = call.candidates.candidate_ids
     return LossResult(
         logps.new_empty(()),
         logps,
         torch.empty_like(logps) if with_entropy else _nothing(logps),
         logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
-        *_fake_gradients(head, call.completion_ids, call.needs, in_forward=True, heads=2 * call.exact),
-        logps.new_empty(head.candidate_ids.shape if head.candidate_ids is not None and call.needs.any() else 0),
+        *_fake_gradients(call, call.needs, in_forward=True, heads=2 * call.exact),
+        logps.new_empty(len(ids) if ids is not None and call.needs.any() else 0),
     )
 
 
@@ -154,9 +154,9 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     layout = Layout.of(call.token_ids, call.cu_seqlens)
     with _shared(call, layout) as (tokens, ranks):
-        found = run_objective(_engine(call.head, tokens), tokens, layout, call, objective)
+        found = run_objective(_engine(call, tokens), tokens, layout, call, objective)
         loss = found.loss if ranks is None else ranks.add(found.loss)
-    return _loss_result(call.head, layout, found._replace(loss=loss.to(found.logps.dtype)))
+    return _loss_result(call, layout, found._replace(loss=loss.to(found.logps.dtype)))
 
 
 @_operator(LogprobsCall, Scores)
@@ -164,14 +164,14 @@ def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
     with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        found = run_logprobs(_engine(call.head, tokens), tokens, call.head, with_entropy=call.with_entropy)
+        found = run_logprobs(_engine(call, tokens), tokens, call)
     shape = call.token_ids.shape
     return Scores(found.logp.view(shape), _shaped(found.entropy, shape, found.logp), found.max, found.log_sum)
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
 def _(call: LogprobsCall) -> Scores:
-    like = call.head.hidden_states.new_empty(0, dtype=Head.of(call.head).statistics_dtype)
+    like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
     row = like.new_empty(call.token_ids.numel())
     return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row))
 
@@ -180,36 +180,35 @@ def _(call: LogprobsCall) -> Scores:
 def linear_logprobs_gradient(*values: Any) -> HeadGradients:
     """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
     call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
-    head, known = call.head, None
+    scored, known = call.forward, None
     if call.logps is not None and call.maxima is not None and call.log_sums is not None:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
         known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
-    with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        gradients = run_logprobs_gradient(
-            _engine(head, tokens), tokens, head, known, call.dlogps, call.dentropies, call.needs
-        )
-        if gradients.candidates is not None and not head.any_whole:
-            return _candidate_gradients(head, tokens, gradients, call.needs)
-    return _head_gradients(head, gradients)
+    with _shared(call, Layout.of(scored.token_ids)) as (tokens, _):
+        gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known)
+        if gradients.candidates is not None and not scored.candidates.any_whole:
+            return _candidate_gradients(scored, tokens, gradients, call.needs)
+    return _head_gradients(scored, gradients)
 
 
 @linear_logprobs_gradient.fake  # type: ignore[untyped-decorator]
 def _(call: LogprobsGradientCall) -> HeadGradients:
-    return _fake_gradients(call.head, call.token_ids, call.needs)
+    return _fake_gradients(call.forward, call.needs)
 
 
 @_operator(CandidateGradientCall, HeadGradients)
 def candidate_weight_gradient(*values: Any) -> HeadGradients:
     """dW and db from the derivatives of candidates; dH was made in the forward pass."""
     call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
-    with _plain(call.token_ids.device):
-        tokens = Tokens.of(call.head, call.token_ids, call.mask, Layout.of(call.token_ids), None)
-        return _candidate_gradients(call.head, tokens, Gradients(None, None, None, 0, call.dproducts), call.needs)
+    scored = call.forward
+    with _plain(scored.token_ids.device):
+        tokens = Tokens.of(scored, Layout.of(scored.token_ids))
+        return _candidate_gradients(scored, tokens, Gradients(None, None, None, 0, call.dproducts), call.needs)
 
 
 @candidate_weight_gradient.fake  # type: ignore[untyped-decorator]
 def _(call: CandidateGradientCall) -> HeadGradients:
-    return _fake_gradients(call.head, call.token_ids, call.needs)
+    return _fake_gradients(call.forward, call.needs)
 
 
 @_operator(DivergenceCall, LossResult)
@@ -219,13 +218,13 @@ def linear_divergence(*values: Any) -> LossResult:
     layout = Layout.of(call.mask)
     with _plain(call.mask.device):
         check_divergence_values(call, layout)
-        return _loss_result(call.head, layout, run_divergence(call, layout))
+        return _loss_result(call, layout, run_divergence(call, layout))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
 def _(call: DivergenceCall) -> LossResult:
-    row = call.mask.new_empty(call.mask.shape, dtype=Head.of(call.head).statistics_dtype)
-    made = _fake_gradients(call.head, row, call.needs, heads=1 if call.other.other_hidden_states is None else 2)
+    row = call.mask.new_empty(call.mask.shape, dtype=call.lm_head.statistics_dtype)
+    made = _fake_gradients(call, call.needs, heads=1 if call.other_lm_head is None else 2)
     return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
 
 
@@ -337,14 +336,14 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(head: HeadCall, layout: Layout, found: LossParts, metrics: Sequence[str] = ()) -> LossResult:
+def _loss_result(call: LinearCall, layout: Layout, found: LossParts, metrics: Sequence[str] = ()) -> LossResult:
     values = [found.metrics[name].to(torch.float32) for name in metrics]
     return LossResult(
         found.loss,
         found.logps.view(layout.shape),
         _shaped(found.entropies, layout.shape, found.loss),
         torch.stack(values) if values else _nothing(found.loss),
-        *_head_gradients(head, found.gradients),
+        *_head_gradients(call, found.gradients),
         _nothing(found.loss) if found.gradients.candidates is None else found.gradients.candidates,
     )
 
@@ -354,8 +353,8 @@ def _fake_scores(like: Tensor, token_ids: Tensor, with_entropy: bool) -> tuple[T
     return logps, torch.empty_like(logps) if with_entropy else _nothing(logps)
 
 
-def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
-    hidden, weight = head.hidden_states, head.lm_head_weight
+def _head_gradients(call: LinearCall, gradients: Gradients) -> HeadGradients:
+    hidden, weight = call.hidden_states, call.lm_head.weight
     return HeadGradients(
         _shaped(gradients.hidden, hidden.shape, hidden),
         _nothing(weight) if gradients.weight is None else gradients.weight,
@@ -363,40 +362,39 @@ def _head_gradients(head: HeadCall, gradients: Gradients) -> HeadGradients:
     )
 
 
-def _engine(head: HeadCall, tokens: Tokens) -> Engine:
-    engine = engines.engine(head.impl)
-    if head.candidates is None:
+def _engine(call: TokensCall, tokens: Tokens) -> Engine:
+    engine = engines.engine(call.run.engine)
+    if tokens.candidates is None:
         return engine
-    vocab_size = len(head.lm_head_weight) if tokens.vocab is None else tokens.vocab.total
-    most = engines.largest_sparse_set(head.impl, vocab_size)
-    return CandidateEngine(engine, engines.pairs(head.impl), head.any_whole, most)
+    vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
+    most = engines.largest_sparse_set(call.run.engine, vocab_size)
+    return CandidateEngine(engine, engines.pairs(call.run.engine), call.candidates.any_whole, most)
 
 
-def _candidate_gradients(call: HeadCall, tokens: Tokens, found: Gradients, needs: Needs) -> HeadGradients:
+def _candidate_gradients(call: LogprobsCall, tokens: Tokens, found: Gradients, needs: Needs) -> HeadGradients:
     """With dW in the weight's dtype and db, from the derivatives of candidates."""
-    head, weight = Head.of(call), call.lm_head_weight
+    head, weight = rounded_bias(call.hidden_states, call.lm_head), call.lm_head.weight
     assert found.candidates is not None
     made = found._replace(
         weight=sparse_zeros_like(weight) if needs.need_weight else None,
         bias=weight.new_zeros(weight.shape[0], dtype=head.statistics_dtype) if needs.need_bias else None,
     )
-    add_weight_gradient(engines.pairs(call.impl), head, tokens, found.candidates, made.weight, made.bias)
+    add_weight_gradient(engines.pairs(call.run.engine), head, tokens, found.candidates, made.weight, made.bias)
     return _head_gradients(call, made)
 
 
-def _fake_gradients(
-    call: HeadCall, token_ids: Tensor, needs: Needs, *, in_forward: bool = False, heads: int = 0
-) -> HeadGradients:
+def _fake_gradients(call: LinearCall, needs: Needs, *, in_forward: bool = False, heads: int = 0) -> HeadGradients:
     """`heads`: those that the engine of divergences compares."""
-    head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
-    if call.candidates is not None and not call.any_whole:
+    head, hidden, weight, run = call.lm_head, call.hidden_states, call.lm_head.weight, call.run
+    any_whole = call.candidates.any_whole
+    if not any_whole:
         needs = needs._replace(need_weight=False, need_bias=False) if in_forward else needs
-    most = token_ids.numel() if ParallelGroups.decode(call.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
-    engine = engines.engine(call.impl) if heads == 0 else ChunkedEngine(torch_rows, heads)
-    dtype = engine.weight_gradient_dtype(head, most, call.max_scratch_bytes)
-    dtype = dtype if call.any_whole else weight.dtype
+    count = hidden[..., 0].numel()  # not from the shape, which would be compiled in
+    most = count if ParallelGroups.decode(run.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
+    engine = engines.engine(run.engine) if heads == 0 else ChunkedEngine(torch_rows, heads)
+    dtype = engine.weight_gradient_dtype(head, most, run.max_scratch_bytes) if any_whole else weight.dtype
     return HeadGradients(
-        hidden.new_empty(hidden.shape, dtype=head.product_dtype) if needs.need_hidden else _nothing(hidden),
+        hidden.new_empty(hidden.shape, dtype=product_dtype(head)) if needs.need_hidden else _nothing(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else _nothing(weight),
         weight.new_empty(weight.shape[:1], dtype=head.statistics_dtype) if needs.need_bias else _nothing(weight),
     )

@@ -17,13 +17,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import NO_GRADIENT, CustomCall, DivergenceCall, HeadCall, LossCall, Needs
+from grpo_fused.call.calls import (
+    NO_GRADIENT,
+    CustomCall,
+    DivergenceCall,
+    LinearCall,
+    LMHead,
+    LogprobsCall,
+    LogprobsGradientCall,
+    LossCall,
+)
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.gradients import has_coefficient
-from grpo_fused.engines.products import Head
+from grpo_fused.engines.products import rounded_bias
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
 from grpo_fused.objective.custom import Evaluation, Objective, check_no_other_gradient
@@ -62,7 +71,7 @@ def run_loss(
     ranks: TokenParallel | None = None,
 ) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
-    head, how, needs = Head.of(call.head), call.head, call.needs
+    head, run, needs = _head(call), call.run, call.needs
     batch, mine = TokenBatch.of_all_ranks(call.inputs, layout, config, head.statistics_dtype, ranks)
     matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
     own = batch  # the positions of this rank among those of all
@@ -73,9 +82,9 @@ def run_loss(
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
     divergence = torch.zeros_like(scores.logp) if call.exact else None
     # reading the coefficients of a chunk synchronises, except on the CPU
-    skip_zeros = how.compact and tokens.ids.device.type == "cpu"
+    skip_zeros = run.compact and tokens.ids.device.type == "cpu"
     work = Work(
-        head, tokens, rows.gradient, with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
+        head, tokens, rows.gradient, with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
         divergence_weights=config.beta * batch.weight if call.exact else None,
     )  # fmt: skip
 
@@ -103,7 +112,7 @@ def run_loss(
         dlogp, dentropy = result.dlogp, result.dentropy
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
-        compact = how.compact and not call.exact  # all rows of `work` have a gradient of the KL
+        compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
         gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, compact))[1]
 
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
@@ -114,13 +123,13 @@ def run_loss(
 
 def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCall, objective: Objective) -> LossParts:
     """Loss (0-d fp64), scores and gradients of a custom objective."""
-    head, how, needs = Head.of(call.head), call.head, call.needs
+    head, run, needs = _head(call), call.run, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
     inputs = {name: x.reshape(-1) for name, x in zip(call.inputs._fields, call.inputs, strict=True)}  # type: ignore[attr-defined]
     evaluation = Evaluation(objective, inputs, layout, rows, call.scope, call.with_entropy)  # type: ignore[arg-type]
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
-    skip_zeros = how.compact and tokens.ids.device.type == "cpu"
-    work = Work(head, tokens, rows, call.with_entropy, how.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
+    skip_zeros = run.compact and tokens.ids.device.type == "cpu"
+    work = Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
     chunks, chunk_rows = None, _chunk_rows(engine, work)
     if call.scope == "token":
         chunks = even_chunks(len(rows), chunk_rows)
@@ -144,19 +153,19 @@ def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCa
         for x in evaluation(slice(0, len(rows)), known.logp, known.entropy)
     )
     assert dlogp is not None
-    gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, how.compact))[1]
+    gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, run.compact))[1]
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
 def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     """The weighted sum of divergences: a product for each head, two for the gradients."""
-    how, mask = call.head, call.mask
-    head, tokens = Head.of(how), Tokens.of(how, torch.zeros_like(mask, dtype=torch.int64), mask, layout, None)
+    head, run, tokens = _head(call), call.run, Tokens.of(call, layout)
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
-    engine = DivergenceEngine(how, call.other, mask, layout, kind=call.kind, beta=call.beta, top_k=top_k)
-    rows = tokens.mask.nonzero().squeeze(1) if how.compact else _everything(tokens)
-    work = Work(head, tokens, rows, True, how.max_scratch_bytes, needs=call.needs, divergence_weights=weights)
+    other = call.other_hidden_states, call.other_lm_head
+    engine = DivergenceEngine(*other, kind=call.kind, beta=call.beta, top_k=top_k)
+    rows = tokens.mask.nonzero().squeeze(1) if run.compact else _everything(tokens)
+    work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs, divergence_weights=weights)
     found, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
     _place(found, rows, tokens.mask, scores)
@@ -168,32 +177,30 @@ def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     return LossParts(loss, divergence, scores.entropy, gradients, {})
 
 
-def run_logprobs(engine: Engine, tokens: Tokens, call: HeadCall, *, with_entropy: bool) -> Statistics:
+def run_logprobs(engine: Engine, tokens: Tokens, call: LogprobsCall) -> Statistics:
     """Scores of all N positions, 0 where masked."""
-    head = Head.of(call)
-    scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
-    rows = tokens.undecided.nonzero().squeeze(1) if call.compact else _everything(tokens)
-    _score(engine, Work(head, tokens, rows, with_entropy, call.max_scratch_bytes), scores)
+    head, run = _head(call), call.run
+    scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
+    rows = tokens.undecided.nonzero().squeeze(1) if run.compact else _everything(tokens)
+    _score(engine, Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes), scores)
     return scores
 
 
 def run_logprobs_gradient(
-    engine: Engine,
-    tokens: Tokens,
-    call: HeadCall,
-    scores: Statistics | None,
-    dlogps: Tensor | None,
-    dentropies: Tensor | None,
-    needs: Needs,
+    engine: Engine, tokens: Tokens, call: LogprobsGradientCall, scores: Statistics | None
 ) -> Gradients:
     """Gradients of all N positions from the coefficients on their log-probs and entropies: three products.
 
     `scores` ([N]) is the result of `run_logprobs`, if available.
     """
-    head = Head.of(call)
-    dlogp, dentropy = clean_coefficients(tokens.undecided, dlogps, dentropies, head.statistics_dtype)
-    work = Work(head, tokens, _everything(tokens), dentropy is not None, call.max_scratch_bytes, needs=needs)
-    return engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, call.compact))[1]
+    head, run = _head(call.forward), call.forward.run
+    dlogp, dentropy = clean_coefficients(tokens.undecided, call.dlogps, call.dentropies, head.statistics_dtype)
+    work = Work(head, tokens, _everything(tokens), dentropy is not None, run.max_scratch_bytes, needs=call.needs)
+    return engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, run.compact))[1]
+
+
+def _head(call: LinearCall) -> LMHead:
+    return rounded_bias(call.hidden_states, call.lm_head)
 
 
 def clean_coefficients(
@@ -287,7 +294,7 @@ def _one_pass_chunks(
 def _choose_rows(
     batch: TokenBatch, undecided: Tensor, matters: Tensor, layout: Layout, config: GRPOLossConfig, call: LossCall
 ) -> _Rows:
-    if not call.head.compact:
+    if not call.run.compact:
         everything = torch.arange(layout.num_tokens, device=batch.mask.device)
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import DivergenceCall, HeadCall, LossCall, LossInputs, TokensCall
-from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.calls import DivergenceCall, LMHead, LossCall, LossInputs, TokensCall
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
@@ -24,21 +23,21 @@ from grpo_fused.engines.products import ieee_products
 
 def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
     """Log-probs and entropies of a call from all logits at once, in fp32, from inputs as autocast rounds them."""
-    head, token_ids, mask = call.head, call.token_ids, call.mask
-    check_call_values(call, layout, head.lm_head_weight.shape[0])
+    head, token_ids, mask = call.lm_head, call.token_ids, call.mask
+    check_call_values(call, layout, head.vocab_size)
     active = active_tokens(mask, token_ids)
-    logits = _logits(head, active)
-    if head.candidates is not None:
+    logits = _logits(call.hidden_states, head, active)
+    if (sets := call.candidates.sets) is not None:
         rows = active.reshape(-1).nonzero().squeeze(1)
         kept = torch.ones_like(logits, dtype=torch.bool).view(-1, logits.shape[-1])
-        kept[rows] = CandidateSets(*head.candidates).select(rows).to_mask(logits.shape[-1])
+        kept[rows] = sets.select(rows).to_mask(logits.shape[-1])
         logits = torch.where(kept.view(logits.shape), logits, -math.inf)
     return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
 
 
-def _logits(head: HeadCall, active: Tensor) -> Tensor:
+def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
     """[..., V] at temperature 1; hidden states count 0 where not `active`."""
-    hidden, weight, bias, compute = head.hidden_states, head.lm_head_weight, head.lm_head_bias, head.compute_dtype
+    weight, bias, compute = head.weight, head.bias, head.compute_dtype
     dtype = torch.promote_types(compute, torch.float32)
     by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
@@ -53,10 +52,13 @@ def _logits(head: HeadCall, active: Tensor) -> Tensor:
 
 def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
     """KL(policy || reference) of each token in the layout of the call, differentiable; None without a reference."""
-    if call.other.other_hidden_states is None:
+    if call.ref_hidden_states is None:
         return None
     mask = active_tokens(call.mask, call.token_ids)
-    compared = DivergenceCall(call.head, mask, mask, "reverse_kl", 0.5, call.other, None, None, call.needs)
+    compared = DivergenceCall(
+        call.hidden_states, call.lm_head, mask, mask, "reverse_kl", 0.5, call.ref_hidden_states, call.ref_lm_head, None,
+        None, call.needs, call.run,
+    )  # fmt: skip
     return _divergence(compared, layout)[0]
 
 
@@ -70,14 +72,17 @@ def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
 
 def _divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor]:
     """Divergences and entropies."""
-    head, active, given, ids = call.head, call.mask != 0, call.other_logprobs, call.other_ids
+    head, active, given, ids = call.lm_head, call.mask != 0, call.other_logprobs, call.other_ids
     how = active, head.temperature, head.temperatures, layout
-    log_p = _at_temperature(_logits(head, active), *how).log_softmax(-1)
+    log_p = _at_temperature(_logits(call.hidden_states, head, active), *how).log_softmax(-1)
     low = log_p.clamp(min=-1e4)
     entropies = -(low.exp() * low).sum(-1)
-    if given is None or ids is None:
-        log_q = _at_temperature(_logits(call.other.beside(head), active).detach(), *how).log_softmax(-1)
+    if call.other_hidden_states is not None and call.other_lm_head is not None:
+        other = _logits(call.other_hidden_states, call.other_lm_head, active).detach()
+        log_q = _at_temperature(other, *how).log_softmax(-1)
     else:
+        assert given is not None
+        assert ids is not None
         log_q = torch.where(active.unsqueeze(-1), given.detach().to(log_p.dtype), -math.inf)
         log_p = log_p.gather(-1, torch.where(log_q.exp() > 0, ids.to(torch.int64), 0))
     if call.kind == "jsd":

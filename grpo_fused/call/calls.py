@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from grpo_fused.call.candidates import CandidateSets
+
 C = TypeVar("C", bound="tuple[Any, ...]")
+L = TypeVar("L", bound="LinearCall")
 
 _hints = cache(get_type_hints)  # half a millisecond each time
 
@@ -45,83 +48,82 @@ class LossInputs(NamedTuple):
     num_items_in_batch: Tensor | None = None
 
 
-class HeadCall(NamedTuple):
-    """Hidden states, an lm head, and how its products are taken."""
+class LMHead(NamedTuple):
+    """An lm head: z = softcap * tanh(logit_scale * (h W^T + b) / softcap) / temperature."""
 
-    hidden_states: Tensor
-    """[B, T, H] or [N, H]"""
-    lm_head_weight: Tensor
+    weight: Tensor
     """[V, H]"""
-    lm_head_bias: Tensor | None
+    bias: Tensor | None = None
     """[V]"""
-    temperatures: Tensor | None
-    """as given: 0-d, one for each sequence, or one for each token"""
-    temperature: float
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
     """if it is one number"""
-    logit_scale: float
-    softcap: float | None
-    impl: str
-    """an engine's name"""
-    compute_dtype: torch.dtype
-    max_scratch_bytes: int | None
-    compact: bool
-    groups: str
-    """`ParallelGroups.encode`"""
+    temperatures: Tensor | None = None
+    """else as given: 0-d, one for each sequence, or one for each token"""
+    compute_dtype: torch.dtype = torch.float32
+    """hidden states and weight are rounded to it first: their promoted dtype, or autocast's"""
+
+    @property
+    def vocab_size(self) -> int:
+        """V"""
+        return self.weight.shape[0]
+
+    @property
+    def statistics_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for fp64 inputs."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Hidden states or rows of the weight in the dtype of the computation."""
+        return x.to(self.compute_dtype)
+
+
+class Candidates(NamedTuple):
+    """The candidate sets of a call, if it has any."""
+
     candidate_ids: Tensor | None = None
     """`CandidateSets.ids`"""
     candidate_offsets: Tensor | None = None
     any_whole: bool = True
-    """whether an active token may need the whole head: its set is empty, or larger than `engines.largest_sparse_set`"""
+    """whether an active token may need the whole head: it has no set, or one that is too large"""
 
     @property
-    def candidates(self) -> tuple[Tensor, Tensor] | None:
-        """The fields of a `CandidateSets`, if there is one."""
+    def sets(self) -> CandidateSets | None:
+        """The tensors as the caller gave them."""
         ids, offsets = self.candidate_ids, self.candidate_offsets
-        return None if ids is None or offsets is None else (ids, offsets)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Those that autograd passes: hidden states, weight, bias."""
-        return self.hidden_states, self.lm_head_weight, self.lm_head_bias
-
-    def on(self, hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None) -> HeadCall:
-        """The same call with other tensors: those that autograd passes."""
-        return self._replace(hidden_states=hidden_states, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias)
+        return None if ids is None or offsets is None else CandidateSets(ids, offsets)
 
 
-class OtherHead(NamedTuple):
-    """Hidden states and head of a frozen reference or teacher at the same tokens, if there is one."""
+class Run(NamedTuple):
+    """How a call runs."""
 
-    other_hidden_states: Tensor | None = None
-    """like the policy's; its width may differ"""
-    other_lm_head_weight: Tensor | None = None
-    other_lm_head_bias: Tensor | None = None
-    other_logit_scale: float = 1.0
-    other_softcap: float | None = None
-    other_compute_dtype: torch.dtype = torch.float32
-
-    def beside(self, head: HeadCall) -> HeadCall:
-        """As a call with the temperature, engine and scratch budget of the policy's."""
-        assert self.other_hidden_states is not None
-        assert self.other_lm_head_weight is not None
-        scale, compute = self.other_logit_scale, self.other_compute_dtype
-        head = head._replace(logit_scale=scale, softcap=self.other_softcap, compute_dtype=compute)
-        return head.on(self.other_hidden_states, self.other_lm_head_weight, self.other_lm_head_bias)
+    engine: str
+    """its name"""
+    max_scratch_bytes: int | None = None
+    compact: bool = True
+    groups: str = ""
+    """`ParallelGroups.encode`"""
 
 
 class LossCall(NamedTuple):
     """The loss from hidden states and head."""
 
-    head: HeadCall
+    hidden_states: Tensor
+    """[B, T, H] or [N, H]"""
+    lm_head: LMHead
     completion_ids: Tensor
     inputs: LossInputs
     cu_seqlens: Tensor | None
+    candidates: Candidates
     config: str
     """`GRPOLossConfig.encoded`"""
     with_metrics: bool
     needs: Needs
-    other: OtherHead = OtherHead()
-    """the reference of the exact KL"""
+    run: Run
+    ref_hidden_states: Tensor | None = None
+    """this and the next: the reference of the exact KL"""
+    ref_lm_head: LMHead | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -136,7 +138,7 @@ class LossCall(NamedTuple):
     @property
     def exact(self) -> bool:
         """Whether it has the exact KL towards another head."""
-        return self.other.other_hidden_states is not None
+        return self.ref_lm_head is not None
 
     @property
     def with_kl(self) -> bool:
@@ -147,24 +149,30 @@ class LossCall(NamedTuple):
 class LogprobsCall(NamedTuple):
     """Log-probs, and entropies if requested, from hidden states and head."""
 
-    head: HeadCall
+    hidden_states: Tensor
+    lm_head: LMHead
     token_ids: Tensor
     mask: Tensor | None
+    candidates: Candidates
     with_entropy: bool
+    run: Run
 
 
 class CustomCall(NamedTuple):
     """The loss of a custom objective."""
 
-    head: HeadCall
+    hidden_states: Tensor
+    lm_head: LMHead
     token_ids: Tensor
     mask: Tensor | None
     cu_seqlens: Tensor | None
+    candidates: Candidates
     inputs: tuple[Any, ...]
     """a NamedTuple of the objective's inputs"""
     scope: str
     with_entropy: bool
     needs: Needs
+    run: Run
     records: bool
     """whether the caller records gradients: then a tensor of the objective's own must not require one"""
 
@@ -172,17 +180,30 @@ class CustomCall(NamedTuple):
 class DivergenceCall(NamedTuple):
     """The divergence of a policy from another head, or from the K most likely tokens of a teacher."""
 
-    head: HeadCall
+    hidden_states: Tensor
+    lm_head: LMHead
     mask: Tensor
     weights: Tensor
     kind: str
     beta: float
-    other: OtherHead
+    other_hidden_states: Tensor | None
+    other_lm_head: LMHead | None
     other_ids: Tensor | None
     """[..., K]"""
     other_logprobs: Tensor | None
     """[..., K]"""
     needs: Needs
+    run: Run
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Any: a divergence has none."""
+        return torch.zeros_like(self.mask, dtype=torch.int64)
+
+    @property
+    def candidates(self) -> Candidates:
+        """None: it is over the whole vocabulary."""
+        return Candidates()
 
 
 class Scores(NamedTuple):
@@ -208,32 +229,29 @@ class LogprobsGradientCall(NamedTuple):
     dentropies: Tensor | None
     needs: Needs
 
-    @property
-    def head(self) -> HeadCall:
-        """That of the forward pass."""
-        return self.forward.head
 
-    @property
-    def token_ids(self) -> Tensor:
-        """Those of the forward pass."""
-        return self.forward.token_ids
-
-    @property
-    def mask(self) -> Tensor | None:
-        """That of the forward pass."""
-        return self.forward.mask
+LinearCall = LossCall | CustomCall | LogprobsCall | DivergenceCall
+"""A call on hidden states and an lm head."""
+TokensCall = LossCall | CustomCall | LogprobsCall
+"""One that ranks may share."""
 
 
-TokensCall = LossCall | CustomCall | LogprobsCall | LogprobsGradientCall
-"""A call on the tokens of a head, which ranks may share."""
+def with_tensors(call: L, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> L:
+    """The call with other tensors: those that autograd passes."""
+    head = call.lm_head._replace(weight=weight, bias=bias)
+    return cast(L, call._replace(hidden_states=hidden_states, lm_head=head))
+
+
+def tensors_of(call: LinearCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Those that autograd passes: hidden states, weight, bias."""
+    return call.hidden_states, call.lm_head.weight, call.lm_head.bias
 
 
 class CandidateGradientCall(NamedTuple):
     """dW and db of a call whose tokens all have a candidate set."""
 
-    head: HeadCall
-    token_ids: Tensor
-    mask: Tensor | None
+    forward: LogprobsCall
+    """of the same tokens"""
     dproducts: Tensor
     """[K] dL/d(product) of each candidate"""
     needs: Needs
@@ -269,11 +287,18 @@ class LogitsGradientCall(NamedTuple):
     dentropies: Tensor | None
 
 
+_NO_HEAD: Any = LMHead(*[None] * len(LMHead._fields))  # type: ignore[arg-type]
+
+
 def named(call: Any) -> list[tuple[str, Any]]:
     """Names and values of the fields of a call; fields of inner tuples take the place of the tuple."""
     found: list[tuple[str, Any]] = []
     for name, value in zip(call._fields, call, strict=True):
-        found += named(value) if isinstance(value, tuple) else [(name, value)]
+        if value is None and name.endswith("lm_head"):
+            value = _NO_HEAD
+        found += (
+            [(_argument(name, field), x) for field, x in named(value)] if isinstance(value, tuple) else [(name, value)]
+        )
     return found
 
 
@@ -282,33 +307,68 @@ def flat(call: Any) -> list[Any]:
     return [value for _, value in named(call)]
 
 
-def with_values(call: C, values: Iterator[Any]) -> C:
-    """The call with other values, in the order of `flat`."""
-    parts: Any = call
-    return type(call)(*(with_values(x, values) if isinstance(x, tuple) else next(values) for x in parts))
-
-
-def detach(call: C) -> tuple[C, list[Tensor | None]]:
-    """The call without its tensors, and the tensors: autograd saves them separately between forward and backward."""
-    values = flat(call)
-    bare = with_values(call, iter([None if isinstance(value, Tensor) else value for value in values]))
-    return bare, [value if isinstance(value, Tensor) else None for value in values]
-
-
-def attach(bare: C, tensors: Sequence[Tensor | None]) -> C:
-    """The call from the two results of `detach`."""
-    pairs = zip(flat(bare), tensors, strict=True)
-    return with_values(bare, iter([value if tensor is None else tensor for value, tensor in pairs]))
+def _argument(outer: str, inner: str) -> str:
+    """The public name of a field of an inner tuple, such as `lm_head_weight` and `other_softcap`."""
+    if outer.endswith("lm_head"):
+        return f"{outer}_{inner}" if inner in ("weight", "bias") else f"{outer.removesuffix('lm_head')}{inner}"
+    return inner
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
     """Names and types of the fields of a kind of call, in the order of `flat`."""
     found: dict[str, Any] = {}
     for name, hint in _hints(kind).items():
-        found |= fields_of(hint) if hasattr(hint, "_fields") else {name: hint}
+        inner, may_be_none = _tuple_of(hint)
+        if inner is None:
+            found[name] = hint
+        else:
+            found |= {_argument(name, x): y | None if may_be_none else y for x, y in fields_of(inner).items()}
     return found
 
 
 def build(kind: Any, values: Iterator[Any]) -> Any:
     """The call of a kind whose `flat` values these are."""
-    return kind(*(build(hint, values) if hasattr(hint, "_fields") else next(values) for hint in _hints(kind).values()))
+    parts = []
+    for hint in _hints(kind).values():
+        inner, may_be_none = _tuple_of(hint)
+        part = next(values) if inner is None else build(inner, values)
+        parts.append(None if may_be_none and part[0] is None else part)
+    return kind(*parts)
+
+
+def _tuple_of(hint: Any) -> tuple[Any, bool]:
+    """The inner tuple's kind, or None if the field is none, and whether the field may be None."""
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if hasattr(kind, "_fields")]
+    return (kinds[0], hint is not kinds[0]) if kinds else (None, False)
+
+
+_TENSOR = "a tensor"  # its place in a call without tensors
+
+
+def detach(call: C) -> tuple[C, list[Tensor]]:
+    """The call without its tensors, and the tensors: autograd saves them separately between forward and backward."""
+    tensors: list[Tensor] = []
+    parts: list[Any] = []
+    for value in call:
+        if isinstance(value, tuple):
+            value, found = detach(value)
+            tensors += found
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+            value = _TENSOR
+        parts.append(value)
+    return type(call)(*parts), tensors
+
+
+def attach(bare: C, tensors: Sequence[Tensor]) -> C:
+    """The call from the two results of `detach`."""
+    return _filled(bare, iter(tensors))
+
+
+def _filled(bare: C, tensors: Iterator[Tensor]) -> C:
+    parts: list[Any] = []
+    for value in bare:
+        if isinstance(value, tuple):
+            value = _filled(value, tensors)
+        parts.append(next(tensors) if value is _TENSOR else value)
+    return type(bare)(*parts)

@@ -173,15 +173,8 @@ class CandidateSets:
         return mask
 
 
-def checked(
-    candidates: CandidateSets | None, token_ids: Tensor, mask: Tensor | None, process_group: object, most: int
-) -> tuple[Tensor | None, Tensor | None, bool]:
-    """The last fields of a `HeadCall`: ids and offsets of N sets, and whether one may need the whole head.
-
-    That is one that is empty, or of more than `most` tokens.
-    """
-    if candidates is None:
-        return None, None, True
+def may_need_whole_head(candidates: CandidateSets, token_ids: Tensor, mask: Tensor | None, most: int) -> bool:
+    """Whether a set of an active token is empty, or of more than `most` tokens; raises unless there are N sets."""
     if not isinstance(candidates, CandidateSets):
         raise TypeError(f"candidates must be CandidateSets; got {type(candidates).__name__}")
     if len(candidates) != token_ids.numel():
@@ -189,7 +182,7 @@ def checked(
     if candidates.ids.device != token_ids.device:
         raise ValueError(f"candidates must be on {token_ids.device}, as the ids; got {candidates.ids.device}")
     sizes = candidates.sizes if mask is None else candidates.sizes[mask.reshape(-1) != 0]
-    return candidates.ids, candidates.offsets, process_group is not None or bool(((sizes == 0) | (sizes > most)).any())
+    return bool(((sizes == 0) | (sizes > most)).any())
 
 
 def check_values(

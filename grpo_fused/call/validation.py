@@ -16,13 +16,12 @@ from torch import Tensor
 from grpo_fused.call.calls import (
     CustomCall,
     DivergenceCall,
-    LogprobsGradientCall,
     LossCall,
     LossInputs,
     TokensCall,
     named,
 )
-from grpo_fused.call.candidates import CandidateSets, check_values
+from grpo_fused.call.candidates import check_values
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens, values_are_checked
 from grpo_fused.call.loss_types import LOSS_TYPES
@@ -192,24 +191,26 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
 
 def check_exact_kl(
     call: LossCall, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, impl: str, group: object
-) -> None:
-    """What a call with `kl_estimator="exact"` must have, and may not have; the reference's head comes as given."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The reference's hidden states, weight and bias, if a call with `kl_estimator="exact"` has what it must and may
+    have."""
     exact = "kl_estimator='exact'"
     if hidden is None or weight is None:
         given = [name for name, x in (("ref_hidden_states", hidden), ("ref_lm_head_weight", weight)) if x is not None]
         raise ValueError(f"{exact} needs ref_hidden_states and ref_lm_head_weight; got {' and '.join(given) or 'none'}")
-    if (bias is None) != (call.head.lm_head_bias is None):
+    if (bias is None) != (call.lm_head.bias is None):
         missing = "ref_lm_head_bias" if bias is None else "lm_head_bias"
         raise ValueError(f"policy and reference must both have a bias or none; got no {missing} (zeros are none)")
     if impl not in ("auto", "chunked", "reference"):
         raise ValueError(f"{exact} runs with impl 'chunked' or 'reference'; got {impl!r}")
     unused = {
-        "ref_per_token_logps": call.inputs.ref_per_token_logps, "candidates": call.head.candidates,
+        "ref_per_token_logps": call.inputs.ref_per_token_logps, "candidates": call.candidates.sets,
         "process_group": group,
     }  # fmt: skip
     for name, value in unused.items():
         if value is not None:
             raise ValueError(f"{exact} does not support {name}; pass None")
+    return hidden, weight, bias
 
 
 def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor | None:
@@ -267,27 +268,25 @@ def check_hidden_values(
 
 def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None:
     """Values of ids, mask and temperatures, of what a loss reads, and of candidate sets."""
-    if isinstance(call, LogprobsGradientCall):  # its forward pass has checked them
-        return
     ids, mask, logps = call.token_ids, call.mask, {}
-    check_token_values(ids, mask, vocab_size, call.head.temperatures, layout)
-    check_hidden_values(call.head.hidden_states, ids, mask)
+    check_token_values(ids, mask, vocab_size, call.lm_head.temperatures, layout)
+    check_hidden_values(call.hidden_states, ids, mask)
     if isinstance(call, LossCall):
-        check_hidden_values(call.other.other_hidden_states, ids, mask, "ref_hidden_states")
+        check_hidden_values(call.ref_hidden_states, ids, mask, "ref_hidden_states")
         check_loss_values(call.inputs, layout)
         logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
-    if call.head.candidates is not None:
-        check_values(CandidateSets(*call.head.candidates), ids, mask, vocab_size, logps)
+    if (sets := call.candidates.sets) is not None:
+        check_values(sets, ids, mask, vocab_size, logps)
 
 
 def check_divergence_values(call: DivergenceCall, layout: Layout) -> None:
     """Values of the mask, temperatures and hidden states, and finite weights where a token is active."""
     no_ids = torch.zeros_like(call.mask, dtype=torch.int64)
-    check_token_values(no_ids, call.mask, 1, call.head.temperatures, layout)
-    check_hidden_values(call.head.hidden_states, no_ids, call.mask)
-    check_hidden_values(call.other.other_hidden_states, no_ids, call.mask, "other_hidden_states")
+    check_token_values(no_ids, call.mask, 1, call.lm_head.temperatures, layout)
+    check_hidden_values(call.hidden_states, no_ids, call.mask)
+    check_hidden_values(call.other_hidden_states, no_ids, call.mask, "other_hidden_states")
     if values_are_checked(call.mask.device):
         _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(call.mask, no_ids).reshape(-1))
 

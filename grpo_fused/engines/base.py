@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import NO_GRADIENT, HeadCall, Needs
+from grpo_fused.call.calls import NO_GRADIENT, LinearCall, LMHead, Needs
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
-from grpo_fused.engines.products import Head
+from grpo_fused.engines import products
 from grpo_fused.kernels.row_types import Statistics, Transform
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import evaluate
@@ -63,23 +63,21 @@ class Tokens(NamedTuple):
     """the sets of all N positions, with ids of the whole vocabulary"""
 
     @classmethod
-    def of(
-        cls, head: HeadCall, token_ids: Tensor, mask: Tensor | None, layout: Layout, vocab: VocabParallel | None
-    ) -> Tokens:
+    def of(cls, call: LinearCall, layout: Layout, vocab: VocabParallel | None = None) -> Tokens:
         """The positions of a call."""
-        ids, sets = token_ids.reshape(-1).to(torch.int64), head.candidates
+        head, ids = call.lm_head, call.token_ids.reshape(-1).to(torch.int64)
         return cls(
-            hidden_states=flat_view(head.hidden_states),
+            hidden_states=flat_view(call.hidden_states),
             ids=ids if vocab is None else ids - vocab.first,
-            mask=active_tokens(mask, token_ids).reshape(-1),
+            mask=active_tokens(call.mask, call.token_ids).reshape(-1),
             temperature=head.temperature if head.temperatures is None else layout.per_token(head.temperatures),
             vocab=vocab,
-            candidates=None if sets is None else CandidateSets(*sets),
+            candidates=call.candidates.sets,
         )
 
     def hidden_rows(self, rows: Tensor) -> Tensor:
         """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked."""
-        return torch.where(self.mask[rows].unsqueeze(1), rows_of(self.hidden_states, rows), 0.0)
+        return rows_of(self.hidden_states, rows).masked_fill_(~self.mask[rows].unsqueeze(1), 0.0)
 
     def target_rows(self, rows: Tensor) -> Tensor:
         """[K] int64: target ids at `rows`, 0 where masked or another rank's."""
@@ -105,19 +103,19 @@ class Tokens(NamedTuple):
         """Scores of `rows` over the whole vocabulary, from this head's."""
         return scores if self.vocab is None else self.vocab.merged(rows, scores)
 
-    def transform(self, head: Head, rows: Tensor) -> Transform:
+    def transform(self, head: LMHead, rows: Tensor) -> Transform:
         """The transform from products of `rows` to z; the temperature is 1 where masked."""
-        each = self.temperature
-        if isinstance(each, Tensor):
-            each = torch.where(self.mask[rows], each[rows], 1.0)
-        return head.transform(each)
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = torch.where(self.mask[rows], temperature[rows], 1.0)
+        return products.transform(head, temperature)
 
 
 class Gradients(NamedTuple):
     """Gradients of a call, None where not needed."""
 
     hidden: Tensor | None
-    """[N, H] in `Head.product_dtype`; 0 at rows without gradient work"""
+    """[N, H] in `LMHead.product_dtype`; 0 at rows without gradient work"""
     weight: Tensor | None
     """[V, H] in `Engine.weight_gradient_dtype`"""
     bias: Tensor | None
@@ -168,7 +166,7 @@ def no_coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) 
 class Work:
     """The work of an engine: `Engine.score` reads the first five fields, `Engine.fused` all."""
 
-    head: Head
+    head: LMHead
     tokens: Tokens
     rows: Tensor
     """[K] int64: the positions to compute"""
@@ -200,15 +198,15 @@ class Work:
 class Engine(Protocol):
     """An implementation of the head. Its scores of a token do not depend on the other tokens of the call."""
 
-    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
         """Rows that fit the scratch budget: a chunk of `fused` holds at most so many."""
         ...
 
-    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """Dtype of dW for a call of N = `num_tokens` positions: the weight's own if nothing is accumulated."""
         ...
 
-    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+    def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """Cost of a dense call of `num_tokens` tokens; of `head.weight` only shape and dtype are read."""
         ...
 

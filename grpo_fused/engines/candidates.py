@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo_fused.call.calls import LMHead
 from grpo_fused.call.layout import segments
 from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
-from grpo_fused.engines.products import Head
+from grpo_fused.engines.products import product_dtype
 from grpo_fused.kernels.row_types import Statistics
 
 _BLOCK_CANDIDATES = 2**18
@@ -33,15 +34,15 @@ class CandidateEngine:
     most: int
     """tokens of a set that is not too large"""
 
-    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
         return self.whole.chunk_rows(head, max_scratch_bytes) if self.any_whole else 2**62
 
-    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
         return self.whole.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
 
-    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+    def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: that of the whole head."""
         return self.whole.cost(head, num_tokens, max_scratch_bytes)
 
@@ -69,7 +70,7 @@ class CandidateEngine:
         hidden, worked = gradients.hidden, gradients.tokens
         if needs.need_hidden and hidden is None:
             shape = (tokens.ids.shape[0], head.weight.shape[1])
-            hidden = torch.zeros(shape, dtype=head.product_dtype, device=out.logp.device)
+            hidden = torch.zeros(shape, dtype=product_dtype(head), device=out.logp.device)
         dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
         for block in _blocks(work, own):
             sets = _sets_of(head, tokens, work.rows[block])
@@ -104,7 +105,7 @@ class CandidateEngine:
         return self.pairs.scores(hidden, *_chosen_rows(work.head, sets.ids), sets, work.with_entropy)
 
 
-def _sets_of(head: Head, tokens: Tokens, rows: Tensor) -> Sets:
+def _sets_of(head: LMHead, tokens: Tokens, rows: Tensor) -> Sets:
     """The sets of the tokens at `rows` [R], which ascend."""
     assert tokens.candidates is not None
     if len(rows) == len(tokens.candidates):
@@ -121,7 +122,7 @@ def _sets_of(head: Head, tokens: Tokens, rows: Tensor) -> Sets:
 
 
 def add_weight_gradient(
-    pairs: Pairs, head: Head, tokens: Tokens, dproducts: Tensor, weight: Tensor | None, bias: Tensor | None
+    pairs: Pairs, head: LMHead, tokens: Tokens, dproducts: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Add dW to `weight` [V, H] and db to `bias` [V], from the derivatives of all candidates of the call ([K])."""
     sets = tokens.candidates
@@ -171,7 +172,7 @@ def _of_whole_head(work: Work, others: Tensor) -> Work:
     )
 
 
-def _chosen_rows(head: Head, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _chosen_rows(head: LMHead, ids: Tensor) -> tuple[Tensor, Tensor]:
     """(matrix, rows of it): the weight itself, or a copy of the rows at `ids` in the dtype of the computation."""
     weight = head.weight
     if weight.dtype == head.compute_dtype and (weight.stride(1) == 1 or weight.shape[1] == 1):

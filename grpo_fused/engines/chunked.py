@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums, has_coefficient, lifted
-from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, Head
+from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, gradient_dtype, logits_into, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
@@ -68,7 +69,7 @@ class _Plan(NamedTuple):
     """bytes of weight blocks converted to fp32"""
 
     @classmethod
-    def of(cls, head: Head, max_scratch_bytes: int | None, rows: RowWorkOf, heads: int) -> _Plan:
+    def of(cls, head: LMHead, max_scratch_bytes: int | None, rows: RowWorkOf, heads: int) -> _Plan:
         """chunk_rows = (budget of a head - row temporaries - widened weight blocks) / bytes of a row of logits."""
         device = head.weight.device.type
         budget = scratch_budget(head.weight.device, max_scratch_bytes) // heads
@@ -93,15 +94,15 @@ class ChunkedEngine:
     def __init__(self, rows: RowWorkOf = row_work, heads: int = 1) -> None:
         self._rows, self._heads = rows, heads
 
-    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
         return self._plan(head, max_scratch_bytes).chunk_rows
 
-    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
         return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
 
-    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+    def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: the slab of a chunk, the temporaries of its row work, widened blocks."""
         plan = self._plan(head, max_scratch_bytes)
         rows = min(longest_chunk(num_tokens, plan.chunk_rows), num_tokens)
@@ -113,7 +114,7 @@ class ChunkedEngine:
         """See `Engine.score`."""
         plan = self._plan(work.head, work.max_scratch_bytes)
         work = replace(work, chunks=even_chunks(work.rows.shape[0], plan.chunk_rows))
-        slab = self._slab(work.head, work.longest, plan)
+        slab = self._slab(rounded_weight(work.head), work.longest, plan)
         parts = []
         for _, taken in work.parts():
             logits = slab.logits(work.tokens, taken)
@@ -122,10 +123,10 @@ class ChunkedEngine:
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`."""
-        head, tokens = work.head, work.tokens
+        tokens, head = work.tokens, rounded_weight(work.head)
         slab = self._slab(head, work.longest, self._plan(head, work.max_scratch_bytes))
         rows_of = slab.row_work
-        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
+        dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         objective, parts = _in_one_launch(work, rows_of), []
         for part, taken in work.parts():
@@ -155,19 +156,19 @@ class ChunkedEngine:
             sums.add(taken, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
-    def _plan(self, head: Head, max_scratch_bytes: int | None) -> _Plan:
+    def _plan(self, head: LMHead, max_scratch_bytes: int | None) -> _Plan:
         return _Plan.of(head, max_scratch_bytes, self._rows, self._heads)
 
-    def _slab(self, head: Head, rows: int, plan: _Plan) -> Slab:
+    def _slab(self, head: LMHead, rows: int, plan: _Plan) -> Slab:
         return Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
 
 
 class Slab:
     """The scratch of a call: memory for the logits of a chunk, reused by all chunks."""
 
-    def __init__(self, head: Head, rows: int, block_rows: int, row_work: RowWork) -> None:
+    def __init__(self, head: LMHead, rows: int, block_rows: int, row_work: RowWork) -> None:
         self.head, self.block_rows, self.row_work = head, block_rows, row_work
-        device, dtype, narrow = head.weight.device, head.statistics_dtype, head.gradient_dtype
+        device, dtype, narrow = head.weight.device, head.statistics_dtype, gradient_dtype(head)
         self._width = padded(head.vocab_size)
         self._logits = torch.empty((rows, self._width), dtype=dtype, device=device)
         separate = narrow != dtype and not gradient_fits_in_place(device)
@@ -178,7 +179,7 @@ class Slab:
     def logits(self, tokens: Tokens, rows: Tensor) -> Rows:
         """The products of `rows`, written to the slab."""
         raw = self._logits[: rows.shape[0], : self.head.vocab_size]
-        self.head.logits_into(raw, self.head.operand(tokens.hidden_rows(rows)))
+        logits_into(self.head, raw, self.head.operand(tokens.hidden_rows(rows)))
         return Rows(raw, tokens.target_rows(rows), tokens.transform(self.head, rows), self.block_rows)
 
     def dlogits(self, count: int) -> Tensor:
@@ -197,7 +198,7 @@ def _in_one_launch(work: Work, rows: RowWork) -> TokenObjective | None:
     if not isinstance(objective, TokenObjective) or work.tokens.vocab is not None:
         return None
     supported = objective.config.token_alone and objective.config.kind.kernel in rows.policies
-    return objective if supported and work.head.gradient_dtype != torch.float16 else None
+    return objective if supported and gradient_dtype(work.head) != torch.float16 else None
 
 
 def _nonzero_rows(dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:

@@ -16,13 +16,13 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import HeadCall, OtherHead
-from grpo_fused.call.layout import Layout, values_are_checked
+from grpo_fused.call.calls import LMHead
+from grpo_fused.call.layout import values_are_checked
 from grpo_fused.engines import cpu_library, libraries
-from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, no_coefficients
+from grpo_fused.engines.base import Gradients, Work, even_chunks, flat_view, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale
-from grpo_fused.engines.products import Head
+from grpo_fused.engines.products import gradient_dtype, rounded_bias, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
 
@@ -40,10 +40,8 @@ class DivergenceEngine(ChunkedEngine):
 
     def __init__(
         self,
-        head: HeadCall,
-        other: OtherHead,
-        mask: Tensor | None,
-        layout: Layout,
+        hidden_states: Tensor | None,
+        head: LMHead | None,
         *,
         kind: str = "reverse_kl",
         beta: float = 0.5,
@@ -51,30 +49,27 @@ class DivergenceEngine(ChunkedEngine):
     ) -> None:
         """
         Args:
-            head: of the policy; its `max_scratch_bytes` is the budget for both heads.
-            other: empty if `top_k` is given.
-            mask: of the call.
-            layout: of the call.
+            hidden_states, head: of the other head, at the tokens of the policy's; None if `top_k` is given.
             kind, beta: see `fused_linear_divergence`.
             top_k: ids and log-probs of a teacher, [.., K] each.
         """
         super().__init__(torch_rows, heads=2 if top_k is None else 1)
         self.kind, self.beta = kind, beta
         self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
-        self.others: list[tuple[Head, Tokens]] = []
-        if top_k is None:
-            call = other.beside(head)
-            no_ids = torch.zeros(layout.shape, dtype=torch.int64, device=head.hidden_states.device)
-            self.others = [(Head.of(call), Tokens.of(call, no_ids, mask, layout, None))]
+        self.other: tuple[Tensor, LMHead] | None = None
+        if hidden_states is not None and head is not None:
+            self.other = flat_view(hidden_states), rounded_weight(rounded_bias(hidden_states, head))
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
-        head, tokens, needs = work.head, work.tokens, work.needs
+        tokens, needs, head = work.tokens, work.needs, rounded_weight(work.head)
         # eight temporaries at most; the plan counts three for each head
         block_rows = max(self._plan(head, work.max_scratch_bytes).block_rows // 2, 1)
-        heads = [(head, tokens), *self.others]
+        heads = [(head, tokens)]
+        if self.other is not None:
+            heads.append((self.other[1], tokens._replace(hidden_states=self.other[0])))
         slabs = [Slab(of, work.longest, block_rows, TorchRows()) for of, _ in heads]
-        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
+        dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
         divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)
         compiled = self._is_compiled(divergence)
@@ -91,7 +86,7 @@ class DivergenceEngine(ChunkedEngine):
                 if work.coefficients is not no_coefficients:
                     dlogp, dentropy = work.coefficients(part, found[0].logp, found[0].entropy)
                     bound = bound + dlogp.abs()
-                if head.gradient_dtype == torch.float16:
+                if gradient_dtype(head) == torch.float16:
                     scale = fp16_scale(head, own.transform.temperature, bound, dentropy)
             in_place = compiled and dentropy is None  # without temporaries, unless there is a softcap
             size = len(taken) if in_place and head.softcap is None else block_rows

@@ -7,9 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import Needs
+from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines.base import Gradients, Tokens, Work
-from grpo_fused.engines.products import VOCAB_BLOCK_BYTES_CUDA, Head
+from grpo_fused.engines.products import (
+    VOCAB_BLOCK_BYTES_CUDA,
+    accumulate_weight_gradient,
+    gradient_dtype,
+    hidden_gradient,
+    product_dtype,
+)
 from grpo_fused.kernels.row_types import Coefficients
 
 
@@ -17,14 +23,14 @@ class GradientSums:
     """Gradients of a call; chunks are added to them."""
 
     @staticmethod
-    def weight_dtype(head: Head, *, one_chunk: bool) -> torch.dtype:
+    def weight_dtype(head: LMHead, *, one_chunk: bool) -> torch.dtype:
         """Dtype of dW: one chunk needs no fp32 accumulator, except in fp16, which the upstream gradient may rescale."""
         if one_chunk and torch.float16 not in (head.weight.dtype, head.compute_dtype):
             return head.weight.dtype
         return head.statistics_dtype
 
     @staticmethod
-    def accumulator_bytes(head: Head, weight_dtype: torch.dtype) -> int:
+    def accumulator_bytes(head: LMHead, weight_dtype: torch.dtype) -> int:
         """Bytes of a dW that is rounded into the gradient later; on a GPU also of a block that fp16 adds to it.
 
         On a CPU such blocks are within the scratch budget.
@@ -33,13 +39,13 @@ class GradientSums:
         in_blocks = head.weight.is_cuda and head.compute_dtype == torch.float16
         return dweight + (min(VOCAB_BLOCK_BYTES_CUDA, dweight) if in_blocks else 0)
 
-    def __init__(self, head: Head, tokens: Tokens, needs: Needs, weight_dtype: torch.dtype) -> None:
+    def __init__(self, head: LMHead, tokens: Tokens, needs: Needs, weight_dtype: torch.dtype) -> None:
         self.head, self.tokens, self.needs = head, tokens, needs
         self.dtype = weight_dtype
         self.rows = 0
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], weight.shape[1])
-        self.hidden = torch.zeros(shape, dtype=head.product_dtype, device=hidden.device) if needs.need_hidden else None
+        self.hidden = torch.zeros(shape, dtype=product_dtype(head), device=hidden.device) if needs.need_hidden else None
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and a function that returns their dH summed over the ranks"""
         self.weight: Tensor | None = None
@@ -50,7 +56,7 @@ class GradientSums:
         self.rows += rows.shape[0]
         self._finish_sum()  # of the previous chunk: only one chunk's dH is held at a time
         if self.hidden is not None:
-            dhidden = self.head.hidden_gradient(dlogits)
+            dhidden = hidden_gradient(self.head, dlogits)
             if scale is not None:
                 dhidden = dhidden / scale
             if self.tokens.vocab is not None:  # during the product for the weight and the next chunk's scores
@@ -61,7 +67,7 @@ class GradientSums:
             first, hidden = self.weight is None, self.head.operand(self.tokens.hidden_rows(rows))
             if self.weight is None:
                 self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
-            self.head.accumulate_weight_gradient(self.weight, dlogits, hidden, first=first, scale=scale)
+            accumulate_weight_gradient(self.head, self.weight, dlogits, hidden, first=first, scale=scale)
         if self.needs.need_bias:
             dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
             self.bias += dbias if scale is None else dbias / scale
@@ -89,13 +95,13 @@ def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
 def lifted(work: Work, rows: Tensor, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
     """Coefficients of `rows`, times a power of two where dlogits are fp16; and that power, else None."""
     head, (stats, dlogp, dentropy) = work.head, coefficients
-    if head.gradient_dtype != torch.float16:
+    if gradient_dtype(head) != torch.float16:
         return coefficients, None
     scale = fp16_scale(head, work.tokens.transform(head, rows).temperature, dlogp, dentropy)
     return Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), scale
 
 
-def fp16_scale(head: Head, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def fp16_scale(head: LMHead, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """0-d power of two that scales a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
     # |dlogits| <= |g| + |g_H| * p * |log p + H|, whose last factor stays below 32
     bound = dlogp.abs() if dentropy is None else dlogp.abs() + 32 * dentropy.abs()

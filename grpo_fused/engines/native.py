@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import Needs
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
 from grpo_fused.engines.gradients import GradientSums, has_coefficient
-from grpo_fused.engines.products import Head
+from grpo_fused.engines.products import product_dtype
 from grpo_fused.kernels.row_types import Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
@@ -42,18 +42,18 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class NativeEngine:
     """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
 
-    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first."""
         return _WHOLE_CALL
 
-    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
 
         In fp16 it stays fp32 until the upstream gradient is known, which may be a loss scale.
         """
         return torch.float32 if head.weight.dtype == torch.float16 else head.weight.dtype
 
-    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+    def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
@@ -64,8 +64,9 @@ class NativeEngine:
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
         weight = work.head.weight
-        call = _Call(work, work.rows, weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8))
-        return call.score(work.with_entropy).scores(work.with_entropy)
+        nothing_kept = weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8)
+        scored = _Scored(*cpu_library.head_scores(_inputs(work, work.rows), work.with_entropy, *nothing_kept))
+        return scored.scores(work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
@@ -73,7 +74,7 @@ class NativeEngine:
         shape = (tokens.ids.shape[0], head.weight.shape[1])
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
         dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
-        dhidden = head.weight.new_zeros(shape, dtype=head.product_dtype) if needs.need_hidden else None
+        dhidden = head.weight.new_zeros(shape, dtype=product_dtype(head)) if needs.need_hidden else None
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
         budget = _budget(work.max_scratch_bytes, kept)
@@ -82,12 +83,17 @@ class NativeEngine:
         cut = work if tokens.vocab is not None else replace(work, chunks=_parts(work, budget))
         for part, rows in cut.parts():
             plan = _plan(head, part.stop - part.start, kept, budget)
-            call = _Call(work, rows, kept, head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8))
-            stats = call.score(work.with_entropy).merged(tokens, rows, work.with_entropy)
+            inputs, spill = _inputs(work, rows), head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8)
+            scored = _Scored(*cpu_library.head_scores(inputs, work.with_entropy, kept, spill))
+            stats = scored.merged(tokens, rows, work.with_entropy)
             scores.append(stats.scores(work.with_entropy))
             dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy if work.with_entropy else None)
             chosen = _rows_with_gradient(head, dlogp, dentropy) if work.skip_zeros else _all_rows(dlogp)
-            part_dhidden, part_dbias = call.gradient(stats, chosen, dlogp, dentropy, plan.superblock, needs)
+            part_dhidden, part_dbias = cpu_library.head_gradient(
+                inputs, *stats, chosen, dlogp.to(torch.float32).contiguous(),
+                None if dentropy is None else dentropy.to(torch.float32).contiguous(), kept, spill, plan.superblock,
+                needs.need_hidden, needs.need_bias,
+            )  # fmt: skip
             worked += chosen.shape[0]
             if dhidden is not None and part_dhidden is not None:
                 if tokens.vocab is not None:
@@ -130,60 +136,30 @@ class _Scored(NamedTuple):
         return Statistics(self.rows[0], self.rows[1], self.logp, self.entropy if with_entropy else None)
 
 
-class _Call:
+def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
     """The arguments that scoring and gradient share."""
-
-    def __init__(self, work: Work, rows: Tensor, kept: Tensor, spill: Tensor) -> None:
-        self.kept, self.spill = kept, spill
-        head, tokens = work.head, work.tokens
-        transform = tokens.transform(head, rows)
-        each, number, scale, _ = transform.numbers
-        # rows of the weight may have gaps between them, elements of a row not
-        adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
-        self.inputs = cpu_library.HeadInputs(
-            head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
-            head.weight if adjacent else head.weight.contiguous(),
-            None if transform.bias is None else transform.bias.contiguous(),
-            tokens.gradient_targets(rows),
-            torch.full(rows.shape, number, device=rows.device) if each is None else each,
-            scale,
-            0.0 if head.softcap is None else float(head.softcap),
-            *_sets(tokens, head, rows),
-        )
-
-    def score(self, with_entropy: bool) -> _Scored:
-        """One product; exponentials are stored in `kept` and `spill`."""
-        return _Scored(*cpu_library.head_scores(self.inputs, with_entropy, self.kept, self.spill))
-
-    def gradient(
-        self,
-        statistics: _Scored,
-        rows: Tensor,
-        dlogp: Tensor,
-        dentropy: Tensor | None,
-        superblock: int,
-        needs: Needs,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `kept`. Two products."""
-        return cpu_library.head_gradient(
-            self.inputs,
-            *statistics,
-            rows,
-            dlogp.to(torch.float32).contiguous(),
-            None if dentropy is None else dentropy.to(torch.float32).contiguous(),
-            self.kept,
-            self.spill,
-            superblock,
-            needs.need_hidden,
-            needs.need_bias,
-        )
+    head, tokens = work.head, work.tokens
+    transform = tokens.transform(head, rows)
+    temperatures, temperature, scale, _ = transform.numbers
+    # rows of the weight may have gaps between them, elements of a row not
+    adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
+    return cpu_library.HeadInputs(
+        head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
+        head.weight if adjacent else head.weight.contiguous(),
+        None if transform.bias is None else transform.bias.contiguous(),
+        tokens.gradient_targets(rows),
+        torch.full(rows.shape, temperature, device=rows.device) if temperatures is None else temperatures,
+        scale,
+        0.0 if head.softcap is None else float(head.softcap),
+        *_sets(tokens, head, rows),
+    )
 
 
-def _plan(head: Head, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
+def _plan(head: LMHead, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
     return cpu_library.scratch_plan(head.weight.shape, _product_dtype(head), count, kept, budget)
 
 
-def _sets(tokens: Tokens, head: Head, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _sets(tokens: Tokens, head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Candidate sets of `rows` [R]: ids on this head, ascending within a set, and [R, 2] from where to where.
 
     A row without a set has -1. (None, None) if no row has one.
@@ -198,7 +174,7 @@ def _sets(tokens: Tokens, head: Head, rows: Tensor) -> tuple[Tensor, Tensor] | t
     return sets.keys(head.vocab_size) % head.vocab_size, torch.where(whole.unsqueeze(1), -1, ranges)
 
 
-def _product_dtype(head: Head) -> torch.dtype:
+def _product_dtype(head: LMHead) -> torch.dtype:
     """A softcap's slope comes from kept exponentials; where it is flat, their rounding to bf16 loses it."""
     return head.compute_dtype if head.softcap is None else torch.float32
 
@@ -223,7 +199,7 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     )
 
 
-def _rows_with_gradient(head: Head, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def _rows_with_gradient(head: LMHead, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
     """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
     rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
     tokens = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).panel_tokens

@@ -17,14 +17,13 @@ import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import HeadCall
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.kernels.row_types import Transform
 
@@ -113,6 +112,11 @@ def _cpu_multiplies_bf16() -> bool:
     return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
 
 
+def has_fp32_output(head: LMHead) -> bool:
+    """Whether products with the head's operands have fp32 results."""
+    return _has_fp32_output(head.compute_dtype, head.weight.device)
+
+
 def _has_fp32_output(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `mm(out_dtype=float32)` takes operands of `dtype` on `device`, by the same rules as its own checks.
 
@@ -125,145 +129,113 @@ def _has_fp32_output(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-@dataclass(frozen=True)
-class Head:
-    """An lm head and how its products are taken: logits = logit_scale * (h W^T + b), capped, divided by temperature."""
+def rounded_bias(hidden_states: Tensor, head: LMHead) -> LMHead:
+    """The head with its bias as the products are rounded: autocast rounds it, else it is added in fp32."""
+    by_autocast = head.compute_dtype != torch.promote_types(hidden_states.dtype, head.weight.dtype)
+    return head._replace(bias=head.operand(head.bias)) if by_autocast and head.bias is not None else head
 
-    weight: Tensor
-    """[V, H]"""
-    bias: Tensor | None
-    """[V]"""
-    logit_scale: float
-    softcap: float | None
-    compute_dtype: torch.dtype
-    """Inputs are rounded to this first: their promoted dtype, or autocast's."""
 
-    @classmethod
-    def of(cls, call: HeadCall) -> Head:
-        """The head of a call."""
-        bias, hidden, weight = call.lm_head_bias, call.hidden_states, call.lm_head_weight
-        by_autocast = call.compute_dtype != torch.promote_types(hidden.dtype, weight.dtype)
-        if bias is not None and by_autocast:  # a bias is added in fp32, so that nothing else rounds it
-            bias = bias.to(call.compute_dtype)
-        return cls(weight, bias, call.logit_scale, call.softcap, call.compute_dtype)
+def rounded_weight(head: LMHead) -> LMHead:
+    """The head with its weight in the compute dtype where products take it whole; made once for a call."""
+    return head._replace(weight=head.operand(head.weight)) if has_fp32_output(head) else head
 
-    def transform(self, temperature: Tensor | float = 1.0) -> Transform:
-        """The transform from products to z at a temperature: a number, or [R]."""
-        bias = None if self.bias is None else self.bias.to(self.statistics_dtype)
-        return Transform(bias, self.logit_scale, self.softcap, temperature)
 
-    @property
-    def vocab_size(self) -> int:
-        """V"""
-        return self.weight.shape[0]
+def transform(head: LMHead, temperature: Tensor | float = 1.0) -> Transform:
+    """The transform from products to z at a temperature: a number, or [R]."""
+    bias = None if head.bias is None else head.bias.to(head.statistics_dtype)
+    return Transform(bias, head.logit_scale, head.softcap, temperature)
 
-    @property
-    def statistics_dtype(self) -> torch.dtype:
-        """fp32, or fp64 for fp64 inputs."""
-        return torch.promote_types(self.compute_dtype, torch.float32)
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """Operand dtype of the two gradient products."""
-        converts = self.weight.dtype != self.compute_dtype  # block by block: their products must not be rounded
-        if not self._has_fp32_output and (converts or not has_products_in(self.compute_dtype, self.weight.device)):
-            return self.statistics_dtype
-        return self.compute_dtype
+def gradient_dtype(head: LMHead) -> torch.dtype:
+    """Operand dtype of the two gradient products."""
+    weight, compute = head.weight, head.compute_dtype
+    converts = weight.dtype != compute  # block by block: their products must not be rounded
+    if not has_fp32_output(head) and (converts or not has_products_in(compute, weight.device)):
+        return head.statistics_dtype
+    return compute
 
-    @property
-    def product_dtype(self) -> torch.dtype:
-        """Dtype of the gradient products' results, which are rounded after the upstream gradient is multiplied in."""
-        return torch.float32 if self._has_fp32_output else self.gradient_dtype
 
-    @property
-    def _has_fp32_output(self) -> bool:
-        return _has_fp32_output(self.compute_dtype, self.weight.device)
+def product_dtype(head: LMHead) -> torch.dtype:
+    """Dtype of the gradient products' results, which are rounded after the upstream gradient is multiplied in."""
+    return torch.float32 if has_fp32_output(head) else gradient_dtype(head)
 
-    @property
-    def _has_native_logits(self) -> bool:
-        """Whether the C++ extension multiplies them: narrow operands, without widened copies."""
-        narrow, weight = self.compute_dtype in (torch.bfloat16, torch.float16), self.weight
-        adjacent = weight.stride(1) == 1 or weight.shape[1] == 1
-        return narrow and adjacent and weight.device.type == "cpu" and libraries.cpu_available() is None
 
-    @cached_property
-    def rounded_weight(self) -> Tensor:
-        """[V, H]: the weight in the compute dtype; autocast's copy of an fp32 master, made once for a call."""
-        return self.operand(self.weight)
+def has_native_logits(head: LMHead) -> bool:
+    """Whether the C++ library multiplies them: narrow operands, without widened copies."""
+    narrow, weight = head.compute_dtype in (torch.bfloat16, torch.float16), head.weight
+    adjacent = weight.stride(1) == 1 or weight.shape[1] == 1
+    return narrow and adjacent and weight.device.type == "cpu" and libraries.cpu_available() is None
 
-    @property
-    def shape_in_compute_dtype(self) -> Tensor:
-        """A tensor with the shape and dtype of `rounded_weight`, without its memory."""
-        return self.weight.new_empty(1, dtype=self.compute_dtype).expand(self.weight.shape)
 
-    def operand(self, x: Tensor) -> Tensor:
-        """Hidden states or a weight block in the dtype of the computation."""
-        return x.to(self.compute_dtype)
+def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
+    """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; row work adds the bias."""
+    if has_fp32_output(head):
+        torch.mm(hidden, head.operand(head.weight).T, out_dtype=torch.float32, out=out)
+    elif has_native_logits(head):
+        cpu_library.head_products(hidden.contiguous(), head.weight, out)
+    else:
+        wide = hidden.to(head.statistics_dtype)
+        for block in _blocks(head, head.statistics_dtype):
+            torch.mm(wide, _block(head, block, head.statistics_dtype).T, out=out[:, block])
 
-    def logits_into(self, out: Tensor, hidden: Tensor) -> None:
-        """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; row work adds the bias."""
-        if self._has_fp32_output:
-            torch.mm(hidden, self.rounded_weight.T, out_dtype=torch.float32, out=out)
-        elif self._has_native_logits:
-            cpu_library.head_products(hidden.contiguous(), self.weight, out)
+
+def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
+    """[C, H] = dlogits [C, V] (gradient dtype) @ weight."""
+    blocks = list(_blocks(head, gradient_dtype(head)))
+    if len(blocks) == 1:
+        return _product(head, dlogits, _block(head, blocks[0], gradient_dtype(head)))
+    total = dlogits.new_zeros((dlogits.shape[0], head.weight.shape[1]), dtype=head.statistics_dtype)
+    for block in blocks:
+        total += _product(head, dlogits[:, block], _block(head, block, gradient_dtype(head)))
+    return total
+
+
+def accumulate_weight_gradient(
+    head: LMHead, out: Tensor, dlogits: Tensor, hidden: Tensor, *, first: bool, scale: Tensor | None = None
+) -> None:
+    """out [V, H] = or += dlogits^T [V, C] @ hidden [C, H] / scale.
+
+    The first chunk is written, not added; if others follow, `out` must be of the statistics dtype.
+    """
+    hidden = hidden.to(gradient_dtype(head))
+    if scale is None and dlogits.dtype == out.dtype:
+        torch.addmm(out, dlogits.T, hidden, beta=0 if first else 1, out=out)
+    elif scale is None and has_fp32_output(head) and out.dtype == torch.float32:
+        if first:
+            torch.mm(dlogits.T, hidden, out_dtype=torch.float32, out=out)
         else:
-            wide = hidden.to(self.statistics_dtype)
-            for block in self._blocks(self.statistics_dtype):
-                torch.mm(wide, self._block(block, self.statistics_dtype).T, out=out[:, block])
+            torch.addmm(out, dlogits.T, hidden, out_dtype=torch.float32, out=out)
+    else:
+        rows = _block_rows(head)
+        for start in range(0, out.shape[0], rows):
+            block = slice(start, start + rows)
+            product = _product(head, dlogits[:, block].T, hidden)
+            if scale is not None:
+                product = product.to(head.statistics_dtype).div_(scale)
+            out[block].copy_(product) if first else out[block].add_(product)
 
-    def hidden_gradient(self, dlogits: Tensor) -> Tensor:
-        """[C, H] = dlogits [C, V] (gradient dtype) @ weight."""
-        blocks = list(self._blocks(self.gradient_dtype))
-        if len(blocks) == 1:
-            return self._product(dlogits, self._block(blocks[0], self.gradient_dtype))
-        total = dlogits.new_zeros((dlogits.shape[0], self.weight.shape[1]), dtype=self.statistics_dtype)
-        for block in blocks:
-            total += self._product(dlogits[:, block], self._block(block, self.gradient_dtype))
-        return total
 
-    def accumulate_weight_gradient(
-        self, out: Tensor, dlogits: Tensor, hidden: Tensor, *, first: bool, scale: Tensor | None = None
-    ) -> None:
-        """out [V, H] = or += dlogits^T [V, C] @ hidden [C, H] / scale.
+def _product(head: LMHead, a: Tensor, b: Tensor) -> Tensor:
+    if has_fp32_output(head):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
 
-        The first chunk is written, not added; if others follow, `out` must be of the statistics dtype.
-        """
-        hidden = hidden.to(self.gradient_dtype)
-        if scale is None and dlogits.dtype == out.dtype:
-            torch.addmm(out, dlogits.T, hidden, beta=0 if first else 1, out=out)
-        elif scale is None and self._has_fp32_output and out.dtype == torch.float32:
-            if first:
-                torch.mm(dlogits.T, hidden, out_dtype=torch.float32, out=out)
-            else:
-                torch.addmm(out, dlogits.T, hidden, out_dtype=torch.float32, out=out)
-        else:
-            rows = self._block_rows
-            for start in range(0, out.shape[0], rows):
-                block = slice(start, start + rows)
-                product = self._product(dlogits[:, block].T, hidden)
-                if scale is not None:
-                    product = product.to(self.statistics_dtype).div_(scale)
-                out[block].copy_(product) if first else out[block].add_(product)
 
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        if self._has_fp32_output:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.mm(a, b)
+def _blocks(head: LMHead, dtype: torch.dtype) -> Iterator[slice]:
+    """Slices of the vocabulary: one if the weight is used without conversion to `dtype`, else blocks to convert."""
+    if has_fp32_output(head) or head.weight.dtype == dtype == head.compute_dtype:
+        yield slice(0, head.vocab_size)
+        return
+    for start in range(0, head.vocab_size, _block_rows(head)):
+        yield slice(start, min(start + _block_rows(head), head.vocab_size))
 
-    def _blocks(self, dtype: torch.dtype) -> Iterator[slice]:
-        """Slices of the vocabulary: one if the weight is used without conversion to `dtype`, else blocks to convert."""
-        if self._has_fp32_output or self.weight.dtype == dtype == self.compute_dtype:
-            yield slice(0, self.vocab_size)
-            return
-        for start in range(0, self.vocab_size, self._block_rows):
-            yield slice(start, min(start + self._block_rows, self.vocab_size))
 
-    @property
-    def _block_rows(self) -> int:
-        size = VOCAB_BLOCK_BYTES_CUDA if self.weight.is_cuda else VOCAB_BLOCK_BYTES
-        return max(size // (4 * max(self.weight.shape[1], 1)), 256)
+def _block_rows(head: LMHead) -> int:
+    size = VOCAB_BLOCK_BYTES_CUDA if head.weight.is_cuda else VOCAB_BLOCK_BYTES
+    return max(size // (4 * max(head.weight.shape[1], 1)), 256)
 
-    def _block(self, block: slice, dtype: torch.dtype) -> Tensor:
-        if self._has_fp32_output:
-            return self.rounded_weight[block].to(dtype)
-        return self.operand(self.weight[block]).to(dtype)
+
+def _block(head: LMHead, block: slice, dtype: torch.dtype) -> Tensor:
+    if has_fp32_output(head):
+        return head.operand(head.weight)[block].to(dtype)
+    return head.operand(head.weight[block]).to(dtype)

@@ -18,9 +18,11 @@ import os
 
 import torch
 
+from grpo_fused.call.calls import LMHead
+from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, Gradients, Work, longest_chunk
 from grpo_fused.engines.gradients import GradientSums, lifted
-from grpo_fused.engines.products import Head
+from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.kernels.row_types import Coefficients, Statistics
 
@@ -46,15 +48,15 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class TritonEngine:
     """See the module."""
 
-    def chunk_rows(self, head: Head, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
         """Rows whose dlogits, offsets, partial statistics and copies of hidden states fit the scratch budget."""
         return self._rows_of(head, _row_bytes(head), max_scratch_bytes)
 
-    def weight_gradient_dtype(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
         return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
 
-    def cost(self, head: Head, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
+    def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
         rows = min(longest_chunk(num_tokens, self.chunk_rows(head, max_scratch_bytes)), num_tokens)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
@@ -66,8 +68,8 @@ class TritonEngine:
         from grpo_fused.kernels import head_launch
 
         head, tokens, rows = work.head, work.tokens, work.rows
-        weight = head_launch.aligned(head.rounded_weight)
-        partials, _ = head_launch.row_bytes(weight, head.transform())
+        weight = head_launch.aligned(head.operand(head.weight))
+        partials, _ = head_launch.row_bytes(weight, products.transform(head))
         count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes)
         parts = []
         for start in range(0, rows.shape[0], count):
@@ -82,11 +84,11 @@ class TritonEngine:
         """See `Engine.fused`."""
         from grpo_fused.kernels import head_launch
 
-        head, tokens = work.head, work.tokens
-        weight = head_launch.aligned(head.rounded_weight)
+        tokens, head = work.tokens, products.rounded_weight(work.head)
+        weight = head_launch.aligned(head.operand(head.weight))
         stores = work.known is None and head.softcap is None
-        slab = head_launch.Exponentials.empty(work.longest, weight, head.gradient_dtype, head.transform())
-        dtype = self.weight_gradient_dtype(head, tokens.most_chunks_of, work.max_scratch_bytes)
+        slab = head_launch.Exponentials.empty(work.longest, weight, gradient_dtype(head), products.transform(head))
+        dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
         for part, taken in work.parts():
@@ -111,22 +113,23 @@ class TritonEngine:
             sums.add(taken, place.values, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
-    def _rows_of(self, head: Head, bytes_each: int, max_scratch_bytes: int | None) -> int:
+    def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None) -> int:
         count = scratch_budget(head.weight.device, max_scratch_bytes) // bytes_each
         check_fits_a_token(max_scratch_bytes, count, bytes_each, head.vocab_size)
         return max(count - count % ROW_MULTIPLE if count > ROW_MULTIPLE else count, 1)
 
 
-def _row_bytes(head: Head) -> int:
+def _row_bytes(head: LMHead) -> int:
     """Bytes for each row: exponentials or dlogits, offsets, partial statistics, copies."""
     from grpo_fused.kernels import head_launch
     from grpo_fused.kernels.configs import padded
 
-    each = _copies_bytes(head) + sum(head_launch.row_bytes(head.shape_in_compute_dtype, head.transform()))
-    return each + head.gradient_dtype.itemsize * padded(head.vocab_size)
+    rounded = head.weight.new_empty(1, dtype=head.compute_dtype).expand(head.weight.shape)  # takes no memory
+    each = _copies_bytes(head) + sum(head_launch.row_bytes(rounded, products.transform(head)))
+    return each + gradient_dtype(head).itemsize * padded(head.vocab_size)
 
 
-def _copies_bytes(head: Head) -> int:
+def _copies_bytes(head: LMHead) -> int:
     """Bytes for each row: hidden states gathered, then masked, then its fp32 dhidden."""
     from grpo_fused.kernels import head_launch
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.call.calls import CustomCall, LossCall, TokensCall, named
+from grpo_fused.call.calls import CustomCall, LogprobsGradientCall, LossCall, TokensCall, named
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.validation import check_call_values
 from grpo_fused.ranks.parallel import (
@@ -56,31 +56,38 @@ def form_of(call: Any) -> dict[str, int | str]:
     return {**found, "tensors": ", ".join(there)}
 
 
-def contents_of(call: TokensCall) -> dict[str, int | str]:
+def contents_of(call: TokensCall | LogprobsGradientCall) -> dict[str, int | str]:
     """Fields that must be equal too on ranks with the same tokens: the values of tensors at active positions."""
+    mask = call.forward.mask if isinstance(call, LogprobsGradientCall) else call.mask
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
-    sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, call.mask) for name, x in tensors.items()}
+    sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
     # a different mask changes the checksums of all others, so it is named first
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
-def join(call: TokensCall, layout: Layout) -> tuple[VocabParallel | None, TokenParallel | None]:
+def join(call: TokensCall | LogprobsGradientCall, layout: Layout) -> tuple[VocabParallel | None, TokenParallel | None]:
     """The ranks with other slices of the head and those with other tokens, after the check that all make the same call.
 
     If this rank's tensors have invalid values, or the ranks differ, all ranks of both groups raise.
     """
-    groups, vocab, tokens = ParallelGroups.decode(call.head.groups), None, None
+    scored = call.forward if isinstance(call, LogprobsGradientCall) else call
+    groups, vocab, tokens = ParallelGroups.decode(scored.run.groups), None, None
     failure: Exception | None = None
-    vocab_size = call.head.lm_head_weight.shape[0]
+    vocab_size = scored.lm_head.vocab_size
+
+    def check(size: int) -> None:
+        if scored is call:  # else the forward pass has checked the values
+            check_call_values(scored, layout, size)
+
     if groups.vocab is None:
-        failure = _attempt(check_call_values, call, layout, vocab_size)
+        failure = _attempt(check, vocab_size)
     else:
         what = {**form_of(call), "tokens": layout.num_tokens, **contents_of(call)}
         rows, failure = agree(
             groups.vocab, what, [vocab_size], None,
-            lambda rows: check_call_values(call, layout, sum(row[0] for row in rows)),
+            lambda rows: check(sum(row[0] for row in rows)),
         )  # fmt: skip
-        vocab = VocabParallel(groups.vocab, [row[0] for row in rows], call.token_ids.reshape(-1))
+        vocab = VocabParallel(groups.vocab, [row[0] for row in rows], scored.token_ids.reshape(-1))
         vocab_size = vocab.total
     if groups.tokens is not None and isinstance(call, (LossCall, CustomCall)):
         what = {**form_of(call), "split_sequences": int(groups.split_sequences), "vocabulary": vocab_size}

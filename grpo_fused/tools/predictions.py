@@ -12,8 +12,9 @@ import torch
 from torch.utils.benchmark import Timer
 
 from grpo_fused import engines
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.base import Cost
-from grpo_fused.engines.products import Head, has_products_in
+from grpo_fused.engines.products import has_products_in
 
 ENGINES = ("native", "chunked", "triton")
 
@@ -31,10 +32,10 @@ class Shape(NamedTuple):
         """FLOP of one head product."""
         return 2 * self.tokens * self.hidden * self.vocab
 
-    def head(self, device: torch.device) -> Head:
+    def head(self, device: torch.device) -> LMHead:
         """A head of this shape whose weight takes no memory."""
         weight = torch.empty(1, dtype=self.dtype, device=device).expand(self.vocab, self.hidden)
-        return Head(weight, None, 1.0, None, self.dtype)
+        return LMHead(weight, compute_dtype=self.dtype)
 
 
 class Ratios(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_fused.call.calls import HeadCall, LogprobsCall, LogprobsGradientCall, Needs
+from grpo_fused.call.calls import Candidates, LMHead, LogprobsCall, LogprobsGradientCall, Needs, Run
 from grpo_fused.ranks.handshake import checksum, contents_of, form_of
 
 IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -12,9 +12,8 @@ IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1
 
 def call(ids=IDS, mask=MASK, compact=True, **coefficients):
     hidden, weight = torch.zeros(2, 3, 8), torch.zeros(10, 8)
-    head = HeadCall(hidden, weight, None, None, 1.0, 1.0, None, "chunked", torch.float32, None, compact, "")
     given = {"dlogps": None, "dentropies": None, **coefficients}
-    forward = LogprobsCall(head, ids, mask, False)
+    forward = LogprobsCall(hidden, LMHead(weight), ids, mask, Candidates(), False, Run("chunked", None, compact))
     return LogprobsGradientCall(forward, None, None, None, None, **given, needs=Needs(True, True, False))
 
 

@@ -11,10 +11,9 @@ from distributed.jobs import slices, vocab_logprobs, vocab_loss
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
 from grpo_fused import CandidateSets, fused_linear_logprobs
-from grpo_fused.call.calls import Needs
+from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
-from grpo_fused.engines.products import Head
 
 ENGINES = ["chunked", "native", "triton"]
 CONFIGS = [
@@ -141,7 +140,7 @@ def test_one_chunk_waits_for_the_ranks_at_a_time():
     """Its fp32 dH is H numbers a token: those of all chunks would be as much as the hidden states, or twice."""
     slices, weight, hidden = Slices(), torch.randn(29, 12), torch.randn(20, 12)
     tokens = Tokens(hidden, torch.zeros(20, dtype=torch.int64), torch.ones(20, dtype=torch.bool), 1.0, slices)
-    sums = GradientSums(Head(weight, None, 1.0, None, torch.float32), tokens, Needs(True, True, False), torch.float32)
+    sums = GradientSums(LMHead(weight), tokens, Needs(True, True, False), torch.float32)
     dlogits = torch.randn(20, 29)
     for rows in torch.arange(20).split(4):
         sums.add(rows, dlogits[rows], None)

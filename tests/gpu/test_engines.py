@@ -8,7 +8,7 @@ from helpers import Case, assert_same, config_id, covering_configs, frobenius_er
 from torch.utils._pytree import tree_map_only
 
 from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs, selective_logprobs
-from grpo_fused.engines.products import Head
+from grpo_fused.call.calls import LMHead
 
 pytestmark = pytest.mark.gpu
 
@@ -231,7 +231,7 @@ def test_largest_allocation_stays_within_the_budget(impl):
     torch.cuda.reset_peak_memory_stats()
     got = case.run(GRPOLossConfig(), impl=impl, max_scratch_bytes=budget)
     peak = torch.cuda.max_memory_allocated() - before
-    head = Head(case.lm_head_weight, None, 1.0, None, torch.bfloat16)
+    head = LMHead(case.lm_head_weight, compute_dtype=torch.bfloat16)
     cost = engines.engine(impl).cost(head, int(case.completion_mask.sum()), budget)
     assert cost.scratch_bytes <= budget
     # dW is converted to bf16 after the slab is freed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused.call.calls import HeadCall, LogprobsCall
+from grpo_fused.call.calls import LMHead, LogprobsCall, Run
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
@@ -25,7 +25,7 @@ from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.statistics import extra_statistics
-from grpo_fused.integrations.trl.truncation import with_candidates
+from grpo_fused.integrations.trl.truncation import announced_candidates
 from grpo_fused.integrations.trl.zero import gathered
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -69,25 +69,12 @@ class FusedLogProbFunction:
             for. None for what is not.
         """
         compute = compute_dtype(hidden, weight)
-        call = HeadCall(
-            hidden_states=hidden,
-            lm_head_weight=weight,
-            lm_head_bias=bias,
-            temperatures=None,
-            temperature=float(temperature),
-            logit_scale=float(logit_scale),
-            softcap=final_logit_softcapping,
-            impl=engines.choose(cls.impl, hidden.device, compute),
-            compute_dtype=compute,
-            max_scratch_bytes=cls.max_scratch_bytes,
-            compact=True,
-            groups="",
-        )
-        call, mask = with_candidates(call, targets)
-        logps, entropies = PredictedLogprobs.apply(
-            hidden, weight, bias, LogprobsCall(call, targets, mask, "entropy" in outputs), current_prediction()
-        )
-        extras = extra_statistics(call, targets, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
+        head = LMHead(weight, bias, float(logit_scale), final_logit_softcapping, float(temperature), None, compute)
+        candidates, mask = announced_candidates(targets, head.vocab_size)
+        run = Run(engines.choose(cls.impl, hidden.device, compute), cls.max_scratch_bytes)
+        call = LogprobsCall(hidden, head, targets, mask, candidates, "entropy" in outputs, run)
+        logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, current_prediction())
+        extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,
             entropies if "entropy" in outputs else None,

@@ -22,7 +22,6 @@ from torch import Tensor
 from grpo_fused.api import operators
 from grpo_fused.api.autograd import first_order, scaled
 from grpo_fused.call.calls import (
-    HeadCall,
     LogprobsCall,
     LogprobsGradientCall,
     LossCall,
@@ -33,8 +32,9 @@ from grpo_fused.call.calls import (
     attach,
     detach,
     flat,
+    tensors_of,
+    with_tensors,
 )
-from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 
 TOLERANCE = 5e-6
@@ -145,7 +145,7 @@ class PredictedLogprobs(torch.autograd.Function):
         call: LogprobsCall,
         prediction: Prediction | None,
     ) -> Any:
-        call = call._replace(head=call.head.on(hidden, weight, bias))
+        call = with_tensors(call, hidden, weight, bias)
         ctx.prediction = prediction
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -158,6 +158,7 @@ class PredictedLogprobs(torch.autograd.Function):
         else:
             logps, entropies, *predicted = _predicted(call, needs, prediction, packed)
             saved = (packed.rows, *predicted)
+        ctx.count = len(tensors)
         ctx.save_for_backward(*tensors, *saved)
         if not call.with_entropy:
             ctx.mark_non_differentiable(entropies)
@@ -166,15 +167,13 @@ class PredictedLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        count = len(flat(ctx.call))
-        call: LogprobsCall = attach(ctx.call, ctx.saved_tensors[:count])
-        saved = ctx.saved_tensors[count:]
+        call: LogprobsCall = attach(ctx.call, ctx.saved_tensors[: ctx.count])
+        saved = ctx.saved_tensors[ctx.count :]
         if not call.with_entropy:
             dentropies = None
         if dlogps is None and dentropies is None:
             return (None,) * 5
-        needs, head = Needs(*ctx.needs_input_grad[:3]), call.head
-        hidden, weight, bias = head.hidden_states, head.lm_head_weight, head.lm_head_bias
+        needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
         if ctx.prediction is None:
             logps, entropies, maxima, log_sums = saved
             scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
@@ -206,17 +205,18 @@ class PredictedLogprobs(torch.autograd.Function):
 def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed: _Packed) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
-    config, head = prediction.config.encoded, call.head
+    config, hidden = prediction.config.encoded, call.hidden_states
     rows, inputs, offsets = packed
-    hidden, targets = head.hidden_states, call.token_ids
-    some = _at(head, rows)
-    loss = operators.LossResult(
-        *operators.linear_grpo_loss(*flat(LossCall(some, targets[rows], inputs, offsets, config, True, needs)))
-    )
+    some = _at(call, rows)
+    whole_loss = LossCall(
+        some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
+        call.run,
+    )  # fmt: skip
+    loss = operators.LossResult(*operators.linear_grpo_loss(*flat(whole_loss)))
 
     def objective(of: LossInputs) -> operators.ObjectiveResult:
-        call = ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
-        return operators.ObjectiveResult(*operators.grpo_objective(*flat(call)))
+        from_logps = ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
+        return operators.ObjectiveResult(*operators.grpo_objective(*flat(from_logps)))
 
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
@@ -226,21 +226,20 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     assert inputs.completion_mask is not None
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
-        others = LogprobsCall(_at(head, beside), targets[beside], None, True)
+        others = _at(call, beside)._replace(mask=None, with_entropy=True)
         scores = Scores(*operators.linear_logprobs(*flat(others)))
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)
     return out, entropy_out, star.dlogps, star.dentropies, one_nat, loss.dhidden, loss.dweight, loss.dbias
 
 
-def _at(head: HeadCall, rows: Tensor) -> HeadCall:
+def _at(call: LogprobsCall, rows: Tensor) -> LogprobsCall:
     """The call for some of its rows."""
-    sets = None if head.candidates is None else CandidateSets(*head.candidates).select(rows)
-    return head._replace(
-        hidden_states=head.hidden_states[rows],
-        candidate_ids=None if sets is None else sets.ids,
-        candidate_offsets=None if sets is None else sets.offsets,
-    )
+    sets, candidates = call.candidates.sets, call.candidates
+    if sets is not None:
+        some = sets.select(rows)
+        candidates = candidates._replace(candidate_ids=some.ids, candidate_offsets=some.offsets)
+    return call._replace(hidden_states=call.hidden_states[rows], token_ids=call.token_ids[rows], candidates=candidates)
 
 
 def _spread(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:

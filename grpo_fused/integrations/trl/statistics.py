@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import HeadCall
-from grpo_fused.engines.products import Head, ieee_products
+from grpo_fused.call.calls import LogprobsCall
+from grpo_fused.engines import products
 from grpo_fused.engines.rows import z_
 from grpo_fused.engines.scratch import scratch_budget
 
@@ -16,7 +16,7 @@ _TEMPORARIES = 3  # z, its exponentials, and what is made of them
 
 
 @torch.no_grad()
-def extra_statistics(call: HeadCall, targets: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tensor]:
     """Each of `names` as [N]: `log_sum_sq_probs`, `mean_logits` (fp32) and `is_top1` (bool); one head product.
 
     With z the logits after scale, cap and temperature and p their softmax: log sum_j p_j^2; the mean of z_j; and
@@ -24,17 +24,18 @@ def extra_statistics(call: HeadCall, targets: Tensor, names: Sequence[str]) -> d
     """
     if not names:
         return {}
-    head, hidden, weight = Head.of(call), call.hidden_states, call.lm_head_weight
-    transform = head.transform(call.temperature)
-    budget = scratch_budget(hidden.device, call.max_scratch_bytes)
+    hidden, targets, head = call.hidden_states, call.token_ids, products.rounded_bias(call.hidden_states, call.lm_head)
+    weight, transform = head.weight, products.transform(head, head.temperature)
+    head = products.rounded_weight(head)
+    budget = scratch_budget(hidden.device, call.run.max_scratch_bytes)
     rows = max(budget // (4 * _TEMPORARIES * max(weight.shape[0], 1)), 1)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    with torch.autocast(hidden.device.type, enabled=False), ieee_products():
+    with torch.autocast(hidden.device.type, enabled=False), products.ieee_products():
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             block = head.operand(hidden[part])
             z = torch.empty((block.shape[0], weight.shape[0]), dtype=head.statistics_dtype, device=hidden.device)
-            head.logits_into(z, block)
+            products.logits_into(head, z, block)
             z_(z, transform)
             if "mean_logits" in parts:
                 parts["mean_logits"].append(z.mean(1))

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from trl import GRPOTrainer
 
-from grpo_fused.call.calls import HeadCall
+from grpo_fused.call.calls import Candidates
 from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts.engine import Sampling, padded_sets
@@ -85,14 +85,14 @@ class _Scored:
 _scored: ContextVar[_Scored | None] = ContextVar("grpo_fused_candidates", default=None)
 
 
-def with_candidates(call: HeadCall, targets: Tensor) -> tuple[HeadCall, Tensor | None]:
-    """The call with the sets of its tokens, and the mask of those that count, where a trainer has announced them."""
+def announced_candidates(targets: Tensor, vocab_size: int) -> tuple[Candidates, Tensor | None]:
+    """The sets of the tokens, and the mask of those that count, where a trainer has announced them."""
     scored = _scored.get()
     if scored is None:
-        return call, None
+        return Candidates(), None
     sets, mask = scored.take(targets)
-    check_values(sets, targets, mask, call.lm_head_weight.shape[0], {})
-    return call._replace(candidate_ids=sets.ids, candidate_offsets=sets.offsets), mask
+    check_values(sets, targets, mask, vocab_size, {})
+    return Candidates(sets.ids, sets.offsets), mask
 
 
 class ExactTruncation(GRPOTrainer):
