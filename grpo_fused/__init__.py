@@ -18,6 +18,7 @@ from grpo_fused.api import (
     grpo_loss,
     selective_logprobs,
 )
+from grpo_fused.api.head import HeadOptions
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.outputs import (
@@ -28,6 +29,7 @@ from grpo_fused.call.outputs import (
     LogprobOutput,
     ObjectiveOutput,
 )
+from grpo_fused.causal_lm import FusedLinearGRPOLoss, grpo_loss_of, logprobs_of
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.objective.custom import check_objective
 from grpo_fused.objectives.advantages import group_advantages
@@ -41,8 +43,10 @@ __all__ = [
     "AdvantageOutput",
     "CandidateSets",
     "DivergenceOutput",
+    "FusedLinearGRPOLoss",
     "GRPOLossConfig",
     "GRPOLossOutput",
+    "HeadOptions",
     "ImportanceSamplingOutput",
     "LogprobOutput",
     "ObjectiveOutput",
@@ -56,9 +60,11 @@ __all__ = [
     "fused_linear_objective",
     "group_advantages",
     "grpo_loss",
+    "grpo_loss_of",
     "head_hidden_states",
     "importance_sampling_correction",
     "lm_head_inputs",
+    "logprobs_of",
     "selective_logprobs",
     "share_failures",
 ]
