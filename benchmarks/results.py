@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from benchmarks.command import call
+
 Device = Literal["cpu", "cuda"]
 SCHEMA = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,6 +206,4 @@ def main(device: Device = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.study import call  # which imports this module
-
     call(main)

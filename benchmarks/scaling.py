@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
+from benchmarks.command import call
 from benchmarks.cost import H200
-from benchmarks.study import call
 
 
 class Machine(NamedTuple):

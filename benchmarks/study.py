@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.command import parser_of
 from benchmarks.results import Run, load, machine, new_path, record
 
 if TYPE_CHECKING:
@@ -76,37 +74,3 @@ def repeated(program: str, words: list[str]) -> str:
     """The command that repeats a run, without its output file."""
     kept = [word for i, word in enumerate(words) if "--out" not in (word, *words[i - 1 : i])]
     return shlex.join(["python", "-m", f"benchmarks.{program}", *kept])
-
-
-def call(function: Callable[..., Any], argv: Sequence[str] | None = None) -> Any:
-    """Call a function with the options of the command line."""
-    return function(**vars(parser_of(function).parse_args(argv)))
-
-
-def parser_of(function: Callable[..., Any]) -> argparse.ArgumentParser:
-    """Parameters with a default are options, the others are positional; `Annotated` has the help of one."""
-    about = inspect.getmodule(function).__doc__
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hints = get_type_hints(function, include_extras=True)
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint, words = hints[name], ""
-        if get_origin(hint) is Annotated:
-            hint, words = get_args(hint)
-        how = {"help": words, **_reading(hint)}
-        if parameter.default is parameter.empty:
-            parser.add_argument(name, **how)
-        else:
-            parser.add_argument(f"--{name.replace('_', '-')}", default=parameter.default, **how)
-    return parser
-
-
-def _reading(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(hint) is Literal:
-        return {"choices": get_args(hint)}
-    if get_origin(hint) is tuple:
-        return {"nargs": "*", **_reading(get_args(hint)[0])}
-    plain = [kind for kind in get_args(hint) if kind is not NoneType]  # of `int | None`
-    return {"type": plain[0] if plain else hint}

@@ -19,6 +19,7 @@ from grpo_fused.api import (
     selective_logprobs,
 )
 from grpo_fused.api.head import HeadOptions
+from grpo_fused.api.module import FusedLinearGRPOLoss
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.outputs import (
@@ -29,8 +30,8 @@ from grpo_fused.call.outputs import (
     LogprobOutput,
     ObjectiveOutput,
 )
-from grpo_fused.causal_lm import FusedLinearGRPOLoss, grpo_loss_of, logprobs_of
 from grpo_fused.heads import capture_head_input, check_head, head_hidden_states, lm_head_inputs
+from grpo_fused.heads.causal_lm import grpo_loss_of, logprobs_of
 from grpo_fused.objective.custom import check_objective
 from grpo_fused.objectives.advantages import group_advantages
 from grpo_fused.objectives.corrections import importance_sampling_correction

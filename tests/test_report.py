@@ -9,10 +9,10 @@ import re
 import pytest
 
 from benchmarks import plots, report
+from benchmarks.command import call
 from benchmarks.pages import PAGES
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
-from benchmarks.study import call
 from benchmarks.sweep import PLANS
 
 
