@@ -38,7 +38,7 @@ lint: $(VENV)/.dev  ## style and types
 # of this checkout, built first if it is not up to date: it needs nothing of torch, so one serves them all.
 define test-with
 $(VENV)-$(1)/bin/python -W ignore setup.py -q build_ext --inplace
-$(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused import _native; sys.exit(_native.missing())'
+$(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused.engines import libraries; sys.exit(libraries.missing())'
 $(2) $(VENV)-$(1)/bin/python -m pytest -q tests/with_$(1)
 endef
 

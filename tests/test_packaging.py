@@ -136,6 +136,14 @@ def test_import_from_a_checkout(source):
     assert Path(kernels).resolve() == source / "kernels"
 
 
+def test_python_lines_of_the_makefile_run(source):
+    """Those that heavy targets need first: nothing else in the gate would see a moved module."""
+    lines = re.findall(r"python -c '(.*)'", (Path(__file__).parents[1] / "Makefile").read_text())
+    assert lines
+    for line in lines:
+        subprocess.run([sys.executable, "-c", line], cwd=source, check=True)
+
+
 def test_hugging_face_kernels_is_not_shadowed(source, tmp_path):
     """A regular package of that name elsewhere on the path wins over our folder, also from the checkout's root."""
     site = tmp_path / "site"
