@@ -41,13 +41,13 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *upstream: Tensor | None) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *upstream)
+            gradients = backward(ctx, *upstream)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled backward refuses this itself
-            return found
-        parts = found if isinstance(found, tuple) else (found,)
+            return gradients
+        parts = gradients if isinstance(gradients, tuple) else (gradients,)
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in parts]
         raising = torch._C._functions.DelayedError(_SECOND_ORDER, len(leaves))
-        return tuple(raising(*leaves)) if isinstance(found, tuple) else raising(*leaves)
+        return tuple(raising(*leaves)) if isinstance(gradients, tuple) else raising(*leaves)
 
     return checked
 
@@ -87,8 +87,8 @@ class LinearLoss(torch.autograd.Function):
             )  # fmt: skip
             ctx.call, tensors = detach(CandidateGradientCall(scored, result.dcandidates, call.needs))
         ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
-        given = zip((hidden_states, weight, bias), call.needs, strict=True)
-        ctx.dtypes = [x.dtype if x is not None and need else None for x, need in given]
+        inputs = zip((hidden_states, weight, bias), call.needs, strict=True)
+        ctx.dtypes = [x.dtype if x is not None and need else None for x, need in inputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.logps, result.entropies, result.metrics)
         return result.loss, result.logps, result.entropies, result.metrics

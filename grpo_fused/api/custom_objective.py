@@ -104,7 +104,7 @@ def fused_linear_objective(
     Source: the idea of FlexAttention (arXiv 2412.05496), applied to policy losses.
     """
     check_names("fused_linear_objective", head)
-    given, process_group = dict(inputs or {}), head.get("process_group")
+    token_inputs, process_group = dict(inputs or {}), head.get("process_group")
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
         check_choice(scope, "scope", Scope)
         check.check_objective_scope(objective, scope)
@@ -114,10 +114,10 @@ def fused_linear_objective(
             check.check_ids(token_ids, cu_seqlens, "token_ids")
         layout = Layout.of(token_ids, cu_seqlens)
         lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
-        check.check_objective_inputs(given, layout)
+        check.check_objective_inputs(token_inputs, layout)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
-        named_inputs = namedtuple("Inputs", given)(**given)  # type: ignore[misc]
+        named_inputs = namedtuple("Inputs", token_inputs)(**token_inputs)  # type: ignore[misc]
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
             hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, named_inputs, scope, with_entropy, needs,
@@ -128,7 +128,7 @@ def fused_linear_objective(
     if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
-        flat = {name: x.reshape(-1) for name, x in given.items()}
+        flat = {name: x.reshape(-1) for name, x in token_inputs.items()}
         evaluation = Evaluation(objective, flat, layout, rows, scope, with_entropy)
         entropies = scores.entropies if with_entropy else None
         loss = evaluation.value(

@@ -107,13 +107,13 @@ def fused_linear_divergence(
     lm_head, _, run = head_of(hidden_states, lm_head_weight, tokens, mask, layout, options, names=("mask", "mask"))
     check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
     other = None
-    given = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
-    if other_hidden_states is not None and other_lm_head_weight is not None and not any(given[2:]):
+    is_there = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
+    if other_hidden_states is not None and other_lm_head_weight is not None and not any(is_there[2:]):
         lm_head, other = beside(
             lm_head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
             other_logit_scale, other_softcap,
         )  # fmt: skip
-    elif other_ids is not None and other_logprobs is not None and not any(given[:2]):
+    elif other_ids is not None and other_logprobs is not None and not any(is_there[:2]):
         shape = (*layout.shape, other_ids.shape[-1])
         floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
         if kind != "forward_kl" or not floats or not shape == other_ids.shape == other_logprobs.shape:
@@ -124,7 +124,7 @@ def fused_linear_divergence(
             )
     else:
         names = "other_hidden_states, other_lm_head_weight, other_ids, other_logprobs"
-        raise ValueError(f"the first two or the last two of {names} must be given; got {given}")
+        raise ValueError(f"the first two or the last two of {names} must be given; got {is_there}")
     mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
     needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)

@@ -20,24 +20,24 @@ from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transfo
 
 def scores(call: LogitsCall, layout: Layout) -> Statistics:
     """Statistics of all N positions, 0 where masked; entropies only if requested."""
-    given = _Logits.of(call, layout)
-    out = Statistics.empty(given.mask.shape[0], given.mask.device, call.with_entropy, given.dtype).zero_()
-    for positions, rows in given.blocks(given.mask.nonzero().squeeze(1)):
-        out.place_(positions, given.work.statistics(rows, with_entropy=call.with_entropy))
+    source = _Logits.of(call, layout)
+    out = Statistics.empty(source.mask.shape[0], source.mask.device, call.with_entropy, source.dtype).zero_()
+    for positions, rows in source.blocks(source.mask.nonzero().squeeze(1)):
+        out.place_(positions, source.work.statistics(rows, with_entropy=call.with_entropy))
     return out
 
 
 def gradient(call: LogitsCall, layout: Layout, dlogps: Tensor | None, dentropies: Tensor | None) -> Tensor:
     """dlogits [N, V] in the dtype of the logits, from coefficients on log-probs and entropies."""
-    given = _Logits.of(call, layout)
-    dlogp, dentropy = clean_coefficients(given.mask, dlogps, dentropies, given.dtype)
-    out = torch.zeros((given.mask.shape[0], call.logits.shape[-1]), dtype=call.logits.dtype, device=dlogp.device)
-    for positions, rows in given.blocks(has_coefficient(dlogp, dentropy).nonzero().squeeze(1)):
-        stats = given.work.statistics(rows, with_entropy=dentropy is not None)
+    source = _Logits.of(call, layout)
+    dlogp, dentropy = clean_coefficients(source.mask, dlogps, dentropies, source.dtype)
+    out = torch.zeros((source.mask.shape[0], call.logits.shape[-1]), dtype=call.logits.dtype, device=dlogp.device)
+    for positions, rows in source.blocks(has_coefficient(dlogp, dentropy).nonzero().squeeze(1)):
+        stats = source.work.statistics(rows, with_entropy=dentropy is not None)
         whole = positions.shape[0] == out.shape[0]
         target = out if whole else torch.empty_like(rows.raw, dtype=out.dtype)
         entropy_of = None if dentropy is None else dentropy[positions]
-        given.work.gradient(rows, Coefficients(stats, dlogp[positions], entropy_of), target)
+        source.work.gradient(rows, Coefficients(stats, dlogp[positions], entropy_of), target)
         if not whole:
             out.index_copy_(0, positions, target)
     return out
@@ -79,6 +79,6 @@ class _Logits(NamedTuple):
             yield block, self._rows(block, rows_of(logits, block).to(wide))
 
     def _rows(self, positions: Tensor, raw: Tensor) -> Rows:
-        each = self.temperature
-        transform = Transform(temperature=each[positions] if isinstance(each, Tensor) else each)
+        temperature = self.temperature
+        transform = Transform(temperature=temperature[positions] if isinstance(temperature, Tensor) else temperature)
         return Rows(raw, self.ids[positions], transform, raw.shape[0])

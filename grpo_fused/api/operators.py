@@ -131,8 +131,8 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     with _shared(call, layout) as (tokens, ranks):
         engine = DivergenceEngine(call.ref_hidden_states, call.ref_lm_head) if call.exact else _engine(call, tokens)
-        found = run_loss(engine, tokens, layout, config, call, ranks)
-    return _loss_result(call, layout, found, _loss_metrics(call))
+        parts = run_loss(engine, tokens, layout, config, call, ranks)
+    return _loss_result(call, layout, parts, _loss_metrics(call))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
@@ -154,9 +154,9 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     layout = Layout.of(call.token_ids, call.cu_seqlens)
     with _shared(call, layout) as (tokens, ranks):
-        found = run_objective(_engine(call, tokens), tokens, layout, call, objective)
-        loss = found.loss if ranks is None else ranks.add(found.loss)
-    return _loss_result(call, layout, found._replace(loss=loss.to(found.logps.dtype)))
+        parts = run_objective(_engine(call, tokens), tokens, layout, call, objective)
+        loss = parts.loss if ranks is None else ranks.add(parts.loss)
+    return _loss_result(call, layout, parts._replace(loss=loss.to(parts.logps.dtype)))
 
 
 @_operator(LogprobsCall, Scores)
@@ -164,9 +164,9 @@ def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
     with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        found = run_logprobs(_engine(call, tokens), tokens, call)
+        scores = run_logprobs(_engine(call, tokens), tokens, call)
     shape = call.token_ids.shape
-    return Scores(found.logp.view(shape), _shaped(found.entropy, shape, found.logp), found.max, found.log_sum)
+    return Scores(scores.logp.view(shape), _shaped(scores.entropy, shape, scores.logp), scores.max, scores.log_sum)
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
@@ -268,8 +268,8 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
 
 @grpo_objective.fake  # type: ignore[untyped-decorator]
 def _(call: ObjectiveCall) -> ObjectiveResult:
-    given = call.per_token_logps
-    logp = given.new_empty(given.shape, dtype=torch.promote_types(given.dtype, torch.float32))
+    logps = call.per_token_logps
+    logp = logps.new_empty(logps.shape, dtype=torch.promote_types(logps.dtype, torch.float32))
     bonus = call.entropies is not None and GRPOLossConfig.decode(call.config).entropy_coef != 0.0
     return ObjectiveResult(
         logp.new_empty(()),
@@ -295,8 +295,8 @@ def selective_logprobs(*values: Any) -> LogitsScores:
     layout = Layout.of(call.token_ids)
     with _plain(call.logits.device):
         check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
-        found = logits.scores(call, layout)
-        return LogitsScores(found.logp.view(layout.shape), _shaped(found.entropy, layout.shape, found.logp))
+        scores = logits.scores(call, layout)
+        return LogitsScores(scores.logp.view(layout.shape), _shaped(scores.entropy, layout.shape, scores.logp))
 
 
 @selective_logprobs.fake  # type: ignore[untyped-decorator]
@@ -336,15 +336,15 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(call: LinearCall, layout: Layout, found: LossParts, metrics: Sequence[str] = ()) -> LossResult:
-    values = [found.metrics[name].to(torch.float32) for name in metrics]
+def _loss_result(call: LinearCall, layout: Layout, parts: LossParts, metrics: Sequence[str] = ()) -> LossResult:
+    values = [parts.metrics[name].to(torch.float32) for name in metrics]
     return LossResult(
-        found.loss,
-        found.logps.view(layout.shape),
-        _shaped(found.entropies, layout.shape, found.loss),
-        torch.stack(values) if values else _nothing(found.loss),
-        *_head_gradients(call, found.gradients),
-        _nothing(found.loss) if found.gradients.candidates is None else found.gradients.candidates,
+        parts.loss,
+        parts.logps.view(layout.shape),
+        _shaped(parts.entropies, layout.shape, parts.loss),
+        torch.stack(values) if values else _nothing(parts.loss),
+        *_head_gradients(call, parts.gradients),
+        _nothing(parts.loss) if parts.gradients.candidates is None else parts.gradients.candidates,
     )
 
 
@@ -371,15 +371,15 @@ def _engine(call: TokensCall, tokens: Tokens) -> Engine:
     return CandidateEngine(engine, engines.pairs(call.run.engine), call.candidates.any_whole, most)
 
 
-def _candidate_gradients(call: LogprobsCall, tokens: Tokens, found: Gradients, needs: Needs) -> HeadGradients:
+def _candidate_gradients(call: LogprobsCall, tokens: Tokens, gradients: Gradients, needs: Needs) -> HeadGradients:
     """With dW in the weight's dtype and db, from the derivatives of candidates."""
     head, weight = rounded_bias(call.hidden_states, call.lm_head), call.lm_head.weight
-    assert found.candidates is not None
-    made = found._replace(
+    assert gradients.candidates is not None
+    made = gradients._replace(
         weight=sparse_zeros_like(weight) if needs.need_weight else None,
         bias=weight.new_zeros(weight.shape[0], dtype=head.statistics_dtype) if needs.need_bias else None,
     )
-    add_weight_gradient(engines.pairs(call.run.engine), head, tokens, found.candidates, made.weight, made.bias)
+    add_weight_gradient(engines.pairs(call.run.engine), head, tokens, gradients.candidates, made.weight, made.bias)
     return _head_gradients(call, made)
 
 

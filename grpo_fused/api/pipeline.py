@@ -74,10 +74,10 @@ def run_loss(
     head, run, needs = _head(call), call.run, call.needs
     batch, mine = TokenBatch.of_all_ranks(call.inputs, layout, config, head.statistics_dtype, ranks)
     matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
-    own = batch  # the positions of this rank among those of all
+    local_batch = batch  # the positions of this rank among those of all
     if mine is not None:
-        own, matters = batch.select(mine), matters[mine]
-    rows = _choose_rows(own, tokens.undecided, matters, layout, config, call)
+        local_batch, matters = batch.select(mine), matters[mine]
+    rows = _choose_rows(local_batch, tokens.undecided, matters, layout, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
     divergence = torch.zeros_like(scores.logp) if call.exact else None
@@ -94,11 +94,11 @@ def run_loss(
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
     gradients = Gradients(None, None, None, 0)
     if needs.any() and chunks is not None:
-        objective = TokenObjective(own.select(rows.gradient), config)
-        found, gradients = engine.fused(
+        objective = TokenObjective(local_batch.select(rows.gradient), config)
+        statistics, gradients = engine.fused(
             replace(work, chunks=chunks, coefficients=objective, whole_chunks=config.needs_sequence)
         )
-        _place(found, rows.gradient, tokens.mask, scores)
+        _place(statistics, rows.gradient, tokens.mask, scores)
         _place_divergence(gradients, rows.gradient, divergence)
     else:
         _score(engine, work, scores, divergence)
@@ -138,8 +138,8 @@ def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCa
         chunks = sequence_chunks(counts.tolist(), chunk_rows)
     if needs.any() and chunks is not None:
         work = replace(work, chunks=chunks, coefficients=evaluation, whole_chunks=call.scope != "token")
-        found, gradients = engine.fused(work)
-        _place(found, rows, tokens.mask, scores)
+        statistics, gradients = engine.fused(work)
+        _place(statistics, rows, tokens.mask, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
     _score(engine, work, scores)
     known, gradients = scores.select(rows), Gradients(None, None, None, 0)
@@ -166,9 +166,9 @@ def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     engine = DivergenceEngine(*other, kind=call.kind, beta=call.beta, top_k=top_k)
     rows = tokens.mask.nonzero().squeeze(1) if run.compact else _everything(tokens)
     work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs, divergence_weights=weights)
-    found, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
+    statistics, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
-    _place(found, rows, tokens.mask, scores)
+    _place(statistics, rows, tokens.mask, scores)
     divergence = torch.zeros_like(weights)
     _place_divergence(gradients, rows, divergence)
     divergence = torch.where(tokens.mask, divergence, 0.0)
@@ -217,12 +217,12 @@ def _score(engine: Engine, work: Work, scores: Statistics, divergence: Tensor | 
     if not work.rows.shape[0]:
         return
     if divergence is None:
-        found = engine.score(work)
+        statistics = engine.score(work)
     else:
         chunks = even_chunks(len(work.rows), _chunk_rows(engine, work))
-        found, gradients = engine.fused(replace(work, chunks=chunks, needs=NO_GRADIENT))
+        statistics, gradients = engine.fused(replace(work, chunks=chunks, needs=NO_GRADIENT))
         _place_divergence(gradients, work.rows, divergence)
-    _place(work.tokens.merged(work.rows, found), work.rows, work.tokens.mask, scores)
+    _place(work.tokens.merged(work.rows, statistics), work.rows, work.tokens.mask, scores)
 
 
 def _place_divergence(gradients: Gradients, rows: Tensor, divergence: Tensor | None) -> None:

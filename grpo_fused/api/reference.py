@@ -65,14 +65,14 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
 def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
     """The divergence of a policy from another head, from all logits of both at once."""
     check_divergence_values(call, layout)
-    each, entropies = _divergence(call, layout)
-    loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(each.dtype) * each).sum()
-    return DivergenceOutput(loss, each.detach(), entropies.detach())
+    divergences, entropies = _divergence(call, layout)
+    loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(divergences.dtype) * divergences).sum()
+    return DivergenceOutput(loss, divergences.detach(), entropies.detach())
 
 
 def _divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor]:
     """Divergences and entropies."""
-    head, active, given, ids = call.lm_head, call.mask != 0, call.other_logprobs, call.other_ids
+    head, active, top_logprobs, ids = call.lm_head, call.mask != 0, call.other_logprobs, call.other_ids
     how = active, head.temperature, head.temperatures, layout
     log_p = _at_temperature(_logits(call.hidden_states, head, active), *how).log_softmax(-1)
     low = log_p.clamp(min=-1e4)
@@ -81,19 +81,19 @@ def _divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor]:
         other = _logits(call.other_hidden_states, call.other_lm_head, active).detach()
         log_q = _at_temperature(other, *how).log_softmax(-1)
     else:
-        assert given is not None
+        assert top_logprobs is not None
         assert ids is not None
-        log_q = torch.where(active.unsqueeze(-1), given.detach().to(log_p.dtype), -math.inf)
+        log_q = torch.where(active.unsqueeze(-1), top_logprobs.detach().to(log_p.dtype), -math.inf)
         log_p = log_p.gather(-1, torch.where(log_q.exp() > 0, ids.to(torch.int64), 0))
     if call.kind == "jsd":
         low_q, beta = log_q.clamp(min=-1e4), call.beta
         log_mean = torch.logaddexp(low + math.log(1.0 - beta), low_q + math.log(beta))
-        each = beta * _kl_divergence(log_q, log_mean) + (1.0 - beta) * _kl_divergence(log_p, log_mean)
+        divergences = beta * _kl_divergence(log_q, log_mean) + (1.0 - beta) * _kl_divergence(log_p, log_mean)
     else:
-        each = _kl_divergence(log_q, log_p) if call.kind == "forward_kl" else _kl_divergence(log_p, log_q)
-    each, entropies = torch.where(active, each, 0.0), torch.where(active, entropies, 0.0)
-    check_finite(each.detach(), call.kind)
-    return each, entropies
+        divergences = _kl_divergence(log_q, log_p) if call.kind == "forward_kl" else _kl_divergence(log_p, log_q)
+    divergences, entropies = torch.where(active, divergences, 0.0), torch.where(active, entropies, 0.0)
+    check_finite(divergences.detach(), call.kind)
+    return divergences, entropies
 
 
 def _kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def _at_temperature(
     """Logits divided by the temperature, 0 where not `active`."""
     temperature: Tensor | float = number
     if temperatures is not None:
-        each = layout.per_token(temperatures).view(layout.shape)
-        temperature = torch.where(active, each.to(logits.dtype), 1.0).unsqueeze(-1)
+        temperature_of_token = layout.per_token(temperatures).view(layout.shape)
+        temperature = torch.where(active, temperature_of_token.to(logits.dtype), 1.0).unsqueeze(-1)
     return torch.where(active.unsqueeze(-1), logits, 0.0) / temperature
 
 
@@ -180,7 +180,7 @@ def grpo_loss(
     sequence = layout.sequence_ids(logps.device)
     active = active_tokens(inputs.completion_mask, logps).reshape(-1)
 
-    def each(x: Tensor | None, lowest: float = -math.inf) -> Tensor | None:
+    def of_active(x: Tensor | None, lowest: float = -math.inf) -> Tensor | None:
         return None if x is None else layout.spread(x.detach().to(logps.dtype), sequence)[active].clamp(min=lowest)
 
     chosen = torch.ones_like(active[active])
@@ -192,17 +192,17 @@ def grpo_loss(
         logps=logps.reshape(-1)[active].clamp(min=-1e4),  # an impossible token: finite, without a gradient
         advantages=layout.spread(inputs.advantages.detach().to(logps.dtype), sequence)[active],
         high_entropy=chosen,
-        old=each(inputs.old_per_token_logps, -1e4),
-        ref=each(inputs.ref_per_token_logps, -1e4),
-        sampling=each(inputs.sampling_per_token_logps, -1e4),
-        is_ratio=each(inputs.importance_sampling_ratio),
+        old=of_active(inputs.old_per_token_logps, -1e4),
+        ref=of_active(inputs.ref_per_token_logps, -1e4),
+        sampling=of_active(inputs.sampling_per_token_logps, -1e4),
+        is_ratio=of_active(inputs.importance_sampling_ratio),
         kl=None if kl is None else kl.reshape(-1)[active],
     )
     owner = sequence[active]
     parts = []
     for s in range(layout.num_sequences):
-        own = owner == s
-        parts.append(_token_losses(every.select(own), config))
+        is_of_sequence = owner == s
+        parts.append(_token_losses(every.select(is_of_sequence), config))
 
     # the loss of no tokens is differentiable, too
     policy_loss = _aggregate([part.loss for part in parts], inputs.num_items_in_batch, config) + 0.0 * every.logps.sum()

@@ -292,14 +292,14 @@ _NO_HEAD: Any = LMHead(*[None] * len(LMHead._fields))  # type: ignore[arg-type]
 
 def named(call: Any) -> list[tuple[str, Any]]:
     """Names and values of the fields of a call; fields of inner tuples take the place of the tuple."""
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name, value in zip(call._fields, call, strict=True):
         if value is None and name.endswith("lm_head"):
             value = _NO_HEAD
-        found += (
+        pairs += (
             [(_argument(name, field), x) for field, x in named(value)] if isinstance(value, tuple) else [(name, value)]
         )
-    return found
+    return pairs
 
 
 def flat(call: Any) -> list[Any]:
@@ -316,14 +316,14 @@ def _argument(outer: str, inner: str) -> str:
 
 def fields_of(kind: Any) -> dict[str, Any]:
     """Names and types of the fields of a kind of call, in the order of `flat`."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for name, hint in _hints(kind).items():
         inner, may_be_none = _tuple_of(hint)
         if inner is None:
-            found[name] = hint
+            types[name] = hint
         else:
-            found |= {_argument(name, x): y | None if may_be_none else y for x, y in fields_of(inner).items()}
-    return found
+            types |= {_argument(name, x): y | None if may_be_none else y for x, y in fields_of(inner).items()}
+    return types
 
 
 def build(kind: Any, values: Iterator[Any]) -> Any:
@@ -351,8 +351,8 @@ def detach(call: C) -> tuple[C, list[Tensor]]:
     parts: list[Any] = []
     for value in call:
         if isinstance(value, tuple):
-            value, found = detach(value)
-            tensors += found
+            value, inner_tensors = detach(value)
+            tensors += inner_tensors
         elif isinstance(value, Tensor):
             tensors.append(value)
             value = _TENSOR

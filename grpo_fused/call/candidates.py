@@ -211,8 +211,8 @@ def check_values(
     twice = int((keys[1:] == keys[:-1]).sum())
     if twice:
         raise ValueError(f"a candidate set must hold different ids; got {twice} that are there again")
-    found = torch.zeros_like(targets).index_add_(0, owner, (ids == targets[owner]).to(torch.int64))
-    missing = int(((found == 0) & (sets.sizes > 0)).sum())
+    target_counts = torch.zeros_like(targets).index_add_(0, owner, (ids == targets[owner]).to(torch.int64))
+    missing = int(((target_counts == 0) & (sets.sizes > 0)).sum())
     if missing:
         raise ValueError(f"the target of an active token must be in its candidate set; got {missing} that are not")
     for name, x in logps.items():

@@ -52,8 +52,8 @@ def check_options(options: Any) -> None:
     if cls not in _of_class:
         hints = get_type_hints(cls)
         _of_class[cls] = [_Option(f.name, hints[f.name], **f.metadata) for f in fields(cls)]
-    for each in _of_class[cls]:
-        object.__setattr__(options, each.name, each.checked(getattr(options, each.name)))
+    for field_option in _of_class[cls]:
+        object.__setattr__(options, field_option.name, field_option.checked(getattr(options, field_option.name)))
 
 
 @dataclass

@@ -139,9 +139,9 @@ def check_objective_scope(objective: object, scope: str) -> None:
     """A function; one with a `scope` (`grpo_fused.objectives`) must be called with that scope or a larger one."""
     if not callable(objective):
         raise TypeError(f"objective must be a function; got {type(objective).__name__}")
-    scopes, own = ("token", "sequence", "batch"), getattr(objective, "scope", None)
-    if own in scopes and scopes.index(own) > scopes.index(scope):
-        raise ValueError(f"{objective!r} must be called with scope={own!r}; got {scope!r}")
+    scopes, own_scope = ("token", "sequence", "batch"), getattr(objective, "scope", None)
+    if own_scope in scopes and scopes.index(own_scope) > scopes.index(scope):
+        raise ValueError(f"{objective!r} must be called with scope={own_scope!r}; got {scope!r}")
 
 
 def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None:
@@ -196,8 +196,8 @@ def check_exact_kl(
     have."""
     exact = "kl_estimator='exact'"
     if hidden is None or weight is None:
-        given = [name for name, x in (("ref_hidden_states", hidden), ("ref_lm_head_weight", weight)) if x is not None]
-        raise ValueError(f"{exact} needs ref_hidden_states and ref_lm_head_weight; got {' and '.join(given) or 'none'}")
+        there = [name for name, x in (("ref_hidden_states", hidden), ("ref_lm_head_weight", weight)) if x is not None]
+        raise ValueError(f"{exact} needs ref_hidden_states and ref_lm_head_weight; got {' and '.join(there) or 'none'}")
     if (bias is None) != (call.lm_head.bias is None):
         missing = "ref_lm_head_bias" if bias is None else "lm_head_bias"
         raise ValueError(f"policy and reference must both have a bias or none; got no {missing} (zeros are none)")
@@ -356,8 +356,10 @@ def _check_shape(x: Tensor, name: str, *shapes: tuple[Size, ...], beside: str = 
 def _check_packing(x: Tensor, cu_seqlens: Tensor | None, name: str) -> None:
     """[B, T], or [N] with `cu_seqlens` [S + 1]."""
     if x.dim() != (2 if cu_seqlens is None else 1):
-        given = "without cu_seqlens" if cu_seqlens is None else "with cu_seqlens"
-        raise ValueError(f"{name} must be [B, T], or packed [N] together with cu_seqlens; got {tuple(x.shape)} {given}")
+        packing = "without cu_seqlens" if cu_seqlens is None else "with cu_seqlens"
+        raise ValueError(
+            f"{name} must be [B, T], or packed [N] together with cu_seqlens; got {tuple(x.shape)} {packing}"
+        )
     if cu_seqlens is not None:
         _check(cu_seqlens, "cu_seqlens", _OFFSET, ("S + 1",))
         if cu_seqlens.shape[0] < 1:

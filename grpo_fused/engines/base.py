@@ -22,15 +22,15 @@ from grpo_fused.ranks.parallel import VocabParallel
 
 def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
     """`count` rows in as few chunks as `chunk_rows` allows, which share the rows evenly."""
-    each = longest_chunk(count, chunk_rows)
-    return tuple(slice(start, min(start + each, count)) for start in range(0, count, each))
+    size = longest_chunk(count, chunk_rows)
+    return tuple(slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def longest_chunk(count: int, chunk_rows: int) -> int:
     """Rows of the longest of `even_chunks`: a short last chunk would read the weight, and add to dW, for few rows."""
-    each = -(-count // max(-(-count // chunk_rows), 1))
-    multiple = 128 if each >= 1024 else 16  # of the tiles of a product, if that costs little balance
-    return max(min(-(-each // multiple) * multiple, chunk_rows), 1)
+    size = -(-count // max(-(-count // chunk_rows), 1))
+    multiple = 128 if size >= 1024 else 16  # of the tiles of a product, if that costs little balance
+    return max(min(-(-size // multiple) * multiple, chunk_rows), 1)
 
 
 def flat_view(x: Tensor) -> Tensor:

@@ -48,9 +48,9 @@ class CandidateEngine:
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
-        own, others = self._split(work)
+        sparse, others = self._split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, work.head.statistics_dtype).zero_()
-        for block in _blocks(work, own):
+        for block in _blocks(work, sparse):
             out.place_(block, self._score(work, _sets_of(work.head, work.tokens, work.rows[block])).statistics)
         if len(others):
             out.place_(others, self.whole.score(replace(work, rows=work.rows[others])))
@@ -59,12 +59,12 @@ class CandidateEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; coefficients are asked for by index, so they must not need more than their token."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        own, others = self._split(work)
+        sparse, others = self._split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, head.statistics_dtype).zero_()
         gradients = Gradients(None, None, None, 0)
         if self.any_whole:
-            found, gradients = self.whole.fused(_of_whole_head(work, others))
-            out.place_(others, found)
+            statistics, gradients = self.whole.fused(_of_whole_head(work, others))
+            out.place_(others, statistics)
 
         assert tokens.candidates is not None
         hidden, worked = gradients.hidden, gradients.tokens
@@ -72,23 +72,25 @@ class CandidateEngine:
             shape = (tokens.ids.shape[0], head.weight.shape[1])
             hidden = torch.zeros(shape, dtype=product_dtype(head), device=out.logp.device)
         dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
-        for block in _blocks(work, own):
+        for block in _blocks(work, sparse):
             sets = _sets_of(head, tokens, work.rows[block])
             stats, z = self._score(work, sets)
             stats = tokens.merged(sets.rows, stats) if work.known is None else work.known.select(block)
             out.place_(block, stats)
             dlogp, dentropy = work.coefficients(block, stats.logp, stats.entropy)
-            found = self.pairs.derivatives(sets, z, stats, dlogp, dentropy)
-            dproducts.index_copy_(0, sets.places, found)
+            derivatives = self.pairs.derivatives(sets, z, stats, dlogp, dentropy)
+            dproducts.index_copy_(0, sets.places, derivatives)
             worked += int(has_coefficient(dlogp, dentropy).sum())
             if hidden is not None:
                 chosen = _chosen_rows(head, sets.ids)
                 if tokens.vocab is None:
-                    self.pairs.add_sums(hidden, sets.rows, *chosen, found, sets.offsets)
+                    self.pairs.add_sums(hidden, sets.rows, *chosen, derivatives, sets.offsets)
                 else:
-                    own = found.new_zeros((len(sets.rows), hidden.shape[1]))
-                    self.pairs.add_sums(own, torch.arange(len(own), device=own.device), *chosen, found, sets.offsets)
-                    hidden.index_copy_(0, sets.rows, tokens.vocab.start_sum(own)().to(hidden.dtype))
+                    dhidden = derivatives.new_zeros((len(sets.rows), hidden.shape[1]))
+                    self.pairs.add_sums(
+                        dhidden, torch.arange(len(dhidden), device=dhidden.device), *chosen, derivatives, sets.offsets
+                    )
+                    hidden.index_copy_(0, sets.rows, tokens.vocab.start_sum(dhidden)().to(hidden.dtype))
         if self.any_whole and (needs.need_weight or needs.need_bias):
             add_weight_gradient(self.pairs, head, tokens, dproducts, gradients.weight, gradients.bias)
         return out, gradients._replace(hidden=hidden, tokens=worked, candidates=dproducts)
@@ -113,8 +115,8 @@ def _sets_of(head: LMHead, tokens: Tokens, rows: Tensor) -> Sets:
     else:
         sets, places = tokens.candidates.select(rows), tokens.candidates.places(rows)
     if tokens.vocab is not None:
-        sets, own = sets.within(tokens.vocab.first, head.vocab_size)
-        places = places[own]
+        sets, is_local = sets.within(tokens.vocab.first, head.vocab_size)
+        places = places[is_local]
     transform = tokens.transform(head, rows)
     if isinstance(transform.temperature, Tensor):
         transform = transform._replace(temperature=transform.temperature.to(head.statistics_dtype))
@@ -156,17 +158,17 @@ def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
 
 def _of_whole_head(work: Work, others: Tensor) -> Work:
     """The work of the rows of the whole head."""
-    given = work.coefficients
+    coefficients_of_work = work.coefficients
 
     def coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return given(others[part], logp, entropy)
+        return coefficients_of_work(others[part], logp, entropy)
 
     return replace(
         work,
         rows=work.rows[others],
         chunks=even_chunks(len(others), max(work.longest, 1)),
-        coefficients=replace(given, batch=given.batch.select(others))
-        if isinstance(given, TokenObjective)
+        coefficients=replace(coefficients_of_work, batch=coefficients_of_work.batch.select(others))
+        if isinstance(coefficients_of_work, TokenObjective)
         else coefficients,
         known=None if work.known is None else work.known.select(others),
     )

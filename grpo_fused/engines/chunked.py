@@ -149,9 +149,9 @@ class ChunkedEngine:
                 out = slab.dlogits(taken.shape[0])
             if taken.shape[0] == 0:
                 continue
-            given, scale = lifted(work, taken, Coefficients(stats, dlogp, dentropy))
+            coefficients, scale = lifted(work, taken, Coefficients(stats, dlogp, dentropy))
             wanted = logits._replace(targets=tokens.gradient_targets(taken), transform=tokens.transform(head, taken))
-            rows_of.gradient(wanted, given, out, picked=kept)
+            rows_of.gradient(wanted, coefficients, out, picked=kept)
             slab.clear_padding(taken.shape[0])
             sums.add(taken, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()

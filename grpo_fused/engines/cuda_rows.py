@@ -78,5 +78,5 @@ class CudaRows:
 
 def _numbers(rows: Rows) -> tuple[Tensor | None, Tensor | None, float, float, float]:
     """(bias, temperatures, temperature, logit_scale, softcap or 0) as the operators take them."""
-    each, temperature, scale, softcap = rows.transform.numbers
-    return rows.transform.bias, each, temperature, scale, 0.0 if rows.transform.softcap is None else softcap
+    temperatures, temperature, scale, softcap = rows.transform.numbers
+    return rows.transform.bias, temperatures, temperature, scale, 0.0 if rows.transform.softcap is None else softcap

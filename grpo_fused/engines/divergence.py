@@ -75,24 +75,24 @@ class DivergenceEngine(ChunkedEngine):
         compiled = self._is_compiled(divergence)
         for part, taken in work.parts():
             chunk = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
-            own, out = chunk[0], slabs[0].dlogits(len(taken))
-            found = [_statistics(x, work.with_entropy and x is own, compiled) for x in chunk]
-            scores.append(found[0])
+            policy_rows, out = chunk[0], slabs[0].dlogits(len(taken))
+            head_statistics = [_statistics(x, work.with_entropy and x is policy_rows, compiled) for x in chunk]
+            scores.append(head_statistics[0])
             factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
                 assert work.divergence_weights is not None
                 factor = work.divergence_weights[taken]
                 bound = factor.abs()
                 if work.coefficients is not no_coefficients:
-                    dlogp, dentropy = work.coefficients(part, found[0].logp, found[0].entropy)
+                    dlogp, dentropy = work.coefficients(part, head_statistics[0].logp, head_statistics[0].entropy)
                     bound = bound + dlogp.abs()
                 if gradient_dtype(head) == torch.float16:
-                    scale = fp16_scale(head, own.transform.temperature, bound, dentropy)
+                    scale = fp16_scale(head, policy_rows.transform.temperature, bound, dentropy)
             in_place = compiled and dentropy is None  # without temporaries, unless there is a softcap
             size = len(taken) if in_place and head.softcap is None else block_rows
             for block in even_chunks(len(taken), max(size, 1)):
                 parts = [Rows(x.raw[block], x.targets[block], x.transform.select(block)) for x in chunk]
-                stats = [x.select(block) for x in found]
+                stats = [x.select(block) for x in head_statistics]
                 slopes = [None if x is None else x[block] for x in (factor, dlogp, dentropy)]
                 if in_place:
                     value, dz = self._compiled_derivative(parts, stats, *slopes[:2])
@@ -193,11 +193,11 @@ def check_finite(divergence: Tensor, kind: str) -> None:
         )
 
 
-def _log_probs(z: Tensor, found: Statistics) -> Tensor:
-    return (z - found.max.unsqueeze(1)).sub_(found.log_sum.unsqueeze(1))
+def _log_probs(z: Tensor, statistics: Statistics) -> Tensor:
+    return (z - statistics.max.unsqueeze(1)).sub_(statistics.log_sum.unsqueeze(1))
 
 
-def _top_k(ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, found: Statistics) -> tuple[Tensor, Tensor]:
+def _top_k(ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
     """(D [R], dD/dz [R, V]) from z [R, V] and the teacher's top K ([R, K] each)."""
     log_q = torch.where(mask.unsqueeze(1), log_q.to(z.dtype), -math.inf)
     q = log_q.exp()
@@ -207,6 +207,6 @@ def _top_k(ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, found: Statistic
             f"other_ids must be in [0, {z.shape[1]}), and exponentials of other_logprobs must sum to 1 at most; got "
             f"ids from {int(ids.min())} to {int(ids.max())}, sums up to {float(q.sum(1).max())}"
         )
-    log_p = _log_probs(z, found)
+    log_p = _log_probs(z, statistics)
     value = torch.where(q > 0, q * (log_q - log_p.gather(1, ids)), 0.0).sum(1)
     return value, log_p.exp_().mul_(q.sum(1, keepdim=True)).scatter_add_(1, ids, -q)

@@ -91,14 +91,14 @@ def _origin() -> tuple[str, str]:
 def _load(name: str, load: Callable[[Path], None]) -> str | None:
     """Load `grpo_fused/<name>.*.so`, or return why it cannot be loaded and the command that builds it."""
     extension = "cuda" if name.endswith("_cuda") else "cpu"
-    found = sorted(Path(__file__).parents[1].glob(f"{name}.*so"))
-    if not found:
+    files = sorted(Path(__file__).parents[1].glob(f"{name}.*so"))
+    if not files:
         compiler = "" if extension == "cuda" or shutil.which("g++") else ", for which there is no C++ compiler (g++)"
         return f"the {extension.upper()} extension was not built{compiler}; to build it: {build_command(extension)}"
     try:
-        load(found[0])
+        load(files[0])
     except (OSError, AttributeError) as error:  # it cannot be loaded, or is of another version
-        return f"{found[0].name} could not be loaded: {error}; to build it again: {build_command(extension)}"
+        return f"{files[0].name} could not be loaded: {error}; to build it again: {build_command(extension)}"
     return None
 
 

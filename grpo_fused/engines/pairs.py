@@ -51,8 +51,8 @@ class Sets:
     @property
     def temperature(self) -> Tensor | float:
         """Of each candidate."""
-        each = self.transform.temperature
-        return each[self.token] if isinstance(each, Tensor) else each
+        temperature = self.transform.temperature
+        return temperature[self.token] if isinstance(temperature, Tensor) else temperature
 
     def sum(self, x: Tensor) -> Tensor:
         """[R] fp64: sums over each set."""
@@ -144,10 +144,10 @@ class NativePairs(Pairs):
     def scores(self, hidden: Tensor, weight: Tensor, index: Tensor, sets: Sets, with_entropy: bool) -> Scores:
         """See `Pairs.scores`."""
         bias = sets.transform.bias
-        z, found = cpu_library.set_scores(
+        z, stats = cpu_library.set_scores(
             hidden, weight, index, sets.ids, sets.offsets, sets.targets, bias, *_numbers(sets), with_entropy
         )
-        return Scores(Statistics(found[0], found[1], found[2], found[3] if with_entropy else None), z)
+        return Scores(Statistics(stats[0], stats[1], stats[2], stats[3] if with_entropy else None), z)
 
     def derivatives(self, sets: Sets, z: Tensor, stats: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
         """See `Pairs.derivatives`."""
@@ -176,6 +176,6 @@ class TritonPairs(Pairs):
 
 def _numbers(sets: Sets) -> tuple[Tensor, float, float]:
     """(temperature of each token [R], logit scale, softcap or 0)."""
-    each, number, scale, _ = sets.transform.numbers
-    temperature = torch.full((len(sets.rows),), number) if each is None else each.contiguous()
+    temperatures, number, scale, _ = sets.transform.numbers
+    temperature = torch.full((len(sets.rows),), number) if temperatures is None else temperatures.contiguous()
     return temperature, scale, sets.transform.softcap or 0.0

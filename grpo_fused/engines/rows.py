@@ -84,8 +84,8 @@ def _is_one(temperature: Tensor | float) -> bool:
 
 def _column(transform: Transform, like: Tensor) -> Tensor | float:
     """The temperature so that it broadcasts over rows of `like`."""
-    each = transform.temperature
-    return each.to(like.dtype).unsqueeze(1) if isinstance(each, Tensor) else each
+    temperature = transform.temperature
+    return temperature.to(like.dtype).unsqueeze(1) if isinstance(temperature, Tensor) else temperature
 
 
 class TorchRows:

@@ -103,13 +103,13 @@ class TritonEngine:
                 )  # fmt: skip
                 stats = tokens.merged(taken, stats)
             parts.append(stats)
-            found = Coefficients(stats, *work.coefficients(part, stats.logp, stats.entropy))
-            given, scale = lifted(work, taken, found)
+            coefficients = Coefficients(stats, *work.coefficients(part, stats.logp, stats.entropy))
+            coefficients, scale = lifted(work, taken, coefficients)
             targets = tokens.gradient_targets(taken)
             if stores:
-                head_launch.exponentials_to_dlogits(place, targets, given, transform)
+                head_launch.exponentials_to_dlogits(place, targets, coefficients, transform)
             else:
-                head_launch.head_dlogits(hidden, weight, targets, given, transform, place.values)
+                head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values)
             sums.add(taken, place.values, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
@@ -125,8 +125,8 @@ def _row_bytes(head: LMHead) -> int:
     from grpo_fused.kernels.configs import padded
 
     rounded = head.weight.new_empty(1, dtype=head.compute_dtype).expand(head.weight.shape)  # takes no memory
-    each = _copies_bytes(head) + sum(head_launch.row_bytes(rounded, products.transform(head)))
-    return each + gradient_dtype(head).itemsize * padded(head.vocab_size)
+    row_bytes = _copies_bytes(head) + sum(head_launch.row_bytes(rounded, products.transform(head)))
+    return row_bytes + gradient_dtype(head).itemsize * padded(head.vocab_size)
 
 
 def _copies_bytes(head: LMHead) -> int:

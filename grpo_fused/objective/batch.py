@@ -145,14 +145,14 @@ class TokenBatch:
 
 def _of_all_ranks(flat: dict[str, Any], ranks: TokenParallel) -> tuple[dict[str, Any], Tensor]:
     """The tensors of all ranks in the order of their sequences, in one collective; and this rank's positions."""
-    given = {name: x for name, x in flat.items() if x is not None}
-    given["sequence"] = flat["sequence"] + ranks.first_sequence
+    tensors = {name: x for name, x in flat.items() if x is not None}
+    tensors["sequence"] = flat["sequence"] + ranks.first_sequence
     # fp64 represents sequence numbers and fp32 values exactly
-    table = ranks.gather(torch.stack([x.to(torch.float64) for x in given.values()], dim=1))
-    mine = ranks.arrange(table[:, list(given).index("sequence")].to(torch.int64))
+    table = ranks.gather(torch.stack([x.to(torch.float64) for x in tensors.values()], dim=1))
+    mine = ranks.arrange(table[:, list(tensors).index("sequence")].to(torch.int64))
     if ranks.order is not None:
         table = table[ranks.order]
-    every = {name: table[:, k].to(x.dtype) for k, (name, x) in enumerate(given.items())}
+    every = {name: table[:, k].to(x.dtype) for k, (name, x) in enumerate(tensors.items())}
     return {name: every.get(name) for name in flat}, mine
 
 

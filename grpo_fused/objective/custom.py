@@ -48,8 +48,8 @@ class Evaluation:
             leaves += [] if entropy is None else [entropy.detach().requires_grad_()]
             value = self.value(part, leaves[0], None if entropy is None else leaves[1])
             check_no_other_gradient(value, leaves)
-            found = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
-        dlogp, *dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+        dlogp, *dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))
         for name, x in (("gradient", dlogp), *(("gradient by entropies", g) for g in dentropy)):
             _check_numbers(name, x, logp)
         self.loss += value.detach().to(torch.float64).sum()
@@ -58,12 +58,12 @@ class Evaluation:
     def value(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> Tensor:
         """The objective of some of the rows, checked."""
         rows = self.rows[part]
-        given: dict[str, Any] = {name: x[rows] for name, x in self.inputs.items()}
+        inputs: dict[str, Any] = {name: x[rows] for name, x in self.inputs.items()}
         if self.scope != "token":
-            given["cu_seqlens"] = self._offsets(part, rows)
+            inputs["cu_seqlens"] = self._offsets(part, rows)
         scores = [x for x in (logp, entropy) if x is not None]
         versions = [x._version for x in scores]
-        value = self.objective(logp, entropy, **given)
+        value = self.objective(logp, entropy, **inputs)
         if not isinstance(value, Tensor) or value.shape != logp.shape or not value.is_floating_point():
             came = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the objective must return a real tensor {tuple(logp.shape)}, as logps; got {came}")
@@ -135,14 +135,14 @@ def check_objective(
     Raises:
         ValueError: The results differ (the message says by how much), or `fused_linear_objective` would refuse them.
     """
-    given = dict(inputs or {})
-    shape = next(iter(given.values())).shape if given else torch.Size([8, -(-num_tokens // 8)])
+    inputs = dict(inputs or {})
+    shape = next(iter(inputs.values())).shape if inputs else torch.Size([8, -(-num_tokens // 8)])
     shape = shape if len(shape) == 2 else torch.Size([1, *shape])
     g = torch.Generator().manual_seed(seed)
     logps = -3.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64)
     entropies = 2.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64) if with_entropy else None
     rows = torch.arange(shape.numel())
-    flat = {name: x.reshape(-1).cpu() for name, x in given.items()}
+    flat = {name: x.reshape(-1).cpu() for name, x in inputs.items()}
     run = Evaluation(objective, flat, Layout(shape, shape[0], None), rows, scope, with_entropy)
     if scope == "token":
         order = torch.randperm(len(rows), generator=g)
@@ -156,8 +156,8 @@ def check_objective(
     total, run.loss = run.loss, torch.zeros_like(run.loss)
     pieces = [torch.zeros_like(logps), torch.zeros_like(logps)]
     for part in parts:
-        found = run(part, logps[part], None if entropies is None else entropies[part])
-        for to, x in zip(pieces, found, strict=True):
+        coefficients = run(part, logps[part], None if entropies is None else entropies[part])
+        for to, x in zip(pieces, coefficients, strict=True):
             if x is not None:
                 to[part] = x
     for name, a, b in (("loss", total, run.loss), ("gradient by logps", whole[0], pieces[0]),

@@ -176,15 +176,15 @@ class Objective:
         """
         self._check(logps, entropies, cu_seqlens, inputs)
         floor = logps.clamp(min=LOWEST_LOGP)
-        given = {name: x.detach().to(logps.dtype) for name, x in inputs.items()}
-        for name in given:
+        token_inputs = {name: x.detach().to(logps.dtype) for name, x in inputs.items()}
+        for name in token_inputs:
             if name.endswith("_logps"):
-                given[name] = given[name].clamp(min=LOWEST_LOGP)  # keeps NaN
+                token_inputs[name] = token_inputs[name].clamp(min=LOWEST_LOGP)  # keeps NaN
         sequences = None
         if self.scope != "token" and cu_seqlens is not None:
             sequences = Sequences(cu_seqlens.to(logps.device, torch.int64), logps.shape[0])
-        weights = given.pop("weights", None)
-        loss = self.function(Tokens(floor, entropies, given, sequences))
+        weights = token_inputs.pop("weights", None)
+        loss = self.function(Tokens(floor, entropies, token_inputs, sequences))
         return loss if weights is None else loss * weights
 
     def _check(

@@ -44,16 +44,16 @@ _SCORES = {"logps", "entropies", "maxima", "log_sums"}
 
 def form_of(call: Any) -> dict[str, int | str]:
     """Fields that must be equal on ranks with other tokens: the operator, its options, and which tensors there are."""
-    found: dict[str, int | str] = {"operator": type(call).__name__.removesuffix("Call")}
+    form: dict[str, int | str] = {"operator": type(call).__name__.removesuffix("Call")}
     there = []
     for name, value in named(call):
         if name == "hidden_states":
-            found["hidden size"] = value.shape[-1]
+            form["hidden size"] = value.shape[-1]
         elif isinstance(value, Tensor):
             there += [name] if name not in _OWN else []
         elif value is not None and name not in _OWN:
-            found["loss options" if name == "config" else name] = str(value)
-    return {**found, "tensors": ", ".join(there)}
+            form["loss options" if name == "config" else name] = str(value)
+    return {**form, "tensors": ", ".join(there)}
 
 
 def contents_of(call: TokensCall | LogprobsGradientCall) -> dict[str, int | str]:
@@ -118,23 +118,23 @@ def agree(
     text = repr(sorted(what.items())).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     rows = _exchange(group, [digest, int(failure is not None), *numbers])
-    found = [row[2:] for row in rows]
+    numbers_of_ranks = [row[2:] for row in rows]
     if failure is None and not any(failed for _, failed, *_ in rows):
-        failure = _attempt(check, found)  # if the digests are equal, the result is the same on all ranks
+        failure = _attempt(check, numbers_of_ranks)  # if the digests are equal, the result is the same on all ranks
     if all(row[:2] == [digest, 0] for row in rows):
-        return found, failure
-    given = gather_objects(group, (dict(what), reason_of(failure)))
-    reasons = {rank: reason for rank, (_, reason) in enumerate(given) if reason is not None}
+        return numbers_of_ranks, failure
+    reports = gather_objects(group, (dict(what), reason_of(failure)))
+    reasons = {rank: reason for rank, (_, reason) in enumerate(reports) if reason is not None}
     if failure is not None:
-        return found, failure
+        return numbers_of_ranks, failure
     if reasons:
-        return found, PeerError.of(reasons)
-    for name in {name: None for values, _ in given for name in values}:
-        values = [value.get(name) for value, _ in given]
+        return numbers_of_ranks, PeerError.of(reasons)
+    for name in {name: None for values, _ in reports for name in values}:
+        values = [value.get(name) for value, _ in reports]
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return found, ValueError(f"all ranks of a process group must give the same {name}; got {listed}")
-    return found, RuntimeError("ranks of a process group gave different calls")
+            return numbers_of_ranks, ValueError(f"all ranks of a process group must give the same {name}; got {listed}")
+    return numbers_of_ranks, RuntimeError("ranks of a process group gave different calls")
 
 
 @contextmanager

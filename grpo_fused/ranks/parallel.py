@@ -173,9 +173,9 @@ class _Ranks:
         failed = torch.tensor([int(failure is not None)], device=device_of(self.group))
         if not all_gather("status", failed, self.group).any():
             return
-        given = gather_objects(self.group, None if failure is None else f"{type(failure).__name__}: {failure}")
+        reasons = gather_objects(self.group, None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is None:
-            raise PeerError.of({rank: why for rank, why in enumerate(given) if why is not None}, self.group)
+            raise PeerError.of({rank: why for rank, why in enumerate(reasons) if why is not None}, self.group)
 
 
 class VocabParallel(_Ranks):
@@ -243,15 +243,15 @@ class TokenParallel(_Ranks):
         self.split = split
         kinds = {row[2] for row in sizes} - {2}  # 2: could be either
         if len(kinds) > 1:
-            found = ", ".join(f"rank {r}: {('sequence', 'token', 'either')[row[2]]}" for r, row in enumerate(sizes))
-            raise ValueError(f"advantages must be one for each sequence, or each token, on all ranks; got {found}")
+            listed = ", ".join(f"rank {r}: {('sequence', 'token', 'either')[row[2]]}" for r, row in enumerate(sizes))
+            raise ValueError(f"advantages must be one for each sequence, or each token, on all ranks; got {listed}")
         self.advantage_per_token = kinds == {1}
         self.token_counts = [row[0] for row in sizes]
         counts = [row[1] for row in sizes]
         rank = dist.get_rank(group)
         if split and any(count != counts[0] for count in counts):
-            found = ", ".join(f"rank {r}: {count}" for r, count in enumerate(counts))
-            raise ValueError(f"ranks that split sequences must have the same number of them; got {found}")
+            listed = ", ".join(f"rank {r}: {count}" for r, count in enumerate(counts))
+            raise ValueError(f"ranks that split sequences must have the same number of them; got {listed}")
         self.first_sequence = 0 if split else sum(counts[:rank])
         self.num_sequences = counts[0] if split else sum(counts)
         self.first_token = sum(self.token_counts[:rank])
