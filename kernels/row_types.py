@@ -34,6 +34,16 @@ class Statistics(NamedTuple):
         return Statistics(self.max[rows], self.log_sum[rows], self.logp[rows], entropy)
 
     @classmethod
+    def of(cls, table: Tensor, with_entropy: bool) -> Statistics:
+        """From [4, R], the form of the CPU library."""
+        return cls(table[0], table[1], table[2], table[3] if with_entropy else None)
+
+    @property
+    def table(self) -> Tensor:
+        """[4, R], contiguous: the form of the CPU library; log-probs in place of an entropy that is not there."""
+        return torch.stack([self.max, self.log_sum, self.logp, self.logp if self.entropy is None else self.entropy])
+
+    @classmethod
     def concatenate(cls, parts: list[Statistics], like: Tensor, with_entropy: bool) -> Statistics:
         """Statistics of consecutive parts of the rows; those of no rows on the device of `like` if there is none."""
         if not parts:

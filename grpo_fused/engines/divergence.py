@@ -117,7 +117,7 @@ class DivergenceEngine(ChunkedEngine):
         self, rows: list[Rows], statistics: list[Statistics], factor: Tensor | None, dlogp: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(D [R], dL/dz [R, V]); the latter is in the memory of the other head's logits."""
-        tables = [torch.stack([x.max, x.log_sum, x.logp, x.logp]) for x in statistics]
+        tables = [x.table for x in statistics]
         slopes = [None if x is None else x.to(torch.float32).contiguous() for x in (factor, dlogp)]
         value = cpu_library.logit_divergence(
             rows[0].raw, rows[1].raw, tables[0], tables[1], rows[0].targets, self.kind == "forward_kl", *slopes
@@ -180,8 +180,7 @@ def _statistics(rows: Rows, with_entropy: bool, compiled: bool) -> Statistics:
     if not compiled:
         return TorchRows().statistics(rows, with_entropy=with_entropy)
     z_(rows.raw, rows.transform)
-    maximum, log_sum, logp, entropy = cpu_library.logit_statistics(rows.raw, rows.targets, with_entropy).unbind()
-    return Statistics(maximum, log_sum, logp, entropy if with_entropy else None)
+    return Statistics.of(cpu_library.logit_statistics(rows.raw, rows.targets, with_entropy), with_entropy)
 
 
 def check_finite(divergence: Tensor, kind: str) -> None:

@@ -8,7 +8,6 @@ the first coefficient is needed, and rows without a coefficient cost no gradient
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +64,8 @@ class NativeEngine:
         """See `Engine.score`."""
         weight = work.head.weight
         nothing_kept = weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8)
-        scored = _Scored(*cpu_library.head_scores(_inputs(work, work.rows), work.with_entropy, *nothing_kept))
-        return scored.scores(work.with_entropy)
+        table, _ = cpu_library.head_scores(_inputs(work, work.rows), work.with_entropy, *nothing_kept)
+        return Statistics.of(table, work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
@@ -84,13 +83,13 @@ class NativeEngine:
         for part, rows in cut.parts():
             plan = _plan(head, part.stop - part.start, kept, budget)
             inputs, spill = _inputs(work, rows), head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8)
-            scored = _Scored(*cpu_library.head_scores(inputs, work.with_entropy, kept, spill))
-            stats = scored.merged(tokens, rows, work.with_entropy)
-            scores.append(stats.scores(work.with_entropy))
-            dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy if work.with_entropy else None)
+            table, offsets = cpu_library.head_scores(inputs, work.with_entropy, kept, spill)
+            stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
+            scores.append(stats)
+            dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy)
             chosen = _rows_with_gradient(head, dlogp, dentropy) if work.skip_zeros else _all_rows(dlogp)
             part_dhidden, part_dbias = cpu_library.head_gradient(
-                inputs, *stats, chosen, dlogp.to(torch.float32).contiguous(),
+                inputs, stats.table, offsets, chosen, dlogp.to(torch.float32).contiguous(),
                 None if dentropy is None else dentropy.to(torch.float32).contiguous(), kept, spill, plan.superblock,
                 needs.need_hidden, needs.need_bias,
             )  # fmt: skip
@@ -106,34 +105,6 @@ class NativeEngine:
         return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
             dhidden, dweight, dbias, worked
         )
-
-
-class _Scored(NamedTuple):
-    """The results of scoring."""
-
-    rows: Tensor
-    """[4, K] fp32: maximum, log of the sum of exponentials, log-prob, entropy"""
-    offsets: Tensor
-    """[blocks, tokens kept]: the maximum that is subtracted in the kept exponentials"""
-
-    @property
-    def logp(self) -> Tensor:
-        return self.rows[2]
-
-    @property
-    def entropy(self) -> Tensor:
-        return self.rows[3]
-
-    def merged(self, tokens: Tokens, rows: Tensor, with_entropy: bool) -> _Scored:
-        """The same over the whole vocabulary."""
-        if tokens.vocab is None:
-            return self
-        merged = tokens.merged(rows, self.scores(with_entropy))
-        entropy = self.entropy if merged.entropy is None else merged.entropy
-        return _Scored(torch.stack([merged.max, merged.log_sum, merged.logp, entropy]), self.offsets)
-
-    def scores(self, with_entropy: bool) -> Statistics:
-        return Statistics(self.rows[0], self.rows[1], self.logp, self.entropy if with_entropy else None)
 
 
 def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:

@@ -147,14 +147,12 @@ class NativePairs(Pairs):
         z, stats = cpu_library.set_scores(
             hidden, weight, index, sets.ids, sets.offsets, sets.targets, bias, *_numbers(sets), with_entropy
         )
-        return Scores(Statistics(stats[0], stats[1], stats[2], stats[3] if with_entropy else None), z)
+        return Scores(Statistics.of(stats, with_entropy), z)
 
     def derivatives(self, sets: Sets, z: Tensor, stats: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
         """See `Pairs.derivatives`."""
-        entropy = stats.logp if stats.entropy is None else stats.entropy
-        known = torch.stack([stats.max, stats.log_sum, stats.logp, entropy])
         return cpu_library.set_derivatives(
-            z, known, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy
+            z, stats.table, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy
         )
 
 
