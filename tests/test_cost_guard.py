@@ -18,6 +18,7 @@ from grpo_fused import engines
 from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
 from grpo_fused.call.calls import Candidates, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run
 from grpo_fused.call.layout import Layout
+from grpo_fused.engines import cpu_library
 from grpo_fused.engines.base import Tokens, even_chunks
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.tools.predictions import Shape
@@ -314,20 +315,35 @@ def test_fp16_adds_to_dw_in_blocks_on_a_gpu(dtype):
     assert cost.accumulator_bytes == dweight + (32 * 2**20 if dtype == torch.float16 else 0)
 
 
+def our_frames():
+    """How many frames of the package lie between `fused_linear_grpo_loss` and the caller, both included."""
+    frames = traceback.extract_stack()[:-1]
+    first = [frame.name for frame in frames].index("fused_linear_grpo_loss")
+    ours = [Path(__file__).parents[1] / name for name in ("grpo_fused", "kernels")]
+    return sum(any(folder in Path(frame.filename).parents for folder in ours) for frame in frames[first:])
+
+
+def test_frames_from_the_public_function_to_the_product(monkeypatch):
+    """Five of ours around the function of the CPU library, so that a call is easy to follow."""
+    reason = engines.unavailable("native", torch.device("cpu"), torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    real, counts = cpu_library.head_scores, []
+    monkeypatch.setattr(cpu_library, "head_scores", lambda *a: (counts.append(our_frames()), real(*a))[1])
+    dense(B=2, T=8, V=200).run(TOKEN[0], impl="native")
+    assert counts == [5]
+
+
 def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
-    """At most seven of ours, so that a call is easy to follow."""
+    """At most seven of ours."""
     pytest.importorskip("triton")
     from grpo_fused.kernels import head_launch, launch
 
-    root, found = Path(__file__).parents[1], []
+    counts = []
 
     class Seen(Counting):
         def __getitem__(self, grid):
-            frames = traceback.extract_stack()
-            first = [frame.name for frame in frames].index("fused_linear_grpo_loss")
-            ours = [root / "grpo_fused", root / "kernels"]
-            files = [Path(frame.filename) for frame in frames[first:]]
-            found.append(sum(any(folder in file.parents for folder in ours) for file in files))
+            counts.append(our_frames())
             return super().__getitem__(grid)
 
     monkeypatch.setattr(head_launch, "head_fwd_kernel", Seen(head_launch.head_fwd_kernel))
@@ -336,8 +352,8 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
     case = dense(B=2, T=8, V=200)
     for impl in ("triton", "chunked"):
         case.run(TOKEN[0], impl=impl)
-    assert len(found) == 2
-    assert max(found) <= 7
+    assert len(counts) == 2
+    assert max(counts) <= 7
 
 
 @pytest.mark.parametrize(
