@@ -37,6 +37,12 @@ def test_report_agrees_with_choose():
     assert max(map(len, text.splitlines())) <= 140
 
 
+def test_nothing_warns_of_a_missing_gpu():
+    """torch's CUDA builds do, where `torch.utils.cpp_extension` is imported on a machine without one."""
+    code = "import sys; from grpo_fused.tools import doctor; print('torch.utils.cpp_extension' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_help_lists_the_commands_and_each_has_help(capsys):
     def said(*arguments: str) -> str:
         with pytest.raises(SystemExit):
