@@ -93,7 +93,8 @@ def bare_rate(shape: Shape, device: torch.device) -> float:
     part = shape._replace(tokens=min(shape.tokens, tokens), vocab=min(shape.vocab, vocab))
     hidden = torch.randn(part.tokens, part.hidden, device=device).to(part.dtype)
     weight = torch.randn(part.vocab, part.hidden, device=device).to(part.dtype)
-    logits, seconds = hidden @ weight.T, []
+    seconds: list[float] = []
+    logits = hidden @ weight.T
     while len(seconds) < 3 or sum(seconds) < 0.2:
         start = perf_counter()
         hidden @ weight.T, logits @ weight, logits.T @ hidden
