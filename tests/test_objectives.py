@@ -6,6 +6,7 @@ tests/with_verl/test_objectives.py compares most of them with verl's own code.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -83,61 +84,86 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
-def expected(name, logps, inputs, cu_seqlens):
-    """Losses and gradients of the formulas, one token at a time: Python numbers, derivatives by hand."""
-    A, old, ref, mu, w = (
-        inputs[key].tolist()
-        for key in ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "weights")
-    )
-    lp = logps.tolist()
-    loss, grad = [], []
-    for t, x in enumerate(lp):
-        r, rho = math.exp(x - old[t]), math.exp(x - mu[t])
-        p, q, p_mu = math.exp(x), math.exp(old[t]), math.exp(mu[t])
-        if name == "ipo":
-            kept = abs(p - p_mu) <= 0.1
-            one = -kept * rho * A[t] + 0.05 * (x - mu[t]) ** 2, -kept * rho * A[t] + 0.1 * (x - mu[t])
-        elif name == "ref_kl":
-            kept, a = p - p_mu >= -0.1, ref[t] - x
-            one = -kept * rho * a + 0.05 * (x - mu[t]) ** 2, -kept * rho * a + 0.1 * (x - mu[t])
-        elif name == "icepop":
-            kept = 0.7 <= rho <= 1.4
-            one = -kept * rho * A[t], -kept * rho * A[t]
-        elif name in ("dppo_tv", "dppo_kl"):
-            kl = q * (old[t] - x) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            kept = {
-                "dppo_tv": p - q <= 0.15 if A[t] > 0 else p - q >= -0.1,
-                "dppo_kl": kl <= 0.03 or p <= q if A[t] > 0 else kl <= 0.02 or p >= q,
-            }[name]
-            one = -kept * min(r, 1.5) * A[t] * x, -kept * min(r, 1.5) * A[t]
-        elif name == "reinforce":
-            one = -min(rho, 1.2) * A[t] * x, -min(rho, 1.2) * A[t]
-        elif name == "reinforce_band":
-            factor = rho if 0.8 <= rho <= 1.2 else 0.0
-            one = -factor * A[t] * x, -factor * A[t]
-        elif name == "cispo":
-            one = -clip(r, 0.8, 1.3) * A[t] * x, -clip(r, 0.8, 1.3) * A[t]
-        elif name == "topr_token":
-            factor = 1.0 if A[t] > 0 else min(r, 1.0)
-            one = -factor * A[t] * x, -factor * A[t]
-        elif name in ("dro", "kimi_token"):
-            coef = {"dro": 0.3, "kimi_token": 0.2}[name]
-            first = x if name == "dro" else x - old[t]
-            one = -A[t] * first + coef / 2 * (x - old[t]) ** 2, -A[t] + coef * (x - old[t])
-        elif name == "gpg":
-            one = -A[t] * x, -A[t]
-        else:
-            assert name == "cross_entropy"
-            one = -x, -1.0
-        loss.append(w[t] * one[0])
-        grad.append(w[t] * one[1])
-    return torch.tensor(loss, dtype=torch.float64), torch.tensor(grad, dtype=torch.float64)
+class Token(NamedTuple):
+    """What the formulas of one token read: Python numbers."""
+
+    x: float
+    """its log-prob"""
+    A: float
+    old: float
+    ref: float
+    mu: float
+    """the engine's log-prob"""
+
+    @property
+    def r(self) -> float:
+        return math.exp(self.x - self.old)
+
+    @property
+    def rho(self) -> float:
+        return math.exp(self.x - self.mu)
+
+    @property
+    def moved(self) -> float:
+        """By how much the probability is above the engine's."""
+        return math.exp(self.x) - math.exp(self.mu)
+
+    @property
+    def is_near_in_tv(self) -> bool:
+        moved = math.exp(self.x) - math.exp(self.old)
+        return moved <= 0.15 if self.A > 0 else moved >= -0.1
+
+    @property
+    def is_near_in_kl(self) -> bool:
+        p, q = math.exp(self.x), math.exp(self.old)
+        kl = q * (self.old - self.x) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        return kl <= 0.03 or p <= q if self.A > 0 else kl <= 0.02 or p >= q
 
 
-TOKEN_BY_TOKEN = [
-    "ipo", "ref_kl", "icepop", "cispo", "dppo_tv", "dppo_kl", "reinforce", "reinforce_band", "topr_token", "dro", "kimi_token",
-    "gpg", "cross_entropy",
-]  # fmt: skip
+def constant_factor(factor):
+    """-factor A log p, where the factor has no gradient."""
+    return lambda t: (-factor(t) * t.A * t.x, -factor(t) * t.A)
+
+
+def near_the_engine(is_kept, advantage):
+    """-rho a for kept tokens, and 0.05 (log p - log mu)^2 for all."""
+
+    def formula(t):
+        policy = -is_kept(t) * t.rho * advantage(t)
+        return policy + 0.05 * (t.x - t.mu) ** 2, policy + 0.1 * (t.x - t.mu)
+
+    return formula
+
+
+def squared_distance(coef, first):
+    return lambda t: (-t.A * first(t) + coef / 2 * (t.x - t.old) ** 2, -t.A + coef * (t.x - t.old))
+
+
+TOKEN_BY_TOKEN = {
+    "ipo": near_the_engine(lambda t: abs(t.moved) <= 0.1, lambda t: t.A),
+    "ref_kl": near_the_engine(lambda t: t.moved >= -0.1, lambda t: t.ref - t.x),
+    "icepop": lambda t: (-(0.7 <= t.rho <= 1.4) * t.rho * t.A,) * 2,
+    "cispo": constant_factor(lambda t: clip(t.r, 0.8, 1.3)),
+    "dppo_tv": constant_factor(lambda t: t.is_near_in_tv * min(t.r, 1.5)),
+    "dppo_kl": constant_factor(lambda t: t.is_near_in_kl * min(t.r, 1.5)),
+    "reinforce": constant_factor(lambda t: min(t.rho, 1.2)),
+    "reinforce_band": constant_factor(lambda t: (0.8 <= t.rho <= 1.2) * t.rho),
+    "topr_token": constant_factor(lambda t: 1.0 if t.A > 0 else min(t.r, 1.0)),
+    "dro": squared_distance(0.3, lambda t: t.x),
+    "kimi_token": squared_distance(0.2, lambda t: t.x - t.old),
+    "gpg": constant_factor(lambda t: 1.0),
+    "cross_entropy": lambda t: (-t.x, -1.0),
+}
+"""The loss of a token and its derivative by the log-prob, derived by hand; weights of tokens are not in it."""
+LEAVE_OUT_TOKENS = {"icepop", "dppo_tv", "dppo_kl", "reinforce_band"}
+
+
+def expected(formula, logps, inputs):
+    """Losses and gradients [n], one token at a time."""
+    names = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+    tokens = map(Token, logps.tolist(), *(inputs[name].tolist() for name in names))
+    losses, gradients = torch.tensor([formula(t) for t in tokens], dtype=torch.float64).unbind(1)
+    return losses * inputs["weights"], gradients * inputs["weights"]
 
 
 @pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
@@ -146,34 +172,43 @@ def test_token_formulas(name):
     for seed in SEEDS:
         logps, inputs, cu_seqlens = case(seed)
         got = evaluate(ALL[name], logps, inputs, cu_seqlens)
-        torch.testing.assert_close(got, expected(name, logps, inputs, cu_seqlens), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got, expected(TOKEN_BY_TOKEN[name], logps, inputs), rtol=1e-10, atol=1e-12)
         left_out += int((got[0] == 0).sum())
-    assert (left_out > 0) == (name in ("icepop", "dppo_tv", "dppo_kl", "reinforce_band"))
+    assert (left_out > 0) == (name in LEAVE_OUT_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["topr", "kimi", "reinforce_product", "reinforce_mean"])
+def by_a_factor(factor):
+    """-factor A log p of a sequence's tokens, where the factor has no gradient."""
+    return lambda x, A, w, s, d: (-w * factor(A, s, d) * A * x, -w * factor(A, s, d) * A)
+
+
+def kimi(x, A, w, s, d):
+    """Each token moves the whole sequence's s."""
+    return w * ((A - 0.2 * s) ** 2 - A**2) / 0.4, ((0.2 * s - A) * w).sum().expand_as(x)
+
+
+SEQUENCE_BY_SEQUENCE = {
+    "topr": by_a_factor(lambda A, s, d: torch.where(A > 0, 1.0, s.exp().clamp(max=1.0))),
+    "kimi": kimi,
+    "reinforce_product": by_a_factor(lambda A, s, d: d.sum().exp().clamp(max=1.2)),
+    "reinforce_mean": by_a_factor(lambda A, s, d: (d.sum() / max(len(d), 1)).exp().clamp(max=1.05)),
+}
+"""Losses and gradients of the tokens of one sequence, from log-probs, advantages, weights, the log of the sequence's
+ratio to the old policy, and log-ratios to the engine."""
+
+
+@pytest.mark.parametrize("name", SEQUENCE_BY_SEQUENCE)
 def test_sequence_formulas(name):
     for seed in SEEDS:
         logps, inputs, cu_seqlens = case(seed)
-        loss, grad = [], []
+        parts = []
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            own = slice(start, stop)
-            x, A, w = logps[own], inputs["advantages"][own], inputs["weights"][own]
-            s = (x - inputs["old_per_token_logps"][own]).sum()
-            d = x - inputs["sampling_per_token_logps"][own]
-            if name == "kimi":
-                loss.append(w * ((A - 0.2 * s) ** 2 - A**2) / 0.4)
-                grad.append(((0.2 * s - A) * w).sum().expand_as(x))  # each token moves the whole sequence's s
-                continue
-            factor = {
-                "topr": lambda A=A, s=s: torch.where(A > 0, 1.0, s.exp().clamp(max=1.0)),
-                "reinforce_product": lambda d=d: d.sum().exp().clamp(max=1.2),
-                "reinforce_mean": lambda d=d: (d.sum() / max(len(d), 1)).exp().clamp(max=1.05),
-            }[name]()
-            loss.append(-w * factor * A * x)
-            grad.append(-w * factor * A)
-        got = evaluate(ALL[name], logps, inputs, cu_seqlens)
-        torch.testing.assert_close(got, (torch.cat(loss), torch.cat(grad)), rtol=1e-10, atol=1e-12)
+            x, A, w = logps[start:stop], inputs["advantages"][start:stop], inputs["weights"][start:stop]
+            s = (x - inputs["old_per_token_logps"][start:stop]).sum()
+            d = x - inputs["sampling_per_token_logps"][start:stop]
+            parts.append(SEQUENCE_BY_SEQUENCE[name](x, A, w, s, d))
+        want = tuple(map(torch.cat, zip(*parts, strict=True)))
+        torch.testing.assert_close(evaluate(ALL[name], logps, inputs, cu_seqlens), want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["fipo", "fipo_free"])
