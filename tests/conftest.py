@@ -103,8 +103,8 @@ def _pairs(item: pytest.Item) -> set[tuple]:
 
 
 LONGEST = (
-    "test_loss.py", "test_packaging.py", "native/test_cuda_compile.py", "kernels/", "integrations/test_trl.py",
-    "trainer/test_small_recipes.py", "test_docs.py", "test_studies.py",
+    "test_loss.py", "test_loss_accuracy.py", "test_packaging.py", "native/test_cuda_compile.py", "kernels/",
+    "integrations/test_trl.py", "trainer/test_small_recipes.py", "test_docs.py", "test_studies.py",
 )  # fmt: skip
 """Workers begin with these, so that none is left with one of them at the end."""
 
