@@ -85,7 +85,8 @@ def _only_in_full(item: pytest.Item) -> bool:
 def _with_all_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
     """The items; of a test that is marked `pairs` those that show a pair of parameters' values for the first time."""
     pairs = {item: _pairs(item) for item in items if item.get_closest_marker("pairs")}
-    order = sorted(pairs, key=lambda item: zlib.crc32(item.nodeid.encode()))  # neighbours are much alike
+    # in the order of their names' hash, as neighbours are much alike; without the file, so that a test may move
+    order = sorted(pairs, key=lambda item: zlib.crc32(item.nodeid.partition("::")[2].encode()))
     chosen, shown = set(items) - set(pairs), set()
     for least in range(max(map(len, pairs.values()), default=0), 0, -1):  # first those that show many
         for item in order:
@@ -102,8 +103,8 @@ def _pairs(item: pytest.Item) -> set[tuple]:
 
 
 LONGEST = (
-    "test_loss.py", "test_packaging.py", "native/test_cuda_compile.py", "kernels/", "integrations/test_trl.py",
-    "trainer/test_small_recipes.py", "test_docs.py", "test_studies.py",
+    "test_loss.py", "test_loss_accuracy.py", "test_packaging.py", "native/test_cuda_compile.py", "kernels/",
+    "integrations/test_trl.py", "trainer/test_small_recipes.py", "test_docs.py", "test_studies.py",
 )  # fmt: skip
 """Workers begin with these, so that none is left with one of them at the end."""
 

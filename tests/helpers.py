@@ -14,6 +14,7 @@ from grpo_fused.testing import GRADIENT_BOUND, ROUNDINGS, Problem, Result, frobe
 
 Case, make_case, pack = Problem, make_problem, Problem.packed
 
+ENGINES = ["chunked", "native", "triton"]
 LEVELS = ("token", "sequence", "sequence_token")
 PPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 

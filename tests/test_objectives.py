@@ -6,138 +6,100 @@ tests/with_verl/test_objectives.py compares most of them with verl's own code.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
+from objective_cases import ALL, SEEDS, case, evaluate
 
 from grpo_fused import GRPOLossConfig, grpo_loss, objectives
 from grpo_fused.objectives import base
-
-SEEDS = range(25)
-ALL = {
-    "vanilla": objectives.vanilla(0.2, 0.28),
-    "no_dual_clip": objectives.vanilla(0.2, dual_clip=None),
-    "dppo_tv": objectives.dppo_tv(0.1, 0.15, 1.5),
-    "dppo_kl": objectives.dppo_kl(0.02, 0.03, 1.5),
-    "sapo": objectives.sapo(1.0, 1.4),
-    "cispo": objectives.cispo(0.2, 0.3),
-    "ipo": objectives.ipo(0.1, 0.05),
-    "ref_kl": objectives.ref_kl(0.1, 0.05),
-    "icepop": objectives.icepop(0.7, 1.4),
-    "gpg": objectives.gpg(),
-    "cross_entropy": objectives.cross_entropy(),
-    "dro": objectives.dro(0.3),
-    "reinforce": objectives.reinforce(high=1.2),
-    "reinforce_band": objectives.reinforce(low=0.8, high=1.2),
-    "reinforce_product": objectives.reinforce("sequence_sum", high=1.2),
-    "reinforce_mean": objectives.reinforce("sequence_mean", high=1.05),
-    "gspo": objectives.gspo(0.05, 0.1),
-    "gmpo": objectives.gmpo(0.2, 0.3),
-    "topr": objectives.topr(),
-    "topr_token": objectives.topr("token"),
-    "kimi": objectives.kimi(0.2),
-    "kimi_token": objectives.kimi(0.2, "token"),
-    "fipo": objectives.fipo(half_life=3.0, safety_threshold=1.1, delta=1.5),
-    "fipo_free": objectives.fipo(0.2, 0.2, None, half_life=2.0, clip_range=None, safety_threshold=None),
-    "clip_cov": objectives.clip_cov(0.2, 0.01, 5.0),
-    "kl_cov": objectives.kl_cov(0.2, 0.5),
-    "rejected": objectives.rollout_rejection(objectives.gspo(0.05), "sequence_mean", "k3", high=0.05),
-    "mixture": objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy(), kl=objectives.ref_kl()),
-}
-
-
-def case(seed: int, lengths=(3, 0, 5, 1)):
-    """Flat tokens of four sequences, one of them empty: log-probs, every input, offsets."""
-    g = torch.Generator().manual_seed(seed)
-    n = sum(lengths)
-
-    def randn(scale: float = 1.0):
-        return scale * torch.randn(n, generator=g, dtype=torch.float64)
-
-    logps = -2.5 * torch.rand(n, generator=g, dtype=torch.float64) - 0.02
-    inputs = {
-        "advantages": torch.randn(4, generator=g, dtype=torch.float64).repeat_interleave(torch.tensor(lengths)),
-        "old_per_token_logps": (logps + randn(0.3)).clamp(max=-1e-3),
-        "ref_per_token_logps": (logps + randn(0.3)).clamp(max=-1e-3),
-        "sampling_per_token_logps": (logps + randn(0.3)).clamp(max=-1e-3),
-        "weights": torch.rand(n, generator=g, dtype=torch.float64),
-        "rl_weights": torch.randint(0, 2, (n,), generator=g).double(),
-        "ce_weights": torch.randint(0, 2, (n,), generator=g).double() * 0.3,
-        "kl_weights": torch.rand(n, generator=g, dtype=torch.float64),
-    }
-    return logps, inputs, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-
-
-def read_by(objective, inputs):
-    return {name: x for name, x in inputs.items() if name in objective.reads}
-
-
-def evaluate(objective, logps, inputs, cu_seqlens):
-    """Losses [n] and the gradient [n] of their sum."""
-    leaf = logps.clone().requires_grad_()
-    losses = objective(leaf, None, cu_seqlens=cu_seqlens, **read_by(objective, inputs))
-    return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
 
 
 def clip(x, low, high):
     return min(max(x, low), high)
 
 
-def expected(name, logps, inputs, cu_seqlens):
-    """Losses and gradients of the formulas, one token at a time: Python numbers, derivatives by hand."""
-    A, old, ref, mu, w = (
-        inputs[key].tolist()
-        for key in ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "weights")
-    )
-    lp = logps.tolist()
-    loss, grad = [], []
-    for t, x in enumerate(lp):
-        r, rho = math.exp(x - old[t]), math.exp(x - mu[t])
-        p, q, p_mu = math.exp(x), math.exp(old[t]), math.exp(mu[t])
-        if name == "ipo":
-            kept = abs(p - p_mu) <= 0.1
-            one = -kept * rho * A[t] + 0.05 * (x - mu[t]) ** 2, -kept * rho * A[t] + 0.1 * (x - mu[t])
-        elif name == "ref_kl":
-            kept, a = p - p_mu >= -0.1, ref[t] - x
-            one = -kept * rho * a + 0.05 * (x - mu[t]) ** 2, -kept * rho * a + 0.1 * (x - mu[t])
-        elif name == "icepop":
-            kept = 0.7 <= rho <= 1.4
-            one = -kept * rho * A[t], -kept * rho * A[t]
-        elif name in ("dppo_tv", "dppo_kl"):
-            kl = q * (old[t] - x) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            kept = {
-                "dppo_tv": p - q <= 0.15 if A[t] > 0 else p - q >= -0.1,
-                "dppo_kl": kl <= 0.03 or p <= q if A[t] > 0 else kl <= 0.02 or p >= q,
-            }[name]
-            one = -kept * min(r, 1.5) * A[t] * x, -kept * min(r, 1.5) * A[t]
-        elif name == "reinforce":
-            one = -min(rho, 1.2) * A[t] * x, -min(rho, 1.2) * A[t]
-        elif name == "reinforce_band":
-            factor = rho if 0.8 <= rho <= 1.2 else 0.0
-            one = -factor * A[t] * x, -factor * A[t]
-        elif name == "cispo":
-            one = -clip(r, 0.8, 1.3) * A[t] * x, -clip(r, 0.8, 1.3) * A[t]
-        elif name == "topr_token":
-            factor = 1.0 if A[t] > 0 else min(r, 1.0)
-            one = -factor * A[t] * x, -factor * A[t]
-        elif name in ("dro", "kimi_token"):
-            coef = {"dro": 0.3, "kimi_token": 0.2}[name]
-            first = x if name == "dro" else x - old[t]
-            one = -A[t] * first + coef / 2 * (x - old[t]) ** 2, -A[t] + coef * (x - old[t])
-        elif name == "gpg":
-            one = -A[t] * x, -A[t]
-        else:
-            assert name == "cross_entropy"
-            one = -x, -1.0
-        loss.append(w[t] * one[0])
-        grad.append(w[t] * one[1])
-    return torch.tensor(loss, dtype=torch.float64), torch.tensor(grad, dtype=torch.float64)
+class Token(NamedTuple):
+    """What the formulas of one token read: Python numbers."""
+
+    x: float
+    """its log-prob"""
+    A: float
+    old: float
+    ref: float
+    mu: float
+    """the engine's log-prob"""
+
+    @property
+    def r(self) -> float:
+        return math.exp(self.x - self.old)
+
+    @property
+    def rho(self) -> float:
+        return math.exp(self.x - self.mu)
+
+    @property
+    def moved(self) -> float:
+        """By how much the probability is above the engine's."""
+        return math.exp(self.x) - math.exp(self.mu)
+
+    @property
+    def is_near_in_tv(self) -> bool:
+        moved = math.exp(self.x) - math.exp(self.old)
+        return moved <= 0.15 if self.A > 0 else moved >= -0.1
+
+    @property
+    def is_near_in_kl(self) -> bool:
+        p, q = math.exp(self.x), math.exp(self.old)
+        kl = q * (self.old - self.x) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        return kl <= 0.03 or p <= q if self.A > 0 else kl <= 0.02 or p >= q
 
 
-TOKEN_BY_TOKEN = [
-    "ipo", "ref_kl", "icepop", "cispo", "dppo_tv", "dppo_kl", "reinforce", "reinforce_band", "topr_token", "dro", "kimi_token",
-    "gpg", "cross_entropy",
-]  # fmt: skip
+def constant_factor(factor):
+    """-factor A log p, where the factor has no gradient."""
+    return lambda t: (-factor(t) * t.A * t.x, -factor(t) * t.A)
+
+
+def near_the_engine(is_kept, advantage):
+    """-rho a for kept tokens, and 0.05 (log p - log mu)^2 for all."""
+
+    def formula(t):
+        policy = -is_kept(t) * t.rho * advantage(t)
+        return policy + 0.05 * (t.x - t.mu) ** 2, policy + 0.1 * (t.x - t.mu)
+
+    return formula
+
+
+def squared_distance(coef, first):
+    return lambda t: (-t.A * first(t) + coef / 2 * (t.x - t.old) ** 2, -t.A + coef * (t.x - t.old))
+
+
+TOKEN_BY_TOKEN = {
+    "ipo": near_the_engine(lambda t: abs(t.moved) <= 0.1, lambda t: t.A),
+    "ref_kl": near_the_engine(lambda t: t.moved >= -0.1, lambda t: t.ref - t.x),
+    "icepop": lambda t: (-(0.7 <= t.rho <= 1.4) * t.rho * t.A,) * 2,
+    "cispo": constant_factor(lambda t: clip(t.r, 0.8, 1.3)),
+    "dppo_tv": constant_factor(lambda t: t.is_near_in_tv * min(t.r, 1.5)),
+    "dppo_kl": constant_factor(lambda t: t.is_near_in_kl * min(t.r, 1.5)),
+    "reinforce": constant_factor(lambda t: min(t.rho, 1.2)),
+    "reinforce_band": constant_factor(lambda t: (0.8 <= t.rho <= 1.2) * t.rho),
+    "topr_token": constant_factor(lambda t: 1.0 if t.A > 0 else min(t.r, 1.0)),
+    "dro": squared_distance(0.3, lambda t: t.x),
+    "kimi_token": squared_distance(0.2, lambda t: t.x - t.old),
+    "gpg": constant_factor(lambda t: 1.0),
+    "cross_entropy": lambda t: (-t.x, -1.0),
+}
+"""The loss of a token and its derivative by the log-prob, derived by hand; weights of tokens are not in it."""
+LEAVE_OUT_TOKENS = {"icepop", "dppo_tv", "dppo_kl", "reinforce_band"}
+
+
+def expected(formula, logps, inputs):
+    """Losses and gradients [n], one token at a time."""
+    names = ("advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+    tokens = map(Token, logps.tolist(), *(inputs[name].tolist() for name in names))
+    losses, gradients = torch.tensor([formula(t) for t in tokens], dtype=torch.float64).unbind(1)
+    return losses * inputs["weights"], gradients * inputs["weights"]
 
 
 @pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
@@ -146,34 +108,43 @@ def test_token_formulas(name):
     for seed in SEEDS:
         logps, inputs, cu_seqlens = case(seed)
         got = evaluate(ALL[name], logps, inputs, cu_seqlens)
-        torch.testing.assert_close(got, expected(name, logps, inputs, cu_seqlens), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got, expected(TOKEN_BY_TOKEN[name], logps, inputs), rtol=1e-10, atol=1e-12)
         left_out += int((got[0] == 0).sum())
-    assert (left_out > 0) == (name in ("icepop", "dppo_tv", "dppo_kl", "reinforce_band"))
+    assert (left_out > 0) == (name in LEAVE_OUT_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["topr", "kimi", "reinforce_product", "reinforce_mean"])
+def by_a_factor(factor):
+    """-factor A log p of a sequence's tokens, where the factor has no gradient."""
+    return lambda x, A, w, s, d: (-w * factor(A, s, d) * A * x, -w * factor(A, s, d) * A)
+
+
+def kimi(x, A, w, s, d):
+    """Each token moves the whole sequence's s."""
+    return w * ((A - 0.2 * s) ** 2 - A**2) / 0.4, ((0.2 * s - A) * w).sum().expand_as(x)
+
+
+SEQUENCE_BY_SEQUENCE = {
+    "topr": by_a_factor(lambda A, s, d: torch.where(A > 0, 1.0, s.exp().clamp(max=1.0))),
+    "kimi": kimi,
+    "reinforce_product": by_a_factor(lambda A, s, d: d.sum().exp().clamp(max=1.2)),
+    "reinforce_mean": by_a_factor(lambda A, s, d: (d.sum() / max(len(d), 1)).exp().clamp(max=1.05)),
+}
+"""Losses and gradients of the tokens of one sequence, from log-probs, advantages, weights, the log of the sequence's
+ratio to the old policy, and log-ratios to the engine."""
+
+
+@pytest.mark.parametrize("name", SEQUENCE_BY_SEQUENCE)
 def test_sequence_formulas(name):
     for seed in SEEDS:
         logps, inputs, cu_seqlens = case(seed)
-        loss, grad = [], []
+        parts = []
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            own = slice(start, stop)
-            x, A, w = logps[own], inputs["advantages"][own], inputs["weights"][own]
-            s = (x - inputs["old_per_token_logps"][own]).sum()
-            d = x - inputs["sampling_per_token_logps"][own]
-            if name == "kimi":
-                loss.append(w * ((A - 0.2 * s) ** 2 - A**2) / 0.4)
-                grad.append(((0.2 * s - A) * w).sum().expand_as(x))  # each token moves the whole sequence's s
-                continue
-            factor = {
-                "topr": lambda A=A, s=s: torch.where(A > 0, 1.0, s.exp().clamp(max=1.0)),
-                "reinforce_product": lambda d=d: d.sum().exp().clamp(max=1.2),
-                "reinforce_mean": lambda d=d: (d.sum() / max(len(d), 1)).exp().clamp(max=1.05),
-            }[name]()
-            loss.append(-w * factor * A * x)
-            grad.append(-w * factor * A)
-        got = evaluate(ALL[name], logps, inputs, cu_seqlens)
-        torch.testing.assert_close(got, (torch.cat(loss), torch.cat(grad)), rtol=1e-10, atol=1e-12)
+            x, A, w = logps[start:stop], inputs["advantages"][start:stop], inputs["weights"][start:stop]
+            s = (x - inputs["old_per_token_logps"][start:stop]).sum()
+            d = x - inputs["sampling_per_token_logps"][start:stop]
+            parts.append(SEQUENCE_BY_SEQUENCE[name](x, A, w, s, d))
+        want = tuple(map(torch.cat, zip(*parts, strict=True)))
+        torch.testing.assert_close(evaluate(ALL[name], logps, inputs, cu_seqlens), want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["fipo", "fipo_free"])
@@ -348,150 +319,6 @@ def test_kl_cov(share, count):
         want = w * (0.5 * largest * d.abs() - A * d.exp()), w * (0.5 * largest * d.sign() - A * d.exp())
         got = evaluate(objectives.kl_cov(share, 0.5), logps, inputs, None)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-
-
-class TestRejection:
-    @pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
-    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-    @pytest.mark.parametrize("policy", ["current", "old"])
-    def test_leaves_out_tokens_that_diverge(self, level, estimator, policy):
-        if (level, estimator) == ("sequence_max", "k1"):
-            with pytest.raises(ValueError, match="sequence_max' needs estimator 'k2' or 'k3'.*got 'k1'"):
-                objectives.rollout_rejection(objectives.gpg(), level, estimator, high=1.2)
-            return
-        high, low = (1.2, 0.95) if estimator == "k1" else (0.04, None)
-        objective = objectives.rollout_rejection(objectives.gpg(), level, estimator, high=high, low=low, policy=policy)
-        assert objective.scope == ("token" if level == "token" else "sequence")
-        kept = total = 0
-        for seed in SEEDS:
-            logps, inputs, cu_seqlens = case(seed)
-            first = logps if policy == "current" else inputs["old_per_token_logps"]
-            d = first - inputs["sampling_per_token_logps"]
-            k = {"k1": -d, "k2": d * d / 2, "k3": torch.expm1(d) - d}[estimator]
-            plain = evaluate(objectives.gpg(), logps, inputs, None)[0]
-            want = plain.clone()
-            for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-                for t in range(start, stop):
-                    own = k[start:stop] if level != "token" else k[t : t + 1]
-                    value = getattr(own, level.removeprefix("sequence_"))() if level != "token" else own[0]
-                    inside = math.log(low) <= value <= math.log(high) if estimator == "k1" else value <= high
-                    want[t] *= float(inside)
-                    kept, total = kept + bool(inside), total + 1
-            torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], want, rtol=1e-12, atol=0)
-        assert 0 < kept < total
-
-    def test_around_a_custom_objective(self):
-        """A plain function with a scope gets every input, and offsets if it takes them."""
-        seen = {}
-
-        def mine(logps, entropies, *, cu_seqlens, mine, **inputs):
-            seen.update(inputs, entropies=entropies, offsets=cu_seqlens)
-            return logps * mine
-
-        mine.scope = "batch"
-        objective = objectives.rollout_rejection(mine, high=1.2)
-        assert objective.scope == "batch"
-        logps, inputs, cu_seqlens = case(0)
-        entropies, sampling = torch.rand_like(logps), inputs["sampling_per_token_logps"]
-        out = objective(
-            logps, entropies, cu_seqlens=cu_seqlens, mine=torch.ones_like(logps), sampling_per_token_logps=sampling,
-            weights=inputs["weights"],
-        )  # fmt: skip
-        inside = (logps - sampling).abs() <= math.log(1.2)
-        torch.testing.assert_close(out, logps * inside * inputs["weights"])
-        assert set(seen) == {"sampling_per_token_logps", "entropies", "offsets"}
-        assert seen["entropies"] is entropies
-
-    def test_stacks(self):
-        inner = objectives.rollout_truncation(objectives.vanilla(), high=1.2)
-        objective = objectives.rollout_rejection(inner, "sequence_max", "k2", high=0.1)
-        logps, inputs, cu_seqlens = case(5)
-        kept = evaluate(objectives.rollout_rejection(objectives.cross_entropy(), "sequence_max", "k2", high=0.1),
-                        logps, inputs, cu_seqlens)[0] != 0  # fmt: skip
-        ratio = (logps - inputs["sampling_per_token_logps"]).exp().clamp(max=1.2)
-        plain = evaluate(objectives.vanilla(), logps, inputs, None)[0]
-        torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], plain * ratio * kept)
-        assert kept.any()
-        assert not kept.all()
-
-
-class TestMixture:
-    def test_is_the_weighted_sum_of_its_parts(self):
-        mixed = objectives.mixture(rl=objectives.ipo(), ce=objectives.cross_entropy(), kl=objectives.ref_kl())
-        assert mixed.scope == "token"
-        for seed in SEEDS:
-            logps, inputs, _ = case(seed)
-            want = sum(
-                torch.stack(evaluate(part, logps, {**inputs, "weights": inputs["weights"] * inputs[key]}, None))
-                for part, key in (
-                    (objectives.ipo(), "rl_weights"),
-                    (objectives.cross_entropy(), "ce_weights"),
-                    (objectives.ref_kl(), "kl_weights"),
-                )
-            )
-            torch.testing.assert_close(torch.stack(evaluate(mixed, logps, inputs, None)), want, rtol=1e-12, atol=1e-14)
-
-    def test_a_part_does_not_get_tokens_of_weight_zero(self):
-        """Their inputs may be NaN, and they do not count in the part's sequences."""
-        mixed = objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy())
-        logps, inputs, cu_seqlens = case(0)
-        inputs["rl_weights"] = torch.tensor([1.0, 0, 1, 0, 0, 2, 0.5, 0, 0], dtype=torch.float64)
-        inputs["ce_weights"] = (inputs["rl_weights"] == 0).double()
-        seen = inputs["rl_weights"] != 0
-        for key in ("advantages", "old_per_token_logps"):
-            inputs[key] = inputs[key].masked_fill(~seen, math.nan)
-        losses, grad = evaluate(mixed, logps, inputs, cu_seqlens)
-        own = {key: x[seen] for key, x in inputs.items()}
-        own["weights"] = own["weights"] * own["rl_weights"]
-        want = evaluate(objectives.gspo(0.05), logps[seen], own, torch.tensor([0, 2, 2, 4, 4]))
-        torch.testing.assert_close((losses[seen], grad[seen]), want, rtol=1e-12, atol=0)
-        torch.testing.assert_close(grad[~seen], -inputs["weights"][~seen])
-
-    def test_scope_is_the_widest(self):
-        parts = {"a": objectives.gpg(), "b": objectives.kl_cov(), "c": objectives.gspo()}
-        assert objectives.mixture(**parts).scope == "batch"
-
-
-class TestTokenWeights:
-    MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
-
-    @pytest.mark.parametrize(("aggregation", "options", "rows"), [
-        ("grpo", {}, [1 / 8, 1 / 4, 0, 1 / 12]),
-        ("bnpo", {}, [1 / 6] * 4),
-        ("dapo", {}, [1 / 6] * 4),
-        ("dapo", {"num_items_in_batch": 48}, [1 / 48] * 4),
-        ("dr_grpo", {"max_completion_length": 10}, [1 / 40] * 4),
-        ("luspo", {}, [1 / 4] * 4),
-    ])  # fmt: skip
-    def test_averages(self, aggregation, options, rows):
-        want = torch.tensor(rows)[:, None] * self.MASK
-        got = objectives.token_weights(self.MASK, aggregation, **options)
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, want)
-        packed = objectives.token_weights(
-            self.MASK.flatten(), aggregation, cu_seqlens=torch.tensor([0, 3, 6, 9, 12]), **options
-        )
-        assert torch.equal(packed, got.flatten())
-
-    def test_no_active_tokens(self):
-        for aggregation in ("grpo", "bnpo", "dapo", "luspo"):
-            assert not objectives.token_weights(torch.zeros(2, 3), aggregation).any()
-
-    @pytest.mark.parametrize(("error", "message", "call"), [
-        (ValueError, "aggregation must be one of grpo, bnpo, dr_grpo, dapo, luspo; got 'mean'", {"aggregation": "mean"}),
-        (ValueError, "dr_grpo' requires max_completion_length", {"aggregation": "dr_grpo"}),
-        (ValueError, "num_items_in_batch is not used by loss_type='grpo'",
-         {"aggregation": "grpo", "num_items_in_batch": 3}),
-        (ValueError, "num_items_in_batch must be > 0; got 0", {"aggregation": "dapo", "num_items_in_batch": 0}),
-        (ValueError, "a mask must hold only 0 and 1", {"aggregation": "dapo", "mask": torch.full((2, 2), 2)}),
-        (ValueError, r"mask must be \[B, T\], or packed \[N\].*got \(3,\)", {"aggregation": "dapo", "mask": torch.ones(3)}),
-        (ValueError, "cu_seqlens must rise from 0",
-         {"aggregation": "dapo", "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 2])}),
-        (TypeError, "mask must be a tensor .*got list", {"aggregation": "dapo", "mask": [1, 1]}),
-    ])  # fmt: skip
-    def test_refuses(self, error, message, call):
-        with pytest.raises(error, match=message):
-            objectives.token_weights(**{"mask": self.MASK, **call})
 
 
 X = torch.zeros(3)

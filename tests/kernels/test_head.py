@@ -1,79 +1,25 @@
-"""Head kernels, interpreted, against fp64: every mode, option and way of loading; the same scores in any batch."""
+"""Scores of the head kernels, interpreted, against fp64: every option and way of loading; the same in any batch."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from helpers import frobenius_error, make_case, make_config
+from helpers import make_case, make_config
 
 pytest.importorskip("triton")
-
 from grpo_fused.kernels import head_launch
-from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.head_configs import (
     CANDIDATES,
     FP32_CONFIGS,
     HEAD_CONFIGS,
-    HeadConfig,
 )
-from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
-from grpo_fused.kernels.row_types import Coefficients, Statistics, Transform
+from grpo_fused.kernels.head_launch import Exponentials, head_scores
+from grpo_fused.kernels.row_types import Transform
+from head_cases import CONFIGS, OPTIONS, SMALL, case, exact, transform_of, z_of
 
 from grpo_fused import fused_linear_grpo_loss, fused_linear_logprobs
 
-SMALL = HeadConfig(16, 32, 32, 1, 1, 1, max_splits=3, steps_per_split=2)
-CONFIGS = {
-    "pointers": SMALL,
-    "descriptors": SMALL._replace(tma=True),
-    "persistent": SMALL._replace(persistent=True),
-    "descriptors-persistent": SMALL._replace(tma=True, persistent=True),
-}
 SHAPES = [(1, 8, 3), (1, 24, 1), (3, 16, 16), (37, 40, 131), (18, 64, 160)]  # N, H, V; 8 for a descriptor's rows
-OPTIONS = ["plain", "temperature", "temperatures", "scale", "negative-scale", "softcap", "bias", "all"]
-
-
-def transform_of(option: str, rows: int, vocab_size: int) -> Transform:
-    g = torch.Generator().manual_seed(5)
-    bias, temperatures = torch.randn(vocab_size, generator=g), torch.rand(rows, generator=g) + 0.5
-    return {
-        "plain": Transform(None, 1.0, None, 1.0),
-        "temperature": Transform(None, 1.0, None, 0.7),
-        "temperatures": Transform(None, 1.0, None, temperatures),
-        "scale": Transform(None, 0.3, None, 1.0),
-        "negative-scale": Transform(None, -1.2, None, 1.0),
-        "softcap": Transform(None, 1.0, 5.0, 1.0),
-        "bias": Transform(bias, 1.0, None, 1.0),
-        "all": Transform(bias, 1.3, 7.0, temperatures),
-    }[option]
-
-
-def z_of(product: torch.Tensor, transform: Transform) -> torch.Tensor:
-    """fp64"""
-    z = product if transform.bias is None else product + transform.bias.double()
-    z = z * transform.logit_scale
-    if transform.softcap is not None:
-        z = transform.softcap * torch.tanh(z / transform.softcap)
-    t = transform.temperature
-    return z / (t.double().unsqueeze(1) if isinstance(t, torch.Tensor) else t)
-
-
-def case(shape, dtype=torch.float32, std=3.0):
-    N, H, V = shape
-    g = torch.Generator().manual_seed(N + H + V)
-    hidden = torch.randn(N, H, generator=g).to(dtype)
-    weight = (torch.randn(V, H, generator=g) * std / math.sqrt(H)).to(dtype)
-    return hidden, weight, torch.randint(0, V, (N,), generator=g)
-
-
-def exact(hidden, weight, targets, transform):
-    """fp64: (max, log_sum, logp, entropy)."""
-    z = z_of(hidden.double() @ weight.double().T, transform)
-    log_p = z.log_softmax(1)
-    entropy = -(log_p.exp() * log_p).sum(1)
-    m = z.amax(1)
-    return Statistics(m, z.logsumexp(1) - m, log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy)
 
 
 @pytest.mark.pairs
@@ -128,80 +74,6 @@ def test_one_factor_for_scale_and_temperature_is_accurate(scale, temperature):
             assert (got.logp.double() - want.logp).abs().max() < 1e-4
             torch.testing.assert_close(got.log_sum.double(), want.log_sum, rtol=1e-3, atol=0)
             torch.testing.assert_close(got.entropy.double(), want.entropy, rtol=1e-3, atol=1e-6)
-
-
-def exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy):
-    product = (hidden.double() @ weight.double().T).requires_grad_()
-    log_p = z_of(product, transform).log_softmax(1)
-    loss = (log_p.gather(1, targets.unsqueeze(1)).squeeze(1) * dlogp.double()).sum()
-    if dentropy is not None:
-        loss = loss - ((log_p.exp() * log_p).sum(1) * dentropy.double()).sum()
-    return torch.autograd.grad(loss, product)[0]
-
-
-def dlogits_in_gate(option, with_entropy, way):
-    """Every option both ways to dlogits, with entropies; without them, and by descriptors, one of each kind."""
-    return option in ("plain", "all", "softcap") or (with_entropy and way != "known-descriptors")
-
-
-@pytest.mark.pairs
-@pytest.mark.gate(keep=dlogits_in_gate)
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
-@pytest.mark.parametrize("way", ["exponentials", "known-pointers", "known-descriptors"])
-def test_dlogits(option, with_entropy, way):
-    """Both ways to dlogits, in fp32 against fp64; poisoned memory must be overwritten or not used."""
-    N, H, V = 21, 40, 77
-    hidden, weight, targets = case((N, H, V))
-    transform = transform_of(option, N, V)
-    if way == "exponentials" and transform.softcap is not None:
-        pytest.skip("exponentials do not give the gradient of a softcap")
-    g = torch.Generator().manual_seed(3)
-    dlogp = torch.randn(N, generator=g)
-    dlogp[4] = 0.0
-    dentropy = torch.randn(N, generator=g) if with_entropy else None
-    if way == "exponentials":
-        room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
-        room.values.fill_(torch.nan)
-        stats = head_scores(
-            hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL
-        )
-        exponentials_to_dlogits(room, targets, Coefficients(stats, dlogp, dentropy), transform)
-        got = room.values
-    else:
-        config = CONFIGS[way.removeprefix("known-")]
-        stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, config=config)
-        got = torch.full((N, padded(V)), torch.nan)[:, :V]
-        head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, dentropy), transform, got, config=config)
-    want = exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy)
-    assert frobenius_error(got, want) < 1e-5
-    if not with_entropy:
-        assert got[4].eq(0).all()
-
-
-@pytest.mark.parametrize("way", ["exponentials", "known"])
-def test_confident_tokens_have_accurate_gradients(way):
-    """Probability 1 - 1e-3 to 1 - 1e-9: the target's gradient is the sum of the others', not a rounded 1 - p."""
-    H, V = 64, 48
-    g = torch.Generator().manual_seed(0)
-    weight = torch.randn(V, H, generator=g)
-    targets = torch.arange(8)
-    hidden = weight[targets] * 0.3
-    transform = Transform(None, 1.0, None, 1.0)
-    exact_logp = exact(hidden, weight, targets, transform).logp
-    assert (exact_logp.abs() < 5e-3).all()
-    room = Exponentials.empty(8, weight, torch.float32, transform, config=SMALL)
-    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
-    assert (stats.logp <= 0).all()
-    ones = torch.ones(8)
-    if way == "exponentials":
-        exponentials_to_dlogits(room, targets, Coefficients(stats, ones, None), transform)
-        got = room.values
-    else:
-        got = torch.empty(8, padded(V))[:, :V]
-        head_dlogits(hidden, weight, targets, Coefficients(stats, ones, None), transform, got, config=SMALL)
-    want = exact_dlogits(hidden, weight, targets, transform, ones, None)
-    assert (got.double() - want).abs().max() < 2e-7
 
 
 @pytest.mark.gate(keep=lambda config: config in (SMALL, CONFIGS["descriptors-persistent"]))
@@ -281,10 +153,10 @@ def test_operands_of_odd_widths_are_padded(where, monkeypatch):
     got = fused_linear_logprobs(hidden, weight, ids, impl="triton").logps
     want = (hidden.double() @ weight.double().T).log_softmax(2).gather(2, ids.unsqueeze(2)).squeeze(2)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    for mine, exact in zip(
+    for mine, theirs in zip(
         torch.autograd.grad(got.sum(), (hidden, weight)), torch.autograd.grad(want.sum(), (hidden, weight)), strict=True
     ):
-        torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert taken
     for h, w in taken:
         for x in (h, w):
@@ -311,89 +183,6 @@ def test_wrong_operands_are_refused():
     for bad in (hidden.bfloat16(), hidden.T.contiguous().T):
         with pytest.raises(ValueError, match="contiguous hidden states and weight rows of one dtype; got"):
             head_scores(bad, weight, targets, transform_of("plain", 4, 20), with_entropy=False)
-
-
-def rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype):
-    """Relative error of exact dlogits rounded to `dtype`, scaled by a power of two in fp16."""
-    want = exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy)
-    scale = 2.0 ** (8 - want.abs().max().log2().floor()) if dtype == torch.float16 else 1.0
-    return want, frobenius_error((want * scale).to(dtype).double() / scale, want), scale
-
-
-@pytest.mark.pairs
-@pytest.mark.gate(keep=lambda with_entropy, **_: with_entropy)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
-@pytest.mark.parametrize("std", [1.0, 5.0, 30.0], ids=lambda std: f"std{std:g}")
-@pytest.mark.parametrize("likely", [False, True], ids=["any-target", "top-target"])
-def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, with_entropy, std, likely):
-    """Stored in 16 bits, for targets 60 nats below their tile's maximum and for certain ones; twice one rounding."""
-    N, H, V = 16, 24, 77
-    hidden, weight, targets = case((N, H, V), std=std)
-    if likely:
-        targets = (hidden.double() @ weight.double().T).argmax(1)
-    transform = transform_of("temperature", N, V)
-    g = torch.Generator().manual_seed(3)
-    dlogp, dentropy = torch.randn(N, generator=g), torch.randn(N, generator=g) * 0.1 if with_entropy else None
-    want, once, scale = rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype)
-    room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
-    stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL)
-    exponentials_to_dlogits(
-        room, targets, Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), transform
-    )
-    # the interpreter truncates to bf16, twice: each time up to twice the error of rounding
-    allowed = 5 if dtype == torch.bfloat16 else 2.5
-    assert frobenius_error(room.values.double() / scale, want) <= allowed * max(once, torch.finfo(dtype).eps / 8)
-
-
-def test_fp16_exponentials_reach_far_below_their_maximum():
-    """Without scaling, those 20 nats below their tile's maximum would be 0."""
-    weight = torch.zeros(24, 8, dtype=torch.float16)
-    weight[:, 0] = -20.0
-    weight[0, 0] = 0.0
-    hidden, targets = torch.eye(1, 8, dtype=torch.float16), torch.tensor([0])
-    transform = Transform(None, 1.0, None, 1.0)
-    room = Exponentials.empty(1, weight, torch.float16, transform, config=SMALL)
-    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
-    exponentials_to_dlogits(room, targets, Coefficients(stats, torch.tensor([2.0**15]), None), transform)
-    want = torch.full((23,), -(2.0**15) * math.exp(-20.0))
-    torch.testing.assert_close(room.values[0, 1:].float(), want, rtol=2e-3, atol=0)
-
-
-def test_a_tile_without_a_possible_entry():
-    """All of its logits -inf, the others far below 0: its exponentials count 0 and make no NaN."""
-    N, H, V = 5, 16, 96
-    hidden, weight, targets = case((N, H, V))
-    bias = torch.full((V,), -120.0)
-    bias[32:64] = -torch.inf
-    targets %= 32
-    transform = Transform(bias, 1.0, None, 1.0)
-    room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
-    stats = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=SMALL)
-    exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(N), torch.ones(N)), transform)
-    live = torch.cat([torch.arange(32), torch.arange(64, 96)])
-    small = Transform(bias[live], 1.0, None, 1.0)
-    want = exact_dlogits(hidden, weight[live], targets, small, torch.ones(N), torch.ones(N))
-    assert frobenius_error(room.values[:, live], want) < 1e-5
-    assert room.values[:, 32:64].eq(0).all()
-
-
-def test_softcap_uses_no_exponentials():
-    """Their rounding loses its slope: the engine computes dlogits directly, and the launcher refuses exponentials."""
-    hidden, weight, targets = case((4, 24, 20))
-    transform = transform_of("softcap", 4, 20)
-    room = Exponentials.empty(4, weight, torch.float32, transform, config=SMALL)
-    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
-    with pytest.raises(ValueError, match="exponentials do not give the gradient of a softcap; got softcap=5.0"):
-        exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(4), None), transform)
-    for temperature in (1.0, 0.3):
-        batch = make_case(6, B=2, T=8, H=16, V=300, dtype=torch.bfloat16, softcap=30.0, temperature=temperature)
-        batch.lm_head_weight = batch.lm_head_weight * 8
-        batch.options["old_per_token_logps"] = None
-        want = batch.to(torch.float64).run(make_config("dapo"), impl="reference")
-        got = batch.run(make_config("dapo"), impl="triton")
-        assert frobenius_error(got.dhidden, want.dhidden) < 1e-2
-        assert frobenius_error(got.dweight, want.dweight) < 1e-2
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every-other-column", "expanded-column", "every-other-row"])

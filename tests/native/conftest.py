@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from grpo_fused.engines import libraries
+import pytest
+import torch
+
+from grpo_fused.engines import cpu_library, libraries
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +23,20 @@ def cpu_extension() -> None:
     reason = libraries.cpu_available()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and restores it."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["", "avx2"], ids=["best", "avx2"])
+def isa(request, cpu_extension):
+    """The instruction set: that of the other tests, then AVX2."""
+    if request.param:
+        cpu_library.use_isa(request.param)
+    yield
+    cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))

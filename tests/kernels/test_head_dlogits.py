@@ -1,0 +1,172 @@
+"""The head kernels' ways to dlogits, interpreted, against fp64: stored exponentials, and known statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import frobenius_error, make_case, make_config
+
+pytest.importorskip("triton")
+from grpo_fused.kernels.configs import padded
+from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
+from grpo_fused.kernels.row_types import Coefficients, Transform
+from head_cases import CONFIGS, OPTIONS, SMALL, case, exact, transform_of, z_of
+
+
+def exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy):
+    product = (hidden.double() @ weight.double().T).requires_grad_()
+    log_p = z_of(product, transform).log_softmax(1)
+    loss = (log_p.gather(1, targets.unsqueeze(1)).squeeze(1) * dlogp.double()).sum()
+    if dentropy is not None:
+        loss = loss - ((log_p.exp() * log_p).sum(1) * dentropy.double()).sum()
+    return torch.autograd.grad(loss, product)[0]
+
+
+def dlogits_in_gate(option, with_entropy, way):
+    """Every option both ways to dlogits, with entropies; without them, and by descriptors, one of each kind."""
+    return option in ("plain", "all", "softcap") or (with_entropy and way != "known-descriptors")
+
+
+@pytest.mark.pairs
+@pytest.mark.gate(keep=dlogits_in_gate)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
+@pytest.mark.parametrize("way", ["exponentials", "known-pointers", "known-descriptors"])
+def test_dlogits(option, with_entropy, way):
+    """Both ways to dlogits, in fp32 against fp64; poisoned memory must be overwritten or not used."""
+    N, H, V = 21, 40, 77
+    hidden, weight, targets = case((N, H, V))
+    transform = transform_of(option, N, V)
+    if way == "exponentials" and transform.softcap is not None:
+        pytest.skip("exponentials do not give the gradient of a softcap")
+    g = torch.Generator().manual_seed(3)
+    dlogp = torch.randn(N, generator=g)
+    dlogp[4] = 0.0
+    dentropy = torch.randn(N, generator=g) if with_entropy else None
+    if way == "exponentials":
+        room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
+        room.values.fill_(torch.nan)
+        stats = head_scores(
+            hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL
+        )
+        exponentials_to_dlogits(room, targets, Coefficients(stats, dlogp, dentropy), transform)
+        got = room.values
+    else:
+        config = CONFIGS[way.removeprefix("known-")]
+        stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, config=config)
+        got = torch.full((N, padded(V)), torch.nan)[:, :V]
+        head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, dentropy), transform, got, config=config)
+    want = exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy)
+    assert frobenius_error(got, want) < 1e-5
+    if not with_entropy:
+        assert got[4].eq(0).all()
+
+
+@pytest.mark.parametrize("way", ["exponentials", "known"])
+def test_confident_tokens_have_accurate_gradients(way):
+    """Probability 1 - 1e-3 to 1 - 1e-9: the target's gradient is the sum of the others', not a rounded 1 - p."""
+    H, V = 64, 48
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, H, generator=g)
+    targets = torch.arange(8)
+    hidden = weight[targets] * 0.3
+    transform = Transform(None, 1.0, None, 1.0)
+    exact_logp = exact(hidden, weight, targets, transform).logp
+    assert (exact_logp.abs() < 5e-3).all()
+    room = Exponentials.empty(8, weight, torch.float32, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    assert (stats.logp <= 0).all()
+    ones = torch.ones(8)
+    if way == "exponentials":
+        exponentials_to_dlogits(room, targets, Coefficients(stats, ones, None), transform)
+        got = room.values
+    else:
+        got = torch.empty(8, padded(V))[:, :V]
+        head_dlogits(hidden, weight, targets, Coefficients(stats, ones, None), transform, got, config=SMALL)
+    want = exact_dlogits(hidden, weight, targets, transform, ones, None)
+    assert (got.double() - want).abs().max() < 2e-7
+
+
+def rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype):
+    """Relative error of exact dlogits rounded to `dtype`, scaled by a power of two in fp16."""
+    want = exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy)
+    scale = 2.0 ** (8 - want.abs().max().log2().floor()) if dtype == torch.float16 else 1.0
+    return want, frobenius_error((want * scale).to(dtype).double() / scale, want), scale
+
+
+@pytest.mark.pairs
+@pytest.mark.gate(keep=lambda with_entropy, **_: with_entropy)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
+@pytest.mark.parametrize("std", [1.0, 5.0, 30.0], ids=lambda std: f"std{std:g}")
+@pytest.mark.parametrize("likely", [False, True], ids=["any-target", "top-target"])
+def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, with_entropy, std, likely):
+    """Stored in 16 bits, for targets 60 nats below their tile's maximum and for certain ones; twice one rounding."""
+    N, H, V = 16, 24, 77
+    hidden, weight, targets = case((N, H, V), std=std)
+    if likely:
+        targets = (hidden.double() @ weight.double().T).argmax(1)
+    transform = transform_of("temperature", N, V)
+    g = torch.Generator().manual_seed(3)
+    dlogp, dentropy = torch.randn(N, generator=g), torch.randn(N, generator=g) * 0.1 if with_entropy else None
+    want, once, scale = rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype)
+    room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL)
+    exponentials_to_dlogits(
+        room, targets, Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), transform
+    )
+    # the interpreter truncates to bf16, twice: each time up to twice the error of rounding
+    allowed = 5 if dtype == torch.bfloat16 else 2.5
+    assert frobenius_error(room.values.double() / scale, want) <= allowed * max(once, torch.finfo(dtype).eps / 8)
+
+
+def test_fp16_exponentials_reach_far_below_their_maximum():
+    """Without scaling, those 20 nats below their tile's maximum would be 0."""
+    weight = torch.zeros(24, 8, dtype=torch.float16)
+    weight[:, 0] = -20.0
+    weight[0, 0] = 0.0
+    hidden, targets = torch.eye(1, 8, dtype=torch.float16), torch.tensor([0])
+    transform = Transform(None, 1.0, None, 1.0)
+    room = Exponentials.empty(1, weight, torch.float16, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    exponentials_to_dlogits(room, targets, Coefficients(stats, torch.tensor([2.0**15]), None), transform)
+    want = torch.full((23,), -(2.0**15) * math.exp(-20.0))
+    torch.testing.assert_close(room.values[0, 1:].float(), want, rtol=2e-3, atol=0)
+
+
+def test_a_tile_without_a_possible_entry():
+    """All of its logits -inf, the others far below 0: its exponentials count 0 and make no NaN."""
+    N, H, V = 5, 16, 96
+    hidden, weight, targets = case((N, H, V))
+    bias = torch.full((V,), -120.0)
+    bias[32:64] = -torch.inf
+    targets %= 32
+    transform = Transform(bias, 1.0, None, 1.0)
+    room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=SMALL)
+    exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(N), torch.ones(N)), transform)
+    live = torch.cat([torch.arange(32), torch.arange(64, 96)])
+    small = Transform(bias[live], 1.0, None, 1.0)
+    want = exact_dlogits(hidden, weight[live], targets, small, torch.ones(N), torch.ones(N))
+    assert frobenius_error(room.values[:, live], want) < 1e-5
+    assert room.values[:, 32:64].eq(0).all()
+
+
+def test_softcap_uses_no_exponentials():
+    """Their rounding loses its slope: the engine computes dlogits directly, and the launcher refuses exponentials."""
+    hidden, weight, targets = case((4, 24, 20))
+    transform = transform_of("softcap", 4, 20)
+    room = Exponentials.empty(4, weight, torch.float32, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    with pytest.raises(ValueError, match="exponentials do not give the gradient of a softcap; got softcap=5.0"):
+        exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(4), None), transform)
+    for temperature in (1.0, 0.3):
+        batch = make_case(6, B=2, T=8, H=16, V=300, dtype=torch.bfloat16, softcap=30.0, temperature=temperature)
+        batch.lm_head_weight = batch.lm_head_weight * 8
+        batch.options["old_per_token_logps"] = None
+        want = batch.to(torch.float64).run(make_config("dapo"), impl="reference")
+        got = batch.run(make_config("dapo"), impl="triton")
+        assert frobenius_error(got.dhidden, want.dhidden) < 1e-2
+        assert frobenius_error(got.dweight, want.dweight) < 1e-2

@@ -1,0 +1,155 @@
+"""Objectives around other objectives (rejection, truncation, mixtures), and the weights of tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from objective_cases import SEEDS, case, evaluate
+
+from grpo_fused import objectives
+
+
+class TestRejection:
+    @pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
+    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+    @pytest.mark.parametrize("policy", ["current", "old"])
+    def test_leaves_out_tokens_that_diverge(self, level, estimator, policy):
+        if (level, estimator) == ("sequence_max", "k1"):
+            with pytest.raises(ValueError, match="sequence_max' needs estimator 'k2' or 'k3'.*got 'k1'"):
+                objectives.rollout_rejection(objectives.gpg(), level, estimator, high=1.2)
+            return
+        high, low = (1.2, 0.95) if estimator == "k1" else (0.04, None)
+        objective = objectives.rollout_rejection(objectives.gpg(), level, estimator, high=high, low=low, policy=policy)
+        assert objective.scope == ("token" if level == "token" else "sequence")
+        kept = total = 0
+        for seed in SEEDS:
+            logps, inputs, cu_seqlens = case(seed)
+            first = logps if policy == "current" else inputs["old_per_token_logps"]
+            d = first - inputs["sampling_per_token_logps"]
+            k = {"k1": -d, "k2": d * d / 2, "k3": torch.expm1(d) - d}[estimator]
+            plain = evaluate(objectives.gpg(), logps, inputs, None)[0]
+            want = plain.clone()
+            for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+                for t in range(start, stop):
+                    own = k[start:stop] if level != "token" else k[t : t + 1]
+                    value = getattr(own, level.removeprefix("sequence_"))() if level != "token" else own[0]
+                    inside = math.log(low) <= value <= math.log(high) if estimator == "k1" else value <= high
+                    want[t] *= float(inside)
+                    kept, total = kept + bool(inside), total + 1
+            torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], want, rtol=1e-12, atol=0)
+        assert 0 < kept < total
+
+    def test_around_a_custom_objective(self):
+        """A plain function with a scope gets every input, and offsets if it takes them."""
+        seen = {}
+
+        def mine(logps, entropies, *, cu_seqlens, mine, **inputs):
+            seen.update(inputs, entropies=entropies, offsets=cu_seqlens)
+            return logps * mine
+
+        mine.scope = "batch"
+        objective = objectives.rollout_rejection(mine, high=1.2)
+        assert objective.scope == "batch"
+        logps, inputs, cu_seqlens = case(0)
+        entropies, sampling = torch.rand_like(logps), inputs["sampling_per_token_logps"]
+        out = objective(
+            logps, entropies, cu_seqlens=cu_seqlens, mine=torch.ones_like(logps), sampling_per_token_logps=sampling,
+            weights=inputs["weights"],
+        )  # fmt: skip
+        inside = (logps - sampling).abs() <= math.log(1.2)
+        torch.testing.assert_close(out, logps * inside * inputs["weights"])
+        assert set(seen) == {"sampling_per_token_logps", "entropies", "offsets"}
+        assert seen["entropies"] is entropies
+
+    def test_stacks(self):
+        inner = objectives.rollout_truncation(objectives.vanilla(), high=1.2)
+        objective = objectives.rollout_rejection(inner, "sequence_max", "k2", high=0.1)
+        logps, inputs, cu_seqlens = case(5)
+        kept = evaluate(objectives.rollout_rejection(objectives.cross_entropy(), "sequence_max", "k2", high=0.1),
+                        logps, inputs, cu_seqlens)[0] != 0  # fmt: skip
+        ratio = (logps - inputs["sampling_per_token_logps"]).exp().clamp(max=1.2)
+        plain = evaluate(objectives.vanilla(), logps, inputs, None)[0]
+        torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], plain * ratio * kept)
+        assert kept.any()
+        assert not kept.all()
+
+
+class TestMixture:
+    def test_is_the_weighted_sum_of_its_parts(self):
+        mixed = objectives.mixture(rl=objectives.ipo(), ce=objectives.cross_entropy(), kl=objectives.ref_kl())
+        assert mixed.scope == "token"
+        for seed in SEEDS:
+            logps, inputs, _ = case(seed)
+            want = sum(
+                torch.stack(evaluate(part, logps, {**inputs, "weights": inputs["weights"] * inputs[key]}, None))
+                for part, key in (
+                    (objectives.ipo(), "rl_weights"),
+                    (objectives.cross_entropy(), "ce_weights"),
+                    (objectives.ref_kl(), "kl_weights"),
+                )
+            )
+            torch.testing.assert_close(torch.stack(evaluate(mixed, logps, inputs, None)), want, rtol=1e-12, atol=1e-14)
+
+    def test_a_part_does_not_get_tokens_of_weight_zero(self):
+        """Their inputs may be NaN, and they do not count in the part's sequences."""
+        mixed = objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy())
+        logps, inputs, cu_seqlens = case(0)
+        inputs["rl_weights"] = torch.tensor([1.0, 0, 1, 0, 0, 2, 0.5, 0, 0], dtype=torch.float64)
+        inputs["ce_weights"] = (inputs["rl_weights"] == 0).double()
+        seen = inputs["rl_weights"] != 0
+        for key in ("advantages", "old_per_token_logps"):
+            inputs[key] = inputs[key].masked_fill(~seen, math.nan)
+        losses, grad = evaluate(mixed, logps, inputs, cu_seqlens)
+        own = {key: x[seen] for key, x in inputs.items()}
+        own["weights"] = own["weights"] * own["rl_weights"]
+        want = evaluate(objectives.gspo(0.05), logps[seen], own, torch.tensor([0, 2, 2, 4, 4]))
+        torch.testing.assert_close((losses[seen], grad[seen]), want, rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad[~seen], -inputs["weights"][~seen])
+
+    def test_scope_is_the_widest(self):
+        parts = {"a": objectives.gpg(), "b": objectives.kl_cov(), "c": objectives.gspo()}
+        assert objectives.mixture(**parts).scope == "batch"
+
+
+class TestTokenWeights:
+    MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
+
+    @pytest.mark.parametrize(("aggregation", "options", "rows"), [
+        ("grpo", {}, [1 / 8, 1 / 4, 0, 1 / 12]),
+        ("bnpo", {}, [1 / 6] * 4),
+        ("dapo", {}, [1 / 6] * 4),
+        ("dapo", {"num_items_in_batch": 48}, [1 / 48] * 4),
+        ("dr_grpo", {"max_completion_length": 10}, [1 / 40] * 4),
+        ("luspo", {}, [1 / 4] * 4),
+    ])  # fmt: skip
+    def test_averages(self, aggregation, options, rows):
+        want = torch.tensor(rows)[:, None] * self.MASK
+        got = objectives.token_weights(self.MASK, aggregation, **options)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+        packed = objectives.token_weights(
+            self.MASK.flatten(), aggregation, cu_seqlens=torch.tensor([0, 3, 6, 9, 12]), **options
+        )
+        assert torch.equal(packed, got.flatten())
+
+    def test_no_active_tokens(self):
+        for aggregation in ("grpo", "bnpo", "dapo", "luspo"):
+            assert not objectives.token_weights(torch.zeros(2, 3), aggregation).any()
+
+    @pytest.mark.parametrize(("error", "message", "call"), [
+        (ValueError, "aggregation must be one of grpo, bnpo, dr_grpo, dapo, luspo; got 'mean'", {"aggregation": "mean"}),
+        (ValueError, "dr_grpo' requires max_completion_length", {"aggregation": "dr_grpo"}),
+        (ValueError, "num_items_in_batch is not used by loss_type='grpo'",
+         {"aggregation": "grpo", "num_items_in_batch": 3}),
+        (ValueError, "num_items_in_batch must be > 0; got 0", {"aggregation": "dapo", "num_items_in_batch": 0}),
+        (ValueError, "a mask must hold only 0 and 1", {"aggregation": "dapo", "mask": torch.full((2, 2), 2)}),
+        (ValueError, r"mask must be \[B, T\], or packed \[N\].*got \(3,\)", {"aggregation": "dapo", "mask": torch.ones(3)}),
+        (ValueError, "cu_seqlens must rise from 0",
+         {"aggregation": "dapo", "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 2])}),
+        (TypeError, "mask must be a tensor .*got list", {"aggregation": "dapo", "mask": [1, 1]}),
+    ])  # fmt: skip
+    def test_refuses(self, error, message, call):
+        with pytest.raises(error, match=message):
+            objectives.token_weights(**{"mask": self.MASK, **call})
