@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu aot emulate clean
+.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -119,20 +119,25 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-# A failure does not stop later steps, and is an error at the end. The sweep times only results that agree with float64.
-# The tuner comes last, since a candidate may abort its compiler. `make gpu OUT=FILE` chooses the file; with little
-# time, call the lines one by one, the sweep with --seconds. With nvcc, a CUDA extension must compile.
-FAILED := build/gpu-failed
-gpu:  ## on a GPU: its tests, the sweep with the peers, row kernels, the head kernel's tuner; into a file and the README
-	$(if $(shell command -v nvcc 2>/dev/null),GRPO_FUSED_BUILD=cuda) $(GPU_PYTHON) setup.py -q build_ext --inplace
-	@mkdir -p build && rm -f $(FAILED)
-	TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu || echo tests >> $(FAILED)
-	$(eval OUT := $(shell $(GPU_PYTHON) -m benchmarks.results --device cuda))
-	$(GPU_PYTHON) -m benchmarks.sweep --out $(OUT) || echo sweep >> $(FAILED)
-	$(GPU_PYTHON) -m benchmarks.rows --out $(OUT) || echo rows >> $(FAILED)
-	$(GPU_PYTHON) -m benchmarks.tune --out $(OUT) || echo tune >> $(FAILED)
-	$(GPU_PYTHON) -m benchmarks.report
-	@! cat $(FAILED) 2>/dev/null  # their names, if any
+# Each below eight minutes. `make gpu-first OUT=FILE` (or a folder) chooses where results go, as does OUT in the
+# environment. A step that fails does not stop the next, and is an error at the end. With nvcc, a CUDA extension must
+# compile.
+define gpu-part
+$(if $(shell command -v nvcc 2>/dev/null),GRPO_FUSED_BUILD=cuda) $(GPU_PYTHON) setup.py -q build_ext --inplace
+$(GPU_PYTHON) -m benchmarks.gpu $(1) $(if $(OUT),--out $(OUT))
+endef
+
+gpu-first:  ## on a GPU: fp64 checks, the head kernel beside the library, five engines and peers at three widths
+	$(call gpu-part,first)
+
+gpu-second:  ## on a GPU: its tests, and the head kernel's tuner
+	$(call gpu-part,second)
+
+gpu-third:  ## on a GPU: the sweep of all shapes with the peers and memory, and the row kernels
+	$(call gpu-part,third)
+
+gpu:  ## on a GPU: the three, then the tables and the README
+	@$(MAKE) --keep-going gpu-first gpu-second gpu-third; status=$$?; $(GPU_PYTHON) -m benchmarks.report; exit $$status
 
 aot: $(VENV)/.dev  ## registers, spills and shared memory of every Triton kernel, compiled without a GPU
 	$(BIN)/python -m benchmarks.aot

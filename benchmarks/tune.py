@@ -31,15 +31,16 @@ def run(
     small: Annotated[bool, "one small shape, to test the program"] = False,
     rounds: int = 7,
     device: Device = DEVICE,
+    candidates: Annotated[bool, "or the shipped configuration only"] = True,
 ) -> Iterator[Section]:
     """The section `tune`, after each shape."""
     shapes: list[dict[str, Any]] = []
     for N, H, V in SMALL_SHAPES if small else SHAPES:
-        shapes.append({"N": N, "H": H, "V": V, "configurations": tune(N, H, V, device, rounds)})
+        shapes.append({"N": N, "H": H, "V": V, "configurations": tune(N, H, V, device, rounds, candidates=candidates)})
         yield {"shapes": shapes}
 
 
-def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any]]:
+def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool = True) -> list[dict[str, Any]]:
     """Every configuration at one shape: error, milliseconds of scoring and of storing, rate relative to the library."""
     from grpo_fused.kernels.head_configs import CANDIDATES, HEAD_CONFIGS, architecture
     from grpo_fused.kernels.head_launch import Exponentials, head_scores
@@ -57,7 +58,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int) -> list[dict[str, Any
 
     entries: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], object]] = {"library": bare_gemms(N, H, V, torch.bfloat16, device)["bare-1"]}
-    for number, config in enumerate([HEAD_CONFIGS[arch].plain, *CANDIDATES.get(arch, ())]):
+    for number, config in enumerate([HEAD_CONFIGS[arch].plain, *(CANDIDATES.get(arch, ()) if candidates else ())]):
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
         entries.append(entry)
         room = Exponentials.empty(N, weight, torch.bfloat16, transform, config=config)
