@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate clean
+.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -28,6 +28,11 @@ test: $(VENV)/.dev $(VENV)/.native  ## the gate: every layer, a covering sample 
 
 test-full: $(VENV)/.dev $(VENV)/.native  ## the whole option grid
 	$(PYTEST) --full
+
+gate-ids: $(VENV)/.dev $(VENV)/.native  ## print the test ids that the gate takes, one a line
+	@mkdir -p build
+	@$(BIN)/python -m pytest -q --collect-only > build/gate-ids || { cat build/gate-ids; exit 1; }
+	@grep '^tests/.*::' build/gate-ids
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .
