@@ -39,10 +39,25 @@ def store(d: Decoder, found: re.Match[str]) -> Execute:
 
     def execute(warps: Warps, mask: Array | None) -> None:
         space = warps.block.memory if is_global else warps.block.shared
-        places, _ = _places(warps, space, address, size * len(parts), mask, write=True)
-        for number, read in enumerate(reads):
-            value = np.broadcast_to(read(warps), warps.size).astype(unsigned, copy=False)
-            space.store(places + number * size, value if mask is None else value[mask])
+        places = address(warps) if mask is None else address(warps)[mask]
+        values = [np.broadcast_to(read(warps), warps.size).astype(unsigned, copy=False) for read in reads]
+        values = values if mask is None else [value[mask] for value in values]
+        by = warps.warp if mask is None else warps.warp[mask]
+        space.check(places, size * len(parts))
+        if warps.block.races is None or is_global:
+            note(warps, space, places, size * len(parts), by, write=True)
+            for number, value in enumerate(values):
+                space.store(places + number * size, value)
+            return
+        for warp in np.unique(by):  # one by one, to see which writes change nothing
+            mine = by == warp
+            to, parts_of_warp = places[mine], [value[mine] for value in values]
+            same = np.ones(to.size, bool)
+            for number, value in enumerate(parts_of_warp):
+                same &= space.load(to + number * size, size) == value
+            note(warps, space, to, size * len(parts), by[mine], write=True, same=same)
+            for number, value in enumerate(parts_of_warp):
+                space.store(to + number * size, value)
 
     return execute
 
@@ -65,7 +80,7 @@ def _load(d: Decoder, found: re.Match[str], space_of: Any) -> Execute:
 
     def execute(warps: Warps, mask: Array | None) -> None:
         space = space_of(warps)
-        places, lanes = _places(warps, space, address, size * len(parts), mask, write=False)
+        places, lanes = _places(warps, space, address, size * len(parts), mask)
         for number, put in enumerate(puts):
             value = space.load(places + number * size if number else places, size).view(dtype)
             if lanes is not None:
@@ -78,27 +93,29 @@ def _load(d: Decoder, found: re.Match[str], space_of: Any) -> Execute:
 
 
 def _places(
-    warps: Warps, space: Space, address: Read, width: int, mask: Array | None, *, write: bool
+    warps: Warps, space: Space, address: Read, width: int, mask: Array | None
 ) -> tuple[Array, Array | None]:
-    """Addresses of the lanes that take part, checked and counted, and the mask that chose them."""
+    """Addresses that lanes which take part load from, checked and counted, and the mask that chose them."""
     places = address(warps)
     if space is warps.block.parameters:
         return places, None
     if mask is not None:
         places = places[mask]
     space.check(places, width)
-    note(warps, space, places, width, warps.warp if mask is None else warps.warp[mask], write=write)
+    note(warps, space, places, width, warps.warp if mask is None else warps.warp[mask], write=False)
     return places, mask
 
 
-def note(warps: Warps, space: Space, places: Array, width: int, by: Array, *, write: bool) -> None:
+def note(
+    warps: Warps, space: Space, places: Array, width: int, by: Array, *, write: bool, same: Array | None = None
+) -> None:
     """Tell the profile and the race detector about accesses at places [n] by warps `by` [n]."""
     block = warps.block
     if not places.size:
         return
     if space is block.shared:
         if block.races is not None:
-            block.races.access(places, width, by, warps.pc, write=write)
+            block.races.access(places, width, by, warps.pc, write=write, same=same)
         if block.profile is not None:
             block.profile.shared_access(places, width, by)
     elif block.profile is not None:

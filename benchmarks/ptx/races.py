@@ -48,12 +48,20 @@ class Races:
         self.sources: list[str] = []
         """of the program's instructions"""
 
-    def access(self, addresses: Array, width: int, warps: Array, pc: int, *, write: bool) -> None:
-        """Accesses of `width` bytes at addresses [n] by lanes of warps [n] at an instruction of the program."""
+    def access(
+        self, addresses: Array, width: int, warps: Array, pc: int, *, write: bool, same: Array | None = None
+    ) -> None:
+        """Accesses of `width` bytes at addresses [n] by lanes of warps [n] at an instruction of the program.
+
+        A write that leaves its bytes as they are (`same` [n]) takes part in no race: several warps may write one value.
+        """
         units = (addresses[:, None] + np.arange(0, max(width, UNIT), UNIT)) // UNIT
         for warp in np.unique(warps):
-            mine = units[warps == warp].ravel()
-            self._check(mine, int(warp), self.clock[warp], None, pc, write=write)
+            mine = warps == warp
+            if same is not None:
+                mine &= ~same
+            if mine.any():
+                self._check(units[mine].ravel(), int(warp), self.clock[warp], None, pc, write=write)
 
     def start(self, warp: int, kind: str) -> Operation:
         """An asynchronous operation of a warp begins."""
