@@ -3,14 +3,14 @@
 A launch `kernel[grid](...)` goes through Triton's own binder, specialisation and compiler. This file does what the CUDA
 runtime does after that: it lays out parameters, makes tensor maps, and runs the blocks of the grid one by one.
 
-    driver = Driver("sm_90")
-    with driver.active():
+    with driver_of("sm_90").active(Options(late=False)):
         kernel[grid](...)
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,8 +51,9 @@ def memory_of(tensors: list[torch.Tensor]) -> Space:
 class Driver:
     """What Triton asks of a driver, and how to run what it launches."""
 
-    def __init__(self, architecture: str, options: Options = Options()) -> None:  # noqa: B008  immutable
-        self.architecture, self.options = architecture, options
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+        self.options = Options()
         self.profiles: dict[str, Profile] | None = None
         """profiles of kernels by name, if they are wanted"""
         self.edit: Callable[[Kernel], None] | None = None
@@ -70,7 +71,7 @@ class Driver:
         self.launcher_cls = BoundLauncher
         properties = {"max_shared_mem": SHARED_LIMIT[architecture]}
         self.utils = SimpleNamespace(
-            load_binary=lambda name, binary, shared, device: (None, name, 0, 0, 1024),
+            load_binary=lambda name, binary, shared, device: (None, binary.decode(), 0, 0, 1024),
             get_device_properties=lambda device: properties,
         )
 
@@ -81,24 +82,37 @@ class Driver:
         return GPUTarget("cuda", int(self.architecture[3:]), 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
-        return 0
+        """A number for each architecture: Triton keeps compiled kernels by the device's number."""
+        return int(self.architecture[3:])
 
     def get_current_stream(self, device: int) -> int:
         """The only one."""
         return 0
 
     @contextmanager
-    def active(self) -> Iterator[Driver]:
-        """Triton uses this driver. Kernels that were compiled for another one before are compiled again."""
+    def active(self, options: Options = Options(), **settings: Any) -> Iterator[Driver]:  # noqa: B008  immutable
+        """Triton uses this driver, with these options and settings (`profiles`, `edit`, `only`)."""
         import triton
 
-        before = triton.runtime.driver._active
+        unused = {"profiles": None, "edit": None, "only": None}
+        before, old = triton.runtime.driver._active, {name: getattr(self, name) for name in ("options", *unused)}
         triton.runtime.driver.set_active(self)
+        for name, value in {"options": options, **unused, **settings}.items():
+            setattr(self, name, value)
+        self.launched = []
         try:
-            yield self
+            with _without_ptxas():
+                yield self
         finally:
             triton.runtime.driver._active = before
+            for name, value in old.items():
+                setattr(self, name, value)
+
+
+@functools.cache
+def driver_of(architecture: str) -> Driver:
+    """The driver for `sm_80`, `sm_90` or `sm_100`: one each, since compiled kernels keep theirs."""
+    return Driver(architecture)
 
 
 class Launcher:
@@ -107,13 +121,12 @@ class Launcher:
     def __init__(self, driver: Driver, source: Any, metadata: Any) -> None:
         self.driver, self.metadata = driver, metadata
         self.types = list(source.signature.values())
-        self.text = ptx_of(metadata)
 
-    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-        """`rest` is Triton's metadata (two), its hooks (two), and the kernel's arguments."""
-        key = (self.text, self.driver.edit)
+    def __call__(self, x: int, y: int, z: int, stream: int, text: str, *rest: Any) -> None:
+        """Run PTX; `rest` is Triton's metadata (two), its hooks (two), and the kernel's arguments."""
+        key = (text, self.driver.edit)
         if key not in _programs:
-            kernel = parse(self.text)
+            kernel = parse(text)
             if self.driver.edit is not None:
                 self.driver.edit(kernel)
             _programs[key] = Program(kernel)
@@ -161,15 +174,18 @@ class Launcher:
         return bytes(packed), maps, tensors
 
 
-def ptx_of(metadata: Any) -> str:
-    """The PTX of a compiled kernel, from Triton's cache."""
-    from triton.runtime.cache import get_cache_manager
+@contextmanager
+def _without_ptxas() -> Iterator[None]:
+    """PTX in place of the machine code that ptxas would make of it; under its own keys in Triton's cache."""
+    from triton.backends.nvidia.compiler import CUDABackend
 
-    name = f"{metadata.name[:150]}.ptx"
-    path = (get_cache_manager(metadata.hash).get_group(f"{metadata.name[:150]}.json") or {}).get(name)
-    assert path is not None, f"triton's cache has no {name}"
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+    before = CUDABackend.make_cubin, CUDABackend.hash
+    CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode()
+    CUDABackend.hash = lambda self: f"ptx-for-the-interpreter-{self.target.arch}"
+    try:
+        yield
+    finally:
+        CUDABackend.make_cubin, CUDABackend.hash = before
 
 
 def _tensor_map(descriptor: Any, about: dict[str, Any]) -> TensorMap:
