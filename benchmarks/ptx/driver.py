@@ -31,7 +31,13 @@ _FORMATS = {"i1": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp3
 _SWIZZLES = (0, 32, 64, 128)
 """Bytes of a pattern, by the number that the CUDA driver has for it."""
 
-_programs: dict[tuple[str, Any], Program] = {}
+
+@functools.lru_cache(maxsize=200)
+def _program(text: str, edit: Callable[[Kernel], None] | None) -> Program:
+    kernel = parse(text)
+    if edit is not None:
+        edit(kernel)
+    return Program(kernel)
 
 
 def tensor_bytes(storage: torch.UntypedStorage) -> np.ndarray[Any, Any]:
@@ -124,13 +130,7 @@ class Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, text: str, *rest: Any) -> None:
         """Run PTX; `rest` is Triton's metadata (two), its hooks (two), and the kernel's arguments."""
-        key = (text, self.driver.edit)
-        if key not in _programs:
-            kernel = parse(text)
-            if self.driver.edit is not None:
-                self.driver.edit(kernel)
-            _programs[key] = Program(kernel)
-        program, name = _programs[key], self.metadata.name
+        program, name = _program(text, self.driver.edit), self.metadata.name
         packed, maps, tensors = self._arguments(program.kernel, rest[4:])
         profile = None if self.driver.profiles is None else self.driver.profiles.setdefault(name, Profile())
         self.driver.launched.append((name, program.kernel))

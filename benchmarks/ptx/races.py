@@ -53,15 +53,13 @@ class Races:
     ) -> None:
         """Accesses of `width` bytes at addresses [n] by lanes of warps [n] at an instruction of the program.
 
-        A write that leaves its bytes as they are (`same` [n]) takes part in no race: several warps may write one value.
+        Several warps may write one value by one instruction: `same` [n] says which writes leave their bytes as they are.
         """
         units = (addresses[:, None] + np.arange(0, max(width, UNIT), UNIT)) // UNIT
         for warp in np.unique(warps):
             mine = warps == warp
-            if same is not None:
-                mine &= ~same
-            if mine.any():
-                self._check(units[mine].ravel(), int(warp), self.clock[warp], None, pc, write=write)
+            repeats = None if same is None else np.repeat(same[mine], units.shape[1])
+            self._check(units[mine].ravel(), int(warp), self.clock[warp], None, pc, write=write, repeats=repeats)
 
     def start(self, warp: int, kind: str) -> Operation:
         """An asynchronous operation of a warp begins."""
@@ -110,14 +108,17 @@ class Races:
         self.clock[warp, warp] += 1
 
     def _check(
-        self, units: Array, agent: int, clock: Array, operation: Operation | None, pc: int, *, write: bool
-    ) -> None:
+        self, units: Array, agent: int, clock: Array, operation: Operation | None, pc: int, *, write: bool,
+        repeats: Array | None = None,
+    ) -> None:  # fmt: skip
         writers, ticks = self.write_agent[units], self.write_tick[units]
         seen = clock[writers]
         if operation is not None and operation.fenced is not None:  # the generic proxy's writes must be fenced
             generic = writers < 2 * self.warps
             seen = np.where(generic, operation.fenced[writers], seen)
         late = ticks > seen
+        if repeats is not None:
+            late &= ~(repeats & (self.write_pc[units] == pc))
         if late.any():
             unit = int(np.flatnonzero(late)[0])
             raise PtxError(
