@@ -81,7 +81,8 @@ def row_problem():
     V = 4500
     width, g = configs.padded(V), torch.Generator().manual_seed(0)
     logits, targets = 4 * torch.randn(2, width, generator=g), torch.randint(0, V, (2,), generator=g)
-    return Rows(logits[:, :V], targets, cases.transform_of("all", 2, V))
+    logits[0] *= 10  # a confident token
+    return Rows(logits[:, :V], targets, cases.transform_of("bias+scale", 2, V))
 
 
 def row_statistics():
@@ -99,7 +100,7 @@ def row_gradient():
 
 CASES: dict[str, tuple[str, Callable[[], list[torch.Tensor]]]] = {
     "exponentials": ("head_fwd_kernel", lambda: head_scores(cases.BF16, "plain", store=True)),
-    "scores": ("head_fwd_kernel", lambda: head_scores(cases.BF16, "all", store=False)),
+    "scores": ("head_fwd_kernel", lambda: head_scores(cases.BF16, "bias+scale", store=False)),
     "dlogits": ("head_fwd_kernel", lambda: head_gradient(cases.BF16, "all")),
     "finish": ("finish_scores_fwd_kernel", finish),
     "row-statistics": ("row_statistics_fwd_kernel", row_statistics),
