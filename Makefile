@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids clean
+.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -155,6 +155,9 @@ emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an 
 	@test -f $(TINYGRAD)/test/mockgpu/amd/emu.py || { \
 	  echo "TINYGRAD=$(TINYGRAD) is no checkout of https://github.com/tinygrad/tinygrad at $(TINYGRAD_COMMIT)"; exit 1; }
 	TRITON_INTERPRET=0 PYTHONPATH=$(abspath $(TINYGRAD)) $(BIN)/python -m pytest -q tests/with_emulator
+
+emulate-nvidia: $(VENV)/.dev  ## the Triton kernels as PTX of an A100 and an H100, interpreted on the CPU (some minutes)
+	TRITON_INTERPRET=0 $(PYTEST) --full tests/with_ptx
 
 clean:  ## remove the files that make created
 	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -63,6 +63,7 @@ TABLES: dict[str, Table] = {
     "end-to-end": of("end_to_end"),
     "candidates": candidates,
     "compiled": of("aot"),
+    "ptx": of("ptx_profile"),
     "divergence": of("divergence"),
     "generation": of("generation"),
     "shared-prompts": of("shared_prompts"),

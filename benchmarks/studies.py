@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import speed_tables, study_page, study_plots, tables
+from benchmarks import ptx_profile, speed_tables, study_page, study_plots, tables
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -34,6 +34,7 @@ _ALL = (
     Study("generation", "generation", tables.generation),
     Study("mismatch", "mismatch", tables.mismatch, keeps_cases=True),
     Study("aot", "compiled", tables.compiled),
+    Study("ptx_profile", "ptx", ptx_profile.table),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""

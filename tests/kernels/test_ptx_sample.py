@@ -1,0 +1,27 @@
+"""A sample of the kernels as NVIDIA's machine code, in the interpreter of PTX; all of it is `make emulate-nvidia`.
+
+Compiling needs triton as a compiler, not as an interpreter, so this runs in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_sample():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/with_ptx"],
+        cwd=ROOT, env=env | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,160 @@
+"""Our Triton kernels as PTX of NVIDIA GPUs, interpreted on the CPU, against float64 (make emulate-nvidia).
+
+The gate runs a sample of it (tests/kernels/test_ptx_sample.py). Every access of shared memory is checked for races, and
+every global address for the tensor that it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from helpers import config_id
+
+if os.environ.get("TRITON_INTERPRET") != "0":
+    pytest.skip("needs TRITON_INTERPRET=0: see make emulate-nvidia", allow_module_level=True)
+pytest.importorskip("triton")
+
+import kernel_cases as cases
+from grpo_fused.kernels import head_configs, head_launch
+from grpo_fused.kernels.launch import TritonRows
+from grpo_fused.kernels.row_types import Rows, Transform
+
+from benchmarks.ptx.block import Options
+from benchmarks.ptx.driver import driver_of
+
+ARCHITECTURES = ("sm_80", "sm_90")
+IN_STEP = Options(races=True)
+ORDERS = {
+    "forwards-late": Options(together=False, races=True),
+    "backwards-late": Options(together=False, backwards=True, races=True),
+    "forwards-early": Options(together=False, late=False),
+    "backwards-early": Options(together=False, backwards=True, late=False),
+}
+"""Warps one after another between barriers, and asynchronous operations at their waits or at once."""
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def driver(request):
+    """CPU tensors take the kernels, and their launch configurations, of an NVIDIA GPU."""
+    driver = driver_of(request.param)
+    with cases.launched_as(lambda: request.param, in_place=True), driver.active(IN_STEP):
+        yield driver
+
+
+HEAD_SAMPLE = ((cases.BF16, "bias+scale"), (cases.FP16, "plain"))
+
+
+@pytest.mark.gate(keep=lambda driver, dtype, name: (dtype, name) in HEAD_SAMPLE)
+@pytest.mark.parametrize(("dtype", "name"), cases.HEADS, ids=str)
+def test_head(driver, dtype, name):
+    cases.head(dtype, name)
+
+
+SIZES = [(1, 8, 1), (3, 16, 33), (129, 72, 257), (64, 256, 640)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes_of_heads(driver, size, dtype):
+    """One token and one word; more than a panel and a tile by one; even sizes."""
+    cases.head(dtype, "temperatures", *size)
+
+
+@pytest.mark.full
+def test_panels_and_splits(driver):
+    cases.panels_and_splits(V=600)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [cases.BF16, cases.FP32], ids=str)
+def test_order_of_warps(driver, dtype, order):
+    """Whatever order the warps run in, and whenever asynchronous operations happen: the same bits."""
+    in_step = cases.results_of_all(dtype)
+    with driver.active(ORDERS[order]):
+        cases.assert_all_equal(in_step, cases.results_of_all(dtype))
+
+
+ROW_SAMPLE = ((1031, "plain", cases.FP32, cases.BF16), (4500, "all", cases.BF16, cases.BF16))
+
+
+@pytest.mark.gate(
+    keep=lambda driver, vocab_size, dtype, out_dtype, name: (vocab_size, name, dtype, out_dtype) in ROW_SAMPLE
+)
+@pytest.mark.parametrize("name", ["plain", "temperature", "all"])
+@pytest.mark.parametrize(("dtype", "out_dtype"), cases.ROWS, ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 37, 1031, 4500])
+def test_rows(driver, vocab_size, dtype, out_dtype, name):
+    cases.rows(vocab_size, dtype, out_dtype, name)
+
+
+@pytest.mark.gate(keep=lambda driver, config: config is cases.CONFIGS[1])
+@pytest.mark.parametrize("config", cases.CONFIGS, ids=config_id)
+def test_loss_in_the_row_kernel(driver, config):
+    cases.loss_in_the_row_kernel(config)
+
+
+@pytest.mark.full
+def test_loss_of_a_large_vocabulary(driver):
+    cases.loss_of_a_large_vocabulary()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sets", [False, True], ids=["whole", "candidates"])
+@pytest.mark.parametrize("config", [cases.CONFIGS[1], cases.CONFIGS[-1]], ids=config_id)
+def test_loss_in_the_head_kernel(driver, config, sets):
+    cases.loss_in_the_head_kernel(config, sets)
+
+
+@pytest.mark.gate(keep=lambda driver, dtype: dtype == cases.BF16)
+@pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
+def test_candidate_kernels(driver, dtype):
+    cases.candidate_kernels(dtype)
+
+
+@pytest.mark.full
+def test_no_tf32(driver):
+    """Products of fp32 are not made on tensor cores."""
+    cases.head(cases.FP32, "plain", 3, 16, 33)
+    opcodes = {i.opcode for _, kernel in driver.launched for i in kernel.instructions}
+    assert any(opcode.startswith("fma.rn") for opcode in opcodes)
+    assert not [opcode for opcode in opcodes if "mma" in opcode]
+
+
+def test_rows_beyond_two_to_the_31(driver):
+    """The last row of logits whose number of elements no 32-bit integer holds; the others are never touched."""
+    V = 2**20
+    logits = torch.empty(2**11 + 3, V, dtype=torch.bfloat16)  # address space; pages appear where they are written
+    g = torch.Generator().manual_seed(0)
+    logits[-1] = torch.randn(V, generator=g)
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    rows = Rows(logits[-1:], targets[-1:], Transform())
+    exact = cases.Exact(rows.raw, rows.targets, rows.transform)
+    with driver.active(Options(), only=lambda number, of: number == of - 1):
+        found = TritonRows().statistics(Rows(logits, targets, Transform()), with_entropy=True)
+    exact.assert_close([None if x is None else x[-1:] for x in found])
+
+
+@pytest.mark.full
+def test_exponentials_beyond_two_to_the_31(driver):
+    """The last panel of tokens and split of a head whose N V is above 2^31 writes its exponentials where they belong."""
+    H, V, N = 16, 2**18, 2**13 + 5
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(N, H, generator=g).bfloat16(), torch.empty(V, H, dtype=torch.bfloat16)
+    weight[-1024:] = torch.randn(1024, H, generator=g)
+    config = head_configs.head_config(weight, Transform())
+    room = head_launch.Exponentials.empty(N, weight, torch.bfloat16, Transform())
+    _, tiles = config.splits(V, H)
+    last = tiles * config.block_v
+    weight[-last:] = torch.randn(last, H, generator=g)
+    room.values[-5:, -last:] = torch.nan
+    with driver.active(Options(), only=lambda number, of: number == of - 1):
+        head_launch.head_scores(hidden, weight, torch.zeros(N, dtype=torch.int64), Transform(), with_entropy=False, exponentials=room)  # fmt: skip
+    z = (hidden[-5:].float() @ weight[-last:].float().T).unflatten(1, (tiles, config.block_v))
+    offsets = room.offsets[-5:, -tiles:]
+    torch.testing.assert_close(offsets, z.amax(2), rtol=1e-5, atol=1e-5)
+    want = (z - z.amax(2, keepdim=True)).exp().flatten(1)
+    torch.testing.assert_close(room.values[-5:, -last:].float(), want, rtol=2**-7, atol=1e-6)
