@@ -34,6 +34,8 @@ _ALL = (
     Study("generation", "generation", tables.generation),
     Study("mismatch", "mismatch", tables.mismatch, keeps_cases=True),
     Study("aot", "compiled", tables.compiled),
+    Study("learning", "learning"),
+    Study("learning_countdown", "learning_countdown"),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""

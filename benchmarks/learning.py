@@ -1,0 +1,100 @@
+"""Whether a small policy learns as well in our trainers as in stock TRL: many seeds, and an equivalence test.
+
+    python -m benchmarks.learning --work runs/learning --out results.json    # 20 minutes on one core
+
+Four arms: our trainer, `FusedGRPOTrainer`, TRL's `GRPOTrainer` after `patch_trl()`, and stock. The arms of a seed begin
+with the same weights and get the same problems in the same order; each samples with its own generator
+(`benchmarks.small_policy`). Every run is a line of `WORK/runs.jsonl`; the program continues after the last one.
+
+`replay` checks the options: our trainer gets the completions that stock TRL sampled, and must take the same steps.
+A schedule, a normaliser, a clip or a decay that differs shows there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+from benchmarks.equivalence import compare, describe
+from benchmarks.small_policy import ARMS, HELD_OUT, Recipe, accuracy, read_runs, start, train, weights
+from benchmarks.study import Section, main
+
+BOUND = 0.02
+"""The smallest difference in accuracy that counts."""
+REPLAYED_SEEDS, REPLAYED_STEPS = 3, 10
+
+
+def measure(
+    recipe: Recipe, seeds: int, arms: tuple[str, ...], work: Path, *, replayed: int = REPLAYED_SEEDS
+) -> Iterator[Section]:
+    """A section after each run."""
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "runs.jsonl"
+    for seed in range(seeds):
+        done = {(run["seed"], run["arm"]) for run in read_runs(file)}
+        todo = [arm for arm in arms if (seed, arm) not in done]
+        if seed < replayed and (seed, "replay") not in done:
+            todo.append("replay")
+        if not todo:
+            continue
+        model = start(recipe.task, seed, recipe.warmup)
+        before = accuracy(model, recipe)
+        for arm in todo:
+            if arm == "replay":
+                result: dict[str, Any] = {"difference": replay(recipe, seed, model)}
+            else:
+                trained = train(arm, recipe, seed, model)
+                result = {
+                    "before": before, "after": accuracy(trained.model, recipe),
+                    "rewards": [round(value, 4) for value in trained.rewards],
+                    "lengths": [round(value, 2) for value in trained.lengths],
+                }  # fmt: skip
+            with file.open("a") as lines:
+                lines.write(json.dumps({"seed": seed, "arm": arm, **result}) + "\n")
+            print(f"{recipe.task}, seed {seed}, {arm}: {result.get('after', result.get('difference'))}", flush=True)
+            yield section_of(recipe, read_runs(file), arms)
+    yield section_of(recipe, read_runs(file), arms)
+
+
+def replay(recipe: Recipe, seed: int, model: Any) -> float:
+    """How far our steps on stock TRL's completions are from its own, relative to the way that its weights went."""
+    short = Recipe(**asdict(recipe) | {"steps": REPLAYED_STEPS})
+    theirs = train("trl", short, seed, model)
+    ours = train("ours", short, seed, model, replay=theirs.completion_ids)
+    if ours.rewards != theirs.rewards:
+        raise RuntimeError(f"the rewards of a replay must be the recorded ones {theirs.rewards}; got {ours.rewards}")
+    way = weights(theirs.model) - weights(model)
+    return float((weights(ours.model) - weights(theirs.model)).norm() / way.norm())
+
+
+def section_of(recipe: Recipe, runs: list[dict[str, Any]], arms: tuple[str, ...]) -> Section:
+    """The runs, and the statistics of the seeds that all arms have."""
+    after = {(run["seed"], run["arm"]): run["after"] for run in runs if "after" in run}
+    seeds = sorted({seed for seed, _ in after if all((seed, arm) in after for arm in arms)})
+    values = {arm: [after[seed, arm] for seed in seeds] for arm in arms}
+    section: Section = {
+        "recipe": asdict(recipe), "held_out": HELD_OUT, "bound": BOUND, "seeds": seeds,
+        "runs": [run for run in runs if "after" in run],
+        "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
+    }  # fmt: skip
+    if len(seeds) > 1:
+        before = {run["seed"]: run["before"] for run in section["runs"]}
+        section["before"] = fmean(before[seed] for seed in seeds)
+        section["arms"] = {arm: describe(values[arm]) for arm in arms}
+        section["against_trl"] = {arm: compare(values[arm], values["trl"], BOUND) for arm in arms if arm != "trl"}
+    return section
+
+
+def run(
+    seeds: Annotated[int, "0, 1, ..."] = 20, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/learning")
+) -> Iterator[Section]:
+    """The section `learning`."""
+    yield from measure(Recipe(), seeds, ARMS, work)
+
+
+if __name__ == "__main__":
+    main("learning")
