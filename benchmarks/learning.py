@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from benchmarks.equivalence import compare, describe
-from benchmarks.small_policy import ARMS, HELD_OUT, Recipe, accuracy, read_runs, start, train, weights
+from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, read_runs, start, train, weights
 from benchmarks.study import Section, main
 
 BOUND = 0.02
@@ -77,7 +77,7 @@ def section_of(recipe: Recipe, runs: list[dict[str, Any]], arms: tuple[str, ...]
     seeds = sorted({seed for seed, _ in after if all((seed, arm) in after for arm in arms)})
     values = {arm: [after[seed, arm] for seed in seeds] for arm in arms}
     section: Section = {
-        "recipe": asdict(recipe), "held_out": HELD_OUT, "bound": BOUND, "seeds": seeds,
+        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out), "bound": BOUND, "seeds": seeds,
         "runs": [run for run in runs if "after" in run],
         "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
     }  # fmt: skip

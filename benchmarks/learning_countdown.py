@@ -15,12 +15,14 @@ from benchmarks.learning import measure
 from benchmarks.small_policy import Recipe
 from benchmarks.study import Section, main
 
+COUNTDOWN = Recipe(task="countdown", warmup=600, steps=80, max_completion_length=12, learning_rate=4e-4)
+
 
 def run(
     seeds: Annotated[int, "0, 1, ..."] = 5, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/countdown")
 ) -> Iterator[Section]:
     """The section `learning_countdown`."""
-    yield from measure(Recipe(task="countdown", max_completion_length=12), seeds, ("ours", "trl"), work)
+    yield from measure(COUNTDOWN, seeds, ("ours", "trl"), work)
 
 
 if __name__ == "__main__":

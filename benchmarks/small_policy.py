@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +42,8 @@ VOCAB, HIDDEN, LAYERS, HEADS = 512, 96, 2, 4
 WARMUP_BATCH, WARMUP_RATE = 48, 2e-3
 HELD_OUT, DEMONSTRATIONS = 1000, 3000
 COUNTDOWN = {
-    "min_numbers": 3, "max_numbers": 3, "min_value": 1, "max_value": 9, "min_target": 1, "max_target": 60,
-    "operators": ("+", "-", "*"),
+    "min_numbers": 3, "max_numbers": 3, "min_value": 1, "max_value": 20, "min_target": 1, "max_target": 60,
+    "operators": ("+", "-"),
 }  # fmt: skip
 RIGHT_SHARE = 0.35
 """Of the demonstrations of countdown whose expression has the target; the others use the numbers in any way."""
@@ -77,15 +78,21 @@ class Recipe:
     top_p: float = 1.0
     bf16: bool = False
     share_prompts: bool = False
+    keeps_sets: bool = True
+    """whether our loss takes the candidate sets of a rollout by top-p"""
     loss: dict[str, Any] = field(default_factory=dict)
 
 
 class Trained(NamedTuple):
-    """A trained policy, and of each rollout the mean reward, the mean length in tokens and the ids."""
+    """A trained policy, and of each rollout the mean reward, the lengths of completions in tokens and their ids."""
 
     model: PreTrainedModel
     rewards: list[float]
     lengths: list[float]
+    """means"""
+    lengths_right: list[float | None]
+    """means of the right ones; None if there are none"""
+    lengths_wrong: list[float | None]
     completion_ids: list[list[list[int]]]
 
 
@@ -113,7 +120,7 @@ def countdown() -> Data:
 
     def demonstration(shown: Row) -> dict[str, str]:
         numbers = [str(number) for number in rng.sample(shown["numbers"], len(shown["numbers"]))]
-        expression = numbers[0] + "".join(rng.choice("+-*") + number for number in numbers[1:])
+        expression = numbers[0] + "".join(rng.choice("+-") + number for number in numbers[1:])
         right = rng.random() < RIGHT_SHARE
         return {"prompt": shown["prompt"], "completion": shown["answer"].replace(" ", "") if right else expression}
 
@@ -130,13 +137,34 @@ def countdown() -> Data:
     return Data(demonstrations, rows, held_out, lambda text, row: float(row["score"](text) == 1.0))
 
 
+def answer_first() -> Data:
+    """`7+5=` → `12...`: a sum of two digits, and then dots that count for nothing: only the answer is judged.
+
+    Half of the demonstrations are off by one, so that the warm policy is often wrong, and can know when.
+    """
+    rng = random.Random(0)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+    def demonstration(row: Row) -> dict[str, str]:
+        answer = int(row["answer"]) + rng.choice((0, 0, -1, 1))
+        return {"prompt": row["prompt"], "completion": str(answer) + "." * rng.randint(0, 12)}
+
+    return Data(
+        [demonstration(rng.choice(rows)) for _ in range(DEMONSTRATIONS)],
+        lambda seed, number: random.Random(seed).choices(rows, k=number),
+        rows,
+        lambda text, row: float(text.rstrip(".") == row["answer"]),
+    )
+
+
 def _first(problem: Callable[[int], Any], number: int, row: Callable[[Any], Row]) -> list[Row]:
     return [row(problem(index)) for index in range(number)]
 
 
-TASKS: dict[str, Callable[[], Data]] = {"sums": sums, "countdown": countdown}
+TASKS: dict[str, Callable[[], Data]] = {"sums": sums, "countdown": countdown, "answer_first": answer_first}
 MODELS: dict[str, tuple[type, type]] = {
-    "sums": (Qwen2Config, Qwen2ForCausalLM), "countdown": (LlamaConfig, LlamaForCausalLM)
+    "sums": (Qwen2Config, Qwen2ForCausalLM), "countdown": (LlamaConfig, LlamaForCausalLM),
+    "answer_first": (Qwen2Config, Qwen2ForCausalLM),
 }  # fmt: skip
 
 
@@ -148,7 +176,7 @@ def data_of(task: str) -> Data:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each character."""
-    return build_tokenizer(CHARACTERS + "*/():")
+    return build_tokenizer(CHARACTERS + "*/():.")
 
 
 def start(task: str, seed: int, warmup: int) -> PreTrainedModel:
@@ -178,6 +206,8 @@ class Judge:
         self.judge, self.rows, self.group = data_of(recipe.task).judge, rows, recipe.num_generations
         self.rewards: list[float] = []
         self.lengths: list[float] = []
+        self.lengths_right: list[float | None] = []
+        self.lengths_wrong: list[float | None] = []
         self.completion_ids: list[list[list[int]]] = []
         self.indices: list[int] = []
 
@@ -187,7 +217,12 @@ class Judge:
         """1 for a right completion, 0 for another."""
         found = [self.judge(text, self.rows[i]) for text, i in zip(completions, index, strict=True)]
         self.rewards.append(sum(found) / len(found))
-        self.lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
+        self.lengths.append(fmean(map(len, completion_ids)))
+        for means, reward in ((self.lengths_right, 1.0), (self.lengths_wrong, 0.0)):
+            chosen = [
+                len(ids) for ids, found_reward in zip(completion_ids, found, strict=True) if found_reward == reward
+            ]
+            means.append(fmean(chosen) if chosen else None)
         self.completion_ids.append([list(ids) for ids in completion_ids])
         self.indices += index[:: self.group]
         return found
@@ -220,7 +255,7 @@ def train(
         train_trl(arm, recipe, seed, model, judge, rows)
     if judge.indices != list(range(number)):
         raise RuntimeError(f"{arm} must take the {number} problems in their order; it took {judge.indices[:20]}, ...")
-    return Trained(model, judge.rewards, judge.lengths, judge.completion_ids)
+    return Trained(model, judge.rewards, judge.lengths, judge.lengths_right, judge.lengths_wrong, judge.completion_ids)
 
 
 def train_ours(
@@ -228,14 +263,16 @@ def train_ours(
 ) -> None:
     """In our trainer."""
     named = asdict(recipe)
-    for name in ("task", "warmup", "bf16", "loss"):
+    for name in ("task", "warmup", "bf16", "keeps_sets", "loss"):
         del named[name]
     config = GRPOTrainerConfig(
         **named, mixed_precision="bf16" if recipe.bf16 else "no", lr_scheduler_type="linear", seed=seed,
         logging_steps=10**6, loss=GRPOLossConfig(**recipe.loss),
     )  # fmt: skip
     words = tokenizer()
-    engine = None if replay is None else Replay(model, words, replay)
+    engine: HuggingFaceEngine | None = None if replay is None else Replay(model, words, replay)
+    if not recipe.keeps_sets:
+        engine = WithoutSets(model, words)
     GRPOTrainer(model, words, [judge], lambda index: rows[index], config, engine=engine).train()
 
 
@@ -253,6 +290,14 @@ class Replay(HuggingFaceEngine):
         return Generation(ids, length_mask(torch.tensor([len(row) for row in rows]), ids.shape[1]), None, None)
 
 
+class WithoutSets(HuggingFaceEngine):
+    """Forgets which tokens could be sampled: the loss is then of the distribution over the whole vocabulary."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """See `HuggingFaceEngine`."""
+        return super().generate(prompts, sampling)._replace(candidates=None)
+
+
 def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, rows: list[Row]) -> None:
     """In TRL's trainer: stock, after `patch_trl()`, or `FusedGRPOTrainer`."""
     from datasets import Dataset
@@ -261,8 +306,8 @@ def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, row
 
     from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 
-    if recipe.share_prompts:
-        raise ValueError("share_prompts is an option of our trainer; TRL has none")
+    if recipe.share_prompts or not recipe.keeps_sets:
+        raise ValueError(f"share_prompts and keeps_sets are options of our trainer; got them with {arm}")
     with tempfile.TemporaryDirectory() as folder:
         options = GRPOConfig(
             folder, max_steps=recipe.steps * recipe.num_iterations, num_iterations=recipe.num_iterations,

@@ -36,6 +36,8 @@ _ALL = (
     Study("aot", "compiled", tables.compiled),
     Study("learning", "learning"),
     Study("learning_countdown", "learning_countdown"),
+    Study("learning_options", "learning_options"),
+    Study("length_bias", "length_bias"),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""
