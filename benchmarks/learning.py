@@ -16,10 +16,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 from benchmarks.equivalence import compare, describe
+from benchmarks.results import machine
 from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, read_runs, start, train, weights
 from benchmarks.study import Section, main
 
@@ -28,16 +28,21 @@ BOUND = 0.02
 REPLAYED_SEEDS, REPLAYED_STEPS = 3, 10
 
 
-def measure(
-    recipe: Recipe, seeds: int, arms: tuple[str, ...], work: Path, *, replayed: int = REPLAYED_SEEDS
-) -> Iterator[Section]:
-    """A section after each run."""
+def measure(recipe: Recipe, seeds: dict[str, int], work: Path, *, first: int = 0) -> Iterator[Section]:
+    """A section after each run.
+
+    Args:
+        recipe: Of all runs.
+        seeds: Arm to its number of seeds, which begin at 0.
+        work: Folder of `runs.jsonl`.
+        first: Seeds below are left to another process.
+    """
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
-    for seed in range(seeds):
+    for seed in range(first, max(seeds.values())):
         done = {(run["seed"], run["arm"]) for run in read_runs(file)}
-        todo = [arm for arm in arms if (seed, arm) not in done]
-        if seed < replayed and (seed, "replay") not in done:
+        todo = [arm for arm, number in seeds.items() if seed < number and (seed, arm) not in done]
+        if seed < REPLAYED_SEEDS and (seed, "replay") not in done:
             todo.append("replay")
         if not todo:
             continue
@@ -54,10 +59,10 @@ def measure(
                     "lengths": [round(value, 2) for value in trained.lengths],
                 }  # fmt: skip
             with file.open("a") as lines:
-                lines.write(json.dumps({"seed": seed, "arm": arm, **result}) + "\n")
+                lines.write(json.dumps({"seed": seed, "arm": arm, "commit": machine()["commit"], **result}) + "\n")
             print(f"{recipe.task}, seed {seed}, {arm}: {result.get('after', result.get('difference'))}", flush=True)
-            yield section_of(recipe, read_runs(file), arms)
-    yield section_of(recipe, read_runs(file), arms)
+            yield section_of(recipe, read_runs(file))
+    yield section_of(recipe, read_runs(file))
 
 
 def replay(recipe: Recipe, seed: int, model: Any) -> float:
@@ -71,29 +76,37 @@ def replay(recipe: Recipe, seed: int, model: Any) -> float:
     return float((weights(ours.model) - weights(theirs.model)).norm() / way.norm())
 
 
-def section_of(recipe: Recipe, runs: list[dict[str, Any]], arms: tuple[str, ...]) -> Section:
-    """The runs, and the statistics of the seeds that all arms have."""
-    after = {(run["seed"], run["arm"]): run["after"] for run in runs if "after" in run}
-    seeds = sorted({seed for seed, _ in after if all((seed, arm) in after for arm in arms)})
-    values = {arm: [after[seed, arm] for seed in seeds] for arm in arms}
-    section: Section = {
-        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out), "bound": BOUND, "seeds": seeds,
-        "runs": [run for run in runs if "after" in run],
+def section_of(recipe: Recipe, runs: list[dict[str, Any]]) -> Section:
+    """The runs; the mean and spread of each arm; its differences from stock TRL, over the seeds that both have."""
+    trained = [run for run in runs if "after" in run]
+    arms: dict[str, dict[int, float]] = {}
+    for row in trained:
+        arms.setdefault(row["arm"], {})[row["seed"]] = row["after"]
+    before = {row["seed"]: row["before"] for row in trained}
+    against = {}
+    for arm, after in arms.items():
+        seeds = sorted(after.keys() & arms.get("trl", {}).keys())
+        if arm != "trl" and len(seeds) > 1:
+            against[arm] = compare([after[seed] for seed in seeds], [arms["trl"][seed] for seed in seeds], BOUND)
+    return {
+        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out), "bound": BOUND,
+        "before": describe([before[seed] for seed in sorted(before)]) if before else None,
+        "arms": {arm: describe(list(after.values())) for arm, after in arms.items()},
+        "against_trl": against,
         "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
+        "runs": trained,
     }  # fmt: skip
-    if len(seeds) > 1:
-        before = {run["seed"]: run["before"] for run in section["runs"]}
-        section["before"] = fmean(before[seed] for seed in seeds)
-        section["arms"] = {arm: describe(values[arm]) for arm in arms}
-        section["against_trl"] = {arm: compare(values[arm], values["trl"], BOUND) for arm in arms if arm != "trl"}
-    return section
 
 
 def run(
-    seeds: Annotated[int, "0, 1, ..."] = 20, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/learning")
+    seeds: Annotated[int, "0, 1, ..., of all arms"] = 20,
+    most: Annotated[int, "of our trainer and of stock TRL, which differ in how they sample"] = 40,
+    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
+    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/learning"),
 ) -> Iterator[Section]:
     """The section `learning`."""
-    yield from measure(Recipe(), seeds, ARMS, work)
+    every = dict.fromkeys(ARMS, seeds) | dict.fromkeys(("ours", "trl"), max(seeds, most))
+    yield from measure(Recipe(), every, work, first=first)
 
 
 if __name__ == "__main__":

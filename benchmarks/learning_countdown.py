@@ -22,7 +22,7 @@ def run(
     seeds: Annotated[int, "0, 1, ..."] = 5, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/countdown")
 ) -> Iterator[Section]:
     """The section `learning_countdown`."""
-    yield from measure(COUNTDOWN, seeds, ("ours", "trl"), work)
+    yield from measure(COUNTDOWN, dict.fromkeys(("ours", "trl"), seeds), work)
 
 
 if __name__ == "__main__":
