@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import speed_tables, study_page, study_plots, tables
+from benchmarks import learning_page, speed_tables, study_page, study_plots, tables
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -34,10 +34,10 @@ _ALL = (
     Study("generation", "generation", tables.generation),
     Study("mismatch", "mismatch", tables.mismatch, keeps_cases=True),
     Study("aot", "compiled", tables.compiled),
-    Study("learning", "learning"),
-    Study("learning_countdown", "learning_countdown"),
-    Study("learning_options", "learning_options"),
-    Study("length_bias", "length_bias"),
+    Study("learning", "learning", learning_page.learning, learning_page.learning_plot),
+    Study("learning_countdown", "learning_countdown", learning_page.countdown, learning_page.learning_plot),
+    Study("learning_options", "learning_options", learning_page.options, learning_page.options_plot),
+    Study("length_bias", "length_bias", learning_page.length_bias, learning_page.length_plot),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""
