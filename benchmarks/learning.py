@@ -28,7 +28,7 @@ BOUND = 0.02
 REPLAYED_SEEDS, REPLAYED_STEPS = 3, 10
 
 
-def measure(recipe: Recipe, seeds: dict[str, int], work: Path, *, first: int = 0) -> Iterator[Section]:
+def measure(recipe: Recipe, seeds: dict[str, int], work: Path, first: int, missing: bool) -> Iterator[Section]:
     """A section after each run.
 
     Args:
@@ -36,10 +36,11 @@ def measure(recipe: Recipe, seeds: dict[str, int], work: Path, *, first: int = 0
         seeds: Arm to its number of seeds, which begin at 0.
         work: Folder of `runs.jsonl`.
         first: Seeds below are left to another process.
+        missing: Whether to train what `runs.jsonl` lacks.
     """
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
-    for seed in range(first, max(seeds.values())):
+    for seed in range(first, max(seeds.values()) if missing else 0):
         done = {(run["seed"], run["arm"]) for run in read_runs(file)}
         todo = [arm for arm, number in seeds.items() if seed < number and (seed, arm) not in done]
         if seed < REPLAYED_SEEDS and (seed, "replay") not in done:
@@ -102,11 +103,12 @@ def run(
     seeds: Annotated[int, "0, 1, ..., of all arms"] = 20,
     most: Annotated[int, "of our trainer and of stock TRL, which differ in how they sample"] = 40,
     first: Annotated[int, "the first seed; those below are left to another process"] = 0,
+    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
     work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/learning"),
 ) -> Iterator[Section]:
     """The section `learning`."""
     every = dict.fromkeys(ARMS, seeds) | dict.fromkeys(("ours", "trl"), max(seeds, most))
-    yield from measure(Recipe(), every, work, first=first)
+    yield from measure(Recipe(), every, work, first, missing)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,13 @@ COUNTDOWN = Recipe(task="countdown", warmup=600, steps=80, max_completion_length
 
 
 def run(
-    seeds: Annotated[int, "0, 1, ..."] = 5, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/countdown")
+    seeds: Annotated[int, "0, 1, ..."] = 5,
+    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
+    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
+    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/countdown"),
 ) -> Iterator[Section]:
     """The section `learning_countdown`."""
-    yield from measure(COUNTDOWN, dict.fromkeys(("ours", "trl"), seeds), work)
+    yield from measure(COUNTDOWN, dict.fromkeys(("ours", "trl"), seeds), work, first, missing)
 
 
 if __name__ == "__main__":

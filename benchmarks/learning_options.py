@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from benchmarks.equivalence import compare, describe
 from benchmarks.learning import BOUND
+from benchmarks.results import machine
 from benchmarks.small_policy import Recipe, accuracy, data_of, read_runs, start, train
 from benchmarks.study import Section, main
 
@@ -47,39 +48,43 @@ OPTIONS = {
 
 
 def section_of(runs: list[dict[str, Any]]) -> Section:
-    """The runs, and the statistics of the seeds that all options have."""
-    after = {(run["seed"], run["option"]): run["after"] for run in runs}
-    seeds = sorted({seed for seed, _ in after if all((seed, option) in after for option in OPTIONS)})
-    values = {option: [after[seed, option] for seed in seeds] for option in OPTIONS}
-    section: Section = {
-        "recipe": asdict(Recipe()), "held_out": len(data_of("sums").held_out), "bound": BOUND, "seeds": seeds,
-        "runs": runs, "options": {name: option._asdict() for name, option in OPTIONS.items()},
+    """The runs; the mean and spread of each option; its differences from its baseline, over the seeds of both."""
+    after: dict[str, dict[int, float]] = {}
+    for row in runs:
+        after.setdefault(row["option"], {})[row["seed"]] = row["after"]
+    against = {}
+    for name, option in OPTIONS.items():
+        seeds = sorted(after.get(name, {}).keys() & after.get(option.baseline or "", {}).keys())
+        if len(seeds) > 1:
+            values = [[after[of][seed] for seed in seeds] for of in (name, option.baseline or "")]
+            against[name] = compare(*values, BOUND)
+    return {
+        "recipe": asdict(Recipe()), "held_out": len(data_of("sums").held_out), "bound": BOUND,
+        "options": {name: option._asdict() for name, option in OPTIONS.items()},
+        "arms": {name: describe(list(after[name].values())) for name in OPTIONS if name in after},
+        "against": against, "runs": runs,
     }  # fmt: skip
-    if len(seeds) > 1:
-        section["arms"] = {option: describe(values[option]) for option in OPTIONS}
-        section["against"] = {
-            name: compare(values[name], values[option.baseline], BOUND)
-            for name, option in OPTIONS.items()
-            if option.baseline is not None
-        }
-    return section
 
 
 def run(
-    seeds: Annotated[int, "0, 1, ..."] = 10, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/options")
+    seeds: Annotated[int, "0, 1, ..."] = 10,
+    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
+    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
+    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/options"),
 ) -> Iterator[Section]:
     """The section `learning_options`, after each run."""
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
-    for seed in range(seeds):
+    for seed in range(first, seeds if missing else 0):
         done = {run["option"] for run in read_runs(file) if run["seed"] == seed}
         todo = [option for option in OPTIONS if option not in done]
         model = start("sums", seed, Recipe().warmup) if todo else None
         for option in todo:
             recipe = replace(Recipe(), **OPTIONS[option].changes)
             after = accuracy(train("ours", recipe, seed, model).model, recipe)
+            row = {"seed": seed, "option": option, "commit": machine()["commit"], "after": after}
             with file.open("a") as lines:
-                lines.write(json.dumps({"seed": seed, "option": option, "after": after}) + "\n")
+                lines.write(json.dumps(row) + "\n")
             print(f"seed {seed}, {option}: {after}", flush=True)
             yield section_of(read_runs(file))
     yield section_of(read_runs(file))

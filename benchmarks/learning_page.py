@@ -24,7 +24,7 @@ ARM_COLORS = {
     "ours": COLORS["native"], "fused_trl": COLORS["chunked"], "patched_trl": COLORS["TRL"], "trl": COLORS["eager"],
 }  # fmt: skip
 TASKS = {
-    "sums": "sums and differences of two-digit numbers, a Qwen2",
+    "sums": "Sums and differences of two-digit numbers, a Qwen2",
     "countdown": "Countdown of reasoning-gym (three numbers), a Llama",
 }
 OPTIONS = {
@@ -56,8 +56,14 @@ def comparison(section_name: str, run: Run) -> str:
         own, row = section["arms"][arm], section["against_trl"].get(arm)
         cells = ["", "", ""] if row is None else [*points(row), p_value(row["p"])]
         rows.append([label, str(own["n"]), f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
-    recipe, steps = section["recipe"], section["replayed_steps"] * section["recipe"]["num_iterations"]
-    bound, before = f"{100 * section['bound']:g}", section["before"]
+    recipe, bound, before = section["recipe"], f"{100 * section['bound']:g}", section["before"]
+    replayed = ""
+    if section["replay"]:
+        steps = section["replayed_steps"] * recipe["num_iterations"]
+        replayed = (
+            f"On the completions of stock TRL, {steps} optimizer steps of our trainer lead to the same weights: the "
+            f"difference is at most {max(section['replay']):.0e} of the way ({len(section['replay'])} seeds). "
+        )
     return "\n".join([
         *grid(
             "| trainer | seeds | accuracy | sd | difference from stock TRL | 95 % interval | "
@@ -68,10 +74,7 @@ def comparison(section_name: str, run: Run) -> str:
         f"{TASKS[recipe['task']]}: from {before['mean']:.1%} (sd {100 * before['sd']:.1f}) of {section['held_out']} "
         f"held-out problems after the warm-up, greedy; {recipe['steps']} rollouts of {recipe['prompts_per_step']} "
         f"prompts with {recipe['num_generations']} completions, {recipe['num_iterations']} optimizer steps each. "
-        f"Differences are by seed; sd and differences in points. On the completions of stock TRL, {steps} optimizer "
-        f"steps of our trainer lead to the same weights: the relative difference is at most "
-        f"{max(section['replay']):.0e} of the way ({len(section['replay'])} seeds). {where(run)}; runs of commits "
-        f"{', '.join(sorted({row['commit'] for row in section['runs']}))}.",
+        f"Differences are by seed; sd and differences in points. {replayed}{_runs_of(section, run)}",
     ])  # fmt: skip
 
 
@@ -91,20 +94,19 @@ def sentence(run: Run) -> str:
 def options(run: Run) -> str:
     """A row for each option: accuracy, and the difference from its baseline."""
     section, rows = run.sections["learning_options"], []
-    for name, label in OPTIONS.items():
-        own, baseline = section["arms"][name], section["options"][name]["baseline"]
-        cells = ["", "", "", ""]
-        if baseline is not None:
-            row = section["against"][name]
-            cells = [OPTIONS[baseline], *points(row), p_value(row["p"])]
-        rows.append([label, f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
+    for name, own in section["arms"].items():
+        baseline, row = section["options"][name]["baseline"], section["against"].get(name)
+        cells = ["", "", "", ""] if row is None else [OPTIONS[baseline], *points(row), p_value(row["p"])]
+        rows.append([OPTIONS[name], str(own["n"]), f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
     bound = f"{100 * section['bound']:g}"
     return "\n".join([
         *grid(
-            f"| option | accuracy | sd | against | difference | 95 % interval | p, equal within {bound} points |", rows
+            "| option | seeds | accuracy | sd | against | difference | 95 % interval | "
+            f"p, equal within {bound} points |",
+            rows,
         ),
         "",
-        f"{len(section['seeds'])} seeds, our trainer; the rest of the recipe is that of the first table. {where(run)}.",
+        f"Our trainer; the rest of the recipe is that of the first table. {_runs_of(section, run)}",
     ])  # fmt: skip
 
 
@@ -133,8 +135,13 @@ def length_bias(run: Run) -> str:
         ),
         "",
         f"Tokens, with 95 % intervals over {len(section['wrong']['seeds'])} seeds: the mean of the last "
-        f"{section['last']} of {section['recipe']['steps']} rollouts, less the first rollout. {where(run)}.",
+        f"{section['last']} of {section['recipe']['steps']} rollouts, less the first rollout. {_runs_of(section, run)}",
     ])  # fmt: skip
+
+
+def _runs_of(section: dict[str, Any], run: Run) -> str:
+    """Where the statistics were made, and the commits whose code trained."""
+    return f"{where(run)}; trained at {', '.join(sorted({row['commit'] for row in section['runs']}))}."
 
 
 def learning_plot(section: dict[str, Any]) -> Figure:
@@ -167,17 +174,19 @@ def learning_plot(section: dict[str, Any]) -> Figure:
 
 def options_plot(section: dict[str, Any]) -> Figure:
     """The difference of each option from its baseline, all seeds."""
-    after = {(row["seed"], row["option"]): row["after"] for row in section["runs"]}
+    after: dict[str, dict[int, float]] = {}
+    for row in section["runs"]:
+        after.setdefault(row["option"], {})[row["seed"]] = row["after"]
     baselines = {name: section["options"][name]["baseline"] for name in section["against"]}
+    values = {n: {s: v - after[b][s] for s, v in after[n].items() if s in after[b]} for n, b in baselines.items()}
     figure = new_figure(
-        10.4, 4.2, f"What options do to the accuracy, {len(section['seeds'])} seeds",
+        10.4, 4.2, f"What options do to the accuracy, {max(map(len, values.values()))} seeds",
         "A point is a seed; whiskers are the 95 % interval of the mean difference, the band is "
         f"{100 * section['bound']:g} points.",
     )  # fmt: skip
     axes = figure.subplots()
-    values = {n: {s: after[s, n] - after[s, b] for s in section["seeds"]} for n, b in baselines.items()}
     _differences(axes, values, section["against"], section["bound"], dict.fromkeys(values, COLORS["native"]))
-    short = {"share_prompts": "share_prompts", "no_sets": "no sets", "gspo": "GSPO"}
+    short = {"no_sets": "no sets", "gspo": "GSPO"}
     _names(axes, [f"{short.get(name, name)}\n− {base}" for name, base in baselines.items()])
     decorate(axes, "", "", "points")
     return figure

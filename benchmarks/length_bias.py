@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks.equivalence import compare, describe
+from benchmarks.results import machine
 from benchmarks.small_policy import Recipe, read_runs, start, train
 from benchmarks.study import Section, main
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
@@ -87,19 +88,21 @@ def section_of(runs: list[dict[str, Any]]) -> Section:
 
 
 def run(
-    seeds: Annotated[int, "0, 1, ..."] = 10, work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/length")
+    seeds: Annotated[int, "0, 1, ..."] = 10,
+    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
+    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/length"),
 ) -> Iterator[Section]:
     """The section `length_bias`, after each run."""
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
-    for seed in range(seeds):
+    for seed in range(seeds if missing else 0):
         done = {run["loss"] for run in read_runs(file) if run["seed"] == seed}
         todo = [loss for loss in LOSSES if loss not in done]
         model = start(RECIPE.task, seed, RECIPE.warmup) if todo else None
         for loss in todo:
             trained = train("ours", replace(RECIPE, loss=LOSSES[loss]), seed, model)
             lengths = {"right": trained.lengths_right, "wrong": trained.lengths_wrong}
-            row = {"seed": seed, "loss": loss, "rewards": trained.rewards, **lengths}
+            row = {"seed": seed, "loss": loss, "commit": machine()["commit"], "rewards": trained.rewards, **lengths}
             with file.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
             print(f"seed {seed}, {loss}: " + ", ".join(f"{k} {change(v)}" for k, v in lengths.items()), flush=True)
