@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import speed_tables, study_page, tables
+from benchmarks import learning_page, speed_tables, study_page, tables
 from benchmarks.results import Run, latest
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
@@ -71,6 +71,11 @@ TABLES: dict[str, Table] = {
     "study-runs": of("pretrained"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
+    "learning-sentence": of("learning", learning_page.sentence),
+    "learning": of("learning"),
+    "learning-countdown": of("learning_countdown"),
+    "learning-options": of("learning_options"),
+    "length-bias": of("length_bias"),
 }
 """Name of a pair of markers to the text between them."""
 
@@ -79,8 +84,11 @@ _PAGES = {
     "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/training.md": ("generation", "shared-prompts", "mismatch"),
     "docs/divergence.md": ("divergence",),
-    "docs/study.md": ("study-runs", "study-distribution"),
-}
+    "docs/study.md": (
+        "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "study-runs",
+        "study-distribution",
+    ),
+}  # fmt: skip
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}
 PAGES = _PAGES | {"docs/benchmarks.md": tuple(name for name in TABLES if name not in _ELSEWHERE)}
 """Page to the names of its tables."""

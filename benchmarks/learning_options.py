@@ -1,0 +1,94 @@
+"""What options of our trainer do to the accuracy of a small policy: each against a baseline, over the same seeds.
+
+    python -m benchmarks.learning_options --work runs/options --out results.json
+
+The policy, the task and the recipe are those of `benchmarks.learning`. Every run is a line of `WORK/runs.jsonl`; the
+program continues after the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from benchmarks.equivalence import compare, describe
+from benchmarks.learning import BOUND
+from benchmarks.results import machine
+from benchmarks.small_policy import Recipe, accuracy, data_of, read_runs, start, train
+from benchmarks.study import Section, main
+
+LENGTH = Recipe().max_completion_length
+
+
+class Option(NamedTuple):
+    """A row of the table."""
+
+    changes: dict[str, Any]
+    """of the recipe"""
+    baseline: str | None = "dapo"
+    """what it is compared with"""
+
+
+OPTIONS = {
+    "dapo": Option({}, None),
+    "grpo": Option({"loss": {"loss_type": "grpo"}}),
+    "dr_grpo": Option({"loss": {"loss_type": "dr_grpo", "max_completion_length": LENGTH}}),
+    "cispo": Option({"loss": {"loss_type": "cispo", "epsilon_high": 5.0}}),
+    "sapo": Option({"loss": {"loss_type": "sapo"}}),
+    "gspo": Option({"loss": {"loss_type": "grpo", "importance_sampling_level": "sequence"}}, "grpo"),
+    "share_prompts": Option({"share_prompts": True}),
+    "bf16": Option({"bf16": True}),
+    "sets": Option({"top_p": 0.9}, None),
+    "no_sets": Option({"top_p": 0.9, "keeps_sets": False}, "sets"),
+}
+"""Name to what it changes; `sets` and `no_sets` sample by top-p."""
+
+
+def section_of(runs: list[dict[str, Any]]) -> Section:
+    """The runs; the mean and spread of each option; its differences from its baseline, over the seeds of both."""
+    after: dict[str, dict[int, float]] = {}
+    for row in runs:
+        after.setdefault(row["option"], {})[row["seed"]] = row["after"]
+    against = {}
+    for name, option in OPTIONS.items():
+        seeds = sorted(after.get(name, {}).keys() & after.get(option.baseline or "", {}).keys())
+        if len(seeds) > 1:
+            values = [[after[of][seed] for seed in seeds] for of in (name, option.baseline or "")]
+            against[name] = compare(*values, BOUND)
+    return {
+        "recipe": asdict(Recipe()), "held_out": len(data_of("sums").held_out), "bound": BOUND,
+        "options": {name: option._asdict() for name, option in OPTIONS.items()},
+        "arms": {name: describe(list(after[name].values())) for name in OPTIONS if name in after},
+        "against": against, "runs": runs,
+    }  # fmt: skip
+
+
+def run(
+    seeds: Annotated[int, "0, 1, ..."] = 10,
+    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
+    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
+    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/options"),
+) -> Iterator[Section]:
+    """The section `learning_options`, after each run."""
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "runs.jsonl"
+    for seed in range(first, seeds if missing else 0):
+        done = {run["option"] for run in read_runs(file) if run["seed"] == seed}
+        todo = [option for option in OPTIONS if option not in done]
+        model = start("sums", seed, Recipe().warmup) if todo else None
+        for option in todo:
+            recipe = replace(Recipe(), **OPTIONS[option].changes)
+            after = accuracy(train("ours", recipe, seed, model).model, recipe)
+            row = {"seed": seed, "option": option, "commit": machine()["commit"], "after": after}
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+            print(f"seed {seed}, {option}: {after}", flush=True)
+            yield section_of(read_runs(file))
+    yield section_of(read_runs(file))
+
+
+if __name__ == "__main__":
+    main("learning_options")

@@ -1,0 +1,246 @@
+"""Tables and pictures of the studies of learning: `learning`, `learning_countdown`, `learning_options`, `length_bias`.
+
+Accuracies are percentages, their differences percentage points.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.results import Run, where
+from benchmarks.style import COLORS, INK, MUTED, PEER, decorate, new_figure, percent
+from benchmarks.tables import grid
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ARMS = {
+    "ours": "our trainer", "fused_trl": "`FusedGRPOTrainer`", "patched_trl": "`patch_trl()`", "trl": "stock TRL",
+}  # fmt: skip
+ARM_COLORS = {
+    "ours": COLORS["native"], "fused_trl": COLORS["chunked"], "patched_trl": COLORS["TRL"], "trl": COLORS["eager"],
+}  # fmt: skip
+TASKS = {
+    "sums": "Sums and differences of two-digit numbers, a Qwen2",
+    "countdown": "Countdown of reasoning-gym (three numbers), a Llama",
+}
+OPTIONS = {
+    "dapo": "loss `dapo`", "grpo": "loss `grpo`", "dr_grpo": "loss `dr_grpo`", "cispo": "loss `cispo`",
+    "sapo": "loss `sapo`", "gspo": "`grpo`, ratios by sequence (GSPO)", "share_prompts": "`share_prompts`",
+    "bf16": "bf16 autocast", "sets": "top-p 0.9, candidate sets", "no_sets": "top-p 0.9, no candidate sets",
+}  # fmt: skip
+LOSS_COLORS = {"grpo": COLORS["eager"], "dapo": COLORS["TRL"], "dr_grpo": COLORS["native"]}
+ALPHA = 0.05
+
+
+def points(row: dict[str, Any], digits: int = 1, scale: float = 100.0) -> tuple[str, str]:
+    """A difference and its interval."""
+    mean, low, high = (scale * row[name] + 0.0 for name in ("mean", "low", "high"))
+    return f"{mean:+.{digits}f}", f"{low:+.{digits}f} to {high:+.{digits}f}"
+
+
+def p_value(p: float) -> str:
+    """A p-value as text."""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def comparison(section_name: str, run: Run) -> str:
+    """A row for each arm: accuracy, and the difference from stock TRL."""
+    section, rows = run.sections[section_name], []
+    for arm, label in ARMS.items():
+        if arm not in section["arms"]:
+            continue
+        own, row = section["arms"][arm], section["against_trl"].get(arm)
+        cells = ["", "", ""] if row is None else [*points(row), p_value(row["p"])]
+        rows.append([label, str(own["n"]), f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
+    recipe, bound, before = section["recipe"], f"{100 * section['bound']:g}", section["before"]
+    replayed = ""
+    if section["replay"]:
+        steps = section["replayed_steps"] * recipe["num_iterations"]
+        replayed = (
+            f"On the completions of stock TRL, {steps} optimizer steps of our trainer lead to the same weights: the "
+            f"difference is at most {max(section['replay']):.0e} of the way ({len(section['replay'])} seeds). "
+        )
+    return "\n".join([
+        *grid(
+            "| trainer | seeds | accuracy | sd | difference from stock TRL | 95 % interval | "
+            f"p, equal within {bound} points |",
+            rows,
+        ),
+        "",
+        f"{TASKS[recipe['task']]}: from {before['mean']:.1%} (sd {100 * before['sd']:.1f}) of {section['held_out']} "
+        f"held-out problems after the warm-up, greedy; {recipe['steps']} rollouts of {recipe['prompts_per_step']} "
+        f"prompts with {recipe['num_generations']} completions, {recipe['num_iterations']} optimizer steps each. "
+        f"Differences are by seed; sd and differences in points. {replayed}{_runs_of(section, run)}",
+    ])  # fmt: skip
+
+
+def sentence(run: Run) -> str:
+    """What is true of our trainer and stock TRL."""
+    section = run.sections["learning"]
+    ours, trl, row = section["arms"]["ours"], section["arms"]["trl"], section["against_trl"]["ours"]
+    (difference, interval), p = points(row), p_value(row["p"])
+    equal = f"equality within {100 * section['bound']:g} points is {'' if row['p'] < ALPHA else 'not '}shown"
+    return (
+        f"Over {row['n']} seeds a small policy reaches an accuracy of {ours['mean']:.1%} in our trainer and of "
+        f"{trl['mean']:.1%} in stock TRL: a difference of {difference} points, 95 % interval {interval}; {equal} "
+        f"(two one-sided tests, p {p if p.startswith('<') else '= ' + p})."
+    )
+
+
+def options(run: Run) -> str:
+    """A row for each option: accuracy, and the difference from its baseline."""
+    section, rows = run.sections["learning_options"], []
+    for name, own in section["arms"].items():
+        baseline, row = section["options"][name]["baseline"], section["against"].get(name)
+        cells = ["", "", "", ""] if row is None else [OPTIONS[baseline], *points(row), p_value(row["p"])]
+        rows.append([OPTIONS[name], str(own["n"]), f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
+    bound = f"{100 * section['bound']:g}"
+    return "\n".join([
+        *grid(
+            "| option | seeds | accuracy | sd | against | difference | 95 % interval | "
+            f"p, equal within {bound} points |",
+            rows,
+        ),
+        "",
+        f"Our trainer; the rest of the recipe is that of the first table. {_runs_of(section, run)}",
+    ])  # fmt: skip
+
+
+def length_bias(run: Run) -> str:
+    """The weight of a token by length, and how lengths changed."""
+    section = run.sections["length_bias"]
+    lengths = section["lengths"]
+    weights = [[f"`{name}`", *(f"{value:.3g}" for value in row)] for name, row in section["weights"].items()]
+    rows = []
+    for name in section["weights"]:
+        cells = []
+        for kind in ("wrong", "right"):
+            against = section[kind]["against_dr_grpo"].get(name)
+            cells += [
+                "{} ({})".format(*points(section[kind]["change"][name], 1, 1.0)),
+                "" if against is None else "{} ({})".format(*points(against, 1, 1.0)),
+            ]
+        rows.append([f"`{name}`", *cells])
+    return "\n".join([
+        *grid(f"| weight of a token in a completion of | {' | '.join(f'{n} tokens' for n in lengths)} |", weights),
+        "",
+        *grid(
+            "| loss | wrong completions: change of length | against `dr_grpo` | right ones: change | "
+            "against `dr_grpo` |",
+            rows,
+        ),
+        "",
+        f"Tokens, with 95 % intervals over {len(section['wrong']['seeds'])} seeds: the mean of the last "
+        f"{section['last']} of {section['recipe']['steps']} rollouts, less the first rollout. {_runs_of(section, run)}",
+    ])  # fmt: skip
+
+
+def _runs_of(section: dict[str, Any], run: Run) -> str:
+    """Where the statistics were made, and the commits whose code trained."""
+    return f"{where(run)}; trained at {', '.join(sorted({row['commit'] for row in section['runs']}))}."
+
+
+def learning_plot(section: dict[str, Any]) -> Figure:
+    """All seeds: the accuracy of each arm, and its difference from stock TRL."""
+    arms = [arm for arm in ARMS if arm in section["arms"]]
+    after = {arm: {row["seed"]: row["after"] for row in section["runs"] if row["arm"] == arm} for arm in arms}
+    seeds = max(map(len, after.values()))
+    figure = new_figure(
+        10.4, 4.4, f"Accuracy after GRPO, {seeds} seeds",
+        f"{TASKS[section['recipe']['task']]}. A point is a seed, a line its mean; whiskers are the 95 % interval of "
+        f"the mean difference, the band is {100 * section['bound']:g} points.",
+    )  # fmt: skip
+    accuracy, difference = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    for x, arm in enumerate(arms):
+        _points(accuracy, x, after[arm], ARM_COLORS[arm])
+        accuracy.plot([x - 0.3, x + 0.3], [section["arms"][arm]["mean"]] * 2, color=INK, linewidth=1.6)
+    _names(accuracy, [ARMS[arm] for arm in arms])
+    percent(accuracy.yaxis)
+    decorate(accuracy, "Held-out accuracy", "", "")
+    others = [arm for arm in arms if arm in section["against_trl"]]
+    _differences(
+        difference,
+        {arm: {s: v - after["trl"][s] for s, v in after[arm].items() if s in after["trl"]} for arm in others},
+        section["against_trl"], section["bound"], ARM_COLORS,
+    )  # fmt: skip
+    _names(difference, [ARMS[arm] for arm in others])
+    decorate(difference, "Difference from stock TRL, by seed", "", "points")
+    return figure
+
+
+def options_plot(section: dict[str, Any]) -> Figure:
+    """The difference of each option from its baseline, all seeds."""
+    after: dict[str, dict[int, float]] = {}
+    for row in section["runs"]:
+        after.setdefault(row["option"], {})[row["seed"]] = row["after"]
+    baselines = {name: section["options"][name]["baseline"] for name in section["against"]}
+    values = {n: {s: v - after[b][s] for s, v in after[n].items() if s in after[b]} for n, b in baselines.items()}
+    figure = new_figure(
+        10.4, 4.2, f"What options do to the accuracy, {max(map(len, values.values()))} seeds",
+        "A point is a seed; whiskers are the 95 % interval of the mean difference, the band is "
+        f"{100 * section['bound']:g} points.",
+    )  # fmt: skip
+    axes = figure.subplots()
+    _differences(axes, values, section["against"], section["bound"], dict.fromkeys(values, COLORS["native"]))
+    short = {"no_sets": "no sets", "gspo": "GSPO"}
+    _names(axes, [f"{short.get(name, name)}\n− {base}" for name, base in baselines.items()])
+    decorate(axes, "", "", "points")
+    return figure
+
+
+def length_plot(section: dict[str, Any]) -> Figure:
+    """Lengths of wrong and right completions over a run: seeds as thin lines, their mean as a thick one."""
+    figure = new_figure(
+        10.4, 4.2, "Length of completions whose dots count for nothing",
+        f"Thin lines are seeds (means of {section['last']} rollouts), thick ones their mean.",
+    )  # fmt: skip
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("wrong", "right"), strict=True):
+        for loss in section["weights"]:
+            curves = [_smooth(row[kind], section["last"]) for row in section["runs"] if row["loss"] == loss]
+            for curve in curves:
+                axes.plot(range(len(curve)), curve, color=LOSS_COLORS[loss], linewidth=0.5, alpha=0.5)
+            mean = [fmean(column) for column in zip(*curves, strict=True)]
+            axes.plot(range(len(mean)), mean, color=LOSS_COLORS[loss], linewidth=2.2, label=loss)
+        decorate(axes, f"{kind.capitalize()} completions", "rollout", "tokens" if kind == "wrong" else "")
+        axes.legend(frameon=False, fontsize=8.5)
+    return figure
+
+
+def _points(axes: Axes, x: float, values: dict[int, float], color: str, scale: float = 1.0) -> None:
+    """A point for each seed, side by side in the order of the seeds."""
+    seeds = sorted(values)
+    places = [x + 0.44 * (i / max(len(seeds) - 1, 1) - 0.5) for i in range(len(seeds))]
+    axes.scatter(places, [scale * values[s] for s in seeds], s=16, color=color, alpha=0.8, linewidths=0)
+
+
+def _differences(
+    axes: Axes, values: dict[str, dict[int, float]], rows: dict[str, Any], bound: float, colors: dict[str, str]
+) -> None:
+    axes.axhspan(-100 * bound, 100 * bound, color=PEER, alpha=0.25, linewidth=0)
+    axes.axhline(0.0, color=MUTED, linewidth=0.8)
+    for x, (name, by_seed) in enumerate(values.items()):
+        _points(axes, x, by_seed, colors[name], 100.0)
+        mean, low, high = (100 * rows[name][part] for part in ("mean", "low", "high"))
+        axes.errorbar([x + 0.34], [mean], [[mean - low], [high - mean]], fmt="o", color=INK, markersize=4, capsize=3)
+
+
+def _names(axes: Axes, names: list[str]) -> None:
+    axes.set_xticks(range(len(names)), [name.replace("`", "") for name in names])
+    axes.set_xlim(-0.5, len(names) - 0.5)
+
+
+def _smooth(values: list[float | None], width: int) -> list[float]:
+    """Means of `width` rollouts; a rollout without such completions has no part in them."""
+    windows = [
+        [v for v in values[max(i - width + 1, 0) : i + 1] if v is not None] or [float("nan")]
+        for i in range(len(values))
+    ]
+    return [fmean(window) for window in windows]
+
+
+learning = partial(comparison, "learning")
+countdown = partial(comparison, "learning_countdown")

@@ -1,0 +1,114 @@
+"""Dr. GRPO's length bias (arXiv 2503.20783): the weight of a token by the length of its completion, and what it does.
+
+    python -m benchmarks.length_bias --work runs/length --out results.json
+
+`weights` is measured on the fused loss: all tokens of a batch are alike but for the length of their completion, so
+that the norms of their gradients are in the proportion of their weights.
+
+`runs` trains a small policy whose completions give an answer and may then go on for as long as they like: only the
+answer is judged. A loss that divides by the length of the completion punishes a wrong one less for each token if it is
+long, and rewards a right one more if it is short. A loss with one divisor for all does neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+
+from benchmarks.equivalence import compare, describe
+from benchmarks.results import machine
+from benchmarks.small_policy import Recipe, read_runs, start, train
+from benchmarks.study import Section, main
+from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
+
+RECIPE = Recipe(task="answer_first", warmup=150, max_completion_length=20)
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": RECIPE.max_completion_length},
+}
+LENGTHS = (1, 2, 4, 8, 16)
+LAST = 10
+"""Rollouts at the end of a run whose lengths are averaged. The first one is the same for all losses of a seed."""
+BOUND = 1.0
+"""The smallest difference in length that counts, in tokens."""
+
+
+def token_weights(loss: dict[str, Any]) -> list[float]:
+    """The weight of a token in completions of `LENGTHS`, relative to that in the shortest one."""
+    rows, width, hidden, vocab = len(LENGTHS), max(LENGTHS), 16, 32
+    g = torch.Generator().manual_seed(0)
+    state = torch.randn(hidden, generator=g).expand(rows, width, hidden).clone().requires_grad_()
+    fused_linear_grpo_loss(
+        state,
+        torch.randn(vocab, hidden, generator=g),
+        torch.zeros(rows, width, dtype=torch.int64),
+        torch.ones(rows),
+        torch.arange(width) < torch.tensor(LENGTHS)[:, None],
+        config=GRPOLossConfig(**loss),
+    ).loss.backward()
+    assert state.grad is not None
+    norms = state.grad[:, 0].norm(dim=-1)
+    return (norms / norms[0]).tolist()
+
+
+def change(values: list[float | None]) -> float | None:
+    """How much longer the completions of the last rollouts are than those of the first one; None if either has none."""
+    first, last = values[0], [value for value in values[-LAST:] if value is not None]
+    return None if first is None or not last else fmean(last) - first
+
+
+def section_of(runs: list[dict[str, Any]]) -> Section:
+    """Weights, runs, and the change of the lengths of right and wrong completions against Dr. GRPO's."""
+    section: Section = {
+        "recipe": asdict(RECIPE), "lengths": LENGTHS, "weights": {loss: token_weights(LOSSES[loss]) for loss in LOSSES},
+        "runs": runs, "bound": BOUND, "last": LAST,
+    }  # fmt: skip
+    for kind in ("right", "wrong"):
+        changes = {(run["seed"], run["loss"]): change(run[kind]) for run in runs}
+        seeds = sorted({seed for seed, _ in changes if all(changes.get((seed, loss)) is not None for loss in LOSSES)})
+        if len(seeds) > 1:
+            values = {loss: [changes[seed, loss] or 0.0 for seed in seeds] for loss in LOSSES}
+            section[kind] = {
+                "seeds": seeds,
+                "change": {
+                    loss: describe(values[loss]) | compare(values[loss], [0.0] * len(seeds), BOUND) for loss in LOSSES
+                },
+                "against_dr_grpo": {
+                    loss: compare(values[loss], values["dr_grpo"], BOUND) for loss in LOSSES if loss != "dr_grpo"
+                },
+            }
+    return section
+
+
+def run(
+    seeds: Annotated[int, "0, 1, ..."] = 10,
+    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
+    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/length"),
+) -> Iterator[Section]:
+    """The section `length_bias`, after each run."""
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "runs.jsonl"
+    for seed in range(seeds if missing else 0):
+        done = {run["loss"] for run in read_runs(file) if run["seed"] == seed}
+        todo = [loss for loss in LOSSES if loss not in done]
+        model = start(RECIPE.task, seed, RECIPE.warmup) if todo else None
+        for loss in todo:
+            trained = train("ours", replace(RECIPE, loss=LOSSES[loss]), seed, model)
+            lengths = {"right": trained.lengths_right, "wrong": trained.lengths_wrong}
+            row = {"seed": seed, "loss": loss, "commit": machine()["commit"], "rewards": trained.rewards, **lengths}
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+            print(f"seed {seed}, {loss}: " + ", ".join(f"{k} {change(v)}" for k, v in lengths.items()), flush=True)
+            yield section_of(read_runs(file))
+    yield section_of(read_runs(file))
+
+
+if __name__ == "__main__":
+    main("length_bias")

@@ -1,0 +1,357 @@
+"""A small policy that learns a task by GRPO, in our trainer or in TRL's: what the studies of learning share.
+
+All arms of a seed begin with the same weights, after a short supervised warm-up, and get the same problems in the same
+order, the same reward function and the same options. Each samples with its own generator.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from examples.arithmetic.model import CHARACTERS, build_tokenizer
+from examples.arithmetic.task import split_questions
+from examples.arithmetic.warmup import warm_up
+from grpo_fused import GRPOLossConfig
+from grpo_fused.rewards import exact_answer_reward
+from grpo_fused.rollouts.engine import Generation, Sampling, length_mask
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine
+from grpo_fused.trainer.reasoning_gym import problems
+
+ARMS = ("ours", "fused_trl", "patched_trl", "trl")
+VOCAB, HIDDEN, LAYERS, HEADS = 512, 96, 2, 4
+WARMUP_BATCH, WARMUP_RATE = 48, 2e-3
+HELD_OUT, DEMONSTRATIONS = 1000, 3000
+COUNTDOWN = {
+    "min_numbers": 3, "max_numbers": 3, "min_value": 1, "max_value": 20, "min_target": 1, "max_target": 60,
+    "operators": ("+", "-"),
+}  # fmt: skip
+RIGHT_SHARE = 0.35
+"""Of the demonstrations of countdown whose expression has the target; the others use the numbers in any way."""
+
+Row = dict[str, Any]
+
+
+class Data(NamedTuple):
+    """Rows of a task. `prompt` goes to the policy; the rest is what its judge needs."""
+
+    demonstrations: list[dict[str, str]]
+    rows: Callable[[int, int], list[Row]]
+    """a seed and a number to the problems of a run, in their order"""
+    held_out: list[Row]
+    judge: Callable[[str, Row], float]
+    """a completion and its row to 1.0 if it is right, else 0.0"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run. Names are those of `GRPOTrainerConfig`; `loss` has options that TRL's `GRPOConfig` has, too."""
+
+    task: str = "sums"
+    warmup: int = 300
+    steps: int = 50
+    prompts_per_step: int = 8
+    num_generations: int = 8
+    num_iterations: int = 2
+    max_completion_length: int = 28
+    learning_rate: float = 2e-4
+    temperature: float = 1.0
+    top_p: float = 1.0
+    bf16: bool = False
+    share_prompts: bool = False
+    keeps_sets: bool = True
+    """whether our loss takes the candidate sets of a rollout by top-p"""
+    loss: dict[str, Any] = field(default_factory=dict)
+
+
+class Trained(NamedTuple):
+    """A trained policy, and of each rollout the mean reward, the lengths of completions in tokens and their ids."""
+
+    model: PreTrainedModel
+    rewards: list[float]
+    lengths: list[float]
+    """means"""
+    lengths_right: list[float | None]
+    """means of the right ones; None if there are none"""
+    lengths_wrong: list[float | None]
+    completion_ids: list[list[list[int]]]
+
+
+def sums() -> Data:
+    """Sums and differences of two-digit numbers, with the work shown or not; the answer is compared as text."""
+    split = split_questions(DEMONSTRATIONS, HELD_OUT)
+
+    def rows(seed: int, number: int) -> list[Row]:
+        return random.Random(seed).sample(split.train, number)
+
+    def judge(text: str, row: Row) -> float:
+        return exact_answer_reward([text], [row["answer"]])[0] or 0.0
+
+    return Data(split.demonstrations, rows, split.held_out, judge)
+
+
+def countdown() -> Data:
+    """`3,5,7=22:` → `3*5+7`: reasoning-gym's Countdown, its problems and its verifier; only the prompt is shorter."""
+    rng = random.Random(0)
+
+    def row(problem: Any) -> Row:
+        numbers, target = problem["metadata"]["numbers"], problem["metadata"]["target"]
+        prompt = f"{','.join(map(str, numbers))}={target}:"
+        return {"prompt": prompt, "numbers": numbers, "answer": problem["answer"], "score": problem["score_answer"]}
+
+    def demonstration(shown: Row) -> dict[str, str]:
+        numbers = [str(number) for number in rng.sample(shown["numbers"], len(shown["numbers"]))]
+        expression = numbers[0] + "".join(rng.choice("+-") + number for number in numbers[1:])
+        right = rng.random() < RIGHT_SHARE
+        return {"prompt": shown["prompt"], "completion": shown["answer"].replace(" ", "") if right else expression}
+
+    shown = _first(problems("countdown", COUNTDOWN, seed=2047), DEMONSTRATIONS, row)
+    drawn = _first(problems("countdown", COUNTDOWN, held_out=True), HELD_OUT, row)
+    held_out = list({one["prompt"]: one for one in drawn}.values())  # each once
+    taken = {one["prompt"] for one in held_out}
+
+    def rows(seed: int, number: int) -> list[Row]:
+        drawn = _first(problems("countdown", COUNTDOWN, seed=seed), 2 * number, row)
+        return [one for one in drawn if one["prompt"] not in taken][:number]
+
+    demonstrations = [demonstration(one) for one in shown if one["prompt"] not in taken]
+    return Data(demonstrations, rows, held_out, lambda text, row: float(row["score"](text) == 1.0))
+
+
+def answer_first() -> Data:
+    """`7+5=` → `12...`: a sum of two digits, and then dots that count for nothing: only the answer is judged.
+
+    Half of the demonstrations are off by one, so that the warm policy is often wrong, and can know when.
+    """
+    rng = random.Random(0)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+    def demonstration(row: Row) -> dict[str, str]:
+        answer = int(row["answer"]) + rng.choice((0, 0, -1, 1))
+        return {"prompt": row["prompt"], "completion": str(answer) + "." * rng.randint(0, 12)}
+
+    return Data(
+        [demonstration(rng.choice(rows)) for _ in range(DEMONSTRATIONS)],
+        lambda seed, number: random.Random(seed).choices(rows, k=number),
+        rows,
+        lambda text, row: float(text.rstrip(".") == row["answer"]),
+    )
+
+
+def _first(problem: Callable[[int], Any], number: int, row: Callable[[Any], Row]) -> list[Row]:
+    return [row(problem(index)) for index in range(number)]
+
+
+TASKS: dict[str, Callable[[], Data]] = {"sums": sums, "countdown": countdown, "answer_first": answer_first}
+MODELS: dict[str, tuple[type, type]] = {
+    "sums": (Qwen2Config, Qwen2ForCausalLM), "countdown": (LlamaConfig, LlamaForCausalLM),
+    "answer_first": (Qwen2Config, Qwen2ForCausalLM),
+}  # fmt: skip
+
+
+@lru_cache
+def data_of(task: str) -> Data:
+    """The rows of a task, made once."""
+    return TASKS[task]()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each character."""
+    return build_tokenizer(CHARACTERS + "*/():.")
+
+
+def start(task: str, seed: int, warmup: int) -> PreTrainedModel:
+    """The policy of a seed after its supervised warm-up: all arms begin here. It has more tokens than the tokenizer."""
+    torch.manual_seed(seed)
+    config_type, model_type = MODELS[task]
+    words = tokenizer()
+    model = model_type(
+        config_type(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=64,
+            tie_word_embeddings=False, pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id,
+            bos_token_id=None, initializer_range=0.06, rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        )
+    )  # fmt: skip
+    shown = data_of(task).demonstrations
+    warm_up(model, words, shown, steps=warmup, batch_size=WARMUP_BATCH, learning_rate=WARMUP_RATE, seed=seed)
+    return model
+
+
+class Judge:
+    """The reward function of a run, which records what it judges; the same for all arms."""
+
+    __name__ = "right"
+
+    def __init__(self, recipe: Recipe, rows: list[Row]) -> None:
+        self.judge, self.rows, self.group = data_of(recipe.task).judge, rows, recipe.num_generations
+        self.rewards: list[float] = []
+        self.lengths: list[float] = []
+        self.lengths_right: list[float | None] = []
+        self.lengths_wrong: list[float | None] = []
+        self.completion_ids: list[list[list[int]]] = []
+        self.indices: list[int] = []
+
+    def __call__(
+        self, completions: list[str], completion_ids: list[list[int]], index: list[int], **_: Any
+    ) -> list[float]:
+        """1 for a right completion, 0 for another."""
+        found = [self.judge(text, self.rows[i]) for text, i in zip(completions, index, strict=True)]
+        self.rewards.append(sum(found) / len(found))
+        self.lengths.append(fmean(map(len, completion_ids)))
+        for means, reward in ((self.lengths_right, 1.0), (self.lengths_wrong, 0.0)):
+            chosen = [
+                len(ids) for ids, found_reward in zip(completion_ids, found, strict=True) if found_reward == reward
+            ]
+            means.append(fmean(chosen) if chosen else None)
+        self.completion_ids.append([list(ids) for ids in completion_ids])
+        self.indices += index[:: self.group]
+        return found
+
+
+def train(
+    arm: str, recipe: Recipe, seed: int, model: PreTrainedModel, replay: list[list[list[int]]] | None = None
+) -> Trained:
+    """A run of one arm, from the given weights, which stay as they are.
+
+    Args:
+        arm: One of `ARMS`.
+        recipe: The options of the run.
+        seed: Of the problems and of the sampling.
+        model: Where it begins.
+        replay: For `ours`: completions for each rollout, in place of sampled ones.
+
+    Raises:
+        ValueError: The arm is unknown.
+        RuntimeError: The trainer took the problems in another order.
+    """
+    if arm not in ARMS:
+        raise ValueError(f"arm must be one of {', '.join(ARMS)}; got {arm!r}")
+    model, number = copy.deepcopy(model), recipe.steps * recipe.prompts_per_step
+    judge = Judge(recipe, data_of(recipe.task).rows(seed, number))
+    rows = [{"prompt": row["prompt"], "index": index} for index, row in enumerate(judge.rows)]
+    if arm == "ours":
+        train_ours(recipe, seed, model, judge, rows, replay)
+    else:
+        train_trl(arm, recipe, seed, model, judge, rows)
+    if judge.indices != list(range(number)):
+        raise RuntimeError(f"{arm} must take the {number} problems in their order; it took {judge.indices[:20]}, ...")
+    return Trained(model, judge.rewards, judge.lengths, judge.lengths_right, judge.lengths_wrong, judge.completion_ids)
+
+
+def train_ours(
+    recipe: Recipe, seed: int, model: Any, judge: Judge, rows: list[Row], replay: list[list[list[int]]] | None
+) -> None:
+    """In our trainer."""
+    named = asdict(recipe)
+    for name in ("task", "warmup", "bf16", "keeps_sets", "loss"):
+        del named[name]
+    config = GRPOTrainerConfig(
+        **named, mixed_precision="bf16" if recipe.bf16 else "no", lr_scheduler_type="linear", seed=seed,
+        logging_steps=10**6, loss=GRPOLossConfig(**recipe.loss),
+    )  # fmt: skip
+    words = tokenizer()
+    engine: HuggingFaceEngine | None = None if replay is None else Replay(model, words, replay)
+    if not recipe.keeps_sets:
+        engine = WithoutSets(model, words)
+    GRPOTrainer(model, words, [judge], lambda index: rows[index], config, engine=engine).train()
+
+
+class Replay(HuggingFaceEngine):
+    """Returns recorded completions, rollout by rollout."""
+
+    def __init__(self, model: Any, words: Any, rollouts: list[list[list[int]]]) -> None:
+        super().__init__(model, words)
+        self.rollouts = iter(rollouts)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """The next ones."""
+        rows = [torch.tensor(ids) for ids in next(self.rollouts)]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=sampling.pad_token_id)
+        return Generation(ids, length_mask(torch.tensor([len(row) for row in rows]), ids.shape[1]), None, None)
+
+
+class WithoutSets(HuggingFaceEngine):
+    """Forgets which tokens could be sampled: the loss is then of the distribution over the whole vocabulary."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        """See `HuggingFaceEngine`."""
+        return super().generate(prompts, sampling)._replace(candidates=None)
+
+
+def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, rows: list[Row]) -> None:
+    """In TRL's trainer: stock, after `patch_trl()`, or `FusedGRPOTrainer`."""
+    from datasets import Dataset
+    from trl import GRPOConfig
+    from trl import GRPOTrainer as Stock
+
+    from grpo_fused.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
+
+    if recipe.share_prompts or not recipe.keeps_sets:
+        raise ValueError(f"share_prompts and keeps_sets are options of our trainer; got them with {arm}")
+    with tempfile.TemporaryDirectory() as folder:
+        options = GRPOConfig(
+            folder, max_steps=recipe.steps * recipe.num_iterations, num_iterations=recipe.num_iterations,
+            per_device_train_batch_size=recipe.prompts_per_step * recipe.num_generations,
+            gradient_accumulation_steps=1, num_generations=recipe.num_generations,
+            max_completion_length=recipe.max_completion_length, temperature=recipe.temperature, top_p=recipe.top_p,
+            top_k=0, learning_rate=recipe.learning_rate, lr_scheduler_type="linear", seed=seed, shuffle_dataset=False,
+            bf16=recipe.bf16, use_cpu=True, report_to="none", logging_steps=10**6, disable_tqdm=True,
+            save_strategy="no", gradient_checkpointing=False, **{"loss_type": "dapo", **_trl_names(recipe.loss)},
+        )  # fmt: skip
+        if arm == "patched_trl":
+            patch_trl()
+        try:
+            (FusedGRPOTrainer if arm == "fused_trl" else Stock)(
+                model, judge, options, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+            ).train()
+        finally:
+            unpatch_trl()
+
+
+def _trl_names(loss: dict[str, Any]) -> dict[str, Any]:
+    """`dr_grpo` of TRL divides by its own `max_completion_length`."""
+    return {name: value for name, value in loss.items() if name != "max_completion_length"}
+
+
+@torch.no_grad()
+def accuracy(model: PreTrainedModel, recipe: Recipe) -> float:
+    """The share of held-out problems whose greedy completion is right."""
+    data, words = data_of(recipe.task), tokenizer()
+    sampling = Sampling(
+        num_generations=1, max_completion_length=recipe.max_completion_length, eos_token_ids=(words.eos_token_id,),
+        pad_token_id=words.pad_token_id, greedy=True,
+    )  # fmt: skip
+    prompts = [words(row["prompt"]).input_ids for row in data.held_out]
+    ids, mask, *_ = HuggingFaceEngine(model, words).generate(prompts, sampling)
+    texts = [str(words.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)]
+    return sum(data.judge(text, row) for text, row in zip(texts, data.held_out, strict=True)) / len(texts)
+
+
+def weights(model: PreTrainedModel) -> Tensor:
+    """All weights as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def read_runs(file: Path) -> list[dict[str, Any]]:
+    """The runs that a file of JSON lines has; none if there is no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
