@@ -147,14 +147,28 @@ def test_sequence_formulas(name):
         torch.testing.assert_close(evaluate(ALL[name], logps, inputs, cu_seqlens), want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["fipo", "fipo_free"])
+class Fipo(NamedTuple):
+    """The options of an objective of the name, as the formula reads them."""
+
+    half_life: float
+    delta: float
+    high: float
+    bounds: tuple[float, float]
+    threshold: float
+
+
+FIPO = {
+    "fipo": Fipo(half_life=3.0, delta=1.5, high=1.28, bounds=(1.0, 1.2), threshold=1.1),
+    "fipo_free": Fipo(half_life=2.0, delta=math.inf, high=1.2, bounds=(0.0, math.inf), threshold=math.inf),
+}
+
+
+@pytest.mark.parametrize("name", FIPO)
 def test_fipo(name):
-    unsafe = 0
+    half_life, delta, high, bounds, threshold = FIPO[name]
+    discount, unsafe = 2 ** (-1 / half_life), 0
     for seed in SEEDS:
         logps, inputs, cu_seqlens = case(seed)
-        free = name == "fipo_free"
-        discount, delta = 2 ** (-1 / (2.0 if free else 3.0)), math.inf if free else 1.5
-        high = 1.2 if free else 1.28
         A, old, w = (inputs[key].tolist() for key in ("advantages", "old_per_token_logps", "weights"))
         d = [x - o for x, o in zip(logps.tolist(), old, strict=True)]
         loss, grad = [], []
@@ -162,8 +176,8 @@ def test_fipo(name):
             for t in range(start, stop):
                 r = math.exp(d[t])
                 future = sum(discount ** (k - t) * d[k] for k in range(t, stop) if math.exp(d[k]) <= delta)
-                f = math.exp(future) if free else clip(math.exp(future), 1.0, 1.2)
-                if not free and A[t] < 0 and r > 1.1:
+                f = clip(math.exp(future), *bounds)
+                if A[t] < 0 and r > threshold:
                     f, unsafe = clip(f, 0.8, 1.0), unsafe + 1
                 plain = -min(min(r, delta) * A[t], clip(r, 0.8, high) * A[t])
                 live = r <= min(high, delta) if A[t] > 0 else 0.8 <= r <= delta
@@ -172,7 +186,7 @@ def test_fipo(name):
         want = torch.tensor([loss, grad], dtype=torch.float64)
         got = torch.stack(evaluate(ALL[name], logps, inputs, cu_seqlens))
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    assert free or unsafe > 0
+    assert (unsafe > 0) == (threshold < math.inf)
 
 
 SAME_AS_LOSS_TYPES = {
@@ -319,68 +333,6 @@ def test_kl_cov(share, count):
         want = w * (0.5 * largest * d.abs() - A * d.exp()), w * (0.5 * largest * d.sign() - A * d.exp())
         got = evaluate(objectives.kl_cov(share, 0.5), logps, inputs, None)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-
-
-X = torch.zeros(3)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, r"vanilla\(.*\) needs advantages \(advantages, in units of reward\); got weights",
-         lambda: objectives.vanilla()(X, weights=X)),
-        (TypeError, r"gpg\(\) reads advantages, weights; got old_per_token_logps, too",
-         lambda: objectives.gpg()(X, advantages=X, old_per_token_logps=X)),
-        (ValueError, r"gpg\(\): advantages must be \(3,\); got \(2,\)",
-         lambda: objectives.gpg()(X, advantages=torch.zeros(2))),
-        (TypeError, r"gpg\(\): advantages must be a tensor; got list", lambda: objectives.gpg()(X, advantages=[0.0] * 3)),
-        (TypeError, r"logps must be a floating-point tensor \[n\]; got torch.float32 \(1, 3\)",
-         lambda: objectives.gpg()(X[None], advantages=X[None])),
-        (ValueError, r"entropies must be \(3,\); got \(2,\)",
-         lambda: objectives.gpg()(X, torch.zeros(2), advantages=X)),
-        (TypeError, r"gspo\(.*\) has scope 'sequence' and needs cu_seqlens \[S \+ 1\] int64; got NoneType",
-         lambda: objectives.gspo()(X, advantages=X)),
-        (ValueError, r"gspo\(.*\): cu_seqlens must rise from 0 to 3; got \[0, 2\]",
-         lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0, 2]))),
-        (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
-         lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
-             X, advantages=X, a_weights=X + 1, b_weights=X)),
-        (TypeError, r"ipo\(.*\) needs sampling_per_token_logps \(log-probs of the engine",
-         lambda: objectives.ipo()(X, advantages=X)),
-        (TypeError, "needs .*rl_weights",
-         lambda: objectives.mixture(rl=objectives.gpg())(X, advantages=X)),
-        (TypeError, "mixture needs at least one objective", lambda: objectives.mixture()),
-        (TypeError, "expected an objective with scope token, sequence, batch; got 3", lambda: objectives.mixture(rl=3)),
-        (ValueError, "scope must be one of token, sequence, batch; got 'row'",
-         lambda: objectives.Objective("mine", lambda tokens: tokens.logps, scope="row")),
-        (ValueError, "epsilon must be > 0; got 0", lambda: objectives.vanilla(0.0)),
-        (ValueError, "dual_clip must be > 1; got 1", lambda: objectives.vanilla(dual_clip=1.0)),
-        (TypeError, "threshold must be a number; got '0.1'", lambda: objectives.dppo_tv("0.1")),
-        (ValueError, "kl_coef must be >= 0; got -1", lambda: objectives.ipo(kl_coef=-1.0)),
-        (ValueError, "low must be at most high; got low=2.0 and high=1.0", lambda: objectives.icepop(2.0, 1.0)),
-        (ValueError, r"share must be in \(0, 1\]; got 2", lambda: objectives.kl_cov(2.0)),
-        (ValueError, "level must be one of token, sequence; got 'batch'", lambda: objectives.topr("batch")),
-        (ValueError, "half_life must be > 0; got 0", lambda: objectives.fipo(half_life=0.0)),
-        (ValueError, "low is only used with estimator='k1'; got low=0.5 with 'k3'",
-         lambda: objectives.rollout_rejection(objectives.gpg(), "token", "k3", low=0.5, high=1.0)),
-        (ValueError, "level must be one of token, sequence_sum, sequence_mean; got 'sequence_max'",
-         lambda: objectives.rollout_truncation(objectives.gpg(), "sequence_max")),
-        (ValueError, "policy must be one of current, old; got 'ref'",
-         lambda: objectives.rollout_rejection(objectives.gpg(), high=2.0, policy="ref")),
-    ],
-)  # fmt: skip
-def test_refuses(error, message, call):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_repr_has_name_and_scope():
-    objective = objectives.dppo_tv(threshold=0.1)
-    assert objective.__name__ == "dppo_tv(threshold=0.1, max_ratio=20.0)"
-    assert repr(objective) == "<objective dppo_tv(threshold=0.1, max_ratio=20.0), scope 'token'>"
-    mixed = objectives.mixture(rl=objectives.gspo(), ce=objectives.cross_entropy())
-    assert mixed.__name__ == "mixture(rl=gspo(epsilon=0.0003, epsilon_high=0.0004), ce=cross_entropy())"
-    assert objectives.reinforce(high=3.0).__name__ == "reinforce(level='token', high=3.0)"
 
 
 def test_discounted_future_of_long_sequences():

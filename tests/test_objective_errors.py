@@ -1,0 +1,69 @@
+"""Wrong calls and options of `grpo_fused.objectives` are refused, by the name that an objective has in messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fused import objectives
+
+X = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, r"vanilla\(.*\) needs advantages \(advantages, in units of reward\); got weights",
+         lambda: objectives.vanilla()(X, weights=X)),
+        (TypeError, r"gpg\(\) reads advantages, weights; got old_per_token_logps, too",
+         lambda: objectives.gpg()(X, advantages=X, old_per_token_logps=X)),
+        (ValueError, r"gpg\(\): advantages must be \(3,\); got \(2,\)",
+         lambda: objectives.gpg()(X, advantages=torch.zeros(2))),
+        (TypeError, r"gpg\(\): advantages must be a tensor; got list", lambda: objectives.gpg()(X, advantages=[0.0] * 3)),
+        (TypeError, r"logps must be a floating-point tensor \[n\]; got torch.float32 \(1, 3\)",
+         lambda: objectives.gpg()(X[None], advantages=X[None])),
+        (ValueError, r"entropies must be \(3,\); got \(2,\)",
+         lambda: objectives.gpg()(X, torch.zeros(2), advantages=X)),
+        (TypeError, r"gspo\(.*\) has scope 'sequence' and needs cu_seqlens \[S \+ 1\] int64; got NoneType",
+         lambda: objectives.gspo()(X, advantages=X)),
+        (ValueError, r"gspo\(.*\): cu_seqlens must rise from 0 to 3; got \[0, 2\]",
+         lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0, 2]))),
+        (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
+         lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
+             X, advantages=X, a_weights=X + 1, b_weights=X)),
+        (TypeError, r"ipo\(.*\) needs sampling_per_token_logps \(log-probs of the engine",
+         lambda: objectives.ipo()(X, advantages=X)),
+        (TypeError, "needs .*rl_weights",
+         lambda: objectives.mixture(rl=objectives.gpg())(X, advantages=X)),
+        (TypeError, "mixture needs at least one objective", lambda: objectives.mixture()),
+        (TypeError, "expected an objective with scope token, sequence, batch; got 3", lambda: objectives.mixture(rl=3)),
+        (ValueError, "scope must be one of token, sequence, batch; got 'row'",
+         lambda: objectives.Objective("mine", lambda tokens: tokens.logps, scope="row")),
+        (ValueError, "epsilon must be > 0; got 0", lambda: objectives.vanilla(0.0)),
+        (ValueError, "dual_clip must be > 1; got 1", lambda: objectives.vanilla(dual_clip=1.0)),
+        (TypeError, "threshold must be a number; got '0.1'", lambda: objectives.dppo_tv("0.1")),
+        (ValueError, "kl_coef must be >= 0; got -1", lambda: objectives.ipo(kl_coef=-1.0)),
+        (ValueError, "low must be at most high; got low=2.0 and high=1.0", lambda: objectives.icepop(2.0, 1.0)),
+        (ValueError, r"share must be in \(0, 1\]; got 2", lambda: objectives.kl_cov(2.0)),
+        (ValueError, "level must be one of token, sequence; got 'batch'", lambda: objectives.topr("batch")),
+        (ValueError, "half_life must be > 0; got 0", lambda: objectives.fipo(half_life=0.0)),
+        (ValueError, "low is only used with estimator='k1'; got low=0.5 with 'k3'",
+         lambda: objectives.rollout_rejection(objectives.gpg(), "token", "k3", low=0.5, high=1.0)),
+        (ValueError, "level must be one of token, sequence_sum, sequence_mean; got 'sequence_max'",
+         lambda: objectives.rollout_truncation(objectives.gpg(), "sequence_max")),
+        (ValueError, "policy must be one of current, old; got 'ref'",
+         lambda: objectives.rollout_rejection(objectives.gpg(), high=2.0, policy="ref")),
+    ],
+)  # fmt: skip
+def test_refuses(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_repr_has_name_and_scope():
+    objective = objectives.dppo_tv(threshold=0.1)
+    assert objective.__name__ == "dppo_tv(threshold=0.1, max_ratio=20.0)"
+    assert repr(objective) == "<objective dppo_tv(threshold=0.1, max_ratio=20.0), scope 'token'>"
+    mixed = objectives.mixture(rl=objectives.gspo(), ce=objectives.cross_entropy())
+    assert mixed.__name__ == "mixture(rl=gspo(epsilon=0.0003, epsilon_high=0.0004), ce=cross_entropy())"
+    assert objectives.reinforce(high=3.0).__name__ == "reinforce(level='token', high=3.0)"
