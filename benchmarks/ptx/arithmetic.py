@@ -76,6 +76,28 @@ def fused(d: Decoder, found: re.Match[str]) -> Execute:
     return d.elementwise(_flushing(numbers.fma, found), "f32")
 
 
+@form(r"fma\.rm(?P<ftz>\.ftz)?\.f32")
+def fused_down(d: Decoder, found: re.Match[str]) -> Execute:
+    return d.elementwise(_flushing(numbers.fma_down, found), "f32")
+
+
+@form(r"add\.rz(?P<ftz>\.ftz)?\.f32")
+def add_toward_zero(d: Decoder, found: re.Match[str]) -> Execute:
+    return d.elementwise(_flushing(numbers.add_toward_zero, found), "f32")
+
+
+@form(r"copysign\.f32")
+def copy_sign(d: Decoder, found: re.Match[str]) -> Execute:
+    """The second source with the sign of the first."""
+    return d.elementwise(lambda sign, size: np.copysign(size, sign), "f32")
+
+
+@form(r"cvt\.sat\.f32\.f32")
+def saturate(d: Decoder, found: re.Match[str]) -> Execute:
+    """Clamped to [0, 1]; NaN gives 0."""
+    return d.elementwise(lambda x: np.where(np.isnan(x), F32(0), np.clip(x, F32(0), F32(1))), "f32")
+
+
 _PAIRS: dict[str, Callable[..., Array]] = {**_BINARY, "fma": numbers.fma}
 
 

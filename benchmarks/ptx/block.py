@@ -57,6 +57,34 @@ class Launch(NamedTuple):
     profile: Profile | None = None
 
 
+class Cluster:
+    """Blocks that run at the same time and can write into each other's shared memory; by rank."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
+        self.arrived = self.phase = 0
+
+    def arrive(self, threads: int) -> None:
+        """So many threads are at the cluster's barrier."""
+        self.arrived += threads
+        if self.arrived == sum(32 * block.num_warps for block in self.blocks):
+            self.arrived = 0
+            self.phase += 1
+        for block in self.blocks:
+            block.events += 1
+
+
+def cluster_of(launch: Launch, ranks: int, first: int, blocks: int) -> list[Block]:
+    """`ranks` blocks of a grid of `blocks` in one dimension, from `first` on, as a cluster."""
+    places = [{"ctaid.x": first + rank, "nctaid.x": blocks, "cluster_ctarank": rank, "cluster_nctarank": ranks}
+              for rank in range(ranks)]  # fmt: skip
+    made = [Block(launch, place) for place in places]
+    cluster = Cluster(made)
+    for block in made:
+        block.cluster = cluster
+    return made
+
+
 class Block:
     """One block of a grid; `special` has ctaid.x and so on."""
 
@@ -80,7 +108,7 @@ class Block:
         self.mbarriers: dict[int, Any] = {}
         self.pending: list[Callable[[], None]] = []
         """asynchronous operations that complete by themselves, oldest first"""
-        self.cluster: Sequence[Block] = (self,)
+        self.cluster = Cluster([self])
         self.races = None
         if self.options.races:
             self.races = Races(self.num_warps, size)

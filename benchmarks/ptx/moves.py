@@ -11,7 +11,7 @@ from .forms import PARAMETER_BASE, TYPES, Decoder, Execute, Read, form
 from .memory import UNSIGNED, Space
 from .numbers import U16, U32, U64, Array
 from .text import Address, PtxError
-from .warps import EXIT, LANES, Warps
+from .warps import AGAIN, EXIT, LANES, Warps
 
 CACHE = r"(?:\.(?:nc|ca|cg|cs|lu|cv|wb|wt|volatile|relaxed|weak|cta|gpu|L1::\w+|L2::\w+))*"
 VALUE = r"(?:\.(?P<vector>v2|v4|v8))?\.(?P<type>[bsu](?:8|16|32|64)|f32|f64)"
@@ -97,7 +97,7 @@ def _places(
 ) -> tuple[Array, Array | None]:
     """Addresses that lanes which take part load from, checked and counted, and the mask that chose them."""
     places = address(warps)
-    if space is warps.block.parameters:
+    if space is warps.block.parameters and places.size == 1:  # at a constant place
         return places, None
     if mask is not None:
         places = places[mask]
@@ -118,7 +118,7 @@ def note(
             block.races.access(places, width, by, warps.pc, write=write, same=same)
         if block.profile is not None:
             block.profile.shared_access(places, width, by)
-    elif block.profile is not None:
+    elif block.profile is not None and space is block.memory:
         block.profile.global_access(places, width, by, write=write)
 
 
@@ -266,3 +266,57 @@ def warp_barrier(d: Decoder, found: re.Match[str]) -> Execute:
 @form(r"ret|exit")
 def leave(d: Decoder, found: re.Match[str]) -> Execute:
     return lambda warps, mask: None if mask is not None and not mask.any() else EXIT
+
+
+# clusters: an address in the shared memory of block `rank` of the cluster has rank + 1 in its upper byte
+_RANK_SHIFT = 24
+
+
+@form(r"mapa\.shared::cluster\.u32")
+def map_address(d: Decoder, found: re.Match[str]) -> Execute:
+    return d.elementwise(lambda place, rank: place | (rank + U32(1)) << U32(_RANK_SHIFT), "u32")
+
+
+@form(r"st\.shared::cluster\.v4\.f32")
+def store_remote(d: Decoder, found: re.Match[str]) -> Execute:
+    """Into the shared memory of any block of the cluster; the race detector does not follow it."""
+    address = d.address(d.operands[0])
+    reads = [d.read(part, "b32") for part in d.vector(d.operands[1])]
+
+    def execute(warps: Warps, mask: Array | None) -> None:
+        lanes = np.arange(warps.size) if mask is None else np.flatnonzero(mask)
+        places = address(warps)[lanes]
+        for rank, block in enumerate(warps.block.cluster.blocks):
+            mine = (places >> _RANK_SHIFT) - 1 == rank
+            to = places[mine] & (2**_RANK_SHIFT - 1)
+            block.shared.check(to, 16)
+            for number, read in enumerate(reads):
+                block.shared.store(to + 4 * number, np.broadcast_to(read(warps), warps.size)[lanes][mine])
+
+    return execute
+
+
+@form(r"barrier\.cluster\.arrive(?:\.relaxed|\.release)?(?:\.aligned)?")
+def arrive_at_cluster(d: Decoder, found: re.Match[str]) -> Execute:
+    def execute(warps: Warps, mask: Array | None) -> None:
+        warps.all_of_warps(mask, "a cluster's barrier")
+        cluster = warps.block.cluster
+        for warp in warps.warps_of(mask):
+            warps.state.setdefault("cluster phases", {})[warp] = cluster.phase + 1
+        cluster.arrive(warps.size if mask is None else int(mask.sum()))
+
+    return execute
+
+
+@form(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?")
+def wait_for_cluster(d: Decoder, found: re.Match[str]) -> Execute:
+    """Asks again until all threads of the cluster have arrived."""
+
+    def execute(warps: Warps, mask: Array | None) -> str | None:
+        phases = warps.state.get("cluster phases", {})
+        if any(warp not in phases for warp in warps.warps_of(mask)):
+            raise PtxError("a warp waits for the cluster's barrier before it has arrived there")
+        there = all(phases[warp] <= warps.block.cluster.phase for warp in warps.warps_of(mask))
+        return None if there else AGAIN
+
+    return execute

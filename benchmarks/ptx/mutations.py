@@ -38,18 +38,19 @@ def places(kernel: Kernel) -> list[Place]:
     return found
 
 
-def without(name: str, place: Place) -> Callable[[Kernel], None]:
-    """An edit that removes it from the kernel of that name: a wait that asks is told that all is there."""
+def without(name: str, *removed: Place) -> Callable[[Kernel], None]:
+    """An edit that removes them from the kernel of that name: a wait that asks is told that all is there."""
 
     def edit(kernel: Kernel) -> None:
         if kernel.name != name:
             return
-        removed = kernel.instructions[place.index]
-        assert removed.opcode == place.opcode, "the kernel is another one"
-        if "try_wait" in removed.opcode:
-            replaced = removed._replace(opcode="mov.pred", operands=(removed.operands[0], "-1"))
-        else:
-            replaced = Instruction(None, False, "bar.warp.sync", (), removed.line, removed.source)
-        kernel.instructions[place.index] = replaced
+        for place in removed:
+            old = kernel.instructions[place.index]
+            if old.opcode != place.opcode:
+                raise ValueError(f"{place} is of another kernel: there is {old}")
+            new = Instruction(None, False, "bar.warp.sync", ("-1",), old.line, old.source)
+            if "try_wait" in old.opcode:
+                new = old._replace(opcode="mov.pred", operands=(old.operands[0], "-1"))
+            kernel.instructions[place.index] = new
 
     return edit

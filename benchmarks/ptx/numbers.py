@@ -6,6 +6,8 @@ choose. So a kernel that needs more than the manual says fails. The same argumen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,6 +74,27 @@ def fma(a: Array, b: Array, c: Array) -> Array:
         toward = np.where((error > 0) == (total > 0), U64(1), U64(2**64 - 1))
         total = np.where(inexact, bits + toward, bits).view(F64)
     return total.astype(F32)
+
+
+def fma_down(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in f32, rounded toward minus infinity."""
+    return _directed(a, b, c, lambda total: np.full(total.shape, -np.inf, F32))
+
+
+def add_toward_zero(a: Array, b: Array) -> Array:
+    """a + b in f32, rounded toward zero."""
+    return _directed(a, np.ones_like(a), b, lambda total: np.zeros(total.shape, F32))
+
+
+def _directed(a: Array, b: Array, c: Array, end: Callable[[Array], Array]) -> Array:
+    product, addend = a.astype(F64) * b.astype(F64), c.astype(F64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    rounded, limit = total.astype(F32), end(total)
+    beyond = np.where((rounded - total) != 0, rounded - total, -error)  # of the exact sum
+    down = np.where(np.isneginf(limit), beyond > 0, beyond * np.sign(total) > 0)
+    return np.where(down & np.isfinite(rounded), np.nextafter(rounded, limit), rounded)
 
 
 def larger(a: Array, b: Array) -> Array:

@@ -19,8 +19,9 @@ LANES = 32
 POISON = {"pred": False, "b16": 0x7FFF, "b32": 0x7FFF7FFF, "b64": 0x7FFF7FFF7FFF7FFF, "b128": 0}
 """Of a register's lanes that were not written when others were: NaN in bf16, fp16, fp32 and fp64, and no address."""
 
-WAIT, YIELD, EXIT = "wait", "yield", "exit"
-"""What an instruction may return instead of None: wait for the block; let others run; the end."""
+YIELD, AGAIN, EXIT = "yield", "again", "exit"
+"""What an instruction may return instead of None: let others run; the same, and do it again then; the end of a thread.
+Anything else is what the lanes wait for, until `release`."""
 
 
 class Fragment:
@@ -117,8 +118,8 @@ class Warps:
                         self._add(Fragment(pc, rest))
                     block.events += 1
                     return None
-                fragment.pc = pc
-                if outcome == YIELD:
+                fragment.pc = pc - 1 if outcome == AGAIN else pc
+                if outcome in (YIELD, AGAIN):
                     self._add(fragment)
                     return YIELD
                 fragment.waits_for = outcome

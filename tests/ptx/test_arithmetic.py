@@ -250,3 +250,19 @@ def test_approximate_functions():
     got = apply("lg2.approx.f32 {d}, {0}", np.array([1.0, 0.0, np.inf, -1.0], F32), out=F32)
     assert np.array_equal(got, np.array([0, -np.inf, np.inf, np.nan], F32), equal_nan=True)
     assert list(apply("div.full.f32 {d}, {0}, {1}", np.array([1, 6, 1], F32), np.array([1, 3, 0], F32), out=F32)) == [1, 2, np.inf]
+
+
+def test_directed_rounding():
+    """The nearest f32 number that is not above the exact result, or not further from zero."""
+    a, b, c = (RANDOM.standard_normal(2000).astype(F32) for _ in range(3))
+    c[:1000] *= F32(2.0**-40)
+    down = apply("fma.rm.f32 {d}, {0}, {1}, {2}", a, b, c, out=F32)
+    zero = apply("add.rz.f32 {d}, {0}, {1}", a, c, out=F32)
+    for x, y, z, fused, added in zip(a, b, c, down, zero, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert Fraction(float(fused)) <= exact < Fraction(float(np.nextafter(fused, F32(np.inf))))
+        total = Fraction(float(x)) + Fraction(float(z))
+        outward = np.nextafter(added, F32(np.copysign(np.inf, float(total))))
+        assert abs(Fraction(float(added))) <= abs(total) < abs(Fraction(float(outward)))
+    assert list(apply("cvt.sat.f32.f32 {d}, {0}", np.array([-1, 0.25, 7, np.nan], F32), out=F32)) == [0, 0.25, 1, 0]
+    assert list(apply("copysign.f32 {d}, {0}, {1}", np.array([-1.0, 2.0], F32), np.array([3.0, -4.0], F32), out=F32)) == [-3, 4]

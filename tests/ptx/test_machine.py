@@ -26,7 +26,7 @@ def outcome(body, threads=32, **settings):
 def test_an_unknown_instruction_names_its_line():
     with pytest.raises(PtxError, match=r"unknown instruction: frob\.s32 %r1, %r2 .*kernel\.py:12:3"):
         run_ptx(".loc 1 12 3\nfrob.s32 %r1, %r2;")
-    for form in ("add.rz.f32 %r1, %r1, %r1", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r1}, {%r1}, {%r1}",
+    for form in ("add.rp.f32 %r1, %r1, %r1", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r1}, {%r1}, {%r1}",
                  "ld.local.b32 %r1, [%rd1]", "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r1, %r1"):  # fmt: skip
         with pytest.raises(PtxError, match="unknown instruction"):
             run_ptx(form + ";")
