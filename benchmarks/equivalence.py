@@ -21,8 +21,8 @@ def compare(values: Sequence[float], baseline: Sequence[float], bound: float) ->
         bound: The smallest difference that counts, in the unit of the values; > 0.
 
     Returns:
-        n, mean, sd, `low` and `high` (95 % t-interval of the mean difference), `p` of the equivalence test, and
-        `p_difference` of the two-sided t-test, 1 if all differences are 0.
+        n, mean, sd, the means of both sides, `low` and `high` (95 % t-interval of the mean difference), `p` of the
+        equivalence test, and `p_difference` of the two-sided t-test, 1 if all differences are 0.
 
     Raises:
         ValueError: Fewer than two seeds, not the same number on both sides, or a bound that is not positive.
@@ -34,6 +34,7 @@ def compare(values: Sequence[float], baseline: Sequence[float], bound: float) ->
     differences = [a - b for a, b in zip(values, baseline, strict=True)]
     mean, sd = fmean(differences), stdev(differences)
     row = {"n": len(differences), "mean": mean, "sd": sd, "bound": bound}
+    row |= {"mean_of_values": fmean(values), "mean_of_baseline": fmean(baseline)}
     if sd == 0:  # no t-statistic: the differences are one number
         return row | {"low": mean, "high": mean, "p": float(abs(mean) >= bound), "p_difference": float(mean == 0)}
     from scipy import stats

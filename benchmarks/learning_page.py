@@ -81,13 +81,14 @@ def comparison(section_name: str, run: Run) -> str:
 def sentence(run: Run) -> str:
     """What is true of our trainer and stock TRL."""
     section = run.sections["learning"]
-    ours, trl, row = section["arms"]["ours"], section["arms"]["trl"], section["against_trl"]["ours"]
+    row = section["against_trl"]["ours"]
     (difference, interval), p = points(row), p_value(row["p"])
     equal = f"equality within {100 * section['bound']:g} points is {'' if row['p'] < ALPHA else 'not '}shown"
+    ours, theirs = (f"{row[side]:.1%}" for side in ("mean_of_values", "mean_of_baseline"))
     return (
-        f"Over {row['n']} seeds a small policy reaches an accuracy of {ours['mean']:.1%} in our trainer and of "
-        f"{trl['mean']:.1%} in stock TRL: a difference of {difference} points, 95 % interval {interval}; {equal} "
-        f"(two one-sided tests, p {p if p.startswith('<') else '= ' + p})."
+        f"Over {row['n']} seeds a small policy reaches an accuracy of {ours} in our trainer and of {theirs} in stock "
+        f"TRL: a difference of {difference} points, 95 % interval {interval}; {equal} (two one-sided tests, "
+        f"p {p if p.startswith('<') else '= ' + p})."
     )
 
 

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
@@ -249,6 +250,7 @@ def train(
     model, number = copy.deepcopy(model), recipe.steps * recipe.prompts_per_step
     judge = Judge(recipe, data_of(recipe.task).rows(seed, number))
     rows = [{"prompt": row["prompt"], "index": index} for index, row in enumerate(judge.rows)]
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process may train in fp32 and then in bf16
     if arm == "ours":
         train_ours(recipe, seed, model, judge, rows, replay)
     else:
