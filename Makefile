@@ -169,7 +169,7 @@ $(VENV)/.wheel: $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	@$(PIP) transformers accelerate datasets PyYAML rich tqdm matplotlib
+	@$(PIP) transformers accelerate datasets PyYAML tqdm matplotlib
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

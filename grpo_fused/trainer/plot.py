@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from grpo_fused.trainer.data import from_here
 from grpo_fused.trainer.metrics import read_jsonl
 
 if TYPE_CHECKING:
@@ -91,9 +92,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
     except FileNotFoundError as error:
-        raise SystemExit(
-            f"grpo-fused plot: error: run must be the output_dir of a run; no file {error.filename}"
-        ) from None
+        place = f"{error.filename}{from_here(Path(error.filename))}"
+        raise SystemExit(f"grpo-fused plot: error: run must be the output_dir of a run; no file {place}") from None
     except (OSError, ValueError) as error:
         raise SystemExit(f"grpo-fused plot: error: {error}") from error
 

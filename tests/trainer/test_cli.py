@@ -18,7 +18,7 @@ from grpo_fused.__main__ import main
 from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.cli import read_recipe
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.metrics import format_row
+from grpo_fused.trainer.metrics import format_row, format_samples, read_jsonl
 from grpo_fused.trainer.plot import draw_panel, panels_of
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
@@ -60,7 +60,10 @@ def test_every_recipe_takes_a_step(path: Path) -> None:
         pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
     (metrics,) = [row for row in dry_run(recipe) if row["step"] == 1]
     assert "reward" in metrics
-    assert len([name for name in metrics if name.startswith("rewards/")]) == len(recipe.rewards)
+    assert len([name for name in metrics if name.startswith("rewards/")]) == len(recipe.rewards) + 1  # the stand-in
+    assert metrics["grad_norm"] > 0
+    assert metrics["zero_std_groups"] == 0
+    assert metrics["loss"] != 0
 
 
 def test_the_file_the_command_line_and_both_spellings(recipe: Path) -> None:
@@ -219,7 +222,7 @@ def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pyte
     a_list.write_text("[1, 2]")
     for arguments, message in (
         (["train"], "the following arguments are required: model, rewards"),
-        (["train", "--config", "nowhere.yaml"], "File does not exist: .*nowhere.yaml"),
+        (["train", "--config", "nowhere.yaml"], "a file that exists; got .*nowhere.yaml"),
         (["train", "--config", str(recipe), "--steps"], "argument --steps: expected one argument"),
         (["train", "--config", str(no_text)], "'utf-8' codec can't decode"),
         (["train", "--config", str(a_list)], "a_list.yaml: a recipe must be a mapping of options to values"),
@@ -345,7 +348,7 @@ def test_what_a_run_prints(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert (first.split()[0], second.split()[0]) == ("1", "2")
     assert len(first) == len(second) == len(titles)
     assert rewards.split()[0] == "length"
-    assert max(map(len, lines[6:-1])) <= 100
+    assert max(map(len, lines[6 : lines.index("", 7)])) <= 100  # paths of the summary may be long
     assert "GRPO" not in errors  # no progress bar if the output is not a terminal
 
 
@@ -408,6 +411,95 @@ def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], messa
     """A misspelt file is not treated as the name of a data set."""
     with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{message}"):
         main(["train", "--config", str(recipe), "--dry-run", *arguments])
+
+
+def test_a_dry_run_without_a_gradient_fails(recipe: Path) -> None:
+    """With one token to choose from, nothing can be learned."""
+    with pytest.raises(SystemExit, match="error: rewards that differ must give a gradient; got 0"):
+        main(["train", "--config", str(recipe), "--dry-run", "--top-k", "1", "--loss.beta", "0"])
+
+
+def test_a_name_that_does_not_exist_is_asked_for_once(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers and datasets would wait between requests, up to a minute."""
+
+    def sleep(seconds: float) -> None:
+        pytest.fail(f"waits {seconds} s")
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.chdir(recipe.parent)
+    for option in ("model", "dataset"):
+        here = f"there is no folder 'nobody/no-such-thing' in {re.escape(str(recipe.parent))}, and the Hugging Face Hub"
+        with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{here}"):
+            main(["train", "--config", str(recipe), f"--{option}", "nobody/no-such-thing"])
+    with pytest.raises(SystemExit, match="it is not a name of the Hugging Face Hub"):
+        main(["train", "--config", str(recipe), "--model", "./modle"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "--config", "nowhere.yaml"],
+            "--config must be a file that exists; got 'nowhere.yaml' (from {here})",
+        ),
+        (["train", "--config", "recipe.yaml", "--dataset", "no.jsonl"], "expected a file at 'no.jsonl' (from {here})"),
+        (["train", "--config", "recipe.yaml", "--rewards", "[{{function: no.py:f}}]"], "got 'no.py:f' (from {here})"),
+        (["plot", "nowhere"], "no file nowhere (from {here})"),
+        (["train", "--config", "recipe.yaml", "--loss.beta=-1"], "command line: loss.beta must be at least 0"),
+        (["train", "--config", "recipe.yaml", "--lora.r=0"], "command line: lora.r must be at least 1"),
+    ],
+    ids=["config", "data", "function", "plot", "loss", "lora"],
+)
+def test_errors_name_the_folder_or_the_option(
+    recipe: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(recipe.parent)
+    with pytest.raises(SystemExit) as ended:
+        main([word.format() for word in arguments])
+    assert message.format(here=recipe.parent) in capsys.readouterr().err + str(ended.value)
+
+
+def test_a_run_ends_with_its_last_row_and_a_summary(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = recipe.parent / "out"
+    main(["train", "--config", str(recipe), "--steps", "3", "--logging-steps", "2"])
+    printed, errors = capfd.readouterr()
+    titles, second, third, blank, *summary = printed.splitlines()[7:]
+    assert [row.split()[0] for row in (titles, second, third)] == ["step", "2", "3"]
+    assert not blank
+    rewards = [row["reward"] for row in read_jsonl(out / "metrics.jsonl")]
+    facts = dict(re.split("  +", line, maxsplit=1) for line in summary)
+    assert re.fullmatch(r"3 steps in [\d.]+ s", facts.pop("done"))
+    assert facts == {
+        "reward": f"{rewards[0]:.3f} at step 1 -> {rewards[2]:.3f} at step 3",
+        "checkpoint": str(out / "checkpoint-000003"),
+        "use it": f'AutoModelForCausalLM.from_pretrained("{out / "checkpoint-000003"}")',
+        "curves": f"grpo-fused plot {out}",
+    }
+    assert not errors  # no progress bars, of libraries neither
+    main(["train", "--config", str(recipe), "--steps", "1", "--logging-steps", "0", "--overwrite"])
+    assert not capfd.readouterr().out
+
+
+def test_completions_are_three_of_four_lines() -> None:
+    texts = ["worst", "best\n" * 9, "\x07[/b]", "middle " * 99, "x"]
+    totals = [-1.0, 9.0, 1.0, 2.0, 0.5]
+    rewards = {"rewards/length_reward": totals, "none": [float("nan")] * 5}
+    prompt = "system: be good\n\n" + "\n".join(f"line {i}" for i in range(9))
+    text = format_samples(7, prompt, texts, {"length_reward": totals, "none": rewards["none"]}, totals)
+    assert text.splitlines()[:7] == [
+        "", "completions of step 7, 3 of 5", "prompt     ... line 5", "           line 6", "           line 7",
+        "           line 8", "reward 9   best",
+    ]  # fmt: skip
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("reward")] == ["9", "1", "-1"]
+    assert text.count("best") == 4
+    assert "best ..." in text
+    assert "\ufffd[/b]" in text
+    assert "length 9, none not judged" in text
+    assert max(map(len, text.splitlines())) <= 100
+    two = format_samples(1, "p", ["a", "b"], {"r": [1.0, 0.0]}, [1.0, 0.0])
+    assert "2 of 2" in two
+    assert "r 1" not in two  # the only reward is the sum
 
 
 @pytest.mark.parametrize(
@@ -477,7 +569,12 @@ def test_a_module_of_the_current_folder(
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as a console script's
     monkeypatch.chdir(tmp_path)
     main(["train", "--config", str(recipe), "--dry-run"])
-    assert "dry run: ok" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dry run: ok" in printed
+    assert len(printed.splitlines()) <= 25
+    assert "two of " in printed
+    assert "one 1.000" in printed
+    assert "every_other" not in printed
 
 
 def test_held_out_rows_of_a_file_take_no_subset_and_split(tmp_path: Path) -> None:
