@@ -140,7 +140,7 @@ class RunLog:
         if not set(config.report_to) <= trackers | {"all"}:
             raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(trackers)}")
         self.config, self.accelerator, self.output_dir = config, accelerator, output_dir
-        self._rows_printed = 0
+        self._rows_printed, self._columns = 0, list[str]()
         self._not_printed: Metrics | None = None
 
     @contextmanager
@@ -170,9 +170,15 @@ class RunLog:
             self._print_row()
 
     def _print_row(self) -> None:
-        if self._not_printed is not None:
-            self.say(format_row(self._not_printed, titles=self._rows_printed % TITLES_EVERY == 0))
-            self._rows_printed += "reward" in self._not_printed
+        if (metrics := self._not_printed) is not None and "reward" in metrics:
+            new = [name for name in metrics if name in COLUMNS and name not in self._columns]
+            self._columns += new
+            # a step without an update has no entropy and no clip ratio
+            row = {name: metrics.get(name, math.nan) for name in self._columns} | metrics
+            self.say(format_row(row, titles=bool(new) or self._rows_printed % TITLES_EVERY == 0))
+            self._rows_printed += 1
+        elif metrics is not None:
+            self.say(format_row(metrics))
         self._not_printed = None
 
     def samples(self, *samples: Any) -> None:

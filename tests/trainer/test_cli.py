@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from guards import processor_seconds
 
 from grpo_fused.__main__ import main
 from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.cli import read_recipe
+from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.metrics import format_row, format_samples, read_jsonl
+from grpo_fused.trainer.metrics import RunLog, format_row, format_samples, read_jsonl
 from grpo_fused.trainer.plot import draw_panel, panels_of
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
@@ -479,6 +481,26 @@ def test_a_run_ends_with_its_last_row_and_a_summary(recipe: Path, capfd: pytest.
     assert not errors  # no progress bars, of libraries neither
     main(["train", "--config", str(recipe), "--steps", "1", "--logging-steps", "0", "--overwrite"])
     assert not capfd.readouterr().out
+
+
+def test_a_step_without_an_update_keeps_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no entropy; titles are repeated for a new column, after completions, and every 20 rows."""
+    log = RunLog(GRPOTrainerConfig(logging_steps=1), Accelerator(), None)
+    log.record({"step": 1, "reward": 1.0, "loss": 0.5})
+    log.record({"step": 2, "reward": 1.0, "entropy": 0.1, "loss": 0.5})
+    log.record({"step": 3, "reward": 1.0, "loss": 0.0})
+    log.samples(4, "p", ["a"], {"r": [1.0]}, [1.0])
+    log.record({"step": 4, "reward": 1.0, "loss": 0.0})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line and "r" not in line.split()[:1]]
+    rows = [line for line in lines if line[0] in "1234"]
+    assert [row[2:] for row in rows] == [["0.5000"], ["0.5000", "0.100"], ["0.0000", "-"], ["0.0000", "-"]]
+    assert [lines.index(row) - 1 in [i for i, line in enumerate(lines) if line[0] == "step"] for row in rows] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    for step in range(5, 30):
+        log.record({"step": step, "reward": 1.0, "loss": 0.0})
+    titles = [i for i, line in enumerate(capsys.readouterr().out.splitlines()) if "step" in line]
+    assert titles == [19]
 
 
 def test_completions_are_three_of_four_lines() -> None:
