@@ -636,6 +636,28 @@ def test_the_plot_has_integer_steps_and_no_empty_panel() -> None:
     ] == "Clip ratio"
 
 
+def test_the_plot_of_one_step_has_its_values() -> None:
+    """On an axis from 0; with one point matplotlib would show a range of a tenth around it."""
+    from matplotlib.figure import Figure
+
+    lines: list[dict[str, float | None]] = [{"step": 1, "reward": 0.4, "entropy": -1.25, "eval/x": 0.5}]
+    for panel, texts, limits in zip(
+        panels_of(lines), ("0.4", "0.5", "-1.25"), ((0, 0.5), (0, 0.625), (-1.5625, 0)), strict=True
+    ):
+        axes = Figure().subplots()
+        draw_panel(axes, panel, lines)
+        assert [text.get_text() for text in axes.texts] == [texts]
+        low, high = axes.get_ylim()
+        assert low == pytest.approx(limits[0])
+        assert high == pytest.approx(limits[1] or 1)
+        assert axes.get_xlim() == (0, 2)
+    more = [*lines, {"step": 2, "reward": 0.5, "eval/x": 0.6}]
+    axes = Figure().subplots()
+    draw_panel(axes, panels_of(more)[1], more)
+    assert not axes.texts
+    assert axes.get_ylim()[0] == 0
+
+
 def test_plot_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error: .*metrics.jsonl"):
         main(["plot", str(tmp_path)])
