@@ -310,6 +310,15 @@ def commands(page: str) -> Iterator[str]:
             yield " ".join(code.split())
 
 
+def test_the_readme_is_short():
+    """What it is, how to get it and for whom are in the first screen; the whole is at most 150 lines."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first = "\n".join(lines[:20])
+    for words in ("docs/plots/summary.svg", "**Use it**", "**Not yet**", "git clone ", "pip install -e "):
+        assert words in first, words
+
+
 def test_commands_are_found():
     """The pattern must find them."""
     assert "make demo" in list(commands("README.md"))
@@ -333,7 +342,7 @@ def test_commands_exist(page):
             named = [word for word in words[1:] if "=" not in word]
             assert set(named) <= set(targets), f"{page}: {command}"
             continue
-        if words[0] == "pip":
+        if words[0] in ("pip", "git", "hf"):
             continue
         if words[0] == "grpo-fused":
             words = ["python", "-m", "grpo_fused", *words[1:]]
