@@ -421,6 +421,31 @@ def test_your_task_trains_a_tiny_model(tmp_path, monkeypatch):
     assert "rewards/short_answer" in rows[0]
 
 
+def test_recipes_to_copy_are_those_that_ran():
+    """The page has the files themselves, and the options of the study; the others are said not to have run."""
+    from benchmarks.pretrained import recipe
+    from grpo_fused.trainer.cli import read_recipe
+    from grpo_fused.trainer.reading import Loader
+
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\((\.\./examples/[^)]*\.yaml)\):\n\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 3
+    for file, text in shown:
+        assert (ROOT / "docs" / file).read_text(encoding="utf-8") == text, file
+    (study,) = (block.code for block in blocks("docs/recipes.md") if "runs/gemma" in block.code)
+    (options,) = [Loader(study).get_single_data()]
+    words = [word for name, value in options.items() for word in (f"--{name}", json.dumps(value).strip('"'))]
+    assert read_recipe(words)[0] == recipe(Path("runs/start"), Path("runs/gemma"), 20, 0)
+    files = sorted((ROOT / "examples").glob("*/*.yaml"))
+    assert len(files) > 10
+    for file in files:
+        name = file.relative_to(ROOT).as_posix()
+        (row,) = re.findall(rf"^\| \[`{name}`\].*$", page, re.MULTILINE)
+        is_run = file.parent.name == "small"
+        assert ("not run" in row) != is_run, row
+        assert ("# Not run yet" in file.read_text(encoding="utf-8")) != is_run, name
+
+
 def test_the_notebook_runs():
     cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}
