@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia clean
+.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,6 +38,19 @@ lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in an environment of its own: the API is read from the source, so it needs no torch.
+docs: $(VENV)-docs/.ready  ## the site of docs/ and the docstrings, in build/site (needs no torch)
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+# A Chromium must be installed (apt install chromium), or named: CHROMIUM=<path>.
+docs-test: docs  ## opens every page of the site in Chromium, follows its links and searches
+	$(VENV)-docs/bin/python -m pytest -q --noconftest -p no:cacheprovider tests/with_site
+
+$(VENV)-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 # In environments of their own, since what they need is not for everybody; never part of the gate. All take the extension
 # of this checkout, built first if it is not up to date: it needs nothing of torch, so one serves them all.
@@ -160,7 +173,7 @@ emulate-nvidia: $(VENV)/.dev  ## the Triton kernels as PTX of an A100 and an H10
 	TRITON_INTERPRET=0 $(PYTEST) --full tests/with_ptx
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }
@@ -182,7 +195,7 @@ $(VENV)/.wheel: $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	@$(PIP) transformers accelerate datasets PyYAML rich tqdm matplotlib
+	@$(PIP) transformers accelerate datasets PyYAML tqdm matplotlib
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -82,7 +82,8 @@ TABLES: dict[str, Table] = {
 _PAGES = {
     "README.md": ("summary", "training-step", "study"),
     "docs/integrations.md": ("training-step", "integration-steps"),
-    "docs/training.md": ("generation", "shared-prompts", "mismatch"),
+    "docs/training_step.md": ("generation", "shared-prompts"),
+    "docs/vllm.md": ("mismatch",),
     "docs/divergence.md": ("divergence",),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "study-runs",

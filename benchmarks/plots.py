@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.results import Run, latest, newest, where
-from benchmarks.speed_tables import peak_mib, with_peers
+from benchmarks.speed_tables import SUMMARY_PEERS, peak_mib, summary_case, with_peers
 from benchmarks.studies import STUDIES
-from benchmarks.style import INK, NAMES, bar_color, bar_text, decorate, label_bars, new_figure
+from benchmarks.style import INK, NAMES, add_source, bar_color, bar_text, decorate, label_bars, new_figure
 from benchmarks.tables import title
 
 if TYPE_CHECKING:
@@ -27,11 +27,19 @@ class Picture(NamedTuple):
 
     data: Any
     draw: Callable[[Any], Figure]
+    source: str
+    """the machine, the commit and the date of the run"""
 
     @property
     def hash(self) -> str:
         """Hash of all data in the picture."""
-        return hashlib.sha256(json.dumps(self.data, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.data, self.source], sort_keys=True).encode()).hexdigest()
+
+    def figure(self) -> Figure:
+        """The picture, with its source."""
+        figure = self.draw(self.data)
+        add_source(figure, self.source)
+        return figure
 
 
 class Bars(NamedTuple):
@@ -39,13 +47,15 @@ class Bars(NamedTuple):
 
     title: str
     note: str
-    """about the machine and the run"""
+    """about the problem"""
     label: str
     """of the axis"""
     limit: float | None
     """where a line is drawn"""
     panels: dict[str, dict[str, float]]
     """title of a panel to the length of each name's bar"""
+    labels: tuple[str, ...] = ()
+    """of the axis of each panel, if they differ"""
 
 
 def plots(folder: Path) -> dict[str, Picture]:
@@ -53,12 +63,30 @@ def plots(folder: Path) -> dict[str, Picture]:
     pictures: dict[str, Picture] = {}
     for study in STUDIES.values():
         if study.plot is not None and (run := latest(study.section, folder)) is not None:
-            pictures[f"{study.section.replace('_', '-')}.svg"] = Picture(run.sections[study.section], study.plot)
+            name = f"{study.section.replace('_', '-')}.svg"
+            pictures[name] = Picture(run.sections[study.section], study.plot, where(run))
     for device, name in (("cpu", "cpu"), ("cuda", "gpu")):
         run = newest(device, "loss", folder)
         bars = {} if run is None else _bars(run)
-        pictures |= {f"{name}-{what}.svg": Picture(data, draw_bars) for what, data in bars.items() if data.panels}
+        pictures |= {
+            f"{name}-{what}.svg": Picture(data, draw_bars, where(run))
+            for what, data in bars.items()
+            if run is not None and data.panels
+        }
+    if (found := summary_case(folder)) is not None:
+        pictures["summary.svg"] = Picture(_summary(found[1]), draw_bars, where(found[0]))
     return pictures
+
+
+def _summary(case: dict[str, Any]) -> Bars:
+    """Time and memory of ours and its peers, for the first screen of the README."""
+    rows = {name: case["providers"][name] for name in ("native", *SUMMARY_PEERS)}
+    times = {name: row["forward_backward"]["ms"]["median"] for name, row in rows.items()}
+    peaks = {name: mib for name, row in rows.items() if (mib := peak_mib(row)) is not None}
+    return Bars(
+        "The GRPO loss on a CPU, forward + backward (lower is better)", title(case["shape"]), "", None,
+        {"Time": times, "Memory": peaks}, ("ms", "MiB beyond inputs and gradients"),
+    )  # fmt: skip
 
 
 def _bars(run: Run) -> dict[str, Bars]:
@@ -71,11 +99,12 @@ def _bars(run: Run) -> dict[str, Bars]:
                 times.setdefault(title(case["shape"]), {})[provider] = ratio
                 if (mib := peak_mib(row)) is not None:
                     peaks.setdefault(title(case["shape"]), {})[provider] = mib
-    ratios = "time / time of the three bare products (the dashed line); lower is better"
-    mib_label = "MiB beyond inputs and gradients (lower is better)"
+    ratios = "time / time of the three bare products (dashed)"
+    mib_label = "MiB beyond inputs and gradients"
+    note = "N tokens, hidden size H, vocabulary V. A colour is a program."
     return {
-        "speed": Bars("Time of the loss, forward + backward", where(run), ratios, 1.0, times),
-        "memory": Bars("Peak memory of the loss", where(run), mib_label, None, peaks),
+        "speed": Bars("Time of the loss, forward + backward (lower is better)", note, ratios, 1.0, times),
+        "memory": Bars("Peak memory of the loss (lower is better)", note, mib_label, None, peaks),
     }
 
 
@@ -92,17 +121,25 @@ def save(path: Path, picture: Picture) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "grpo_fused", "svg.fonttype": "none", "font.size": 9}):
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"Date": None, "Creator": None, "Description": f"data {picture.hash}"}
-        picture.draw(picture.data).savefig(path, format="svg", metadata=about)
+        picture.figure().savefig(path, format="svg", metadata=about)
 
 
 def draw_bars(bars: Bars) -> Figure:
-    """A panel for each problem, one below the other."""
-    rows = [len(panel) for panel in bars.panels.values()]
-    figure = new_figure(7.6, 1.0 + sum(0.62 + 0.27 * n for n in rows), bars.title, bars.note)
-    axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=[n + 0.8 for n in rows])
-    for axis, (name, panel) in zip(axes[:, 0], bars.panels.items(), strict=True):
+    """A panel for each problem, two in a row; panels of one unit have one scale."""
+    count = len(bars.panels)
+    columns = min(count, 2)
+    most = max(map(len, bars.panels.values()))
+    rows = -(-count // columns)
+    height = 1.1 + rows * (0.75 + 0.27 * most)
+    figure = new_figure(1.0 + 5.2 * columns, height, bars.title, bars.note)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=not bars.labels).flatten()
+    labels = bars.labels or (bars.label,) * count
+    for axis, (name, panel), label in zip(axes, bars.panels.items(), labels, strict=False):
         _panel(axis, name, panel, bars.limit)
-    axes[-1, 0].set_xlabel(bars.label)
+        axis.set_xlabel(label)
+        axis.xaxis.set_tick_params(labelbottom=True)
+    for axis in axes[count:]:
+        axis.set_axis_off()
     return figure
 
 

@@ -161,7 +161,9 @@ def table(run: results.Run) -> str:
         numbers = " | ".join(f"{found[each]:.2f}" for each in CLASSES)
         moved = f"{found['bytes loaded']:.2f}, {found['bytes stored']:.2f}"
         sectors = f"{found['sectors loaded / least']:.2f}, {found['sectors stored / least']:.2f}"
-        lines.append(f"| {case} | {architecture} | {numbers} | {moved} | {sectors} | {found['shared passes / least']:.2f} |")
+        lines.append(
+            f"| {case} | {architecture} | {numbers} | {moved} | {sectors} | {found['shared passes / least']:.2f} |"
+        )
     shape = section["shape"]
     return "\n".join([
         *lines, "",

@@ -20,11 +20,10 @@ COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
 
 def summary(folder: Path) -> str:
     """One row: time and memory of our loss and of its peers, from the newest CPU run that timed all of them."""
-    run = next((run for run in newest_first("cpu", "loss", folder) if _summary_case(run)), None)
-    if run is None:
+    found = summary_case(folder)
+    if found is None:
         return f"Time and memory: {NOT_YET} (`{COMMANDS['cpu']}`)."
-    case = _summary_case(run)
-    assert case is not None
+    run, case = found
     names = {"native": "**grpo_fused**", **SUMMARY_PEERS}
     cells = ["time of forward + backward, memory beyond inputs and gradients"]
     for name in names:
@@ -56,12 +55,13 @@ def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path
     return line, f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
 
 
-def _summary_case(run: Run) -> dict[str, Any] | None:
-    """The first dense case in which ours and all of `SUMMARY_PEERS` were timed."""
-    for case in _dense(run).values():
-        rows = case["providers"]
-        if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
-            return case
+def summary_case(folder: Path) -> tuple[Run, dict[str, Any]] | None:
+    """The newest CPU run that timed ours and all of `SUMMARY_PEERS`, and the first dense case in which it did."""
+    for run in newest_first("cpu", "loss", folder):
+        for case in _dense(run).values():
+            rows = case["providers"]
+            if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
+                return run, case
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from benchmarks.results import Run, where
 from benchmarks.tables import BARE, grid
 
@@ -34,21 +36,26 @@ def runs(run: Run) -> str:
 
 
 def summary(run: Run) -> str:
-    """A sentence on the first run of each trainer: accuracy, and the time of a step."""
+    """Accuracy after all runs of each trainer with its uncertainty, and the time of a step."""
     section = run.sections["pretrained"]
-    first = {kind: section["runs"].get(f"{kind}-0", {"accuracy": {}}) for kind in TRAINERS}
-    ours = first["ours"]
-    if "after" not in ours["accuracy"]:
+    runs = [(name.rpartition("-")[0], row) for name, row in section["runs"].items() if "after" in row["accuracy"]]
+    finished = {kind: [row for name, row in runs if name == kind] for kind in TRAINERS}
+    if not finished["ours"]:
         return "A pretrained model: not measured yet (`python -m benchmarks.pretrained`)."
-    ends = ", ".join(
-        f"{row['accuracy']['after']:.0%} with {TRAINERS[kind]} ({row['median']['seconds']:.0f} s a step)"
-        for kind, row in first.items()
-        if "after" in row["accuracy"]
-    )
+    ends = []
+    for kind, rows in finished.items():
+        if rows:
+            shares = ", ".join(f"{row['accuracy']['after']:.0%}" for row in rows)
+            count = f"{len(rows)} run{'s' if len(rows) > 1 else ''}"
+            ends.append(f"{shares} with {TRAINERS[kind]} ({count}, {rows[0]['median']['seconds']:.0f} s a step)")
+    first, held_out = finished["ours"][0], section["held_out"]
+    share = first["accuracy"]["after"]
+    error = 100 * math.sqrt(share * (1 - share) / held_out)
     return (
         "After a short supervised start, Gemma 3 270M (V = 262,144) learns sums of reasoning-gym in "
-        f"{ours['steps']} steps on two CPU cores: from {ours['accuracy']['before']:.0%} of "
-        f"{section['held_out']} held-out problems to {ends}; one run of each "
+        f"{first['steps']} steps on two CPU cores: from {first['accuracy']['before']:.0%} of {held_out} held-out "
+        f"problems to {'; '.join(ends)}. An accuracy has a standard error of {error:.1f} points by "
+        "the problems alone, and seeds differ too: no difference in learning between the trainers is claimed "
         "([the study](docs/study.md))."
     )
 

@@ -13,7 +13,7 @@ from benchmarks.style import (
     LABEL_BOX,
     MUTED,
     OURS,
-    PEER,
+    PART_COLORS,
     bar_color,
     bar_text,
     decorate,
@@ -178,8 +178,10 @@ def growth_plot(section: dict[str, Any]) -> Figure:
     words = f"N = {base['N']}, H = {base['H']}, V = {base['V']}"
     figure = new_figure(
         13.2, 6.6, "Time and memory of the loss by problem size (lower is better)",
-        f"One size varies, the others are {words}; {_short(dtype)}, {section['device']}. Dots: measured. Lines: "
-        "predicted, time by a fit without that point, memory by the plan of the engine.",
+        f"One size varies, the others are {words}; {_short(dtype)}, {section['device']}. Dots: measured, medians. "
+        "Lines: predicted, time by a fit without that point, memory by the plan of the engine.\n"
+        "Dots leave their line where the machine, shared with others, was slower or faster: the bare products, whose "
+        "work is known exactly, do so too.",
     )  # fmt: skip
     panels = figure.subplots(2, len(section["varied"]), sharey="row", squeeze=False)
     titles = {"N": "tokens N", "V": "vocabulary V", "H": "hidden size H", "active": "share of active tokens"}
@@ -281,14 +283,24 @@ def candidates_plot(section: dict[str, Any]) -> Figure:
     """Time by the size of the sets, compared with the dense loss."""
     shape, points = section["published"], section["growth"]
     figure = new_figure(
-        7.4, 4.6, "Candidate sets: time of the loss by set size (lower is better)",
-        f"bf16, H = {shape['H']}, V = {shape['V']}, frozen head, all sets of one size. Dots: measured.",
+        7.4, 5.2, "Candidate sets: time of the loss by set size (lower is better)",
+        f"bf16, H = {shape['H']}, V = {shape['V']}, frozen head, sets of one size. Dots: medians; bars: p20 to p80.\n"
+        "The whole vocabulary is timed again beside each size, and takes the same work each time: that\n"
+        "it wanders is the machine, shared with others. Sets of more than V / 8 tokens are worked as the\n"
+        "whole vocabulary with a mask, so that the largest size takes less time than the one before it.",
     )  # fmt: skip
     axes = figure.subplots()
     sizes = [point["size"] for point in points]
     for name, color, label in (("sets", COLORS["native"], "candidate sets"), ("dense", MUTED, "whole vocabulary")):
         times = [point[name]["ms"]["median"] for point in points]
-        axes.plot(sizes, times, "o-", color=color, markersize=5, linewidth=1.4, label=label)
+        spread = [
+            [abs(point[name]["ms"][q] - t) for point, t in zip(points, times, strict=True)] for q in ("p20", "p80")
+        ]
+        axes.errorbar(sizes, times, spread, fmt="o-", color=color, markersize=5, linewidth=1.4, label=label)
+    limit = shape["V"] / 8
+    axes.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.annotate("V / 8", (limit, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
+                  textcoords="offset points", fontsize=8.5, color=INK, bbox=LABEL_BOX)  # fmt: skip
     log2_ticks(axes, sizes, [f"{size}" for size in sizes])
     log_height(axes)
     axes.legend(frameon=False, fontsize=9, loc="center left")
@@ -310,6 +322,7 @@ def distillation_plot(section: dict[str, Any]) -> Figure:
         axes.plot(x, y, "o-", color=color, markersize=4, linewidth=1.4, label="" if run["seed"] else label)
         axes.axhline(run["teacher_accuracy"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     percent(axes.yaxis)
+    axes.set_ylim(0, 1.02)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     decorate(axes, "", "step", "held-out accuracy")
     return figure
@@ -320,10 +333,10 @@ def pretrained_plot(section: dict[str, Any]) -> Figure:
     figure = new_figure(
         12.6, 4.4, "GRPO on a pretrained model: learning, and the time of a step",
         f"{section['model']}, reasoning_gym {section['task']}, V = 262,144, bf16 autocast on two CPU cores. "
-        f"Rewards are means of {SMOOTH} steps.",
+        f"Rewards are means of {SMOOTH} steps.\n"
+        "A line is a run. There is one of stock TRL: no difference in learning is claimed.",
     )  # fmt: skip
     rewards, accuracy, times = figure.subplots(1, 3, width_ratios=(1.2, 0.8, 1.4))
-    color = {"ours": COLORS["native"], "fused_trl": COLORS["TRL"], "trl": COLORS["eager"]}
     known = set[str]()
     for name, run in section["runs"].items():
         kind = name.rpartition("-")[0]
@@ -331,11 +344,13 @@ def pretrained_plot(section: dict[str, Any]) -> Figure:
         means = [sum(reward[i : i + SMOOTH]) / SMOOTH for i in range(len(reward) - SMOOTH + 1)]
         label = "" if kind in known else TRAINERS[kind].replace("`", "")
         known.add(kind)
-        rewards.plot(range(SMOOTH, len(reward) + 1), means, color=color[kind], linewidth=1.6, label=label)
+        rewards.plot(range(SMOOTH, len(reward) + 1), means, color=COLORS[kind], linewidth=1.6, label=label)
         if "after" in run["accuracy"]:
             line = [run["accuracy"]["before"], run["accuracy"]["after"]]
-            accuracy.plot([0, 1], line, "o-", color=color[kind], linewidth=1.4, markersize=5)
-    rewards.legend(frameon=False, fontsize=8.5, loc="upper left")
+            accuracy.plot([0, 1], line, "o-", color=COLORS[kind], linewidth=1.4, markersize=5)
+    rewards.legend(frameon=False, fontsize=8.5, loc="lower right")
+    rewards.set_ylim(bottom=0)
+    accuracy.set_ylim(0, 1)
     decorate(rewards, "Reward in training", "step", "mean reward")
     accuracy.set_xticks([0, 1], ["before", "after"])
     accuracy.set_xlim(-0.3, 1.3)
@@ -347,11 +362,10 @@ def pretrained_plot(section: dict[str, Any]) -> Figure:
 
 def _step_bars(times: Axes, medians: dict[str, dict[str, float]]) -> None:
     """Where the time of a step goes, a bar for the first run of each trainer."""
-    shades = {"generation": PEER, "body": COLORS["chunked"], "head": COLORS["eager"], "other": INK}
     left = [0.0] * len(medians)
     for part in PARTS:
         seconds = [median[part] for median in medians.values()]
-        times.barh(range(len(medians)), seconds, left=left, color=shades[part], height=0.6, label=part)
+        times.barh(range(len(medians)), seconds, left=left, color=PART_COLORS[part], height=0.6, label=part)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     label_bars(times, [TRAINERS[name.rpartition("-")[0]].replace("`", "") for name in medians])
     times.legend(frameon=False, fontsize=8.5, loc="lower center", ncols=4, bbox_to_anchor=(0.45, 1.06))

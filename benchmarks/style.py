@@ -10,20 +10,35 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-INK, MUTED, GRID, PEER = "#1f2933", "#616e7c", "#e4e7eb", "#aab2bd"
+INK, MUTED, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 COLORS = {
     "native": "#0072b2",
     "ours": "#0072b2",
     "triton": "#0072b2",
     "cuda": "#0072b2",
     "chunked": "#56b4e9",
+    "fused_trl": "#44aa99",
     "eager": "#d55e00",
+    "torch.compile": "#009e73",
     "TRL": "#e69f00",
+    "trl": "#e69f00",
     "Liger": "#a0522d",
+    "liger": "#a0522d",
+    "liger-triton": "#a0522d",
     "linear_cross_entropy": "#cc79a7",
+    "torch-lce": "#cc79a7",
+    "torch-lce-chunked": "#cc79a7",
+    "torchtitan": "#7e57c2",
+    "unsloth": "#b8a100",
+    "cce": "#117733",
+    "cce-exact": "#117733",
+    "quack": "#882255",
     "bare": "#7b8794",
 }
-"""Okabe and Ito's palette, which people with any kind of colour vision can distinguish; lines have labels as well."""
+"""One colour for each program, in every picture: Okabe and Ito's palette, which people with any kind of colour vision
+can distinguish, and further ones. Lines and bars have labels as well."""
+PART_COLORS = {"generation": "#d3d8de", "body": "#aab2bd", "head": "#616e7c", "other": "#1f2933"}
+"""Parts of a step."""
 
 OURS = ("native", "triton", "cuda", "chunked", "ours")
 NAMES = {
@@ -99,8 +114,13 @@ def log_height(axes: Axes) -> None:
 
 
 def bar_color(name: str) -> str:
-    """Blue for ours, grey for the others."""
-    return COLORS[name] if name in OURS else PEER
+    """The colour of a program; grey for one that is new."""
+    return COLORS.get(name, MUTED)
+
+
+def add_source(figure: Figure, source: str) -> None:
+    """A last line below the picture: the machine, the commit and the date of its run."""
+    figure.supxlabel(f"{figure.get_supxlabel()}\n{source}", color=MUTED, fontsize=8.5, x=0.012, ha="left")
 
 
 def label_bars(axes: Axes, names: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "api.md")]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 class Block(NamedTuple):

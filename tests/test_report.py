@@ -13,6 +13,7 @@ from benchmarks.command import call
 from benchmarks.pages import PAGES
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
+from benchmarks.style import COLORS
 from benchmarks.sweep import PLANS
 
 
@@ -193,6 +194,10 @@ def test_the_summary_is_of_the_newest_run_that_timed_every_peer(place):
     report.write(*place)
     text = (place[0] / "README.md").read_text()
     assert "| 900 ms, 61 MiB | 5000 ms | 5000 ms | 5000 ms |" in text
+    picture = (place[0] / "docs" / "plots" / "summary.svg").read_text()
+    for word in ("900", "61", "5,000", "torch.compile", "ours: native", "A machine, commit abc1234, 2026-05-06"):
+        assert f">{word}<" in picture, word
+    assert all(f"fill: {COLORS[name]}" in picture for name in ("native", "torch.compile", "Liger", "TRL"))
     assert "A machine, commit abc1234, 2026-05-06, 2 threads." in text
 
 

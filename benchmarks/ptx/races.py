@@ -11,8 +11,6 @@ Tensor copies and warpgroup products use the async proxy: of what other instruct
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .numbers import Array
@@ -149,5 +147,3 @@ class Races:
     def _name(self, agent: int) -> str:
         kind, warp = divmod(agent, self.warps)
         return f"warp {warp}" if kind == 0 else f"the {UNITS[kind]} of warp {warp}"
-
-

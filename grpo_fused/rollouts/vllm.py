@@ -32,7 +32,7 @@ COMPARED_POSITIONS, COMPARED_RANKS = 8, 16
 TOLERANCES = {torch.float64: 5e-4, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.2}
 """Nats by which the log-probs of a sync may differ, on average, by the coarser dtype of vLLM and the policy.
 
-With the same weights they differ by 1e-6 in fp32 and by 0.02 to 0.04 in bf16 (docs/training.md); fp16 has three bits
+With the same weights they differ by 1e-6 in fp32 and by 0.02 to 0.04 in bf16 (docs/vllm.md); fp16 has three bits
 more. A head that is one step old at a learning rate of 1e-4 differs by 7e-4.
 """
 COARSEST = 0.5

@@ -21,7 +21,8 @@ from grpo_fused.rollouts.errors import NonFiniteError, PromptError
 from grpo_fused.rollouts.vllm import SyncError
 from grpo_fused.trainer import reading
 from grpo_fused.trainer.checkpoint import CheckpointError
-from grpo_fused.trainer.dry_run import dry_run
+from grpo_fused.trainer.data import from_here
+from grpo_fused.trainer.dry_run import dry_run, report
 from grpo_fused.trainer.reading import OptionError, Settings, group_of, hints_of
 from grpo_fused.trainer.recipe import Recipe, build_trainer
 
@@ -48,7 +49,8 @@ class Switches:
     Args:
         resume: Continue from the newest checkpoint in output_dir; without one the run starts at step 1, and says so.
         overwrite: Remove the run that is in output_dir and start again.
-        dry_run: Check the recipe: one step on a tiny random model and a few rows, without its model and data.
+        dry_run: Check the recipe: one step on a tiny random model and two rows, without downloads, and print what it
+            has checked.
     """
 
     resume: bool = False
@@ -109,7 +111,7 @@ def read_file(path: Path, settings: Settings) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise OptionError(f"File does not exist: {str(path)!r}") from error
+        raise OptionError(f"--config must be a file that exists; got {str(path)!r}{from_here(path)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{path}: {error}") from error
     reading.read_text(text, str(path), settings, HINTS)
@@ -162,8 +164,7 @@ def main(argv: Sequence[str]) -> None:
     is_running = False
     try:
         if switches["dry_run"]:
-            dry_run(recipe)
-            print("dry run: ok (one step on a tiny model; nothing was kept)")
+            print(report(recipe, next(row for row in dry_run(recipe) if "reward" in row)))
             return
         trainer = build_trainer(recipe, resume=switches["resume"], overwrite=switches["overwrite"])
         is_running = True
@@ -176,8 +177,6 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"grpo-fused train: error: {one_line(error)}") from error
     if trainer.stopped_by:
         raise SystemExit(128 + trainer.stopped_by)
-    if trainer.accelerator.is_main_process:
-        print(f"wrote {recipe.output_dir}; draw its curves: grpo-fused plot {recipe.output_dir}")
 
 
 def one_line(error: Exception) -> str:

@@ -63,8 +63,9 @@ class GRPOTrainerConfig:
             safe choice: at a learning rate of 1e-6 most updates vanish in bf16 weights.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         seed: Of the order of the prompts and of the sampling; in a recipe also of a new adapter.
-        logging_steps: Steps between two printed rows; every step is written to `metrics.jsonl`.
-        sample_steps: Steps between two printed tables of completions; 0 prints none.
+        logging_steps: Steps between two printed rows; the last step is always printed, and every step is written to
+            `metrics.jsonl`. 0 prints nothing.
+        sample_steps: Steps between two prints of a prompt and three of its completions; 0 prints none.
         report_to: Trackers of accelerate that also get the metrics, one or several: "tensorboard", "wandb", "trackio",
             ... Their packages must be installed.
         project: Project of the trackers; for tensorboard a folder in `output_dir`.
@@ -110,7 +111,7 @@ class GRPOTrainerConfig:
     mixed_precision: Precision = "no"
     gradient_checkpointing: bool = False
     seed: int = option(0)
-    logging_steps: int = option(10, least=1)
+    logging_steps: int = option(10)
     sample_steps: int = option(0)
     report_to: tuple[str, ...] | str = ()
     project: str = "grpo_fused"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from grpo_fused.rollouts.errors import PromptError
+from grpo_fused.trainer.hub import check_name
 from grpo_fused.trainer.prompts import Prompt, check_prompt
 
 Row = Mapping[str, Any]
@@ -59,10 +61,7 @@ def load_rows(
     rows: list[Row]
     name = repr(str(source)) if isinstance(source, (str, Path)) else "the list of rows"
     if isinstance(source, (str, Path)) and not is_file(source):
-        from datasets import load_dataset  # type: ignore[import-untyped]  # slow to import
-
-        # rows are decoded one by one, so only the requested ones
-        rows = [dict(row) for row in islice(load_dataset(str(source), subset, split=split), limit)]
+        rows = _read_named(str(source), subset, split, limit)
     elif subset is not None or split != "train":
         raise ValueError(f"{name} must have no subset and split, only a `datasets` name has; got {subset!r}, {split!r}")
     else:
@@ -265,13 +264,33 @@ def epoch_order(length: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(order)
 
 
+def from_here(path: Path) -> str:
+    """The folder that a relative path starts from, for errors."""
+    return "" if path.is_absolute() else f" (from {Path.cwd()})"
+
+
 def is_file(source: str | Path) -> bool:
     """Whether to read a file; False for a `datasets` name. Raises if it can only be a file, and does not exist."""
     path = Path(source).expanduser()
     must_be = isinstance(source, Path) or path.suffix.lower() in _READERS or source.startswith((".", "/", "~"))
     if must_be and not path.exists():
-        raise FileNotFoundError(f"expected a file at {str(source)!r}; got a path that does not exist")
+        raise FileNotFoundError(f"expected a file at {str(source)!r}{from_here(path)}; got a path that does not exist")
     return path.is_file()
+
+
+def _read_named(name: str, subset: str | None, split: str, limit: int | None) -> list[Row]:
+    check_name(name, "dataset")
+    import datasets  # type: ignore[import-untyped]  # slow to import
+
+    has_bars = not datasets.are_progress_bars_disabled()
+    if has_bars and not sys.stderr.isatty():  # a log
+        datasets.disable_progress_bars()
+    try:
+        # rows are decoded one by one, so only the requested ones
+        return [dict(row) for row in islice(datasets.load_dataset(name, subset, split=split), limit)]
+    finally:
+        if has_bars:
+            datasets.enable_progress_bars()
 
 
 def _read_file(path: Path) -> list[Row]:

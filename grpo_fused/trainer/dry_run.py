@@ -1,54 +1,117 @@
-"""One step of a recipe without its model and data: a check of its options, in seconds and on any machine."""
+"""A recipe without its model and data: a check of its options and rewards, in seconds and on any machine."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from grpo_fused.rewards import RewardModel
+from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.data import Row, is_file
 from grpo_fused.trainer.metrics import Metrics
-from grpo_fused.trainer.recipe import Parts, Recipe, build_trainer, is_function, with_adapter
+from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
 from grpo_fused.trainer.tasks import TASKS, format_rows
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
 PROMPTS = ("Name a colour.", "What is 2 + 2?")
+STAND_IN = "grpo_fused.trainer.dry_run:every_other"
+
+
+def every_other(completions: list[Text]) -> list[float]:
+    """0, 1, 0, 1, ...: random text often gets equal rewards, and then there is nothing to learn from."""
+    return [float(position % 2) for position in range(len(completions))]
 
 
 def dry_run(recipe: Recipe) -> list[Metrics]:
-    """One full step, evaluation and checkpoint included; returns the metrics. Nothing is kept.
+    """One step, evaluation and checkpoint included; returns the metrics. Nothing is kept.
 
     The policy and reward models are tiny random ones with a byte-level tokenizer. The rows are the examples of the
-    recipe's task, those of its file or function if it has one, or a few prompts without further columns.
+    recipe's task, those of its file or function if it has one, or a few prompts without further columns. A reward that
+    differs within each group is added to the recipe's, and the step takes two optimizer steps at a large learning rate:
+    with the second, ratios differ from 1, and no loss is 0.
+
+    Raises:
+        RuntimeError: The gradient is 0 all the same.
     """
-    tokenizer, rows = tiny_tokenizer(), _rows(recipe)
+    tokenizer, rows = tiny_tokenizer(), rows_of(recipe)
+    with_stand_in = replace(recipe, rewards=(*recipe.rewards, Reward(function=STAND_IN)))
     rewards = [
         RewardModel(tiny_reward_model(tokenizer), tokenizer) if reward.model is not None else reward.load()
-        for reward in recipe.rewards
+        for reward in with_stand_in.rewards
     ]
     model = with_adapter(tiny_model(tokenizer), recipe.lora)
     reference = None if recipe.reference_model is None else tiny_model(tokenizer, seed=1)
     parts = Parts(model, tokenizer, rewards, rows, rows if recipe.has_eval else None, None, reference)
     with tempfile.TemporaryDirectory() as folder:
         small = replace(
-            recipe,
+            with_stand_in,
             steps=1,
             prompts_per_step=len(rows),
+            num_iterations=max(recipe.num_iterations, 2),
             max_prompt_length=None,
             max_completion_length=min(recipe.max_completion_length, 16),
+            learning_rate=1e-3,
+            warmup_steps=0,
             mixed_precision="bf16" if recipe.mixed_precision == "bf16" else "no",
             report_to=(),
-            logging_steps=1,
+            logging_steps=0,
+            sample_steps=0,
             output_dir=folder,
         )
-        return build_trainer(small, parts).train()
+        history = build_trainer(small, parts).train()
+        if not list(Path(folder).glob("checkpoint-*/state.json")):
+            raise RuntimeError("a dry run must write a checkpoint; it wrote none")
+    if not history[-1]["grad_norm"] > 0:
+        raise RuntimeError(
+            "rewards that differ must give a gradient; got 0: can only one token be sampled (top_k 1, a small top_p), "
+            "or is no parameter trained?"
+        )
+    return history
 
 
-def _rows(recipe: Recipe) -> list[Row]:
-    if recipe.task is not None and not recipe.is_generated:
+def report(recipe: Recipe, metrics: Metrics) -> str:
+    """What a dry run has checked, and what not."""
+    names = [name for name in metrics if name.startswith("rewards/") and not name.endswith("every_other")]
+    means = ", ".join(f"{name.removeprefix('rewards/')} {metrics[name]:.3f}" for name in names)
+    data = recipe.dataset if recipe.dataset and has_rows(recipe) else None
+    model = "a random model of 35,000 parameters" + (" with your LoRA options" if recipe.lora else "")
+    lines = {
+        "options": "each is known, of its type and in its range",
+        "rows": f"two of {data}" if data else "two examples, in place of your data",
+        "model": f"{model}, in place of {recipe.model}",
+        "rollout": f"{recipe.num_generations} completions of each prompt, {metrics['completion_length']:.0f} tokens",
+        "rewards": f"{means}; on random text many are 0",
+        "stand-in": "a reward of 0, 1, 0, 1, ... is added, so that rewards differ",
+        "advantages": f"differ from 0: rewards in a group have a standard deviation of {metrics['reward_std']:.3f}",
+        "loss": f"{recipe.loss.loss_type}, {metrics['loss']:.2e}; two optimizer steps, so that ratios differ from 1",
+        "gradient": f"norm {metrics['grad_norm']:.3f}",
+        **({"evaluation": "done before and after the step"} if recipe.has_eval else {}),
+        "checkpoint": "written and removed",
+    }
+    return "\n".join(
+        ["dry run, one step:"]
+        + [f"  {name:12}{text}" for name, text in lines.items()]
+        + [
+            "not checked: memory, speed, downloads, your chat template, the length of your prompts, what is learned",
+            "dry run: ok",
+        ]
+    )
+
+
+def has_rows(recipe: Recipe) -> bool:
+    """Whether the recipe's own rows can be had without a download."""
+    return recipe.dataset is not None and (
+        recipe.is_generated or is_function(recipe.dataset) or is_file(recipe.dataset)
+    )
+
+
+def rows_of(recipe: Recipe) -> list[Row]:
+    """Two rows."""
+    if recipe.task is not None and not has_rows(recipe):
         task = TASKS[recipe.task]
         return format_rows(task, task.examples, system_prompt=recipe.system_prompt, chat=recipe.chat)[:2]
-    if recipe.dataset is None or not (recipe.is_generated or is_function(recipe.dataset) or is_file(recipe.dataset)):
+    if not has_rows(recipe):
         return [{"prompt": prompt} for prompt in PROMPTS]
     rows = recipe.train_rows()
     return [rows(0), rows(1)] if callable(rows) else list(rows[:2])

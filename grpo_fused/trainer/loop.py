@@ -29,7 +29,7 @@ from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, RowFilter, Rows, check_same_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.metrics import Metrics, RunLog, check_trackers, format_facts, print_samples
+from grpo_fused.trainer.metrics import Metrics, RunLog, check_trackers, format_facts
 from grpo_fused.trainer.peers import Peers, check_processes
 from grpo_fused.trainer.policy import Policy, Reference
 from grpo_fused.trainer.prompts import encode_prompt, prompt_text
@@ -171,6 +171,7 @@ class GRPOTrainer:
             PeerError: Another process failed; the message has its rank and its reason.
         """
         history: list[Metrics] = []
+        started = time.perf_counter()
         self._stop = stop = StopRequest()
         if self.steps_done == 0:
             set_seed(self.config.seed, device_specific=True)
@@ -197,6 +198,7 @@ class GRPOTrainer:
                 progress.update()
             progress.close()
             self.save()
+            self.log.finish(history, time.perf_counter() - started, self.checkpointer.newest())
             if self.steps_done < self.config.steps:
                 self.stopped_by = stop.requested or signal.SIGINT  # of another process
                 tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}; continue with --resume")
@@ -257,7 +259,8 @@ class GRPOTrainer:
             first = slice(0, sampling.num_generations)
             texts = self.sampler.texts(rollout.completions()[first])
             columns = {name: rewards[first, i].tolist() for i, name in enumerate(self.reward_functions)}
-            print_samples(self.steps_done + 1, [prompt_text(rows[0]["prompt"])] * len(texts), texts, columns)
+            totals = (rewards[first].cpu().nan_to_num() @ self.reward_weights).tolist()
+            self.log.samples(self.steps_done + 1, prompt_text(rows[0]["prompt"]), texts, columns, totals)
         return rollout, rewards
 
     def evaluate(self) -> Metrics:

@@ -9,13 +9,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate import Accelerator, tracking
 from accelerate.utils import LoggerType
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from tqdm import tqdm
 
 from grpo_fused.trainer.config import GRPOTrainerConfig
@@ -33,6 +30,10 @@ COLUMNS = {
 }  # fmt: skip
 """Metric: its title in the printed table, its width and its format."""
 WIDTH = 100
+TITLES_EVERY = 20
+"""Rows of the table between two lines of titles."""
+SHOWN_COMPLETIONS, SHOWN_LINES = 3, 4
+"""Of a step whose completions are printed, and of each of them."""
 RUN_NAMES = {
     "wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name", "clearml": "task_name",
 }  # fmt: skip
@@ -139,7 +140,8 @@ class RunLog:
         if not set(config.report_to) <= trackers | {"all"}:
             raise ValueError(f"accelerator must log with report_to, {list(config.report_to)}; got {sorted(trackers)}")
         self.config, self.accelerator, self.output_dir = config, accelerator, output_dir
-        self._rows_printed = 0
+        self._rows_printed, self._columns = 0, list[str]()
+        self._not_printed: Metrics | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -163,13 +165,36 @@ class RunLog:
             append_jsonl(self.output_dir / "metrics.jsonl", metrics)
         if self.config.report_to:
             self.accelerator.log(metrics, step=int(metrics["step"]))
-        if metrics["step"] % self.config.logging_steps == 0:
-            tqdm.write(format_row(metrics, titles=self._rows_printed % 20 == 0))
-            self._rows_printed += "reward" in metrics
+        self._not_printed = metrics
+        if self.config.logging_steps and metrics["step"] % self.config.logging_steps == 0:
+            self._print_row()
+
+    def _print_row(self) -> None:
+        if (metrics := self._not_printed) is not None and "reward" in metrics:
+            new = [name for name in metrics if name in COLUMNS and name not in self._columns]
+            self._columns += new
+            # a step without an update has no entropy and no clip ratio
+            row = {name: metrics.get(name, math.nan) for name in self._columns} | metrics
+            self.say(format_row(row, titles=bool(new) or self._rows_printed % TITLES_EVERY == 0))
+            self._rows_printed += 1
+        elif metrics is not None:
+            self.say(format_row(metrics))
+        self._not_printed = None
+
+    def samples(self, *samples: Any) -> None:
+        """Prints some completions of a step (`format_samples`); the next row has titles again."""
+        self.say(format_samples(*samples))
+        self._rows_printed = 0
+
+    def finish(self, history: Sequence[Metrics], seconds: float, checkpoint: Path | None) -> None:
+        """Prints the row of the last step, if it was not due, and a summary of the run."""
+        self._print_row()
+        if history:
+            self.say("\n" + format_facts(summary_of(history, seconds, self.output_dir, checkpoint)))
 
     def say(self, text: str) -> None:
-        """Prints a text."""
-        if self.accelerator.is_main_process:
+        """Prints a text, unless `logging_steps` is 0."""
+        if self.accelerator.is_main_process and self.config.logging_steps:
             tqdm.write(text)
 
 
@@ -177,19 +202,73 @@ def _short_name(name: str) -> str:
     return name.removeprefix("rewards/").removesuffix("_reward")
 
 
-def print_samples(
-    step: int, prompts: Sequence[str], completions: Sequence[str], rewards: Mapping[str, Sequence[float]]
-) -> None:
-    """A table of completions with the rewards of each function."""
-    table = Table(title=f"completions of step {step}", show_lines=True)
-    for name in ("prompt", "completion", *map(_short_name, rewards)):
-        table.add_column(name, overflow="fold")
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        given = ("-" if math.isnan(values[row]) else f"{values[row]:.3g}" for values in rewards.values())
-        # text of a model is not markup: a "[/b]" in it would be an error
-        table.add_row(*(escape(_printable(text)) for text in (prompt, completion, *given)))
-    Console().print(table)
+def format_samples(
+    step: int,
+    prompt: str,
+    completions: Sequence[str],
+    rewards: Mapping[str, Sequence[float]],
+    totals: Sequence[float],
+) -> str:
+    """A prompt and three of its completions: those with the highest, the middle and the lowest reward.
+
+    ::
+
+        completions of step 10, 3 of 8
+        prompt      user: What is 2 + 2?
+        reward 1.1  The answer is 4.
+                    format 0.1, correct 1
+    """
+    order = sorted(range(len(totals)), key=lambda row: -totals[row])
+    ends = len(order) - 1
+    shown = sorted({round(ends * part / (SHOWN_COMPLETIONS - 1)) for part in range(SHOWN_COMPLETIONS)})
+    names = [f"reward {totals[order[place]]:.3g}" for place in shown]
+    width = max(map(len, ("prompt", *names))) + 2
+    lines = [f"completions of step {step}, {len(shown)} of {len(order)}", _beside("prompt", width, prompt, last=True)]
+    for name, row in zip(names, (order[place] for place in shown), strict=True):
+        each = ", ".join(f"{_short_name(reward)} {_given(values[row])}" for reward, values in rewards.items())
+        lines += [_beside(name, width, completions[row]), *([" " * width + each] if len(rewards) > 1 else [])]
+    return "\n".join(["", *lines, ""])
 
 
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
+def _given(reward: float) -> str:
+    return "not judged" if math.isnan(reward) else f"{reward:.3g}"
+
+
+def _beside(name: str, width: int, text: str, *, last: bool = False) -> str:
+    """A name and the first (or last) lines of a text, which is that of a model: not all of it is printable."""
+    text = "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH - width - 4)] or ["(no text)"]
+    if len(lines) > SHOWN_LINES:
+        lines = ["... " + lines[-SHOWN_LINES], *lines[1 - SHOWN_LINES :]] if last else lines[:SHOWN_LINES]
+        lines[-1] += "" if last else " ..."
+    return textwrap.indent("\n".join(lines), " " * width).replace(" " * width, f"{name:{width}}", 1)
+
+
+def summary_of(
+    history: Sequence[Metrics], seconds: float, output_dir: Path | None, checkpoint: Path | None
+) -> dict[str, str]:
+    """What a run did, where its model is, and what to run next, for its last lines.
+
+    Args:
+        history: The metrics of its steps, at least one.
+        seconds: The time that they took.
+        output_dir: Its folder, if it has one.
+        checkpoint: Its newest checkpoint, if it has one.
+    """
+    steps = [metrics for metrics in history if "reward" in metrics]
+    facts = {"done": f"{len(steps)} steps in {_duration(seconds)}"}
+    for name in [name for name in history[-1] if name == "reward" or name.startswith("eval/")]:
+        given = [f"{row[name]:.3f} at step {row['step']:.0f}" for row in history if name in row]
+        facts[name] = " -> ".join(dict.fromkeys((given[0], given[-1])))
+    if checkpoint is not None:
+        facts["checkpoint"] = str(checkpoint)
+        facts["use it"] = f'AutoModelForCausalLM.from_pretrained("{checkpoint}")'
+    if output_dir is not None:
+        facts["curves"] = f"grpo-fused plot {output_dir}"
+    return facts
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

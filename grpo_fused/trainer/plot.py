@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from grpo_fused.trainer.data import from_here
 from grpo_fused.trainer.metrics import read_jsonl
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 CLIP_RATIO = "clip_ratio/region_mean"
+HELD_OUT = ("eval/", "held_out")
 
 Lines = list[dict[str, float | None]]
 
@@ -30,7 +32,7 @@ def panels_of(lines: Lines) -> list[Panel]:
     """The panels for these metrics: rewards first, then those that the run has."""
     names = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
     rewards = {name: name.removeprefix("rewards/") for name in names if name.startswith("rewards/")}
-    held_out = {name: name.removeprefix("eval/") for name in names if name.startswith(("eval/", "held_out"))}
+    held_out = {name: name.removeprefix("eval/") for name in names if name.startswith(HELD_OUT)}
     panels = [
         Panel("Reward", "mean of a rollout", {"reward": "weighted sum"} | (rewards if len(rewards) > 1 else {})),
         Panel("Held-out prompts", "mean", held_out),
@@ -91,9 +93,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
     except FileNotFoundError as error:
-        raise SystemExit(
-            f"grpo-fused plot: error: run must be the output_dir of a run; no file {error.filename}"
-        ) from None
+        place = f"{error.filename}{from_here(Path(error.filename))}"
+        raise SystemExit(f"grpo-fused plot: error: run must be the output_dir of a run; no file {place}") from None
     except (OSError, ValueError) as error:
         raise SystemExit(f"grpo-fused plot: error: {error}") from error
 
@@ -116,15 +117,31 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     axes.set_ylabel(panel.unit, fontsize=9, color=MUTED)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    shown = [value for name in panel.curves for line in lines if (value := line.get(name)) is not None]
+    if max(sum(line.get(name) is not None for line in lines) for name in panel.curves) == 1:
+        _write_values(axes, panel, lines)
+    if panel.unit.startswith("%") or all(name.startswith(HELD_OUT) for name in panel.curves):
+        axes.set_ylim(bottom=min(0, *shown, 0))
     if panel.unit.startswith("%"):
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(color=GRID, linewidth=0.8)
     axes.tick_params(colors=MUTED, labelsize=9, length=0)
     axes.spines[:].set_visible(False)
     if len(panel.curves) > 1:
         below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 2}
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0, **below)
+
+
+def _write_values(axes: Axes, panel: Panel, lines: Lines) -> None:
+    """The numbers of a run of one step beside its points, on an axis from 0: there is no curve to see."""
+    points = [
+        (line["step"] or 0, value) for name in panel.curves for line in lines if (value := line.get(name)) is not None
+    ]
+    for step, value in points:
+        axes.annotate(f"{value:.3g}", (step, value), xytext=(8, 0), textcoords="offset points", va="center", color=INK)
+    values = [value for _, value in points]
+    axes.set_ylim(1.25 * min(0, *values, 0), 1.25 * max(0, *values, 0) or 1)
+    axes.set_xlim(right=max(2 * max(step for step, _ in points), 1))
 
 
 def moving_average(values: list[float], width: int) -> list[float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
@@ -21,7 +22,8 @@ from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import quiet
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
-from grpo_fused.trainer.data import Row, Rows, check_rows, is_file, load_rows
+from grpo_fused.trainer.data import Row, Rows, check_rows, from_here, is_file, load_rows
+from grpo_fused.trainer.hub import check_name
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import check_trackers
 from grpo_fused.trainer.reasoning_gym import REASONING_GYM, problems
@@ -58,6 +60,7 @@ class Reward:
         if self.name is not None:
             return built_in(self.name, **self.options)
         if self.model is not None:
+            check_name(self.model)
             return RewardModel(self.model, **self.options)
         function = load_function(str(self.function))
         bound: Any = partial(function, **self.options)
@@ -75,8 +78,8 @@ class LoRA:
         target_modules: Names of the layers that get one, or "all-linear" (all except the head).
     """
 
-    r: int = 16
-    alpha: int = 32
+    r: int = option(16, least=1)
+    alpha: int = option(32, least=1)
     target_modules: str | tuple[str, ...] = "all-linear"
 
     def __post_init__(self) -> None:
@@ -245,8 +248,8 @@ def load_parts(recipe: Recipe) -> Parts:
         if is_used and find_spec(package) is None:
             raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
     set_seed(recipe.seed)  # for the adapter, and for weights that a model's files lack
-    train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
     with nullcontext() if sys.stderr.isatty() else quiet():
+        train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
         rewards = [reward.load() for reward in recipe.rewards]
         load = partial(_load, AutoModelForCausalLM, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
         model, teacher = load("model", recipe.model), recipe.reference_model
@@ -259,6 +262,7 @@ def load_parts(recipe: Recipe) -> Parts:
 def _load(kind: Any, name: str, place: str, **options: Any) -> Any:
     """`kind.from_pretrained`; an error names the option."""
     try:
+        check_name(place)
         return kind.from_pretrained(place, **options)
     except OSError as error:
         raise OSError(f"{name} must be a path or name that can be loaded; got {place!r}: {error}") from error
@@ -307,7 +311,7 @@ def load_function(place: str, option: str = "function") -> Callable[..., Any]:
         )
     except (ImportError, OSError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f'{option} must be "module:function" or "path/to/file.py:function", and exist; got {place!r} '
-            f"({type(error).__name__}: {error})"
+            f'{option} must be "module:function" or "path/to/file.py:function", and exist; got {place!r}'
+            f"{from_here(Path(where)) if where.endswith('.py') else ''} ({type(error).__name__}: {error})"
         ) from error
     return function

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from grpo_fused.__main__ import main
 from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.cli import read_recipe
+from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.metrics import format_row
+from grpo_fused.trainer.metrics import RunLog, format_row, format_samples, read_jsonl
 from grpo_fused.trainer.plot import draw_panel, panels_of
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_reward_model, tiny_tokenizer
@@ -30,7 +32,10 @@ def test_every_recipe_takes_a_step(path: Path) -> None:
         pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
     (metrics,) = [row for row in dry_run(recipe) if row["step"] == 1]
     assert "reward" in metrics
-    assert len([name for name in metrics if name.startswith("rewards/")]) == len(recipe.rewards)
+    assert len([name for name in metrics if name.startswith("rewards/")]) == len(recipe.rewards) + 1  # the stand-in
+    assert metrics["grad_norm"] > 0
+    assert metrics["zero_std_groups"] == 0
+    assert metrics["loss"] != 0
 
 
 def test_the_file_the_command_line_and_both_spellings(recipe: Path) -> None:
@@ -152,7 +157,7 @@ def test_what_a_run_prints(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert (first.split()[0], second.split()[0]) == ("1", "2")
     assert len(first) == len(second) == len(titles)
     assert rewards.split()[0] == "length"
-    assert max(map(len, lines[6:-1])) <= 100
+    assert max(map(len, lines[6 : lines.index("", 7)])) <= 100  # paths of the summary may be long
     assert "GRPO" not in errors  # no progress bar if the output is not a terminal
 
 
@@ -174,6 +179,74 @@ def test_a_recipe_may_have_aliases(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "stop_strings: &stops [a, b]\nreport_to: *stops\n")
     read, _ = read_recipe(["--config", str(recipe)])
     assert read.stop_strings == read.report_to == ("a", "b")
+
+
+def test_a_dry_run_without_a_gradient_fails(recipe: Path) -> None:
+    """With one token to choose from, nothing can be learned."""
+    with pytest.raises(SystemExit, match="error: rewards that differ must give a gradient; got 0"):
+        main(["train", "--config", str(recipe), "--dry-run", "--top-k", "1", "--loss.beta", "0"])
+
+
+def test_a_run_ends_with_its_last_row_and_a_summary(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = recipe.parent / "out"
+    main(["train", "--config", str(recipe), "--steps", "3", "--logging-steps", "2"])
+    printed, errors = capfd.readouterr()
+    titles, second, third, blank, *summary = printed.splitlines()[7:]
+    assert [row.split()[0] for row in (titles, second, third)] == ["step", "2", "3"]
+    assert not blank
+    rewards = [row["reward"] for row in read_jsonl(out / "metrics.jsonl")]
+    facts = dict(re.split("  +", line, maxsplit=1) for line in summary)
+    assert re.fullmatch(r"3 steps in [\d.]+ s", facts.pop("done"))
+    assert facts == {
+        "reward": f"{rewards[0]:.3f} at step 1 -> {rewards[2]:.3f} at step 3",
+        "checkpoint": str(out / "checkpoint-000003"),
+        "use it": f'AutoModelForCausalLM.from_pretrained("{out / "checkpoint-000003"}")',
+        "curves": f"grpo-fused plot {out}",
+    }
+    assert not errors  # no progress bars, of libraries neither
+    main(["train", "--config", str(recipe), "--steps", "1", "--logging-steps", "0", "--overwrite"])
+    assert not capfd.readouterr().out
+
+
+def test_a_step_without_an_update_keeps_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no entropy; titles are repeated for a new column, after completions, and every 20 rows."""
+    log = RunLog(GRPOTrainerConfig(logging_steps=1), Accelerator(), None)
+    log.record({"step": 1, "reward": 1.0, "loss": 0.5})
+    log.record({"step": 2, "reward": 1.0, "entropy": 0.1, "loss": 0.5})
+    log.record({"step": 3, "reward": 1.0, "loss": 0.0})
+    log.samples(4, "p", ["a"], {"r": [1.0]}, [1.0])
+    log.record({"step": 4, "reward": 1.0, "loss": 0.0})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line and "r" not in line.split()[:1]]
+    rows = [line for line in lines if line[0] in "1234"]
+    assert [row[2:] for row in rows] == [["0.5000"], ["0.5000", "0.100"], ["0.0000", "-"], ["0.0000", "-"]]
+    assert [lines.index(row) - 1 in [i for i, line in enumerate(lines) if line[0] == "step"] for row in rows] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    for step in range(5, 30):
+        log.record({"step": step, "reward": 1.0, "loss": 0.0})
+    titles = [i for i, line in enumerate(capsys.readouterr().out.splitlines()) if "step" in line]
+    assert titles == [19]
+
+
+def test_completions_are_three_of_four_lines() -> None:
+    texts = ["worst", "best\n" * 9, "\x07[/b]", "middle " * 99, "x"]
+    totals = [-1.0, 9.0, 1.0, 2.0, 0.5]
+    rewards = {"rewards/length_reward": totals, "none": [float("nan")] * 5}
+    prompt = "system: be good\n\n" + "\n".join(f"line {i}" for i in range(9))
+    text = format_samples(7, prompt, texts, {"length_reward": totals, "none": rewards["none"]}, totals)
+    assert text.splitlines()[:7] == [
+        "", "completions of step 7, 3 of 5", "prompt     ... line 5", "           line 6", "           line 7",
+        "           line 8", "reward 9   best",
+    ]  # fmt: skip
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("reward")] == ["9", "1", "-1"]
+    assert text.count("best") == 4
+    assert "best ..." in text
+    assert "\ufffd[/b]" in text
+    assert "length 9, none not judged" in text
+    assert max(map(len, text.splitlines())) <= 100
+    two = format_samples(1, "p", ["a", "b"], {"r": [1.0, 0.0]}, [1.0, 0.0])
+    assert "2 of 2" in two
+    assert "r 1" not in two  # the only reward is the sum
 
 
 def test_truncated_sampling_is_allowed(recipe: Path) -> None:
@@ -226,7 +299,12 @@ def test_a_module_of_the_current_folder(
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as a console script's
     monkeypatch.chdir(tmp_path)
     main(["train", "--config", str(recipe), "--dry-run"])
-    assert "dry run: ok" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dry run: ok" in printed
+    assert len(printed.splitlines()) <= 25
+    assert "two of " in printed
+    assert "one 1.000" in printed
+    assert "every_other" not in printed
 
 
 def test_held_out_rows_of_a_file_take_no_subset_and_split(tmp_path: Path) -> None:
@@ -264,6 +342,28 @@ def test_the_plot_has_integer_steps_and_no_empty_panel() -> None:
     assert [panel.title for panel in panels_of([line | {"clip_ratio/region_mean": 0.1} for line in lines])][
         1
     ] == "Clip ratio"
+
+
+def test_the_plot_of_one_step_has_its_values() -> None:
+    """On an axis from 0; with one point matplotlib would show a range of a tenth around it."""
+    from matplotlib.figure import Figure
+
+    lines: list[dict[str, float | None]] = [{"step": 1, "reward": 0.4, "entropy": -1.25, "eval/x": 0.5}]
+    for panel, texts, limits in zip(
+        panels_of(lines), ("0.4", "0.5", "-1.25"), ((0, 0.5), (0, 0.625), (-1.5625, 0)), strict=True
+    ):
+        axes = Figure().subplots()
+        draw_panel(axes, panel, lines)
+        assert [text.get_text() for text in axes.texts] == [texts]
+        low, high = axes.get_ylim()
+        assert low == pytest.approx(limits[0])
+        assert high == pytest.approx(limits[1] or 1)
+        assert axes.get_xlim() == (0, 2)
+    more = [*lines, {"step": 2, "reward": 0.5, "eval/x": 0.6}]
+    axes = Figure().subplots()
+    draw_panel(axes, panels_of(more)[1], more)
+    assert not axes.texts
+    assert axes.get_ylim()[0] == 0
 
 
 def test_plot_names_what_is_missing(tmp_path: Path) -> None:

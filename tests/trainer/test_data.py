@@ -108,7 +108,10 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     ids=["suffix", "upper-case-suffix", "relative", "home", "path"],
 )
 def test_a_missing_file_is_not_a_data_set_name(in_tmp_path: Path, source: Any) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"expected a file at '{source}'; got a path that does not exist"):
+    where = "" if str(source).startswith("~") else rf" \(from {in_tmp_path}\)"
+    with pytest.raises(
+        FileNotFoundError, match=rf"expected a file at '{source}'{where}; got a path that does not exist"
+    ):
         load_rows(source)
 
 
@@ -126,17 +129,20 @@ def test_files_and_lists_have_no_subsets_and_splits(options: Any) -> None:
 
 
 def test_a_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[Any] = []
 
     def load_dataset(*arguments: Any, **options: Any) -> datasets.Dataset:
         calls.append((arguments, options))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("grpo_fused.trainer.data.check_name", lambda *names: calls.append(names))
     assert load_rows("openai/gsm8k", subset="main", split="test", limit=4) == ROWS[:4]
     assert load_rows("someone/data-v1.5", limit=99) == ROWS
     assert calls == [
+        ("openai/gsm8k", "dataset"),
         (("openai/gsm8k", "main"), {"split": "test"}),
+        ("someone/data-v1.5", "dataset"),
         (("someone/data-v1.5", None), {"split": "train"}),
     ]
 

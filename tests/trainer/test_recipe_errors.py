@@ -94,7 +94,7 @@ def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pyte
     a_list.write_text("[1, 2]")
     for arguments, message in (
         (["train"], "the following arguments are required: model, rewards"),
-        (["train", "--config", "nowhere.yaml"], "File does not exist: .*nowhere.yaml"),
+        (["train", "--config", "nowhere.yaml"], "a file that exists; got .*nowhere.yaml"),
         (["train", "--config", str(recipe), "--steps"], "argument --steps: expected one argument"),
         (["train", "--config", str(no_text)], "'utf-8' codec can't decode"),
         (["train", "--config", str(a_list)], "a_list.yaml: a recipe must be a mapping of options to values"),
@@ -237,3 +237,44 @@ def test_parts_that_cannot_be_loaded_are_named(recipe: Path, change: dict[str, A
     read, _ = read_recipe(["--config", str(recipe)])
     with pytest.raises((ValueError, OSError), match=message):
         build_trainer(replace(read, **change))
+
+
+def test_a_name_that_does_not_exist_is_asked_for_once(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers and datasets would wait between requests, up to a minute."""
+
+    def sleep(seconds: float) -> None:
+        pytest.fail(f"waits {seconds} s")
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.chdir(recipe.parent)
+    for option in ("model", "dataset"):
+        here = f"there is no folder 'nobody/no-such-thing' in {re.escape(str(recipe.parent))}, and the Hugging Face Hub"
+        with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{here}"):
+            main(["train", "--config", str(recipe), f"--{option}", "nobody/no-such-thing"])
+    with pytest.raises(SystemExit, match="it is not a name of the Hugging Face Hub"):
+        main(["train", "--config", str(recipe), "--model", "./modle"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "--config", "nowhere.yaml"],
+            "--config must be a file that exists; got 'nowhere.yaml' (from {here})",
+        ),
+        (["train", "--config", "recipe.yaml", "--dataset", "no.jsonl"], "expected a file at 'no.jsonl' (from {here})"),
+        (["train", "--config", "recipe.yaml", "--rewards", "[{{function: no.py:f}}]"], "got 'no.py:f' (from {here})"),
+        (["plot", "nowhere"], "no file nowhere (from {here})"),
+        (["train", "--config", "recipe.yaml", "--loss.beta=-1"], "command line: loss.beta must be at least 0"),
+        (["train", "--config", "recipe.yaml", "--lora.r=0"], "command line: lora.r must be at least 1"),
+    ],
+    ids=["config", "data", "function", "plot", "loss", "lora"],
+)
+def test_errors_name_the_folder_or_the_option(
+    recipe: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(recipe.parent)
+    with pytest.raises(SystemExit) as ended:
+        main([word.format() for word in arguments])
+    assert message.format(here=recipe.parent) in capsys.readouterr().err + str(ended.value)
