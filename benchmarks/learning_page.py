@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import Run, where
-from benchmarks.style import COLORS, INK, MUTED, PEER, decorate, new_figure, percent
+from benchmarks.style import COLORS, INK, MUTED, decorate, new_figure, percent
 from benchmarks.tables import grid
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _points(axes: Axes, x: float, values: dict[int, float], color: str, scale: f
 def _differences(
     axes: Axes, values: dict[str, dict[int, float]], rows: dict[str, Any], bound: float, colors: dict[str, str]
 ) -> None:
-    axes.axhspan(-100 * bound, 100 * bound, color=PEER, alpha=0.25, linewidth=0)
+    axes.axhspan(-100 * bound, 100 * bound, color=MUTED, alpha=0.15, linewidth=0)
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
     for x, (name, by_seed) in enumerate(values.items()):
         _points(axes, x, by_seed, colors[name], 100.0)
