@@ -161,14 +161,16 @@ def table(run: results.Run) -> str:
         numbers = " | ".join(f"{found[each]:.2f}" for each in CLASSES)
         moved = f"{found['bytes loaded']:.2f}, {found['bytes stored']:.2f}"
         sectors = f"{found['sectors loaded / least']:.2f}, {found['sectors stored / least']:.2f}"
-        lines.append(f"| {case} | {architecture} | {numbers} | {moved} | {sectors} | {found['shared passes / least']:.2f} |")
+        lines.append(
+            f"| {case} | {architecture} | {numbers} | {moved} | {sectors} | {found['shared passes / least']:.2f} |"
+        )
     shape = section["shape"]
     return "\n".join([
         *lines, "",
-        f"Counted in PTX of triton {section['triton']}, with no GPU: instructions of a thread for each logit, by class "
-        f"(head kernels: N = {shape['tokens']}, H = {shape['hidden']}; row kernels: V = {shape['row vocabulary']}; pairs "
-        "and sums: for each element). Bytes of global memory for each logit; sectors of loads and stores over the fewest "
-        "that hold these bytes (0: only tensor copies); passes of shared memory over the fewest. Counts, no times "
+        f"Counted in PTX of triton {section['triton']}, with no GPU: instructions of a thread for each logit, by "
+        f"class (head kernels: N = {shape['tokens']}, H = {shape['hidden']}; row kernels: "
+        f"V = {shape['row vocabulary']}; pairs and sums: for each element). Bytes of global memory for each logit; "
+        "sectors of loads and stores over the fewest that hold these bytes (0: only tensor copies); passes of shared memory over the fewest. Counts, no times "
         f"(`python -m benchmarks.ptx_profile`, commit {run.machine['commit']}).",
     ])  # fmt: skip
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, frobenius_error, make_case, make_config, with_sets
-
 from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.candidates import pair_products, segment_sums
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
+from helpers import assert_same, frobenius_error, make_case, make_config, with_sets
 
 from grpo_fused import engines
 from grpo_fused.engines.chunked import ChunkedEngine

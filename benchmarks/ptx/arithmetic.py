@@ -353,5 +353,3 @@ def narrow_pair(d: Decoder, found: re.Match[str]) -> Execute:
     """The first source goes to the upper half."""
     encode = numbers.ENCODE[found["to"]]
     return d.elementwise(lambda high, low: encode(high).astype(U32) << U32(16) | encode(low).astype(U32), "f32")
-
-

@@ -130,7 +130,9 @@ class Block:
                 group.run()
             except PtxError as error:
                 at = self.program.kernel.instructions[group.pc]
-                raise PtxError(f"{error}\n  at {at}\n  warps {group.first} to {group.first + group.count - 1}") from None
+                raise PtxError(
+                    f"{error}\n  at {at}\n  warps {group.first} to {group.first + group.count - 1}"
+                ) from None
 
     def meet(self, number: int, threads: int, warps: Warps, mask: Array | None) -> Any:
         """Some lanes arrive at barrier `number` of so many threads: what they wait for, or None if all are there."""

@@ -258,7 +258,9 @@ def bulk_load(d: Decoder, found: re.Match[str]) -> Execute:
             if block.profile is not None:
                 block.profile.tensor_copy(count, write=False)
 
-            def move(to: int = to, start: int = start, words: Array = words, op: Any = operation, pc: int = warps.pc) -> None:
+            def move(
+                to: int = to, start: int = start, words: Array = words, op: Any = operation, pc: int = warps.pc
+            ) -> None:
                 if op is not None:
                     warps.block.races.perform(op, to + words, 4, pc, write=True)  # type: ignore[union-attr]
                 warps.block.shared.store(to + words, warps.block.memory.load(start + words, 4))

@@ -197,5 +197,10 @@ def _tensor_map(descriptor: Any, about: dict[str, Any]) -> TensorMap:
     if base.data_ptr() % 16 or stride % 16:
         raise PtxError(f"a tensor map at {base.data_ptr():#x} with rows of {stride} bytes: expected multiples of 16")
     return TensorMap(
-        base.data_ptr(), (int(rows), int(columns)), stride, tuple(about["block_size"]), size, _SWIZZLES[about["swizzle"]]
+        base.data_ptr(),
+        (int(rows), int(columns)),
+        stride,
+        tuple(about["block_size"]),
+        size,
+        _SWIZZLES[about["swizzle"]],
     )

@@ -139,7 +139,9 @@ class Decoder:
         def get(warps: Warps) -> Array:
             value = warps.registers[number]
             if type(value) is not np.ndarray:
-                raise PtxError(f"{name} was never written" if value is None else f"{name} is read during {value.source}")
+                raise PtxError(
+                    f"{name} was never written" if value is None else f"{name} is read during {value.source}"
+                )
             return value
 
         if dtype == held:

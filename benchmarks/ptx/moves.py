@@ -17,7 +17,7 @@ CACHE = r"(?:\.(?:nc|ca|cg|cs|lu|cv|wb|wt|volatile|relaxed|weak|cta|gpu|L1::\w+|
 VALUE = r"(?:\.(?P<vector>v2|v4|v8))?\.(?P<type>[bsu](?:8|16|32|64)|f32|f64)"
 
 
-@form(rf"ld\.param(?:\.(?P<vector>v2|v4))?\.(?P<type>[bsu](?:8|16|32|64)|f32|f64)")
+@form(r"ld\.param(?:\.(?P<vector>v2|v4))?\.(?P<type>[bsu](?:8|16|32|64)|f32|f64)")
 def load_parameter(d: Decoder, found: re.Match[str]) -> Execute:
     return _load(d, found, lambda warps: warps.block.parameters)
 
@@ -92,9 +92,7 @@ def _load(d: Decoder, found: re.Match[str], space_of: Any) -> Execute:
     return execute
 
 
-def _places(
-    warps: Warps, space: Space, address: Read, width: int, mask: Array | None
-) -> tuple[Array, Array | None]:
+def _places(warps: Warps, space: Space, address: Read, width: int, mask: Array | None) -> tuple[Array, Array | None]:
     """Addresses that lanes which take part load from, checked and counted, and the mask that chose them."""
     places = address(warps)
     if space is warps.block.parameters and places.size == 1:  # at a constant place

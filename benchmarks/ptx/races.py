@@ -11,8 +11,6 @@ Tensor copies and warpgroup products use the async proxy: of what other instruct
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .numbers import Array
@@ -53,7 +51,7 @@ class Races:
     ) -> None:
         """Accesses of `width` bytes at addresses [n] by lanes of warps [n] at an instruction of the program.
 
-        Several warps may write one value by one instruction: `same` [n] says which writes leave their bytes as they are.
+        Several warps may write one value by one instruction: `same` [n] says which writes change nothing.
         """
         units = (addresses[:, None] + np.arange(0, max(width, UNIT), UNIT)) // UNIT
         for warp in np.unique(warps):
@@ -149,5 +147,3 @@ class Races:
     def _name(self, agent: int) -> str:
         kind, warp = divmod(agent, self.warps)
         return f"warp {warp}" if kind == 0 else f"the {UNITS[kind]} of warp {warp}"
-
-

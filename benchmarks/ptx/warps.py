@@ -128,7 +128,7 @@ class Warps:
             if chosen is None:
                 pc = target
             elif chosen.any():
-                stay = (~chosen if mask is None else mask & ~chosen)
+                stay = ~chosen if mask is None else mask & ~chosen
                 if not stay.any():
                     pc = target
                     continue

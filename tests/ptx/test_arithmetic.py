@@ -13,7 +13,9 @@ from benchmarks.ptx import numbers
 
 F32, U32, I32, U64, I64, U16 = np.float32, np.uint32, np.int32, np.uint64, np.int64, np.uint16
 RANDOM = np.random.default_rng(0)
-INTS = np.array([0, 1, 2, 3, 7, 31, 32, 33, 255, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32 - 7, 12345678, 3 * 10**9], U32)
+INTS = np.array(
+    [0, 1, 2, 3, 7, 31, 32, 33, 255, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32 - 7, 12345678, 3 * 10**9], U32
+)
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, 2.0**-140, -(2.0**-149), 3.4e38, 0.1, -7.25], F32)
 
 
@@ -207,8 +209,13 @@ def test_narrowing(kind):
     one = [apply(f"cvt.rn.{kind}.f32 {{d}}, {{0}}", half, out=U16).astype(U32) for half in (high, low)]
     assert (both == one[0] << 16 | one[1]).all(), "the first source is the upper half"
     back = apply(f"cvt.f32.{kind} {{d}}, {{0}}", np.arange(0, 2**16, 7, dtype=U16)[:2048], out=F32)
-    formats = {"bf16": lambda b: struct.unpack("<f", struct.pack("<HH", 0, b))[0], "f16": lambda b: struct.unpack("<e", struct.pack("<H", b))[0]}
-    assert np.array_equal(back, np.array([formats[kind](int(b)) for b in np.arange(0, 2**16, 7)[:2048]], F32), equal_nan=True)
+    formats = {
+        "bf16": lambda b: struct.unpack("<f", struct.pack("<HH", 0, b))[0],
+        "f16": lambda b: struct.unpack("<e", struct.pack("<H", b))[0],
+    }
+    assert np.array_equal(
+        back, np.array([formats[kind](int(b)) for b in np.arange(0, 2**16, 7)[:2048]], F32), equal_nan=True
+    )
 
 
 def test_conversions_between_integers_and_floats():
@@ -237,7 +244,9 @@ def test_approximate_functions():
     y = np.exp2(RANDOM.uniform(-100, 100, 4096)).astype(F32)
     exact = np.log2(y.astype(np.float64))
     error = np.abs(apply("lg2.approx.f32 {d}, {0}", y, out=F32) - exact)
-    assert (error <= numbers.LG2_ERROR * np.where((y > 0.5) & (y < 2), 1, np.abs(exact)) + np.abs(exact) * 2.0**-24).all()
+    assert (
+        error <= numbers.LG2_ERROR * np.where((y > 0.5) & (y < 2), 1, np.abs(exact)) + np.abs(exact) * 2.0**-24
+    ).all()
     a, b = RANDOM.standard_normal((2, 4096)).astype(F32)
     exact = a.astype(np.float64) / b
     got = apply("div.full.f32 {d}, {0}, {1}", a, b, out=F32)
@@ -249,7 +258,11 @@ def test_approximate_functions():
     assert np.array_equal(got, np.array([1, 1, np.inf, 0, np.nan], F32), equal_nan=True)
     got = apply("lg2.approx.f32 {d}, {0}", np.array([1.0, 0.0, np.inf, -1.0], F32), out=F32)
     assert np.array_equal(got, np.array([0, -np.inf, np.inf, np.nan], F32), equal_nan=True)
-    assert list(apply("div.full.f32 {d}, {0}, {1}", np.array([1, 6, 1], F32), np.array([1, 3, 0], F32), out=F32)) == [1, 2, np.inf]
+    assert list(apply("div.full.f32 {d}, {0}, {1}", np.array([1, 6, 1], F32), np.array([1, 3, 0], F32), out=F32)) == [
+        1,
+        2,
+        np.inf,
+    ]
 
 
 def test_directed_rounding():
@@ -265,4 +278,6 @@ def test_directed_rounding():
         outward = np.nextafter(added, F32(np.copysign(np.inf, float(total))))
         assert abs(Fraction(float(added))) <= abs(total) < abs(Fraction(float(outward)))
     assert list(apply("cvt.sat.f32.f32 {d}, {0}", np.array([-1, 0.25, 7, np.nan], F32), out=F32)) == [0, 0.25, 1, 0]
-    assert list(apply("copysign.f32 {d}, {0}, {1}", np.array([-1.0, 2.0], F32), np.array([3.0, -4.0], F32), out=F32)) == [-3, 4]
+    assert list(
+        apply("copysign.f32 {d}, {0}, {1}", np.array([-1.0, 2.0], F32), np.array([3.0, -4.0], F32), out=F32)
+    ) == [-3, 4]

@@ -70,7 +70,9 @@ def test_mma(kind, encode):
             column = 2 * within + (i & 1) + (8 if i >= 4 else 0)
             fragments[lane, i // 2] |= U32(a16[row, column]) << U32(16 * (i & 1))
         for i in range(4):
-            fragments[lane, 4 + i // 2] |= U32(b16[2 * within + (i & 1) + (8 if i >= 2 else 0), group]) << U32(16 * (i & 1))
+            fragments[lane, 4 + i // 2] |= U32(b16[2 * within + (i & 1) + (8 if i >= 2 else 0), group]) << U32(
+                16 * (i & 1)
+            )
         for i in range(4):
             fragments[lane, 6 + i] = c[group + (8 if i >= 2 else 0), 2 * within + (i & 1)].view(U32)
     out = np.zeros((32, 4), F32)
@@ -131,7 +133,10 @@ def wgmma(pattern=128, *, fence="wgmma.fence.sync.aligned;", proxy="fence.proxy.
                 image[swizzled(np.array([place]), pattern)[0] // 2] = matrix[row, k]
     registers = [f"%r{100 + i}" for i in range(8)]
     mode = {128: 1, 64: 2, 32: 3}[pattern]
-    descriptor = lambda start: mode << 62 | (8 * pattern >> 4) << 32 | start >> 4
+
+    def descriptor(start):
+        return mode << 62 | (8 * pattern >> 4) << 32 | start >> 4
+
     out = np.zeros((128, 8), F32)
     body = WGMMA.format(
         accumulators="\n".join(f"mov.b32 {r}, 0f3F800000;" for r in registers),
@@ -241,7 +246,10 @@ def tensor_copy(options=LATE, bytes=1024, x=64, y=-2, init="bar.sync 0;", fence=
                 wait="mbarrier.try_wait.parity.shared::cta.b64 complete, [smem+8192], 0;"):  # fmt: skip
     """(source [20, 128], the box [8, 64] as it lay in shared memory, what was copied back)."""
     source, box, back = bf16(20, 104), np.zeros((8, 64), U16), np.zeros((20, 104), U16)
-    maps = (TensorMap(BASE, (20, 104), 208, (8, 64), 2, 128), TensorMap(BASE + 2 * 2**24, (20, 104), 208, (8, 64), 2, 128))
+    maps = (
+        TensorMap(BASE, (20, 104), 208, (8, 64), 2, 128),
+        TensorMap(BASE + 2 * 2**24, (20, 104), 208, (8, 64), 2, 128),
+    )
     body = TENSOR.format(bytes=bytes, x=x, y=y, init=init, fence=fence, drain=drain, wait=wait)
     run_ptx(body, source, box, back, threads=64, shared=8200, options=options, maps=maps)
     return source, box, back

@@ -92,13 +92,15 @@ KINDS = {"sm_80 stream": ("sm_80", "stream", 0), "sm_90a stream": ("sm_90a", "st
 
 @pytest.mark.parametrize("way", [Options(), Options(together=False, backwards=True)], ids=["in step", "backwards"])
 @pytest.mark.parametrize("vocab_size", [37, 1501])
-@pytest.mark.parametrize(("dtype", "out_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows(kind, dtype, out_dtype, vocab_size, way):
     """Statistics, gradient, and both with an objective, with bias, scale, softcap and temperatures."""
     pytest.importorskip("triton")
-    from kernel_cases import GRADIENT, Exact, frobenius_error
     from grpo_fused.kernels.row_types import Transform
+    from kernel_cases import GRADIENT, Exact, frobenius_error
 
     architecture, name, blocks = KINDS[kind]
     g = torch.Generator().manual_seed(vocab_size)
@@ -114,7 +116,15 @@ def test_rows(kind, dtype, out_dtype, vocab_size, way):
     dlogp, dentropy = torch.randn(2, 2, generator=g)
 
     def go(mode: str, kind: torch.dtype, **more: torch.Tensor) -> None:
-        launch(program(architecture, name, mode, dtype, kind), blocks, 64, {**given, **stats, "out": out, **more}, way, **numbers, **options)
+        launch(
+            program(architecture, name, mode, dtype, kind),
+            blocks,
+            64,
+            {**given, **stats, "out": out, **more},
+            way,
+            **numbers,
+            **options,
+        )
 
     options: dict = {}
     go("statistics", dtype)
@@ -135,7 +145,9 @@ def test_rows(kind, dtype, out_dtype, vocab_size, way):
     out.fill_(torch.nan)
     go("loss", out_dtype, loss=loss, dlogp=coefficient, advantages=advantages, weight=weight, old_logp=old)
     ratio = (exact.statistics.logp.detach() - old).exp()
-    torch.testing.assert_close(loss.double(), -weight * torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * advantages, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss.double(), -weight * torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * advantages, rtol=1e-5, atol=1e-6
+    )
     want = -weight * advantages * ratio * torch.tensor([1.0, 0.0])
     torch.testing.assert_close(coefficient.double(), want.double(), rtol=1e-5, atol=1e-6)
     assert frobenius_error(out, exact.dlogits(want, None)) < GRADIENT[out_dtype]

@@ -49,7 +49,9 @@ def test_bounds():
     for width, offset in (("b32", 128), ("b32", -4), ("v4.b32", 16)):
         registers = "{%r1, %r2, %r3, %r4}" if "v4" in width else "%r1"
         scale = 16 if "v4" in width else 4
-        with pytest.raises(PtxError, match=r"outside of global memory.*\n  at ld\.global.*rows\.py:9:2 @\[ rows\.py:40:1"):
+        with pytest.raises(
+            PtxError, match=r"outside of global memory.*\n  at ld\.global.*rows\.py:9:2 @\[ rows\.py:40:1"
+        ):
             run_ptx(f".loc 1 9 2 // rows.py:9:2 @[ rows.py:40:1 ]\nmad.wide.u32 %rd1, %r0, {scale}, %rd0;\n"
                     f"ld.global.{width} {registers}, [%rd1+{offset}];", out)  # fmt: skip
     with pytest.raises(PtxError, match="outside of shared"):
@@ -110,9 +112,13 @@ def test_names_belong_to_their_scope():
     assert (got == 12).all()
 
 
-@pytest.mark.parametrize(("mode", "by", "clamp"), [("bfly", 5, 31), ("idx", 3, 31), ("down", 4, 31), ("up", 2, 0), ("down", 1, 0x181F)])
+@pytest.mark.parametrize(
+    ("mode", "by", "clamp"), [("bfly", 5, 31), ("idx", 3, 31), ("down", 4, 31), ("up", 2, 0), ("down", 1, 0x181F)]
+)
 def test_shuffles(mode, by, clamp):
-    got = outcome(f"shfl.sync.{mode}.b32 %r2|%p1, %r0, {by}, {clamp}, -1;\nselp.b32 %r3, 100, 0, %p1;\nadd.s32 %r1, %r2, %r3;")
+    got = outcome(
+        f"shfl.sync.{mode}.b32 %r2|%p1, %r0, {by}, {clamp}, -1;\nselp.b32 %r3, 100, 0, %p1;\nadd.s32 %r1, %r2, %r3;"
+    )
     segment = clamp >> 8 & 31
     for lane in range(32):
         top = (lane & segment) | (clamp & 31 & ~segment)
