@@ -167,10 +167,11 @@ def table(run: results.Run) -> str:
     shape = section["shape"]
     return "\n".join([
         *lines, "",
-        f"Counted in PTX of triton {section['triton']}, with no GPU: instructions of a thread for each logit, by class "
-        f"(head kernels: N = {shape['tokens']}, H = {shape['hidden']}; row kernels: V = {shape['row vocabulary']}; pairs "
-        "and sums: for each element). Bytes of global memory for each logit; sectors of loads and stores over the fewest "
-        "that hold these bytes (0: only tensor copies); passes of shared memory over the fewest. Counts, no times "
+        f"Counted in PTX of triton {section['triton']}, with no GPU: instructions of a thread for each logit, by "
+        f"class (head kernels: N = {shape['tokens']}, H = {shape['hidden']}; row kernels: "
+        f"V = {shape['row vocabulary']}; pairs and sums: for each element). Bytes of global memory for each logit; "
+        "sectors of loads and stores over the fewest that hold these bytes (0: only tensor copies); passes of shared "
+        "memory over the fewest. Counts, no times "
         f"(`python -m benchmarks.ptx_profile`, commit {run.machine['commit']}).",
     ])  # fmt: skip
 

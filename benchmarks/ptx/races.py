@@ -51,7 +51,7 @@ class Races:
     ) -> None:
         """Accesses of `width` bytes at addresses [n] by lanes of warps [n] at an instruction of the program.
 
-        Several warps may write one value by one instruction: `same` [n] says which writes leave their bytes as they are.
+        Several warps may write one value by one instruction: `same` [n] says which writes change nothing.
         """
         units = (addresses[:, None] + np.arange(0, max(width, UNIT), UNIT)) // UNIT
         for warp in np.unique(warps):

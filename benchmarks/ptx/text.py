@@ -117,7 +117,8 @@ def _parameters(head: str) -> dict[str, Variable]:
         align = re.search(r"(?<!\.ptr )(?<!\.ptr \.global )\.align\s+(\d+)", declared.split(".ptr")[0])
         kind = re.search(r"\.([a-z])(8|16|32|64)\b", declared)
         name = re.search(r"([\w$]+)\s*(?:\[(\d+)\])?\s*$", declared)
-        assert kind and name, declared
+        assert kind is not None, declared
+        assert name is not None, declared
         size = SIZES[kind[2]] * int(name[2] or 1)
         alignment = int(align[1]) if align else SIZES[kind[2]]
         end = -(-end // alignment) * alignment

@@ -13,6 +13,7 @@ from benchmarks.ptx.profile import Profile
 from benchmarks.ptx.text import parse
 
 BASE = 1 << 32
+IN_STEP = Options()
 
 HEAD = """.version 8.7
 .target sm_90a
@@ -33,7 +34,7 @@ ret;
 
 
 def run_ptx(
-    body: str, *arrays: np.ndarray, threads: int = 32, shared: int = 1024, options: Options = Options(),
+    body: str, *arrays: np.ndarray, threads: int = 32, shared: int = 1024, options: Options = IN_STEP,
     profile: Profile | None = None, maps: tuple[TensorMap, ...] = (),
 ) -> Block:  # fmt: skip
     """Run one block. Array i is at the address of parameter p<i>, which %rd<i> holds; m<i> are tensor maps.

@@ -133,7 +133,10 @@ def wgmma(pattern=128, *, fence="wgmma.fence.sync.aligned;", proxy="fence.proxy.
                 image[swizzled(np.array([place]), pattern)[0] // 2] = matrix[row, k]
     registers = [f"%r{100 + i}" for i in range(8)]
     mode = {128: 1, 64: 2, 32: 3}[pattern]
-    descriptor = lambda start: mode << 62 | (8 * pattern >> 4) << 32 | start >> 4
+
+    def descriptor(start):
+        return mode << 62 | (8 * pattern >> 4) << 32 | start >> 4
+
     out = np.zeros((128, 8), F32)
     body = WGMMA.format(
         accumulators="\n".join(f"mov.b32 {r}, 0f3F800000;" for r in registers),

@@ -7,6 +7,7 @@ import functools
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,13 @@ class Arguments(ctypes.Structure):
 
 @functools.cache
 def compiled(architecture: str) -> str:
-    done = subprocess.run(
-        ["nvcc", "-std=c++17", f"-arch={architecture}", "-lineinfo", "--ptx", f"-I{CUDA.parent}", "-o", "/dev/stdout",
-         str(CUDA / "row_kernel.cu")], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.ptx"
+        subprocess.run(
+            ["nvcc", "-std=c++17", f"-arch={architecture}", "-lineinfo", "--ptx", f"-I{CUDA.parent}", "-o", str(file),
+             str(CUDA / "row_kernel.cu")], capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return file.read_text()
 
 
 @functools.cache
