@@ -200,6 +200,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy 'setuptools>=77' wheel 'trl; python_version >= "3.11"' liger-kernel peft math-verify tensorboard
+	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy 'setuptools>=77' wheel 'trl; python_version >= "3.11"' liger-kernel peft math-verify tensorboard scipy
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
 	@touch $@

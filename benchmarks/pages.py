@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import learning_page, speed_tables, study_page, tables
+from benchmarks import learning_page, speed_tables, tables
 from benchmarks.results import Run, latest
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
@@ -67,7 +67,6 @@ TABLES: dict[str, Table] = {
     "divergence": of("divergence"),
     "generation": of("generation"),
     "shared-prompts": of("shared_prompts"),
-    "study": of("pretrained", study_page.summary),
     "study-runs": of("pretrained"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
@@ -80,7 +79,7 @@ TABLES: dict[str, Table] = {
 """Name of a pair of markers to the text between them."""
 
 _PAGES = {
-    "README.md": ("summary", "training-step", "study"),
+    "README.md": ("summary", "training-step", "learning-sentence"),
     "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/training_step.md": ("generation", "shared-prompts"),
     "docs/vllm.md": ("mismatch",),

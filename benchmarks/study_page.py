@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from benchmarks.results import Run, where
 from benchmarks.tables import BARE, grid
 
@@ -33,31 +31,6 @@ def runs(run: Run) -> str:
         f"{section['max_completion_length']} tokens in a step, learning rate {section['learning_rate']:g}; accuracy on "
         f"{section['held_out']} held-out problems, greedy. Seconds are medians over the steps. {where(run)}.",
     ])  # fmt: skip
-
-
-def summary(run: Run) -> str:
-    """Accuracy after all runs of each trainer with its uncertainty, and the time of a step."""
-    section = run.sections["pretrained"]
-    runs = [(name.rpartition("-")[0], row) for name, row in section["runs"].items() if "after" in row["accuracy"]]
-    finished = {kind: [row for name, row in runs if name == kind] for kind in TRAINERS}
-    if not finished["ours"]:
-        return "A pretrained model: not measured yet (`python -m benchmarks.pretrained`)."
-    ends = []
-    for kind, rows in finished.items():
-        if rows:
-            shares = ", ".join(f"{row['accuracy']['after']:.0%}" for row in rows)
-            count = f"{len(rows)} run{'s' if len(rows) > 1 else ''}"
-            ends.append(f"{shares} with {TRAINERS[kind]} ({count}, {rows[0]['median']['seconds']:.0f} s a step)")
-    first, held_out = finished["ours"][0], section["held_out"]
-    share = first["accuracy"]["after"]
-    error = 100 * math.sqrt(share * (1 - share) / held_out)
-    return (
-        "After a short supervised start, Gemma 3 270M (V = 262,144) learns sums of reasoning-gym in "
-        f"{first['steps']} steps on two CPU cores: from {first['accuracy']['before']:.0%} of {held_out} held-out "
-        f"problems to {'; '.join(ends)}. An accuracy has a standard error of {error:.1f} points by "
-        "the problems alone, and seeds differ too: no difference in learning between the trainers is claimed "
-        "([the study](docs/study.md))."
-    )
 
 
 def distribution(run: Run) -> str:

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[str, Callable[[], list[torch.Tensor]]]] = {
 
 
 ENOUGH = "several barriers stand between an mbarrier's initialisation and its first wait: one is enough"
+UNKNOWN = "no run needs it; not all of these together either, and the reason is not known"
 WAITED = "each warp has waited at the mbarrier itself"
 TWICE = "the barrier before the first of the two copies orders the second one too"
 DRAINED = "the epilogue of the last tile has waited already"
@@ -120,7 +121,7 @@ REDUNDANT: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         DRAINED: ("cp.async.bulk.wait_group.read 0", "bar.sync 0", "wgmma.wait_group 0"),
     },
     ("sm_90", "scores"): {
-        ENOUGH: tuple(f"bar.sync {number}" for number in (7, 8, 9, 10, 11, 12, 13)),
+        UNKNOWN: tuple(f"bar.sync {number}" for number in (7, 8, 9, 10, 11, 12, 13)),
         WAITED: ("bar.sync 14",),
         TWICE: ("bar.sync 16",),
         DRAINED: ("wgmma.wait_group 0", "bar.sync 0"),
@@ -183,7 +184,7 @@ def test_every_removal_is_noticed(architecture, case):
 
 @pytest.mark.full
 @pytest.mark.skipif(triton.__version__ != "3.7.1", reason="the table is of triton 3.7.1")
-@pytest.mark.parametrize("case", [case for architecture, case in REDUNDANT if architecture == "sm_90"])
+@pytest.mark.parametrize("case", [case for (_, case), reasons in REDUNDANT.items() if ENOUGH in reasons])
 def test_barriers_that_stand_for_each_other(case):
     """Of those of which one is enough, not all may be missing."""
     with cases.launched_as(lambda: "sm_90", in_place=True):
