@@ -164,7 +164,7 @@ def training(rank: int, folder: Path, where: str, how: str, timeout: float = LIM
     if where == "reward":
         trainer.reward_functions["count_ones"] = then_fails(trainer.reward_functions["count_ones"])
     elif where == "rollout":  # the other process waits for a shard of the weights
-        trainer.engine.generate = then_fails(trainer.engine.generate)  # type: ignore[method-assign]
+        trainer.sampler.engine.generate = then_fails(trainer.sampler.engine.generate)  # type: ignore[method-assign]
     elif where == "data":
         trainer.collect = then_fails(trainer.collect)  # type: ignore[method-assign]
     elif where == "update":
