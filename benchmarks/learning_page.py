@@ -164,6 +164,7 @@ def learning_plot(section: dict[str, Any]) -> Figure:
         _points(accuracy, x, after[arm], ARM_COLORS[arm])
         accuracy.plot([x - 0.3, x + 0.3], [section["arms"][arm]["mean"]] * 2, color=INK, linewidth=1.6)
     _names(accuracy, [ARMS[arm] for arm in arms])
+    accuracy.set_ylim(bottom=0.0)
     percent(accuracy.yaxis)
     decorate(accuracy, "Held-out accuracy", "", "")
     others = [arm for arm in arms if arm in section["against_trl"]]
