@@ -1,7 +1,7 @@
 """Number formats of PTX as numpy arrays: conversions, exact fused multiply-add, approximate functions.
 
-Approximate functions are wrong on purpose: by any amount up to the bound in the PTX manual, as the bits of the argument
-choose. So a kernel that needs more than the manual says fails. The same argument always has the same result.
+Approximate functions are wrong on purpose: by any amount up to a bound, as the bits of the argument choose. So a kernel
+that needs more fails. The same argument always has the same result. The bounds are to be checked with the PTX manual.
 """
 
 from __future__ import annotations

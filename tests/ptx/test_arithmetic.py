@@ -1,4 +1,4 @@
-"""Each arithmetic form against its definition in the PTX manual."""
+"""Each arithmetic form against its definition."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def relative(got, exact):
 
 
 def test_approximate_functions():
-    """Within the bound of the manual, and not always near the exact result; special values exact."""
+    """Within its bound, and not always near the exact result; special values exact."""
     x = np.linspace(-120, 120, 4096).astype(F32)
     error = relative(apply("ex2.approx.f32 {d}, {0}", x, out=F32), np.exp2(x.astype(np.float64)))
     assert 0.5 * numbers.EX2_ERROR < error <= numbers.EX2_ERROR
