@@ -145,7 +145,7 @@ $(if $(shell command -v nvcc 2>/dev/null),GRPO_FUSED_BUILD=cuda) $(GPU_PYTHON) s
 $(GPU_PYTHON) -m benchmarks.gpu $(1) $(if $(OUT),--out $(OUT))
 endef
 
-gpu-first:  ## on a GPU: fp64 checks, the head kernel beside the library, five engines and peers at three widths
+gpu-first:  ## on a GPU: fp64 checks, the head kernel beside the library, engines and peers at three widths
 	$(call gpu-part,first)
 
 gpu-second:  ## on a GPU: its tests, and the head kernel's tuner

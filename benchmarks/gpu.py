@@ -42,13 +42,13 @@ class Step(NamedTuple):
 _DENSE = [f"bf16-8192-{H}-151936-dense" for H in (4096, 2048, 896)]
 _SWEEP, _TUNE, _ROWS = ("-m", "benchmarks.sweep"), ("-m", "benchmarks.tune"), ("-m", "benchmarks.rows")
 _TINY = ("--small", "--rounds", "1")
-_CASE = ("--small", "--rounds", "1", "--no-peers", "--no-memory", "--cases", "bf16-80-64-2048-half")
+_CASE = (*_TINY, "--no-peers", "--no-memory", "--cases", "bf16-80-64-2048-half")
 
 PARTS: dict[str, tuple[Step, ...]] = {
     "first": (
         Step("doctor", ("-m", "grpo_fused", "doctor"), 30),
         Step("check", ("-m", "grpo_fused", "check"), 100),
-        Step("head kernel", (*_TUNE, "--no-candidates", "--rounds", "5"), 120, ("--small", "--rounds", "1")),
+        Step("head kernel", (*_TUNE, "--no-candidates", "--rounds", "5"), 120, _TINY),
         Step(
             "speed",
             (*_SWEEP, "--rounds", "5", "--seconds", "150", "--no-memory", "--cases", *_DENSE),

@@ -92,7 +92,7 @@ def fused_linear_divergence(
 
     Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
     """
-    check_names("fused_linear_divergence", head, "candidates", "process_group", "impl")
+    check_names("fused_linear_divergence", head, "candidates", "process_group")
     check_choice(kind, "kind", DivergenceKind)
     check_choice(impl, "impl", DivergenceImpl)
     check_number(beta, "beta")
