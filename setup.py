@@ -205,7 +205,7 @@ setup(
         "grpo_fused.trainer",
     ],
     package_dir={"grpo_fused.kernels": "kernels"},
-    package_data={"grpo_fused": ["py.typed"]},
+    package_data={"grpo_fused": ["py.typed", "engines/measured.json"]},
     ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildNative, "build_py": ReportBuild},
     # no Python API is used, so one wheel serves every Python

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from grpo_fused.kernels.configs import architecture
 
 from benchmarks.command import call
 
@@ -65,6 +66,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     if device == "cpu":
         about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": _native_kernel()}
         about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark needs an idle machine
+    else:
+        about["architecture"] = architecture(torch.device(device))
     return about | {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # for a copy of the tree without .git it can be given

@@ -25,7 +25,7 @@ def test_report_agrees_with_choose():
     text = subprocess.run([*command, "--dtype", "float32"], capture_output=True, text=True, check=True).stdout
     (line,) = (line for line in text.splitlines() if line.startswith("impl='auto' on the CPU"))
     for dtype in doctor.DTYPES:
-        name = engines.choose("auto", CPU, dtype)
+        name = engines.choose("auto", CPU, dtype, 64)
         (mine,) = (part for part in line.removeprefix("impl='auto' on the CPU takes ").split("; ")
                    if part.startswith(name))  # fmt: skip
         assert str(dtype).removeprefix("torch.") in mine
@@ -68,13 +68,13 @@ def test_what_is_missing_is_named(monkeypatch):
     text = doctor.report(SHAPE, measure=False)
     assert "engine native       no: the processor has no AVX-512" in text
     assert f"engine native       {doctor.BRINGS['engine native']}" in text
-    assert engines.choose("auto", CPU, torch.float32) == "chunked"
+    assert engines.choose("auto", CPU, torch.float32, 64) == "chunked"
 
 
 def test_predictions_are_products_times_ratios(monkeypatch):
     monkeypatch.setattr(predictions, "has_products_in", lambda dtype, device: True)
     for p in predictions.predict(SHAPE, CPU):
-        assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16))
+        assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16, 64))
         assert p.ratios == MEASURED.get((p.engine, torch.bfloat16))
         assert p.cost == engines.engine(p.engine).cost(SHAPE.head(CPU), 1024, None)
     monkeypatch.setattr(predictions, "bare_rate", lambda shape, device: SHAPE.flop / 2.0)  # two seconds a product

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     questions = split_questions(scale.demonstrations, scale.held_out)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, quick=args.quick)
-    engines.choose(args.impl, model.device, model.dtype)  # an engine that cannot run fails here, before the warm-up
+    # an engine that cannot run fails here, before the warm-up
+    engines.choose(args.impl, model.device, model.dtype, model.config.hidden_size)
     print(
         f"Qwen2 with {sum(parameter.numel() for parameter in model.parameters()):,} parameters; "
         f"{len(questions.demonstrations):,} demonstrations, {len(questions.train):,} questions for GRPO, "

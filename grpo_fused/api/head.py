@@ -100,7 +100,7 @@ def head_of(
     if max_scratch_bytes is not None:
         check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
     compute = compute_dtype(hidden_states, lm_head_weight)
-    engine = engines.choose(options.get("impl", "auto"), hidden_states.device, compute)
+    engine = engines.choose(options.get("impl", "auto"), hidden_states.device, compute, lm_head_weight.shape[1])
     if engine == "reference" and group is not None:
         raise ValueError("impl='reference' supports one process only; got a process_group")
     sets, candidates = options.get("candidates"), Candidates()

@@ -8,10 +8,11 @@ from typing import Literal, get_args
 
 import torch
 
-from grpo_fused.engines import cuda_rows, libraries, native, triton
+from grpo_fused.engines import choice, cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.pairs import NativePairs, Pairs, TritonPairs
+from grpo_fused.kernels.configs import architecture
 
 Impl = Literal["auto", "reference", "chunked", "cuda", "triton", "native"]
 
@@ -23,12 +24,12 @@ _ENGINES: dict[str, Engine] = {
 }
 
 
-def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
+def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int) -> str:
     """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
-    That is `native` on a CPU that it supports, `chunked` elsewhere; if `native` would run but was not built, one
-    warning says so. `triton` is not measured on a GPU yet: it will be chosen where it is faster; name it if scores
-    must be bitwise independent of the batch.
+    That is `native` on a CPU that it supports, else `chunked`; if `native` would run but was not built, one warning
+    says so. On a GPU it is `chunked` or `triton`, by architecture and `width`, the H of the hidden states: see
+    `grpo_fused.engines.choice`. Name `triton` if scores must be bitwise independent of the batch.
 
     Raises:
         ValueError: `impl` is not the name of an implementation.
@@ -41,16 +42,20 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype) -> str:
         # a traced warning would break the graph of torch.compile
         if reason is not None and reason == libraries.missing() and not torch.compiler.is_compiling():
             _warn_once(reason)
-        return fastest(device, dtype)
+        return fastest(device, dtype, width)
     reason = unavailable(impl, device, dtype)
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
     return impl
 
 
-def fastest(device: torch.device, dtype: torch.dtype) -> str:
+def fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
     """What `choose` returns for `auto`, without its warning."""
-    return "native" if unavailable("native", device, dtype) is None else "chunked"
+    if device.type == "cuda":
+        name = choice.on_gpu(architecture(device), dtype, width)
+    else:
+        name = "native"
+    return name if unavailable(name, device, dtype) is None else "chunked"
 
 
 @cache

@@ -68,7 +68,7 @@ def report(shape: Shape, *, measure: bool = True) -> str:
     missing = [(f"  {name}", BRINGS[name]) for name, reason in found.items() if reason]
     lines += ["", "what is missing would add", *_table(missing)] if missing else []
     for device in map(torch.device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)):
-        lines += ["", _auto(device), "", *_predictions(shape, device, measure=measure)]
+        lines += ["", _auto(device, shape.hidden), "", *_predictions(shape, device, measure=measure)]
     return "\n".join(lines)
 
 
@@ -120,10 +120,10 @@ def _runs(name: str) -> str:
     return f"runs on {libraries.instruction_set()}" if name == "engine native" else "runs"
 
 
-def _auto(device: torch.device) -> str:
+def _auto(device: torch.device, width: int) -> str:
     taken: dict[str, list[str]] = {}
     for dtype in DTYPES:
-        taken.setdefault(engines.fastest(device, dtype), []).append(_name(dtype))
+        taken.setdefault(engines.fastest(device, dtype, width), []).append(_name(dtype))
     chosen = "; ".join(f"{name} for {', '.join(dtypes)}" for name, dtypes in taken.items())
     return f"impl='auto' on {'the CPU' if device.type == 'cpu' else 'a GPU'} takes {chosen}"
 

@@ -76,7 +76,7 @@ MEASURED_IN = (
 
 def predict(shape: Shape, device: torch.device) -> list[Prediction]:
     """The predictions for each engine that runs on `device`."""
-    auto, head, found = engines.fastest(device, shape.dtype), shape.head(device), []
+    auto, head, found = engines.fastest(device, shape.dtype, shape.hidden), shape.head(device), []
     as_measured = device.type == "cpu" and has_products_in(shape.dtype, device)  # else bare products are very slow
     for name in ENGINES:
         if engines.unavailable(name, device, shape.dtype) is None:

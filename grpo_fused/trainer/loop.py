@@ -128,7 +128,7 @@ class GRPOTrainer:
         check_same_rows(self.batches, self.eval_rows)
 
         # an engine that cannot run raises before the first rollout
-        self.loss_engine = engines.choose(config.impl, device, model.dtype)
+        self.loss_engine = engines.choose(config.impl, device, model.dtype, model.config.get_text_config().hidden_size)
         self.model = ready(model, config, device)
         for function in reward_functions:
             if isinstance(function, RewardModel):

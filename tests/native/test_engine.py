@@ -377,10 +377,10 @@ def test_named_engine_says_why_it_cannot_run(monkeypatch):
     monkeypatch.setattr(libraries, "_cpu_reason", "the native engine needs AVX2 and FMA")
     with pytest.raises(RuntimeError, match="needs AVX2 and FMA"):
         case.to(torch.float32).run(make_config("dapo"), impl="native")
-    assert engines.choose("auto", torch.device("cpu"), torch.float32) == "chunked"
+    assert engines.choose("auto", torch.device("cpu"), torch.float32, 64) == "chunked"
     case.to(torch.float32).run(make_config("dapo"))
 
 
 def test_auto_takes_it():
-    assert engines.choose("auto", torch.device("cpu"), torch.bfloat16) == "native"
-    assert engines.choose("auto", torch.device("cpu"), torch.float64) == "chunked"
+    assert engines.choose("auto", torch.device("cpu"), torch.bfloat16, 64) == "native"
+    assert engines.choose("auto", torch.device("cpu"), torch.float64, 64) == "chunked"

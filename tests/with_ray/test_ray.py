@@ -59,7 +59,7 @@ def torchrun_on(tmp_path_factory):
 
 @pytest.fixture
 def torchrun(torchrun_on):
-    return torchrun_on(engines.fastest(torch.device("cpu"), torch.float32))
+    return torchrun_on(engines.fastest(torch.device("cpu"), torch.float32, 64))
 
 
 def fit(folder: Path, function=loop, **options):

@@ -112,7 +112,7 @@ def main(path: str) -> None:
     cases = [(True, 0), (False, 0), (True, 4)]  # packed, LoRA
     wants = [step(path, False, *case) for case in cases]  # first: verl's fused forward stays in the class of the model
     patch_verl()
-    for impl in dict.fromkeys([engines.fastest(torch.device("cpu"), torch.float32), "chunked"]):
+    for impl in dict.fromkeys([engines.fastest(torch.device("cpu"), torch.float32, 64), "chunked"]):
         engines.fastest = lambda device, dtype, impl=impl: impl
         for case, want in zip(cases, wants, strict=True):
             got = step(path, True, *case)

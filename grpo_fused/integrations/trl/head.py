@@ -71,7 +71,7 @@ class FusedLogProbFunction:
         compute = compute_dtype(hidden, weight)
         head = LMHead(weight, bias, float(logit_scale), final_logit_softcapping, float(temperature), None, compute)
         candidates, mask = announced_candidates(targets, head.vocab_size)
-        run = Run(engines.choose(cls.impl, hidden.device, compute), cls.max_scratch_bytes)
+        run = Run(engines.choose(cls.impl, hidden.device, compute, weight.shape[1]), cls.max_scratch_bytes)
         call = LogprobsCall(hidden, head, targets, mask, candidates, "entropy" in outputs, run)
         logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, current_prediction())
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
