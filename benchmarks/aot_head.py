@@ -73,6 +73,8 @@ class Evidence:
     """whether ptxas makes tensor-core products wait for each other"""
     instructions: float | None
     """of a thread for the row work of a logit (sm_90 only)"""
+    narrow_stores: int
+    """stores of single 16-bit elements"""
 
 
 def variants() -> list[Variant]:
@@ -171,7 +173,10 @@ def inspect(variant: Variant) -> Evidence:
     found = resources(compiled, variant.arch)
     if variant.arch.startswith("gfx"):
         cores = "mfma" if "v_mfma" in compiled.asm["amdgcn"] else "none" if variant.mode == "pass" else "fma"
-        return Evidence(*found, tensor_cores=cores, tma=False, serialized=False, instructions=None)
+        narrow = compiled.asm["amdgcn"].count("store_short")
+        return Evidence(
+            *found, tensor_cores=cores, tma=False, serialized=False, instructions=None, narrow_stores=narrow
+        )
     ptx = compiled.asm["ptx"]
     names = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
     cores = next((short for long, short in names.items() if long in ptx), "fma")
@@ -184,7 +189,8 @@ def inspect(variant: Variant) -> Evidence:
         if row_work := sass.tile_instructions(listing):
             tile = variant.config.block_n * variant.config.block_v
             instructions = round(sum(row_work.values()) * 32 * variant.config.num_warps / tile, 1)
-    return Evidence(*found, tensor_cores=cores, tma=tma, serialized=serialized, instructions=instructions)
+    narrow = ptx.count("st.global.b16")
+    return Evidence(*found, cores, tma, serialized, instructions, narrow)
 
 
 def table() -> list[dict[str, Any]]:

@@ -60,14 +60,17 @@ def multiply(
 
 
 @triton.jit
-def store_block(out, block, row, col, N, V, stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr):
-    """Write [BLOCK_N, BLOCK_V] of a matrix [N, V], leaving out what is outside."""
+def store_block(out, block, row, col, N, stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr):
+    """Write [BLOCK_N, BLOCK_V] of a matrix [N, V] with its padding, `stride` columns in all.
+
+    Masked by V, which may be odd, each element would be a store of its own.
+    """
     if TMA:
         out.store([row, col], block.to(out.dtype))
     else:
         rows = row + tl.arange(0, BLOCK_N)
         cols = col + tl.arange(0, BLOCK_V)
-        inside = (rows[:, None] < N) & (cols[None, :] < V)
+        inside = (rows[:, None] < N) & (cols[None, :] < stride)
         pointers = out + rows.to(tl.int64)[:, None] * stride + cols[None, :]
         tl.store(pointers, block.to(out.dtype.element_ty), mask=inside)
 
@@ -124,7 +127,7 @@ def epilogue(
         is_target = cols == targets[:, None]
         dz = dlogits(log_p, p, is_target, at_target[:, None], dlogp[:, None], dentropy[:, None], entropy[:, None],
                      slope, HAS_DENTROPY)  # fmt: skip
-        store_block(out, dz, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
+        store_block(out, dz, row, tile * BLOCK_V, N, stride_out, BLOCK_N, BLOCK_V, TMA)
         return m, rest, moment
     else:
         LOG2: tl.constexpr = not (HAS_BIAS or HAS_SOFTCAP)
@@ -137,7 +140,7 @@ def epilogue(
         if LOG2:
             tile_m *= LN2
         if MODE == EXPONENTIALS:
-            store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, V, stride_out, BLOCK_N, BLOCK_V, TMA)
+            store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, stride_out, BLOCK_N, BLOCK_V, TMA)
             tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, tile_m, mask=live)
         return merge_statistics(m, rest, moment, tile_m, tile_rest, tile_moment, WITH_ENTROPY)
 

@@ -42,7 +42,6 @@ class Exponentials(NamedTuple):
         config = config or head_config(weight, transform)
         tiles = num_tiles(config, weight)
         values = torch.empty((num_rows, padded(weight.shape[0])), dtype=dtype, device=weight.device)
-        values[:, weight.shape[0] :] = 0.0  # stays 0 as exponentials and as dlogits
         offsets = torch.empty((num_rows, tiles), dtype=torch.float32, device=weight.device)
         return cls(values[:, : weight.shape[0]], offsets, config.block_v)
 
@@ -156,6 +155,8 @@ def head_dlogits(
             dlogp_ptr=coefficients.dlogp, dentropy_ptr=coefficients.dentropy,
             HAS_DENTROPY=coefficients.dentropy is not None,
         )  # fmt: skip
+    if _interprets(out):  # PAD says why
+        _wide(out, weight.shape[0])[:, weight.shape[0] :] = 0.0
 
 
 def exponentials_to_dlogits(
@@ -201,8 +202,7 @@ def _launch(
     panels = -(-num_rows // config.block_n)
     splits, tiles_per_split = config.splits(vocab_size, width)
     each, number, scale, softcap = transform.numbers
-    # the descriptor of `out` covers its padding: rows of any V start aligned, and the padding is never read
-    wide = None if out is None else out.as_strided((num_rows, padded(vocab_size)), out.stride())
+    wide = None if out is None else _wide(out, vocab_size)  # kernels write the padding, too
     x, w, target = hidden, weight, wide
     if config.tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -245,6 +245,11 @@ def _launch(
         # a token's score must be the same in all modes, so all round the same: none fuses a product with a sum
         enable_fp_fusion=False,
     )
+
+
+def _wide(out: Tensor, vocab_size: int) -> Tensor:
+    """Rows of the slab with their padding."""
+    return out.as_strided((out.shape[0], padded(vocab_size)), out.stride())
 
 
 def _scale_of(values: Tensor) -> float:
