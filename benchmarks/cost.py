@@ -210,7 +210,8 @@ def weight_gradient_seconds(engine: str, shape: Shape, machine: Machine) -> floa
     if engine == "bare":
         return 0.0
     head = predictions.Shape(shape.tokens, shape.H, shape.V, torch.bfloat16).head(torch.device("cpu"))
-    chunks = math.ceil(shape.tokens / engines.engine(engine).chunk_rows(head, DEFAULT_SCRATCH_BYTES["cuda"]))
+    rows = engines.engine(engine).chunk_rows(head, shape.tokens, DEFAULT_SCRATCH_BYTES["cuda"])
+    chunks = math.ceil(shape.tokens / rows)
     numbers = 0 if chunks == 1 else 4 + 8 * (chunks - 1) + 4 + 2
     return numbers * shape.V * shape.H / machine.memory
 

@@ -5,6 +5,7 @@ Compiled kernels' registers and shared memory are guarded in tests/kernels/test_
 
 from __future__ import annotations
 
+import bisect
 import traceback
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from grpo_fused import engines
 from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
 from grpo_fused.call.calls import Candidates, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run
 from grpo_fused.call.layout import Layout
-from grpo_fused.engines import cpu_library
-from grpo_fused.engines.base import Tokens, even_chunks
+from grpo_fused.engines import chunked, cpu_library
+from grpo_fused.engines.base import MANY, Tokens, even_chunks
 from grpo_fused.engines.chunked import ChunkedEngine
+from grpo_fused.engines.gradients import GradientSums
+from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 from grpo_fused.tools.predictions import Shape
 
 B, T, H, V = 8, 32, 24, 640
@@ -72,7 +75,7 @@ def small_chunks(case, rows):
     engine, budget = engines.engine("chunked"), 2**14
     while True:
         try:
-            if engine.chunk_rows(head, budget) >= rows:
+            if engine.chunk_rows(head, MANY, budget) >= rows:
                 return budget
         except ValueError:
             pass
@@ -100,7 +103,7 @@ def test_one_more_product_if_a_sequence_does_not_fit(config):
     """Except in native, which keeps exponentials instead."""
     case = dense(B=2)
     scratch = small_chunks(case, T // 4)
-    assert engines.engine("chunked").chunk_rows(prepared(case)[0], scratch) < T
+    assert engines.engine("chunked").chunk_rows(prepared(case)[0], MANY, scratch) < T
     assert count(case, "chunked", config, scratch=scratch)[0].products(2 * T, H, V) == 4
     assert count(case, "chunked", TOKEN[0], scratch=scratch)[0].products(2 * T, H, V) == 3
 
@@ -197,11 +200,68 @@ def test_matmul_calls_of_chunked(chunks):
     """Three for each chunk in fp32, whose weight is used in place."""
     case = dense()
     scratch = small_chunks(case, N // chunks)
-    rows = engines.engine("chunked").chunk_rows(prepared(case)[0], scratch)
+    rows = engines.engine("chunked").chunk_rows(prepared(case)[0], MANY, scratch)
     recorded, _ = count(case, "chunked", TOKEN[0], scratch=scratch)
     made = -(-N // rows)
     assert made == chunks
     assert recorded.calls["mm"] + recorded.calls["addmm"] == 3 * made
+
+
+def least_for_one_chunk(engine, head):
+    """The smallest budget that holds N tokens."""
+    most = engine.cost(head, N, 2**40).scratch_bytes
+    return bisect.bisect_left(range(most + 1), True, lo=N * V, key=lambda b: engine.chunk_rows(head, MANY, b) >= N)
+
+
+SUMMED_ANYWAY = (torch.float32, torch.float16)
+"""dW is its own sum, or stays in fp32 for the upstream gradient."""
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_one_chunk_takes_the_memory_of_the_sum_that_it_saves(impl, monkeypatch):
+    """Beside the default budget, no more than several chunks would take; a frozen head, fp32 or a budget has no sum."""
+    pytest.importorskip("triton")
+    bf16, *others = (Shape(N, H, V, dtype).head(torch.device("cpu")) for dtype in (torch.bfloat16, *SUMMED_ANYWAY))
+    engine, dweight = engines.engine(impl), 4 * H * V
+    budget = least_for_one_chunk(engine, bf16) - dweight
+    for room, chunks in ((0, 1), (-1, 2)):
+        monkeypatch.setitem(DEFAULT_SCRATCH_BYTES, "cpu", budget + room)
+        assert len(even_chunks(N, engine.chunk_rows(bf16, N, None))) == chunks
+        cost = engine.cost(bf16, N, None)
+        assert cost.accumulator_bytes == (0 if chunks == 1 else dweight)
+        assert cost.scratch_bytes + cost.accumulator_bytes <= budget + room + dweight
+    monkeypatch.setitem(DEFAULT_SCRATCH_BYTES, "cpu", budget)
+    assert engine.chunk_rows(bf16, MANY, None) == engine.chunk_rows(bf16, N, budget) < N
+    assert all(engine.chunk_rows(head, N, None) < N for head in others)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_a_slab_does_not_depend_on_what_is_active(impl, monkeypatch):
+    """Else a step with more active tokens than all before would ask a GPU's allocator for new memory."""
+    head_launch = pytest.importorskip("grpo_fused.kernels.head_launch")
+    of, name = (chunked.Slab, "__init__") if impl == "chunked" else (head_launch.Exponentials, "empty")
+    made, make = [], getattr(of, name)
+    monkeypatch.setattr(of, name, lambda *x, **options: (made.append(x[-4:]), make(*x, **options))[1])
+    case = dense(dtype=torch.bfloat16, B=2, T=8)
+    for active in (16, 5):
+        case.completion_mask.view(-1)[active:] = False
+        count(case, impl, TOKEN[0])
+    rows = [next(value for value in values if isinstance(value, int)) for values in made]
+    assert rows == [16, 16]
+
+
+def test_a_call_takes_one_chunk_where_the_rule_says_so(monkeypatch):
+    """With dW; without it the same budget takes several."""
+    case = dense(dtype=torch.bfloat16)
+    least = least_for_one_chunk(engines.engine("chunked"), prepared(case)[0])
+    monkeypatch.setitem(DEFAULT_SCRATCH_BYTES, "cpu", least - 4 * H * V)
+    added, add = [], GradientSums.add
+    monkeypatch.setattr(GradientSums, "add", lambda *x: (added.append(len(x[1])), add(*x)))
+    assert count(case, "chunked", TOKEN[0])[1].gradients.weight.dtype == torch.bfloat16
+    assert added == [N]
+    added.clear()
+    count(case, "chunked", TOKEN[0], needs=Needs(True, False, False))
+    assert added == [N // 2, N // 2]
 
 
 @pytest.mark.parametrize(("impl", "most"), [("chunked", 333), ("native", 260)])
@@ -372,7 +432,7 @@ def test_row_kernels_reserve_no_temporaries():
     head = Shape(8192, 64, 151936, torch.bfloat16).head(torch.device("cpu"))
     torch_rows, kernels = ChunkedEngine(), ChunkedEngine(lambda device, dtype: launch.TritonRows())
     budget = 512 * 2**20
-    spared = kernels.chunk_rows(head, budget) - torch_rows.chunk_rows(head, budget)
+    spared = kernels.chunk_rows(head, MANY, budget) - torch_rows.chunk_rows(head, MANY, budget)
     assert 16 <= spared <= 3 * (4 * 2**20 // row) + 15
     for engine in (torch_rows, kernels):
         assert engine.cost(head, 8192, budget).scratch_bytes <= budget

@@ -45,7 +45,7 @@ from grpo_fused.call.calls import (
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.validation import check_divergence_values, check_loss_values, check_token_values
-from grpo_fused.engines.base import Engine, Gradients, Tokens
+from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
@@ -390,7 +390,7 @@ def _fake_gradients(call: LinearCall, needs: Needs, *, in_forward: bool = False,
     if not any_whole:
         needs = needs._replace(need_weight=False, need_bias=False) if in_forward else needs
     count = hidden[..., 0].numel()  # not from the shape, which would be compiled in
-    most = count if ParallelGroups.decode(run.groups).vocab is None else 2**62  # `Tokens.most_chunks_of`
+    most = count if ParallelGroups.decode(run.groups).vocab is None else MANY  # `Tokens.most_chunks_of`
     engine = engines.engine(run.engine) if heads == 0 else ChunkedEngine(torch_rows, heads)
     dtype = engine.weight_gradient_dtype(head, most, run.max_scratch_bytes) if any_whole else weight.dtype
     return HeadGradients(

@@ -219,8 +219,9 @@ def _score(engine: Engine, work: Work, scores: Statistics, divergence: Tensor | 
     if divergence is None:
         statistics = engine.score(work)
     else:
+        work = replace(work, needs=NO_GRADIENT)
         chunks = even_chunks(len(work.rows), _chunk_rows(engine, work))
-        statistics, gradients = engine.fused(replace(work, chunks=chunks, needs=NO_GRADIENT))
+        statistics, gradients = engine.fused(replace(work, chunks=chunks))
         _place_divergence(gradients, work.rows, divergence)
     _place(work.tokens.merged(work.rows, statistics), work.rows, work.tokens.mask, scores)
 
@@ -263,7 +264,7 @@ def _of_all_ranks(scores: Statistics, ranks: TokenParallel | None) -> tuple[Tens
 
 
 def _chunk_rows(engine: Engine, work: Work) -> int:
-    rows = engine.chunk_rows(work.head, work.max_scratch_bytes)
+    rows = engine.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes)
     return rows if work.tokens.vocab is None else work.tokens.vocab.smallest(rows)
 
 

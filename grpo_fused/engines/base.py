@@ -19,6 +19,9 @@ from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import evaluate
 from grpo_fused.ranks.parallel import VocabParallel
 
+MANY = 2**62
+"""A number of tokens that fits no chunk."""
+
 
 def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
     """`count` rows in as few chunks as `chunk_rows` allows, which share the rows evenly."""
@@ -97,7 +100,7 @@ class Tokens(NamedTuple):
     @property
     def most_chunks_of(self) -> int:
         """N, or more if other ranks may split the call into more chunks than this one would."""
-        return self.ids.shape[0] if self.vocab is None else 2**62
+        return self.ids.shape[0] if self.vocab is None else MANY
 
     def merged(self, rows: Tensor, scores: Statistics) -> Statistics:
         """Scores of `rows` over the whole vocabulary, from this head's."""
@@ -190,6 +193,11 @@ class Work:
         return ((chunk, self.rows[chunk]) for chunk in self.chunks)
 
     @property
+    def one_chunk_of(self) -> int:
+        """`num_tokens` of `Engine.chunk_rows`: without dW one chunk would save no memory."""
+        return self.tokens.most_chunks_of if self.needs.need_weight else MANY
+
+    @property
     def longest(self) -> int:
         """Rows of the longest chunk."""
         return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
@@ -198,8 +206,12 @@ class Work:
 class Engine(Protocol):
     """An implementation of the head. Its scores of a token do not depend on the other tokens of the call."""
 
-    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
-        """Rows that fit the scratch budget: a chunk of `fused` holds at most so many."""
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
+        """Rows that a chunk of `fused` holds at most: what fits the scratch budget.
+
+        All of `num_tokens`, if that is the default budget and they fit it with the fp32 sum of dW that one chunk does
+        not need.
+        """
         ...
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.layout import segments
-from grpo_fused.engines.base import Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.base import MANY, Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import product_dtype
@@ -34,9 +34,9 @@ class CandidateEngine:
     most: int
     """tokens of a set that is not too large"""
 
-    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
-        return self.whole.chunk_rows(head, max_scratch_bytes) if self.any_whole else 2**62
+        return self.whole.chunk_rows(head, num_tokens, max_scratch_bytes) if self.any_whole else MANY
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""

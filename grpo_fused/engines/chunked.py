@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
-from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks, longest_chunk
-from grpo_fused.engines.gradients import GradientSums, has_coefficient, lifted
+from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.gradients import GradientSums, has_coefficient, lifted, one_chunk_budget, slab_rows
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, gradient_dtype, logits_into, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
@@ -69,10 +69,21 @@ class _Plan(NamedTuple):
     """bytes of weight blocks converted to fp32"""
 
     @classmethod
-    def of(cls, head: LMHead, max_scratch_bytes: int | None, rows: RowWorkOf, heads: int) -> _Plan:
+    def of(cls, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, rows: RowWorkOf, heads: int) -> _Plan:
+        """The plan of the scratch budget, or of `one_chunk_budget` if a chunk of it holds all tokens."""
+        within = cls._within(head, scratch_budget(head.weight.device, max_scratch_bytes), rows, heads)
+        if within.chunk_rows < num_tokens and max_scratch_bytes is None:
+            larger = cls._within(head, one_chunk_budget(head), rows, heads)
+            if num_tokens <= larger.chunk_rows:
+                return larger
+        token_bytes = heads * ((1 + within.temporaries) * within.row_bytes + within.widened_bytes)
+        check_fits_a_token(max_scratch_bytes, within.chunk_rows, token_bytes, head.vocab_size)
+        return within._replace(chunk_rows=max(within.chunk_rows, 1))
+
+    @classmethod
+    def _within(cls, head: LMHead, budget: int, rows: RowWorkOf, heads: int) -> _Plan:
         """chunk_rows = (budget of a head - row temporaries - widened weight blocks) / bytes of a row of logits."""
-        device = head.weight.device.type
-        budget = scratch_budget(head.weight.device, max_scratch_bytes) // heads
+        device, budget = head.weight.device.type, budget // heads
         dtype = head.statistics_dtype
         temporaries, row_bytes = rows(head.weight.device, dtype).temporaries, dtype.itemsize * padded(head.vocab_size)
         widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
@@ -80,9 +91,7 @@ class _Plan(NamedTuple):
         chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
         if chunk_rows > _ROW_MULTIPLE:
             chunk_rows -= chunk_rows % _ROW_MULTIPLE
-        token_bytes = heads * ((1 + temporaries) * row_bytes + widened)
-        check_fits_a_token(max_scratch_bytes, chunk_rows, token_bytes, head.vocab_size)
-        return cls(max(chunk_rows, 1), block_rows, row_bytes, temporaries, widened)
+        return cls(chunk_rows, block_rows, row_bytes, temporaries, widened)
 
 
 class ChunkedEngine:
@@ -94,27 +103,28 @@ class ChunkedEngine:
     def __init__(self, rows: RowWorkOf = row_work, heads: int = 1) -> None:
         self._rows, self._heads = rows, heads
 
-    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
-        return self._plan(head, max_scratch_bytes).chunk_rows
+        return self._plan(head, num_tokens, max_scratch_bytes).chunk_rows
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
-        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
+        rows = self.chunk_rows(head, num_tokens, max_scratch_bytes)
+        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= rows)
 
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: the slab of a chunk, the temporaries of its row work, widened blocks."""
-        plan = self._plan(head, max_scratch_bytes)
-        rows = min(longest_chunk(num_tokens, plan.chunk_rows), num_tokens)
+        plan = self._plan(head, num_tokens, max_scratch_bytes)
+        rows = min(plan.chunk_rows, num_tokens)
         scratch = (rows + plan.temporaries * min(plan.block_rows, rows)) * plan.row_bytes + plan.widened_bytes
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         return Cost(3.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
-        plan = self._plan(work.head, work.max_scratch_bytes)
+        plan = self._plan(work.head, work.one_chunk_of, work.max_scratch_bytes)
         work = replace(work, chunks=even_chunks(work.rows.shape[0], plan.chunk_rows))
-        slab = self._slab(rounded_weight(work.head), work.longest, plan)
+        slab = self._slab(rounded_weight(work.head), work, plan)
         parts = []
         for _, taken in work.parts():
             logits = slab.logits(work.tokens, taken)
@@ -124,7 +134,7 @@ class ChunkedEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`."""
         tokens, head = work.tokens, rounded_weight(work.head)
-        slab = self._slab(head, work.longest, self._plan(head, work.max_scratch_bytes))
+        slab = self._slab(head, work, self._plan(head, work.one_chunk_of, work.max_scratch_bytes))
         rows_of = slab.row_work
         dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
@@ -156,10 +166,11 @@ class ChunkedEngine:
             sums.add(taken, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
-    def _plan(self, head: LMHead, max_scratch_bytes: int | None) -> _Plan:
-        return _Plan.of(head, max_scratch_bytes, self._rows, self._heads)
+    def _plan(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> _Plan:
+        return _Plan.of(head, num_tokens, max_scratch_bytes, self._rows, self._heads)
 
-    def _slab(self, head: LMHead, rows: int, plan: _Plan) -> Slab:
+    def _slab(self, head: LMHead, work: Work, plan: _Plan) -> Slab:
+        rows = slab_rows(work, plan.chunk_rows)
         return Slab(head, rows, plan.block_rows, self._rows(head.weight.device, head.statistics_dtype))
 
 

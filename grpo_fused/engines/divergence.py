@@ -21,7 +21,7 @@ from grpo_fused.call.layout import values_are_checked
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Gradients, Work, even_chunks, flat_view, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, Slab
-from grpo_fused.engines.gradients import GradientSums, fp16_scale
+from grpo_fused.engines.gradients import GradientSums, fp16_scale, slab_rows
 from grpo_fused.engines.products import gradient_dtype, rounded_bias, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
@@ -64,11 +64,12 @@ class DivergenceEngine(ChunkedEngine):
         """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
         tokens, needs, head = work.tokens, work.needs, rounded_weight(work.head)
         # eight temporaries at most; the plan counts three for each head
-        block_rows = max(self._plan(head, work.max_scratch_bytes).block_rows // 2, 1)
+        plan = self._plan(head, work.one_chunk_of, work.max_scratch_bytes)
+        block_rows = max(plan.block_rows // 2, 1)
         heads = [(head, tokens)]
         if self.other is not None:
             heads.append((self.other[1], tokens._replace(hidden_states=self.other[0])))
-        slabs = [Slab(of, work.longest, block_rows, TorchRows()) for of, _ in heads]
+        slabs = [Slab(of, slab_rows(work, plan.chunk_rows), block_rows, TorchRows()) for of, _ in heads]
         dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
         divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)

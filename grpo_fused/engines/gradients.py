@@ -16,6 +16,7 @@ from grpo_fused.engines.products import (
     hidden_gradient,
     product_dtype,
 )
+from grpo_fused.engines.scratch import scratch_budget
 from grpo_fused.kernels.row_types import Coefficients
 
 
@@ -85,6 +86,17 @@ class GradientSums:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
         return Gradients(self.hidden, self.weight, self.bias if self.needs.need_bias else None, self.rows)
+
+
+def one_chunk_budget(head: LMHead) -> int:
+    """Bytes of scratch that a call of one chunk may take by default: it needs no fp32 sum of dW."""
+    sums = (GradientSums.accumulator_bytes(head, GradientSums.weight_dtype(head, one_chunk=k)) for k in (False, True))
+    return scratch_budget(head.weight.device, None) + next(sums) - next(sums)
+
+
+def slab_rows(work: Work, chunk_rows: int) -> int:
+    """Rows to reserve: a full chunk, whatever is active, so that a GPU's allocator finds the same block each time."""
+    return min(chunk_rows, work.tokens.ids.shape[0])
 
 
 def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:

@@ -41,7 +41,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class NativeEngine:
     """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
 
-    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first."""
         return _WHOLE_CALL
 

@@ -20,8 +20,8 @@ import torch
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import products
-from grpo_fused.engines.base import Cost, Gradients, Work, longest_chunk
-from grpo_fused.engines.gradients import GradientSums, lifted
+from grpo_fused.engines.base import Cost, Gradients, Work
+from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.kernels.row_types import Coefficients, Statistics
@@ -48,17 +48,20 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class TritonEngine:
     """See the module."""
 
-    def chunk_rows(self, head: LMHead, max_scratch_bytes: int | None) -> int:
-        """Rows whose dlogits, offsets, partial statistics and copies of hidden states fit the scratch budget."""
-        return self._rows_of(head, _row_bytes(head), max_scratch_bytes)
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
+        """See `Engine.chunk_rows`: rows of dlogits, offsets, partial statistics and copies of hidden states."""
+        row_bytes = _row_bytes(head)
+        most = one_chunk_budget(head) // row_bytes if max_scratch_bytes is None else 0
+        return num_tokens if num_tokens <= most else self._rows_of(head, row_bytes, max_scratch_bytes)
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
-        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= self.chunk_rows(head, max_scratch_bytes))
+        rows = self.chunk_rows(head, num_tokens, max_scratch_bytes)
+        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= rows)
 
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
-        rows = min(longest_chunk(num_tokens, self.chunk_rows(head, max_scratch_bytes)), num_tokens)
+        rows = min(self.chunk_rows(head, num_tokens, max_scratch_bytes), num_tokens)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         products = 3.0 if head.softcap is None else 4.0
         return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))
@@ -87,7 +90,8 @@ class TritonEngine:
         tokens, head = work.tokens, products.rounded_weight(work.head)
         weight = head_launch.aligned(head.operand(head.weight))
         stores = work.known is None and head.softcap is None
-        slab = head_launch.Exponentials.empty(work.longest, weight, gradient_dtype(head), products.transform(head))
+        reserved = slab_rows(work, self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes))
+        slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), products.transform(head))
         dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
