@@ -110,8 +110,9 @@ def compile_variant(variant: Variant) -> Any:
 
     config, full, mode = variant.config, variant.options == "full", MODES[variant.mode]
     constexprs = {
-        "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_TEMPERATURES": True, "WITH_ENTROPY": mode < 2,
-        "HAS_DENTROPY": full and mode == 2, "TMA": config.tma, "EVEN_K": variant.even,
+        "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full and mode != 1, "HAS_TEMPERATURES": True,
+        "WITH_ENTROPY": mode < 2,
+        "HAS_DENTROPY": full and mode == 2, "HAS_ROW_OFFSETS": mode == 1, "TMA": config.tma, "EVEN_K": variant.even,
         "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
     }  # fmt: skip

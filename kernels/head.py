@@ -4,9 +4,11 @@ A work item is a panel of BLOCK_N tokens times a split, a run of vocabulary tile
 flat loop, so that the loads of the next tile run during the epilogue of this one. What the epilogue does is MODE:
 
 - SCORE: online statistics in registers. Nothing of the size of the vocabulary is written.
-- EXPONENTIALS: the same, and E = exp(z - tile maximum) in a narrow dtype with one offset for each (token, tile). E has
-  the relative error of one rounding for any size of the logit, so it can become a gradient later. In fp16, whose
-  exponents end early, E is stored 2^15 times as large: down to 27 nats below its tile's maximum.
+- EXPONENTIALS: the same, and E = exp(z - offset) in a narrow dtype. E has the relative error of one rounding for any
+  size of the logit, so it can become a gradient later. The offset is that of the row, a power of two near the maximum
+  of some of its logits (`HAS_ROW_OFFSETS`); a tile that is far above it gets its own. Then the library's products take
+  E as it is, and a factor for each row. In fp16, whose exponents end early, the offset is the tile's maximum, and E is
+  stored 2^15 times as large: down to 27 nats below that.
 - DLOGITS: the gradient itself, from statistics that are known already.
 
 Statistics of splits are merged in their order by `finish_scores_fwd_kernel`, which also makes the targets' logits:
@@ -25,6 +27,9 @@ from .rows import LN2, LOG2E, dlogits, finish_statistics, finite, merge_statisti
 SCORE = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
 DLOGITS = tl.constexpr(2)
+
+HIGHEST_POWER = tl.constexpr(64.0)
+"""E is at most 2^64: a tile whose maximum is further above the offset of its row gets its own."""
 
 LOWEST_Z = tl.constexpr(-1e30)
 """Of columns after the vocabulary: exponentials are 0, and no product with it is infinite or NaN."""
@@ -96,11 +101,17 @@ def columns_before(end, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
+def row_power(maxima_ptr, rows, live):
+    """The power of two that E of a row is relative to: above the maximum of the columns that were sampled."""
+    return tl.ceil(tl.load(maxima_ptr + rows, mask=live, other=0.0) * LOG2E)
+
+
+@triton.jit
 def epilogue(
     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
     entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
     MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, TMA: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, HAS_ROW_OFFSETS: tl.constexpr, TMA: tl.constexpr,
     E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile of products; returns the running statistics."""
@@ -136,12 +147,25 @@ def epilogue(
         if tile == num_tiles - 1:
             z = tl.where(columns_before(V - tile * BLOCK_V, BLOCK_V), z, LOWEST_Z)
         tile_m = tl.max(z, axis=1)
+        power = tile_m
+        if HAS_ROW_OFFSETS and TMA:  # of sm_90's registers this order takes fewer, of sm_80's the other one
+            power = row_power(logp_ptr, rows, live)
         e, tile_rest, tile_moment = shares(z - finite(tile_m)[:, None], WITH_ENTROPY, HAS_INF=HAS_BIAS, LOG2=LOG2)
+        top = tile_m
         if LOG2:
             tile_m *= LN2
         if MODE == EXPONENTIALS:
+            offset = tile_m
+            if HAS_ROW_OFFSETS:
+                if not LOG2:
+                    top *= LOG2E
+                if not TMA:
+                    power = row_power(logp_ptr, rows, live)
+                power = tl.where(top - power > HIGHEST_POWER, tl.ceil(top), power)
+                e *= tl.exp2(top - power)[:, None]
+                offset = power * LN2
             store_block(out, e * E_SCALE, row, tile * BLOCK_V, N, stride_out, BLOCK_N, BLOCK_V, TMA)
-            tl.store(offset_ptr + rows.to(tl.int64) * num_tiles + tile, tile_m, mask=live)
+            tl.store(offset_ptr + rows * num_tiles + tile, offset, mask=live)  # below 2^31: E has 128 bytes for each
         return merge_statistics(m, rest, moment, tile_m, tile_rest, tile_moment, WITH_ENTROPY)
 
 
@@ -186,6 +210,7 @@ def head_fwd_kernel(
     HAS_TEMPERATURES: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
+    HAS_ROW_OFFSETS: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
     E_SCALE: tl.constexpr,
@@ -225,7 +250,7 @@ def head_fwd_kernel(
                     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
                     num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                    WITH_ENTROPY, HAS_DENTROPY, TMA, E_SCALE, BLOCK_N, BLOCK_V,
+                    WITH_ENTROPY, HAS_DENTROPY, HAS_ROW_OFFSETS, TMA, E_SCALE, BLOCK_N, BLOCK_V,
                 )  # fmt: skip
                 acc = tl.full([BLOCK_N, BLOCK_V], zero, tl.float32)
         if MODE != DLOGITS:
@@ -382,3 +407,62 @@ def exponentials_bwd_kernel(
             p = tl.where(cols == target, tl.exp(log_p), p)
         dz = dlogits(log_p, p, cols == target, at_target, dlogp, dentropy, entropy, slope, HAS_DENTROPY)
         tl.store(pointers, dz.to(e_ptr.dtype.element_ty), mask=cols < padded)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
+                                    "dlogp_ptr"],
+)  # fmt: skip
+def exponentials_factor_kernel(
+    e_ptr,
+    offset_ptr,
+    targets_ptr,
+    temperature_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    dlogp_ptr,
+    factor_ptr,
+    stride_e,
+    V,
+    padded,
+    num_tiles,
+    temperature,
+    logit_scale,
+    HAS_TEMPERATURES: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The factor of a row for which dL/d(product) = factor * E; E gets the value of the target for which that holds.
+
+    dL/dz_j = -dlogp * p_j = -dlogp * exp(offset - lse) * E_j, and at the target -dlogp * expm1(logp). Tiles that have
+    an offset of their own are brought to the largest one, by a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    largest = -float("inf")
+    smallest = float("inf")
+    for first in tl.range(0, num_tiles, 1024):
+        tiles = first + tl.arange(0, 1024)
+        inside = tiles < num_tiles
+        offset = tl.load(offset_ptr + row * num_tiles + tiles, mask=inside, other=-float("inf"))
+        largest = tl.maximum(largest, tl.max(offset, axis=0))
+        smallest = tl.minimum(smallest, tl.min(tl.where(inside, offset, float("inf")), axis=0))
+    if smallest != largest:
+        for first in tl.range(0, num_tiles, TILES):
+            tiles = first + tl.arange(0, TILES)[:, None]
+            cols = tiles * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+            offset = tl.load(offset_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
+            pointers = e_ptr + row * stride_e + cols
+            e = tl.load(pointers, mask=cols < padded, other=0.0).to(tl.float32)
+            e *= tl.exp2((offset - largest) * LOG2E)
+            tl.store(pointers, e.to(e_ptr.dtype.element_ty), mask=cols < padded)
+        tl.debug_barrier()  # before the target's entry is written again
+    inv_t = 1.0 / temperature
+    if HAS_TEMPERATURES:
+        inv_t = 1.0 / tl.load(temperature_ptr + row)
+    log_scale = (largest - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
+    dlogp = tl.load(dlogp_ptr + row)
+    target = tl.load(targets_ptr + row)
+    at_target = expm1(tl.load(logp_ptr + row)) * tl.exp(-log_scale)
+    tl.store(e_ptr + row * stride_e + target, at_target.to(e_ptr.dtype.element_ty), mask=(target >= 0) & (target < V))
+    tl.store(factor_ptr + row, tl.where(dlogp == 0.0, 0.0, -dlogp * logit_scale * inv_t * tl.exp(log_scale)))

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from .configs import padded
-from .head import DLOGITS, EXPONENTIALS, SCORE, exponentials_bwd_kernel, finish_scores_fwd_kernel, head_fwd_kernel
+from .head import (
+    DLOGITS,
+    EXPONENTIALS,
+    SCORE,
+    exponentials_bwd_kernel,
+    exponentials_factor_kernel,
+    finish_scores_fwd_kernel,
+    head_fwd_kernel,
+)
 from .head_configs import HeadConfig, finish_config, head_config, pass_config
 from .launch import contiguous_bias, device_of, flags_of
 from .row_types import Coefficients, Statistics, Transform
@@ -19,7 +27,7 @@ for the streamed weight. It changes the order of the work and no result."""
 
 
 class Exponentials(NamedTuple):
-    """E = exp(z - offset) of a chunk, and later, in its place, dlogits."""
+    """E = exp(z - offset) of a chunk; later E with a factor for each row, or in its place dlogits."""
 
     values: Tensor
     """[N, V], rows padded to `PAD`"""
@@ -117,11 +125,12 @@ def head_scores(
         for wanted in (True, True, with_entropy)
     )
     out, offsets = (None, None) if exponentials is None else (exponentials.values, exponentials.offsets)
+    near = None if out is None or out.dtype == torch.float16 else _sampled_maxima(config, hidden, weight, transform)
     with device_of(hidden):
         _launch(
             config, hidden, weight, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
-            max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets,
-            WITH_ENTROPY=with_entropy,
+            max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets, logp_ptr=near,
+            WITH_ENTROPY=with_entropy, HAS_ROW_OFFSETS=near is not None,
         )  # fmt: skip
         finish = finish_config(hidden.device, hidden.dtype)
         each, *numbers = transform.numbers
@@ -184,6 +193,43 @@ def exponentials_to_dlogits(
         )  # fmt: skip
 
 
+def exponentials_factor(
+    exponentials: Exponentials, targets: Tensor, coefficients: Coefficients, transform: Transform
+) -> Tensor:
+    """[N] fp32 factors such that dL/d(product) = factor * E, whose targets' entries are replaced for that.
+
+    Without a pass over E, except for rows whose offset was far too low. Not for an entropy's coefficients, fp16, or a
+    head with a softcap.
+    """
+    values, offsets, block_v = exponentials
+    factor = torch.empty(values.shape[0], dtype=torch.float32, device=values.device)
+    if values.shape[0]:
+        each, number, scale, _ = transform.numbers
+        config, known = pass_config(values.device, block_v), coefficients.statistics
+        with device_of(values):
+            exponentials_factor_kernel[(values.shape[0],)](
+                values, offsets, targets, each, known.max, known.log_sum, known.logp, coefficients.dlogp, factor,
+                values.stride(0), values.shape[1], padded(values.shape[1]), offsets.shape[1], number, scale,
+                HAS_TEMPERATURES=each is not None, TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return factor
+
+
+def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, transform: Transform) -> Tensor:
+    """[N] the largest z of each row among as many columns as a tile has, spread over the vocabulary."""
+    step = max(weight.shape[0] // config.block_v, 1)
+    columns = slice(0, step * config.block_v, step)
+    bias = None if transform.bias is None else transform.bias[columns]
+    maxima, rest = torch.empty((2, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
+    with device_of(hidden):
+        _launch(
+            config, hidden, weight[columns], None, transform._replace(bias=bias), MODE=SCORE.value, max_ptr=maxima,
+            rest_ptr=rest,
+        )  # fmt: skip
+    return maxima
+
+
 _POINTERS = (
     "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "rest_ptr",
     "moment_ptr", "offset_ptr",
@@ -232,7 +278,7 @@ def _launch(
         logit_scale=scale,
         softcap=softcap,
         **flags_of(transform),
-        **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, **mode},
+        **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, "HAS_ROW_OFFSETS": False, **mode},
         TMA=config.tma,
         EVEN_K=width % config.block_k == 0,
         E_SCALE=1.0 if out is None else _scale_of(out),

@@ -341,20 +341,23 @@ class Counting:
 @pytest.mark.parametrize(
     ("config", "scratch", "options", "launches", "products"),
     [
-        (TOKEN[0], None, {}, (1, 1, 1), 2),
-        (SEQUENCE[0], None, {}, (1, 1, 1), 2),
-        (BATCH[0], None, {}, (2, 1, 0), 2),
+        (TOKEN[0], None, {}, (2, 1, 1, 0), 2),
+        (SEQUENCE[0], None, {}, (2, 1, 1, 0), 2),
+        (TOKEN[-1], None, {}, (2, 1, 0, 1), 2),
+        (BATCH[0], None, {}, (2, 1, 0, 0), 2),
     ],
-    ids=["token", "sequence", "batch"],
+    ids=["token", "sequence", "entropy gradient", "batch"],
 )
 def test_launches_of_triton(config, scratch, options, launches, products, monkeypatch):
-    """The head kernel scores and stores, one launch merges, one makes dlogits; two library products follow."""
+    """The head kernel samples columns, then scores and stores; a launch merges, one makes a factor for each row (or
+    dlogits); two library products follow."""
     reason = engines.unavailable("triton", torch.device("cpu"), torch.float32)
     if reason is not None:
         pytest.skip(reason)
     from grpo_fused.kernels import head_launch
 
-    names = ("head_fwd_kernel", "finish_scores_fwd_kernel", "exponentials_bwd_kernel")
+    names = ("head_fwd", "finish_scores_fwd", "exponentials_factor", "exponentials_bwd")
+    names = [f"{name}_kernel" for name in names]
     kernels = [Counting(getattr(head_launch, name)) for name in names]
     for name, kernel in zip(names, kernels, strict=True):
         monkeypatch.setattr(head_launch, name, kernel)
@@ -412,8 +415,9 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
     case = dense(B=2, T=8, V=200)
     for impl in ("triton", "chunked"):
         case.run(TOKEN[0], impl=impl)
-    assert len(counts) == 2
-    assert max(counts) <= 7
+    _sampled_columns, *of_products = counts
+    assert len(of_products) == 2
+    assert max(of_products) <= 7
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,8 @@ def test_inside_a_training_program(impl, double):
 
 
 LOSS, STATISTICS, GRADIENT = "row_loss_fwd_bwd_kernel", "row_statistics_fwd_kernel", "row_gradient_bwd_kernel"
-HEAD, FINISH, PASS = "head_fwd_kernel", "finish_scores_fwd_kernel", "exponentials_bwd_kernel"
+HEAD, FINISH, FACTOR = "head_fwd_kernel", "finish_scores_fwd_kernel", "exponentials_factor_kernel"
+PASS = "exponentials_bwd_kernel"
 
 
 @pytest.mark.parametrize(
@@ -209,8 +210,10 @@ HEAD, FINISH, PASS = "head_fwd_kernel", "finish_scores_fwd_kernel", "exponential
         ("chunked", CONFIGS[0], {LOSS: 1}, 3),
         ("chunked", CONFIGS[2], {STATISTICS: 1, GRADIENT: 1}, 3),
         ("chunked", CONFIGS[3], {STATISTICS: 1, GRADIENT: 1}, 1 + 3 / 2),  # half of the rows have a gradient
-        ("triton", CONFIGS[0], {HEAD: 1, FINISH: 1, PASS: 1}, 2),
-        ("triton", CONFIGS[2], {HEAD: 1, FINISH: 1, PASS: 1}, 2),
+        # the head kernel samples columns, then takes all
+        ("triton", CONFIGS[0], {HEAD: 2, FINISH: 1, FACTOR: 1}, 2),
+        ("triton", CONFIGS[1], {HEAD: 2, FINISH: 1, PASS: 1}, 2),  # with an entropy's gradient
+        ("triton", CONFIGS[2], {HEAD: 2, FINISH: 1, FACTOR: 1}, 2),
         ("triton", CONFIGS[3], {HEAD: 2, FINISH: 1}, 2 / 2),
     ],
     ids=lambda x: config_id(x) if isinstance(x, GRPOLossConfig) else x if isinstance(x, str) else "",
@@ -247,12 +250,12 @@ def test_waits_for_the_device(impl, config, double):
 @pytest.mark.parametrize(
     ("impl", "config", "options", "most"),
     [
-        ("triton", CONFIGS[0], {}, 112),
-        ("triton", CONFIGS[0], {"with_metrics": False}, 84),
-        ("triton", CONFIGS[2], {}, 157),
+        ("triton", CONFIGS[0], {}, 115),
+        ("triton", CONFIGS[0], {"with_metrics": False}, 87),
+        ("triton", CONFIGS[2], {}, 160),
         ("chunked", CONFIGS[0], {}, 113),
         ("chunked", CONFIGS[2], {}, 157),
-        ("triton", CONFIGS[0], {"compact": False}, 118),
+        ("triton", CONFIGS[0], {"compact": False}, 121),
     ],
     ids=["triton", "no metrics", "sequence level", "chunked", "chunked sequence level", "for a graph"],
 )

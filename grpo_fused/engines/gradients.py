@@ -54,10 +54,17 @@ class GradientSums:
         if needs.need_bias:
             self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
 
-    def add(self, rows: Tensor, hidden: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
-        """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None).
+    def add(
+        self, rows: Tensor, hidden: Tensor, dlogits: Tensor, scale: Tensor | None, factor: Tensor | None = None
+    ) -> None:
+        """Add the gradients of `rows`.
 
-        `hidden` are their states as the head product takes them.
+        Args:
+            rows: [K] int64, positions.
+            hidden: [K, H], their states as the head product takes them.
+            dlogits: [K, V]
+            scale: what dlogits are multiplied by, a power of two, or None.
+            factor: [K] fp32, what they are still to be multiplied by, or None (see `takes_factors`).
         """
         self.rows += rows.shape[0]
         self._finish_sum()  # of the previous chunk: only one chunk's dH is held at a time
@@ -65,17 +72,21 @@ class GradientSums:
             dhidden = hidden_gradient(self.head, dlogits)
             if scale is not None:
                 dhidden = dhidden / scale
+            if factor is not None:
+                dhidden *= factor.unsqueeze(1)
             if self.tokens.vocab is not None:  # during the product for the weight and the next chunk's scores
                 self.pending = rows, self.tokens.vocab.start_sum(dhidden)
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.need_weight:
+            if factor is not None:
+                hidden = torch.mul(hidden, factor.unsqueeze(1), out=torch.empty_like(hidden))
             first = self.weight is None
             if self.weight is None:
                 self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
             accumulate_weight_gradient(self.head, self.weight, dlogits, hidden, first=first, scale=scale)
         if self.bias is not None:
-            dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
+            dbias = dlogits.sum(dim=0, dtype=self.bias.dtype) if factor is None else _weighted_sum(dlogits, factor)
             self.bias += dbias if scale is None else dbias / scale
 
     def _finish_sum(self) -> None:
@@ -91,6 +102,20 @@ class GradientSums:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
         return Gradients(self.hidden, self.weight, self.bias, self.rows)
+
+
+def takes_factors(head: LMHead) -> bool:
+    """Whether a row's factor can be left to the products: it multiplies the fp32 dH, and the hidden states of dW."""
+    return product_dtype(head) == torch.float32 and gradient_dtype(head) != torch.float16
+
+
+def _weighted_sum(dlogits: Tensor, factor: Tensor) -> Tensor:
+    """[V] fp32 = factor [K] x dlogits [K, V]; a narrow product takes the factor as two numbers, of 16 digits in all."""
+    if dlogits.dtype == torch.float32:
+        return factor @ dlogits
+    high = factor.to(dlogits.dtype)
+    both = torch.stack([high, (factor - high).to(dlogits.dtype)])
+    return torch.mm(both, dlogits, out_dtype=torch.float32).sum(0)
 
 
 def one_chunk_budget(head: LMHead) -> int:

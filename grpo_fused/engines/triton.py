@@ -1,8 +1,8 @@
 """The head product as a Triton kernel: logits stay in registers.
 
 Scores need no vocab-sized memory. Training keeps exponentials of 2 bytes a logit and takes three products: the kernel's
-own, which scores and stores them, and after an in-place pass the library's two gradient products. If scores are known
-already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
+own, which scores and stores them, and the library's two gradient products, of exponentials with a factor for each row
+(bf16 and fp32, without an entropy's gradient) or, after a pass in place, of dlogits. If scores are known already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
 softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a pass.
 
 A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements,
@@ -21,7 +21,7 @@ import torch
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, Gradients, Work
-from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows
+from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.kernels.row_types import Coefficients, Statistics
@@ -111,11 +111,14 @@ class TritonEngine:
             coefficients = Coefficients(stats, *work.coefficients(part, stats.logp, stats.entropy))
             coefficients, scale = lifted(work, taken, coefficients)
             targets = tokens.gradient_targets(taken, targets)
-            if stores:
+            factor = None
+            if stores and coefficients.dentropy is None and takes_factors(head):
+                factor = head_launch.exponentials_factor(place, targets, coefficients, transform)
+            elif stores:
                 head_launch.exponentials_to_dlogits(place, targets, coefficients, transform)
             else:
                 head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values)
-            sums.add(taken, hidden[:, : head.weight.shape[1]], place.values, scale)
+            sums.add(taken, hidden[:, : head.weight.shape[1]], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None) -> int:

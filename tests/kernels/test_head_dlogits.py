@@ -10,7 +10,13 @@ from helpers import frobenius_error, make_case, make_config
 
 pytest.importorskip("triton")
 from grpo_fused.kernels.configs import padded
-from grpo_fused.kernels.head_launch import Exponentials, exponentials_to_dlogits, head_dlogits, head_scores
+from grpo_fused.kernels.head_launch import (
+    Exponentials,
+    exponentials_factor,
+    exponentials_to_dlogits,
+    head_dlogits,
+    head_scores,
+)
 from grpo_fused.kernels.row_types import Coefficients, Transform
 from head_cases import CONFIGS, OPTIONS, SMALL, case, exact, transform_of, z_of
 
@@ -24,8 +30,21 @@ def exact_dlogits(hidden, weight, targets, transform, dlogp, dentropy):
     return torch.autograd.grad(loss, product)[0]
 
 
+def from_exponentials(way, room, targets, coefficients, transform):
+    """[N, V] dlogits: in the place of E, or E times a factor for each row."""
+    if way == "exponentials":
+        exponentials_to_dlogits(room, targets, coefficients, transform)
+        return room.values
+    factor = exponentials_factor(room, targets, coefficients, transform)
+    assert factor[coefficients.dlogp == 0].eq(0).all()
+    room.values.copy_(room.values.double() * factor.double().unsqueeze(1))  # in place: with the padding as it was
+    return room.values
+
+
 def dlogits_in_gate(option, with_entropy, way):
     """Every option both ways to dlogits, with entropies; without them, and by descriptors, one of each kind."""
+    if way == "factor":
+        return option in ("scale", "bias", "temperatures")
     return option in ("plain", "all", "softcap") or (with_entropy and way != "known-descriptors")
 
 
@@ -33,26 +52,27 @@ def dlogits_in_gate(option, with_entropy, way):
 @pytest.mark.gate(keep=dlogits_in_gate)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
-@pytest.mark.parametrize("way", ["exponentials", "known-pointers", "known-descriptors"])
+@pytest.mark.parametrize("way", ["exponentials", "factor", "known-pointers", "known-descriptors"])
 def test_dlogits(option, with_entropy, way):
     """Both ways to dlogits, in fp32 against fp64; poisoned memory must be overwritten or not used."""
     N, H, V = 21, 40, 77
     hidden, weight, targets = case((N, H, V))
     transform = transform_of(option, N, V)
-    if way == "exponentials" and transform.softcap is not None:
+    if way in ("exponentials", "factor") and transform.softcap is not None:
         pytest.skip("exponentials do not give the gradient of a softcap")
+    if way == "factor" and with_entropy:
+        pytest.skip("a factor does not give the gradient of an entropy")
     g = torch.Generator().manual_seed(3)
     dlogp = torch.randn(N, generator=g)
     dlogp[4] = 0.0
     dentropy = torch.randn(N, generator=g) if with_entropy else None
-    if way == "exponentials":
+    if way in ("exponentials", "factor"):
         room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
         room.values.fill_(torch.nan)
         stats = head_scores(
             hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL
         )
-        exponentials_to_dlogits(room, targets, Coefficients(stats, dlogp, dentropy), transform)
-        got = room.values
+        got = from_exponentials(way, room, targets, Coefficients(stats, dlogp, dentropy), transform)
     else:
         config = CONFIGS[way.removeprefix("known-")]
         stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, config=config)
@@ -65,7 +85,7 @@ def test_dlogits(option, with_entropy, way):
         assert got[4].eq(0).all()
 
 
-@pytest.mark.parametrize("way", ["exponentials", "known"])
+@pytest.mark.parametrize("way", ["exponentials", "factor", "known"])
 def test_confident_tokens_have_accurate_gradients(way):
     """Probability 1 - 1e-3 to 1 - 1e-9: the target's gradient is the sum of the others', not a rounded 1 - p."""
     H, V = 64, 48
@@ -80,9 +100,8 @@ def test_confident_tokens_have_accurate_gradients(way):
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     assert (stats.logp <= 0).all()
     ones = torch.ones(8)
-    if way == "exponentials":
-        exponentials_to_dlogits(room, targets, Coefficients(stats, ones, None), transform)
-        got = room.values
+    if way in ("exponentials", "factor"):
+        got = from_exponentials(way, room, targets, Coefficients(stats, ones, None), transform)
     else:
         got = torch.empty(8, padded(V))[:, :V]
         head_dlogits(hidden, weight, targets, Coefficients(stats, ones, None), transform, got, config=SMALL)
@@ -98,13 +117,16 @@ def rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype):
 
 
 @pytest.mark.pairs
-@pytest.mark.gate(keep=lambda with_entropy, **_: with_entropy)
+@pytest.mark.gate(keep=lambda with_entropy, way, **_: with_entropy or way == "factor")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logp", "logp+entropy"])
 @pytest.mark.parametrize("std", [1.0, 5.0, 30.0], ids=lambda std: f"std{std:g}")
 @pytest.mark.parametrize("likely", [False, True], ids=["any-target", "top-target"])
-def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, with_entropy, std, likely):
+@pytest.mark.parametrize("way", ["exponentials", "factor"])
+def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, with_entropy, std, likely, way):
     """Stored in 16 bits, for targets 60 nats below their tile's maximum and for certain ones; twice one rounding."""
+    if way == "factor" and (with_entropy or dtype == torch.float16):
+        pytest.skip("neither an entropy's gradient nor fp16")
     N, H, V = 16, 24, 77
     hidden, weight, targets = case((N, H, V), std=std)
     if likely:
@@ -115,9 +137,8 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
     want, once, scale = rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype)
     room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL)
-    exponentials_to_dlogits(
-        room, targets, Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), transform
-    )
+    coefficients = Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale)
+    from_exponentials(way, room, targets, coefficients, transform)
     # the interpreter truncates to bf16, twice: each time up to twice the error of rounding
     allowed = 5 if dtype == torch.bfloat16 else 2.5
     assert frobenius_error(room.values.double() / scale, want) <= allowed * max(once, torch.finfo(dtype).eps / 8)
@@ -153,6 +174,47 @@ def test_a_tile_without_a_possible_entry():
     want = exact_dlogits(hidden, weight[live], targets, small, torch.ones(N), torch.ones(N))
     assert frobenius_error(room.values[:, live], want) < 1e-5
     assert room.values[:, 32:64].eq(0).all()
+
+
+@pytest.mark.parametrize("far", [30.0, 43.0, 60.0, 150.0, 400.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["exponentials", "factor"])
+def test_an_offset_far_below_the_maximum(far, dtype, way):
+    """The sampled columns say nothing of the largest logits, in two tiles: they get offsets of their own, or E is
+    below 2^64."""
+    N, H, V = 6, 16, 200
+    hidden, weight, targets = case((N, H, V), std=1.0)
+    high = torch.tensor([33, 37, 130])
+    sampled = torch.arange(0, V, V // SMALL.block_v)[: SMALL.block_v]
+    assert not set(high.tolist()) & set(sampled.tolist())
+    bias = torch.zeros(V)
+    bias[high] = torch.tensor([far, far - 1.0, far - 2.0])
+    targets[:3], transform = high, Transform(bias, 1.0, None, 1.0)
+    dlogp = torch.linspace(-1.0, 1.0, N)
+    room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    assert room.values.isfinite().all()
+    assert room.offsets.eq(room.offsets[:, :1]).all(1).any() == (far < 44.0)
+    got = from_exponentials(way, room, targets, Coefficients(stats, dlogp, None), transform)
+    want = exact_dlogits(hidden, weight, targets, transform, dlogp, None)
+    allowed = 1e-5 + far * torch.finfo(torch.float32).eps  # the digits of a logit of that size
+    assert frobenius_error(got, want) < (allowed if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("target", [-1, 77, 10**6])
+def test_a_target_that_is_not_in_the_slice_is_not_written(target):
+    """-1 is another rank's; one outside the vocabulary has the log-prob NaN, and its row the gradient NaN."""
+    hidden, weight, _ = case((3, 24, 77))
+    transform, targets = Transform(None, 1.0, None, 1.0), torch.tensor([5, target, 7])
+    room = Exponentials.empty(3, weight, torch.float32, transform, config=SMALL)
+    stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
+    before = room.values.clone()
+    coefficients = Coefficients(stats._replace(logp=torch.zeros(3)), torch.ones(3), None)
+    factor = exponentials_factor(room, targets, coefficients, transform)
+    assert torch.equal(room.values[1], before[1])
+    changed = [int(row.nonzero().squeeze(1)) for row in (room.values != before)[[0, 2]]]
+    assert changed == [5, 7]
+    assert factor.lt(0).all()
 
 
 def test_softcap_uses_no_exponentials():
