@@ -6,11 +6,11 @@ import struct
 
 import numpy as np
 
-from benchmarks.ptx.block import Block, Launch, Options, TensorMap, run
-from benchmarks.ptx.forms import Program
-from benchmarks.ptx.memory import Space
-from benchmarks.ptx.profile import Profile
-from benchmarks.ptx.text import parse
+from tests.ptx.block import Block, Launch, Options, TensorMap, run
+from tests.ptx.forms import Program
+from tests.ptx.memory import Space
+from tests.ptx.profile import Profile
+from tests.ptx.text import parse
 
 BASE = 1 << 32
 IN_STEP = Options()

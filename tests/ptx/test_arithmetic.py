@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from ptx.running import apply
 
-from benchmarks.ptx import numbers
+from tests.ptx import numbers
+from tests.ptx.running import apply
 
 F32, U32, I32, U64, I64, U16 = np.float32, np.uint32, np.int32, np.uint64, np.int64, np.uint16
 RANDOM = np.random.default_rng(0)

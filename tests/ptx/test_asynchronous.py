@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx.running import BASE, run_ptx
 
-from benchmarks.ptx import numbers
-from benchmarks.ptx.block import Options, TensorMap
-from benchmarks.ptx.matrices import swizzled
-from benchmarks.ptx.text import PtxError
+from tests.ptx import numbers
+from tests.ptx.block import Options, TensorMap
+from tests.ptx.matrices import swizzled
+from tests.ptx.running import BASE, run_ptx
+from tests.ptx.text import PtxError
 
 U16, U32, F32 = np.uint16, np.uint32, np.float32
 LATE, EARLY = Options(races=True), Options(late=False, races=True)

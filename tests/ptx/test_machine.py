@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx.running import run_ptx
 
-from benchmarks.ptx.block import Options
-from benchmarks.ptx.profile import Profile
-from benchmarks.ptx.text import PtxError
+from tests.ptx.block import Options
+from tests.ptx.profile import Profile
+from tests.ptx.running import run_ptx
+from tests.ptx.text import PtxError
 
 U32, F32 = np.uint32, np.float32
 PLACE = "add.s64 %rd51, %rd0, %rd50;\n"

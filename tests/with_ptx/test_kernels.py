@@ -21,8 +21,8 @@ from grpo_fused.kernels import head_configs, head_launch
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Rows, Transform
 
-from benchmarks.ptx.block import Options
-from benchmarks.ptx.driver import driver_of
+from tests.ptx.block import Options
+from tests.ptx.driver import driver_of
 
 ARCHITECTURES = ("sm_80", "sm_90")
 IN_STEP = Options(races=True)

@@ -21,10 +21,10 @@ from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
 
-from benchmarks.ptx import mutations
-from benchmarks.ptx.block import Options
-from benchmarks.ptx.driver import Driver, driver_of
-from benchmarks.ptx.text import PtxError
+from tests.ptx import mutations
+from tests.ptx.block import Options
+from tests.ptx.driver import Driver, driver_of
+from tests.ptx.text import PtxError
 
 WAYS = (
     Options(races=True),
