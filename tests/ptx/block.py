@@ -9,7 +9,7 @@ import numpy as np
 
 from .forms import PARAMETER_BASE, Program
 from .memory import Space
-from .numbers import Array
+from .numbers import Array, scattered
 from .profile import Profile
 from .races import Races
 from .text import PtxError
@@ -25,6 +25,8 @@ class Options(NamedTuple):
     """the last warp first"""
     late: bool = True
     """asynchronous operations happen when they are waited for; else when they are issued"""
+    error: Callable[..., Array] = scattered
+    """how far approximate functions are off, from -1 to 1 of their bounds, for their arguments"""
     races: bool = False
     """unordered accesses of shared memory are errors"""
 
