@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .forms import PARAMETER_BASE, Program
+from .forms import PARAMETER_START, Program
 from .memory import Space
 from .numbers import Array, scattered
 from .profile import Profile
@@ -102,7 +102,7 @@ class Block:
         padded = np.zeros(-(-len(launch.parameters) // 8) * 8 + 8, np.uint8)
         padded[: len(launch.parameters)] = np.frombuffer(launch.parameters, np.uint8)
         self.parameters = Space("parameter")
-        self.parameters.add(PARAMETER_BASE, padded)
+        self.parameters.add(PARAMETER_START, padded)
         self.counts = [0] * len(launch.program.steps)
         self.events = 0
         """changes that others may wait for"""

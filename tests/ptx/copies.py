@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .forms import PARAMETER_BASE, Decoder, Execute, form
+from .forms import PARAMETER_GENERIC, PARAMETER_START, Decoder, Execute, form
 from .matrices import swizzled
 from .moves import CACHE, note
 from .numbers import U32, Array
@@ -272,7 +272,7 @@ def bulk_load(d: Decoder, found: re.Match[str]) -> Execute:
 
 def _box(warps: Warps, map_address: int, coordinates: list[int], place: int) -> tuple[Array, Array, Array, int]:
     """(addresses in shared memory, addresses in global memory, which of these are inside, bytes of an element)."""
-    found = warps.block.launch.maps.get(map_address - PARAMETER_BASE)
+    found = warps.block.launch.maps.get(map_address - PARAMETER_GENERIC - PARAMETER_START)
     if found is None:
         raise PtxError(f"no tensor map at {map_address:#x}")
     rows, columns = found.box

@@ -34,8 +34,10 @@ TYPES: dict[str, Any] = {
 KINDS = {"pred": np.bool_, "b16": U16, "b32": U32, "b64": U64}
 
 GLOBAL, SHARED, PARAMETER = "global", "shared", "param"
-PARAMETER_BASE = 1 << 60
-"""Generic addresses of parameters, which is where tensor maps are."""
+PARAMETER_START = 1 << 12
+"""Address of the first parameter in their space."""
+PARAMETER_GENERIC = 1 << 60
+"""What a generic address of a parameter has in addition; tensor maps are named by it."""
 
 _FORMS: list[tuple[re.Pattern[str], Callable[[Decoder, re.Match[str]], Execute]]] = []
 _FOUND: dict[str, tuple[Callable[[Decoder, re.Match[str]], Execute], re.Match[str]]] = {}
@@ -158,7 +160,7 @@ class Decoder:
         if text in kernel.shared:
             return np.array([kernel.shared[text].offset], dtype)
         if text in kernel.parameters:
-            return np.array([PARAMETER_BASE + kernel.parameters[text].offset], dtype)
+            return np.array([PARAMETER_START + kernel.parameters[text].offset], dtype)
         if text[:2].lower() == "0f":
             return np.array([int(text[2:], 16)], U32).view(dtype)
         if text[:2].lower() == "0d":

@@ -210,9 +210,11 @@ def test_cp_async():
 
 
 TENSOR = """
-    mov.b64 %rd5, m0;
+    mov.b32 %r60, m0;  // its address among the parameters
+    cvt.u64.u32 %rd5, %r60;
     cvta.param.u64 %rd6, %rd5;
     mov.b64 %rd7, m1;
+    cvta.param.u64 %rd7, %rd7;
     elect.sync %r1|%p1, -1;
     setp.lt.u32 %p2, %r0, 32;
     and.pred %p1, %p1, %p2;
