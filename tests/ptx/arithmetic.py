@@ -43,6 +43,13 @@ def add_floats(d: Decoder, found: re.Match[str]) -> Execute:
     return d.elementwise(_flushing(_BINARY[found["op"]], found), "f32")
 
 
+@form(r"(?P<op>add|sub)\.rn\.f32\.(?P<type>bf16|f16)")
+def add_mixed(d: Decoder, found: re.Match[str]) -> Execute:
+    """The first source is of 16 bits."""
+    decode, fn = numbers.DECODE[found["type"]], _BINARY[found["op"]]
+    return d.elementwise(lambda a, c: _canonical(fn(decode(a), c)), (found["type"], "f32"))
+
+
 @form(r"(?P<op>add|sub|mul)(?:\.rn)?\.f64")
 def add_doubles(d: Decoder, found: re.Match[str]) -> Execute:
     return d.elementwise(_BINARY[found["op"]], "f64")
@@ -152,12 +159,14 @@ def extreme_integers(d: Decoder, found: re.Match[str]) -> Execute:
 
 @form(r"(?P<op>min|max)(?P<ftz>\.ftz)?(?P<nan>\.NaN)?\.f32")
 def extreme_floats(d: Decoder, found: re.Match[str]) -> Execute:
+    """Of two or three."""
     plain = numbers.smaller if found["op"] == "min" else numbers.larger
 
     def strict(a: Array, b: Array) -> Array:
         return np.where(np.isnan(a) | np.isnan(b), F32(np.nan), plain(a, b))
 
-    return d.elementwise(_flushing(strict if found["nan"] else plain, found), "f32")
+    of_two = strict if found["nan"] else plain
+    return d.elementwise(_flushing(lambda *sources: functools.reduce(of_two, sources), found), "f32")
 
 
 @form(r"(?P<op>abs|neg)(?P<ftz>\.ftz)?\.(?P<type>f32|s16|s32|s64)")

@@ -239,6 +239,21 @@ def _later(warps: Warps, barrier: Mbarrier, size: int, move: Finish, operation: 
     warps.block.pending.append(arrive)
 
 
+def commit_to(warps: Warps, place: int, finish: Finish, operations: list[Any]) -> None:
+    """One arrival at the mbarrier there, after `finish`, when nothing else can go on."""
+    barrier = _mbarrier(warps, place)
+
+    def arrive() -> None:
+        finish()
+        if warps.block.mbarriers.get(place) is not barrier:
+            raise PtxError(f"the mbarrier at shared byte {place} was invalidated while products were on their way")
+        barrier.left -= 1
+        barrier.operations += operations
+        barrier.settle()
+
+    warps.block.pending.append(arrive)
+
+
 @form(r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes")
 def bulk_load(d: Decoder, found: re.Match[str]) -> Execute:
     into, source, size, place = (

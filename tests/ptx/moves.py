@@ -141,7 +141,7 @@ def move(d: Decoder, found: re.Match[str]) -> Execute:
     put = d.write(into)
     if isinstance(source, tuple):
         name, dtype, bits = {"b32": ("b16", U32, 16), "b64": ("b32", U64, 32)}[kind]
-        low, high = (d.read(part, name) for part in source)
+        low, high = (d.read(part, name, poisoned=True) for part in source)  # half may be unused
         return lambda warps, mask: put(  # type: ignore[func-returns-value]
             warps, low(warps).astype(dtype) | high(warps).astype(dtype) << dtype(bits), mask
         )

@@ -172,9 +172,9 @@ def test_wgmma_too_early():
         wgmma(before="setp.eq.u32 %p2, %r0, 0;\n@%p2 mov.b32 %r103, 0;")
     with pytest.raises(PtxError, match=r"without a wgmma\.fence"):
         wgmma(fence="")
-    with pytest.raises(PtxError, match="the wgmma of warp 0 reads .* what warp 0 writes"):
+    with pytest.raises(PtxError, match="the product of warp 0 reads .* what warp 0 writes"):
         wgmma(proxy="")
-    with pytest.raises(PtxError, match="race .*the wgmma of warp 0 reads|what the wgmma of warp 0 reads"):
+    with pytest.raises(PtxError, match="race .*the product of warp 0 reads|what the product of warp 0 reads"):
         wgmma(before="st.shared.b32 [%r401], 0;")
 
 

@@ -25,7 +25,7 @@ from tests.ptx import numbers
 from tests.ptx.block import Options
 from tests.ptx.driver import driver_of
 
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 IN_STEP = Options(races=True)
 ORDERS = {
     "forwards-late": Options(together=False, races=True),
