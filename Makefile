@@ -171,7 +171,7 @@ emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an 
 
 # TRITON=3.6.0 takes that version in place of the environment's.
 TRITON ?=
-emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100 and an H100, interpreted on the CPU (some minutes)
+emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (some minutes)
 	TRITON_INTERPRET=0 $(if $(TRITON),PYTHONPATH=$(abspath build/triton-$(TRITON))) $(PYTEST) --full tests/with_ptx
 
 build/triton-%/.ready: $(VENV)/.torch

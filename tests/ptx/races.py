@@ -1,8 +1,8 @@
 """Which accesses of shared memory are in order: vector clocks, the method of race detectors.
 
 Agents are the warps, and for each warp the units that work for it: asynchronous copies, tensor copies in and out, and
-warpgroup products. `clock[w]` says up to which tick of each agent everything happened before warp w's next
-instruction. Barriers and waits join clocks. An access that may happen at the same time as another one, of which one is
+products. Of these only products of one warp are in order among themselves. `clock[w]` says up to which tick of each
+agent everything happened before warp w's next instruction. Barriers and waits join clocks. An access that may happen at the same time as another one, of which one is
 a write, is an error, in whatever order the interpreter runs them.
 
 Tensor copies and warpgroup products use the async proxy: of what other instructions wrote they see what came before
@@ -75,7 +75,8 @@ class Races:
         """It accesses `width` bytes at each address."""
         units = ((addresses.ravel()[:, None] + np.arange(0, width, UNIT)) // UNIT).ravel()
         clock = operation.clock.copy()
-        clock[operation.agent] = np.iinfo(np.int32).max
+        in_order = operation.agent // self.warps == UNITS.index("product")
+        clock[operation.agent] = np.iinfo(np.int32).max if in_order else operation.clock[operation.agent]
         self._check(units, operation.agent, clock, operation, pc, write=write)
 
     def finish(self, warp: int, operation: Operation) -> None:
@@ -118,6 +119,8 @@ class Races:
             generic = writers < 2 * self.warps
             seen = np.where(generic, operation.fenced[writers], seen)
         late = ticks > seen
+        if operation is not None:
+            late &= (writers != agent) | (ticks != operation.tick)
         older = self.older_agent[units], self.older_tick[units]
         if repeats is not None:
             repeats = late & repeats & (self.write_pc[units] == pc)

@@ -25,7 +25,7 @@ from tests.ptx import numbers
 from tests.ptx.block import Options
 from tests.ptx.driver import driver_of
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.full))
 IN_STEP = Options(races=True)
 ORDERS = {
     "forwards-late": Options(together=False, races=True),
@@ -72,11 +72,18 @@ def test_errors_of_approximate_functions(driver, launch, error):
         LAUNCHES[launch]()
 
 
+@pytest.mark.gate(keep=lambda driver: driver == "sm_90")
 def test_larger_errors_are_noticed(driver):
     """Forty times the bounds of the manual."""
     too_far = IN_STEP._replace(error=lambda *arguments: 40 * numbers.up(*arguments))
     with driver.active(too_far), pytest.raises(AssertionError, match="not close"):
         LAUNCHES["rows"]()
+
+
+def test_blackwell():
+    """Scores, exponentials and gradients of sm_100; the gate has no more of it."""
+    with cases.launched_as(lambda: "sm_100", in_place=True), driver_of("sm_100").active(IN_STEP):
+        cases.head(cases.BF16, "plain", 5, 136, 300)
 
 
 SIZES = [(1, 8, 1), (3, 16, 33), (129, 72, 257), (64, 256, 640)]
