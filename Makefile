@@ -169,8 +169,15 @@ emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an 
 	  echo "TINYGRAD=$(TINYGRAD) is no checkout of https://github.com/tinygrad/tinygrad at $(TINYGRAD_COMMIT)"; exit 1; }
 	TRITON_INTERPRET=0 PYTHONPATH=$(abspath $(TINYGRAD)) $(BIN)/python -m pytest -q tests/with_emulator
 
-emulate-nvidia: $(VENV)/.dev  ## the Triton kernels as PTX of an A100 and an H100, interpreted on the CPU (some minutes)
-	TRITON_INTERPRET=0 $(PYTEST) --full tests/with_ptx
+# TRITON=3.6.0 takes that version in place of the environment's.
+TRITON ?=
+emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (some minutes)
+	TRITON_INTERPRET=0 $(if $(TRITON),PYTHONPATH=$(abspath build/triton-$(TRITON))) $(PYTEST) --full tests/with_ptx
+
+build/triton-%/.ready: $(VENV)/.torch
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	@touch $@
 
 clean:  ## remove the files that make created
 	rm -rf $(VENV) $(VENV)-docs $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

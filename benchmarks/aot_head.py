@@ -139,19 +139,15 @@ def _compile_small(variant: Variant) -> Any:
     flags = {"HAS_TEMPERATURES": True, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_DENTROPY": full, "E_SCALE": 1.0,
              "WITH_ENTROPY": True, "EVEN_K": variant.even, "UPCAST": False}  # fmt: skip
     if variant.mode == "finish":
-        kernel, small = (
-            head.finish_scores_fwd_kernel,
-            finish_config(device, torch.float32 if variant.dtype == "fp32" else torch.bfloat16),
-        )
-        flags |= {"BLOCK_N": small.block_n, "BLOCK_K": config.block_k}
+        finish = finish_config(device, torch.float32 if variant.dtype == "fp32" else torch.bfloat16)
+        kernel, options = head.finish_scores_fwd_kernel, finish.options
+        flags |= {"BLOCK_N": finish.block_n, "BLOCK_K": config.block_k}
     else:
-        kernel, small = head.exponentials_bwd_kernel, pass_config(device, config.block_v)
-        flags |= {"TILES": small.tiles, "BLOCK_V": config.block_v}
+        in_place = pass_config(device, config.block_v)
+        kernel, options = head.exponentials_bwd_kernel, {"num_warps": in_place.num_warps, "enable_fp_fusion": False}
+        flags |= {"TILES": in_place.tiles, "BLOCK_V": config.block_v}
     types = _types(kernel) | dict.fromkeys(("x_ptr", "w_ptr", "e_ptr"), f"*{variant.dtype}")
-    return compile_kernel(
-        kernel, variant.arch, types, flags, _aligned(kernel, types), num_warps=small.num_warps,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    return compile_kernel(kernel, variant.arch, types, flags, _aligned(kernel, types), **options)
 
 
 def _types(kernel: Any) -> dict[str, str]:

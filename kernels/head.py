@@ -239,7 +239,8 @@ def head_fwd_kernel(
         moment = tl.zeros([BLOCK_N], tl.float32)
         zero = logit_scale * 0.0  # unknown to the compiler, which would set each register by two instructions
         acc = tl.full([BLOCK_N, BLOCK_V], zero, tl.float32)
-        for step in tl.range(0, tiles * k_steps):
+        # without this flag triton 3.7 to 3.9 read the sums of sm_100 before they have waited for the last product
+        for step in tl.range(0, tiles * k_steps, disallow_acc_multi_buffer=True):
             tile = first_tile + step // k_steps
             k = step % k_steps
             acc = multiply(

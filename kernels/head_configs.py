@@ -8,6 +8,8 @@ yet; `python -m benchmarks.tune` does that for these and for `CANDIDATES`.
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import NamedTuple
 
 import torch
@@ -143,6 +145,14 @@ class FinishConfig(NamedTuple):
 
     block_n: int
     num_warps: int
+    pipelined: bool = True
+    """whether operands are copied some steps before the product that takes them"""
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """For the launch."""
+        stages = {} if self.pipelined else {"num_stages": 1}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, **stages}
 
 
 def finish_config(device: torch.device, dtype: torch.dtype) -> FinishConfig:
@@ -150,7 +160,16 @@ def finish_config(device: torch.device, dtype: torch.dtype) -> FinishConfig:
     32 on 4 warps spill 8 bytes with triton 3.6."""
     if device.type == "cpu":
         return FinishConfig(16, 1)
-    return FinishConfig(32, 8) if dtype == torch.float32 else FinishConfig(64, 8)
+    return FinishConfig(32, 8) if dtype == torch.float32 else FinishConfig(64, 8, pipelined=fences_copies())
+
+
+@functools.cache
+def fences_copies() -> bool:
+    """Whether triton puts a fence between `cp.async` and a product of tensor cores that reads what it copied: since
+    3.7.1 (its pull request 10537). Without, a product of Hopper or later may read what was there before."""
+    import triton
+
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1)
 
 
 class PassConfig(NamedTuple):

@@ -138,7 +138,7 @@ def head_scores(
             hidden, weight, contiguous_bias(transform), targets, each, part_max, part_rest, part_moment, *stats,
             hidden.stride(0), weight.stride(0), hidden.shape[0], *weight.shape, splits, *numbers, **flags_of(transform),
             WITH_ENTROPY=with_entropy, EVEN_K=weight.shape[1] % config.block_k == 0, UPCAST=_interprets(hidden),
-            BLOCK_N=finish.block_n, BLOCK_K=config.block_k, num_warps=finish.num_warps, enable_fp_fusion=False,
+            BLOCK_N=finish.block_n, BLOCK_K=config.block_k, **finish.options,
         )  # fmt: skip
     return stats
 

@@ -6,11 +6,11 @@ import struct
 
 import numpy as np
 
-from benchmarks.ptx.block import Block, Launch, Options, TensorMap, run
-from benchmarks.ptx.forms import Program
-from benchmarks.ptx.memory import Space
-from benchmarks.ptx.profile import Profile
-from benchmarks.ptx.text import parse
+from tests.ptx.block import Block, Launch, Options, TensorMap, run
+from tests.ptx.forms import Program
+from tests.ptx.memory import Space
+from tests.ptx.profile import Profile
+from tests.ptx.text import parse
 
 BASE = 1 << 32
 IN_STEP = Options()
@@ -64,7 +64,7 @@ def run_ptx(
 WIDE = {"b32": "%r", "b64": "%rd", "b16": "%rs", "pred": "%p"}
 
 
-def apply(instruction: str, *inputs: np.ndarray, out: type = np.uint32) -> np.ndarray:
+def apply(instruction: str, *inputs: np.ndarray, out: type = np.uint32, options: Options = IN_STEP) -> np.ndarray:
     """An instruction with {d} and {0}, {1}, ... on arrays of one length: each element is a lane's."""
     size = len(inputs[0])
     padded = -(-size // 32) * 32
@@ -82,5 +82,5 @@ def apply(instruction: str, *inputs: np.ndarray, out: type = np.uint32) -> np.nd
     target = f"{WIDE[f'b{8 * item}']}30"
     lines.append(instruction.format(*names, d=target) + ";")
     lines.append(f"mad.wide.u32 %rd21, %r0, {item}, %rd{len(inputs)};\nst.global.b{8 * item} [%rd21], {target};")
-    run_ptx("\n".join(lines), *arrays, result, threads=padded)
+    run_ptx("\n".join(lines), *arrays, result, threads=padded, options=options)
     return result[:size]

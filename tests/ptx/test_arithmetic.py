@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from ptx.running import apply
 
-from benchmarks.ptx import numbers
+from tests.ptx import numbers
+from tests.ptx.block import Options
+from tests.ptx.running import apply
 
 F32, U32, I32, U64, I64, U16 = np.float32, np.uint32, np.int32, np.uint64, np.int64, np.uint16
 RANDOM = np.random.default_rng(0)
@@ -232,37 +233,78 @@ def test_conversions_between_integers_and_floats():
     assert list(apply("cvt.u32.u64 {d}, {0}", INTS.astype(U64) << U64(7))) == [int(v) << 7 & 0xFFFFFFFF for v in INTS]
 
 
-def relative(got, exact):
-    return np.max(np.abs(got.astype(np.float64) - exact) / np.abs(exact))
+def units(exact):
+    """Units in the last place of f32 numbers."""
+    below = np.abs(exact).astype(F32)
+    below = np.where(below > np.abs(exact), np.nextafter(below, F32(0)), below)
+    return np.spacing(below).astype(np.float64)
 
 
-def test_approximate_functions():
-    """Within its bound, and not always near the exact result; special values exact."""
-    x = np.linspace(-120, 120, 4096).astype(F32)
-    error = relative(apply("ex2.approx.f32 {d}, {0}", x, out=F32), np.exp2(x.astype(np.float64)))
-    assert 0.5 * numbers.EX2_ERROR < error <= numbers.EX2_ERROR
-    y = np.exp2(RANDOM.uniform(-100, 100, 4096)).astype(F32)
-    exact = np.log2(y.astype(np.float64))
-    error = np.abs(apply("lg2.approx.f32 {d}, {0}", y, out=F32) - exact)
-    assert (
-        error <= numbers.LG2_ERROR * np.where((y > 0.5) & (y < 2), 1, np.abs(exact)) + np.abs(exact) * 2.0**-24
-    ).all()
-    a, b = RANDOM.standard_normal((2, 4096)).astype(F32)
-    exact = a.astype(np.float64) / b
-    got = apply("div.full.f32 {d}, {0}, {1}", a, b, out=F32)
-    ulps = np.abs(got - exact) / np.spacing(np.abs(exact).astype(F32))
-    assert 0.6 < ulps.max() <= 2
-    ulps = np.abs(apply("rcp.approx.f32 {d}, {0}", b, out=F32) - 1 / b.astype(np.float64)) / np.spacing(np.abs(1 / b))
-    assert 0.4 < ulps.max() <= 1.01
-    got = apply("ex2.approx.f32 {d}, {0}", np.array([0.0, -0.0, np.inf, -np.inf, np.nan], F32), out=F32)
-    assert np.array_equal(got, np.array([1, 1, np.inf, 0, np.nan], F32), equal_nan=True)
-    got = apply("lg2.approx.f32 {d}, {0}", np.array([1.0, 0.0, np.inf, -1.0], F32), out=F32)
-    assert np.array_equal(got, np.array([0, -np.inf, np.inf, np.nan], F32), equal_nan=True)
-    assert list(apply("div.full.f32 {d}, {0}, {1}", np.array([1, 6, 1], F32), np.array([1, 3, 0], F32), out=F32)) == [
-        1,
-        2,
-        np.inf,
-    ]
+POSITIVE = np.exp2(RANDOM.choice([-1, 1], 2000) * RANDOM.uniform(1, 100, 2000)).astype(F32)
+NEAR_ONE = RANDOM.uniform(0.5, 2, 2000).astype(F32)
+BOTH = RANDOM.standard_normal((2, 2000)).astype(F32)
+MANUAL = {
+    "ex2.approx": (RANDOM.uniform(-120, 120, (1, 2000)), np.exp2, lambda y: 2 * units(y)),
+    "lg2.approx": (POSITIVE[None], np.log2, lambda y: 2.0**-22 * np.abs(y)),
+    "lg2.approx near 1": (NEAR_ONE[None], np.log2, lambda y: 2.0**-22),
+    "rcp.approx": (BOTH[:1], lambda x: 1 / x, units),
+    "sqrt.approx": (POSITIVE[None], np.sqrt, lambda y: 2.0**-23 * y),
+    "tanh.approx": (BOTH[:1], np.tanh, lambda y: 2.0**-11 * np.abs(y)),
+    "div.full": (BOTH, np.divide, lambda y: 2 * units(y)),
+    "div.approx": (BOTH, np.divide, lambda y: 2 * units(y)),
+}
+"""Arguments, function, and bound of the result, as the manual has them."""
+
+
+@pytest.mark.parametrize("name", MANUAL)
+def test_bounds_of_approximate_functions(name):
+    """Never beyond the bound of the manual, and close to it on the side that was asked for, or on both."""
+    arguments, fn, bound = MANUAL[name]
+    arguments = [x.astype(F32) for x in arguments]
+    exact = fn(*(x.astype(np.float64) for x in arguments))
+    if name == "ex2.approx":
+        exact = exact.astype(F32).astype(np.float64)  # its bound is from the rounded result
+    text = f"{name.split()[0]}.f32 {{d}}, " + ", ".join(f"{{{i}}}" for i in range(len(arguments)))
+    for error in (numbers.up, numbers.down, numbers.either, numbers.scattered):
+        share = (apply(text, *arguments, out=F32, options=Options(error=error)) - exact) / bound(exact)
+        assert np.abs(share).max() <= 1
+        sides = [error is not numbers.up, error is not numbers.down]
+        assert [share.min() < 0, share.max() > 0] == sides
+        assert np.abs(share).mean() > (0.4 if error is numbers.scattered else 0.45)
+        assert not all(sides) or abs(share.mean()) < 0.1
+
+
+SPECIALS = {
+    "ex2.approx": [(0, 1), (-0.0, 1), (np.inf, np.inf), (-np.inf, 0), (np.nan, np.nan)],
+    "lg2.approx": [(0, -np.inf), (-0.0, -np.inf), (np.inf, np.inf), (-1, np.nan), (-np.inf, np.nan), (np.nan, np.nan)],
+    "rcp.approx": [(-np.inf, -0.0), (-0.0, -np.inf), (0, np.inf), (np.inf, 0), (np.nan, np.nan)],
+    "sqrt.approx": [(-np.inf, np.nan), (-1, np.nan), (-0.0, -0.0), (0, 0), (np.inf, np.inf), (np.nan, np.nan)],
+    "tanh.approx": [(-np.inf, -1), (-0.0, -0.0), (0, 0), (np.inf, 1), (np.nan, np.nan)],
+}
+"""Exact results in the tables of the manual."""
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_special_values(name):
+    x, want = (np.array(values, F32) for values in zip(*SPECIALS[name], strict=True))
+    for error in (numbers.up, numbers.down):
+        got = apply(f"{name}.f32 {{d}}, {{0}}", x, out=F32, options=Options(error=error))
+        assert np.array_equal(got, want, equal_nan=True)
+        assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
+
+
+def test_divisions_by_large_numbers():
+    """div.approx takes a reciprocal, which is 0 above 2^126."""
+    a, b = np.array([1, -1, np.inf, 3, 1], F32), np.array([2.0**127, 2.0**127, 2.0**127, 1, 0], F32)
+    got = apply("div.approx.f32 {d}, {0}, {1}", a, b, out=F32, options=Options(error=numbers.up))
+    assert np.array_equal(got[[0, 1, 2, 4]], np.array([0, -0.0, np.nan, np.inf], F32), equal_nan=True)
+    assert np.signbit(got[1])
+    full = apply("div.full.f32 {d}, {0}, {1}", a, b, out=F32, options=Options(error=numbers.up))
+    assert 0 < full[0] < 2.0**-126
+    assert np.isinf(full[2])
+    assert got[3] == full[3] == np.nextafter(np.nextafter(F32(3), F32(4)), F32(4)), "an exact quotient is off, too"
+    rounded = apply("div.rn.f32 {d}, {0}, {1}", a, b, out=F32, options=Options(error=numbers.up))
+    assert rounded[3] == 3
 
 
 def test_directed_rounding():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx.running import BASE, run_ptx
 
-from benchmarks.ptx import numbers
-from benchmarks.ptx.block import Options, TensorMap
-from benchmarks.ptx.matrices import swizzled
-from benchmarks.ptx.text import PtxError
+from tests.ptx import numbers
+from tests.ptx.block import Options, TensorMap
+from tests.ptx.matrices import swizzled
+from tests.ptx.running import BASE, run_ptx
+from tests.ptx.text import PtxError
 
 U16, U32, F32 = np.uint16, np.uint32, np.float32
 LATE, EARLY = Options(races=True), Options(late=False, races=True)
@@ -172,9 +172,9 @@ def test_wgmma_too_early():
         wgmma(before="setp.eq.u32 %p2, %r0, 0;\n@%p2 mov.b32 %r103, 0;")
     with pytest.raises(PtxError, match=r"without a wgmma\.fence"):
         wgmma(fence="")
-    with pytest.raises(PtxError, match="the wgmma of warp 0 reads .* what warp 0 writes"):
+    with pytest.raises(PtxError, match="the product of warp 0 reads .* what warp 0 writes"):
         wgmma(proxy="")
-    with pytest.raises(PtxError, match="race .*the wgmma of warp 0 reads|what the wgmma of warp 0 reads"):
+    with pytest.raises(PtxError, match="race .*the product of warp 0 reads|what the product of warp 0 reads"):
         wgmma(before="st.shared.b32 [%r401], 0;")
 
 
@@ -210,9 +210,11 @@ def test_cp_async():
 
 
 TENSOR = """
-    mov.b64 %rd5, m0;
+    mov.b32 %r60, m0;  // its address among the parameters
+    cvt.u64.u32 %rd5, %r60;
     cvta.param.u64 %rd6, %rd5;
     mov.b64 %rd7, m1;
+    cvta.param.u64 %rd7, %rd7;
     elect.sync %r1|%p1, -1;
     setp.lt.u32 %p2, %r0, 32;
     and.pred %p1, %p1, %p2;

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ptx.block import Block, Launch, Options, cluster_of, run
-from benchmarks.ptx.driver import memory_of
-from benchmarks.ptx.forms import Program
-from benchmarks.ptx.text import parse
+from tests.ptx.block import Block, Launch, Options, cluster_of, run
+from tests.ptx.driver import memory_of
+from tests.ptx.forms import Program
+from tests.ptx.text import parse
 
 pytestmark = [
     pytest.mark.full,

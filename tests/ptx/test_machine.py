@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx.running import run_ptx
 
-from benchmarks.ptx.block import Options
-from benchmarks.ptx.profile import Profile
-from benchmarks.ptx.text import PtxError
+from tests.ptx.block import Options
+from tests.ptx.profile import Profile
+from tests.ptx.running import run_ptx
+from tests.ptx.text import PtxError
 
 U32, F32 = np.uint32, np.float32
 PLACE = "add.s64 %rd51, %rd0, %rd50;\n"
@@ -201,3 +201,24 @@ def test_profile():
     assert profile.instructions["memory"] == 2 - 1
     assert profile.instructions["order"] == 1
     assert profile.instructions["integer"] == 2
+
+
+def test_warps_that_are_ahead_of_one_that_waits():
+    """The first warp asks an mbarrier in a loop until the other, which took another way past the loop, has arrived."""
+    body = """
+        setp.eq.u32 %p1, %r0, 0;
+        @%p1 mbarrier.init.shared::cta.b64 [smem], 32;
+        bar.sync 0;
+        setp.ge.u32 %p2, %r0, 32;
+        @%p2 bra $past;
+        $again:
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [smem], 0;
+        @!%p3 bra $again;
+        bra $end;
+        $past:
+        mbarrier.arrive.shared::cta.b64 _, [smem];
+        $end:
+        mov.b32 %r1, 7;
+    """
+    for together in (True, False):
+        assert list(outcome(body, threads=64, options=Options(together=together))) == [7] * 64

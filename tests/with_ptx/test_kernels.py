@@ -21,10 +21,11 @@ from grpo_fused.kernels import head_configs, head_launch
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Rows, Transform
 
-from benchmarks.ptx.block import Options
-from benchmarks.ptx.driver import driver_of
+from tests.ptx import numbers
+from tests.ptx.block import Options
+from tests.ptx.driver import driver_of
 
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.full))
 IN_STEP = Options(races=True)
 ORDERS = {
     "forwards-late": Options(together=False, races=True),
@@ -50,6 +51,39 @@ HEAD_SAMPLE = ((cases.BF16, "bias+scale"), (cases.FP16, "plain"))
 @pytest.mark.parametrize(("dtype", "name"), cases.HEADS, ids=str)
 def test_head(driver, dtype, name):
     cases.head(dtype, name)
+
+
+ERRORS = {"up": numbers.up, "down": numbers.down, "either": numbers.either}
+LAUNCHES = {
+    "head-bf16": lambda: cases.head(cases.BF16, "all"),
+    "head-fp32": lambda: cases.head(cases.FP32, "all"),
+    "rows": lambda: cases.rows(1031, cases.FP32, cases.FP32, "all"),
+    "loss-rows": lambda: [cases.loss_in_the_row_kernel(config) for config in cases.CONFIGS],
+    "loss-head": lambda: cases.loss_in_the_head_kernel(cases.CONFIGS[1], sets=True),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_errors_of_approximate_functions(driver, launch, error):
+    """Each result of ex2, lg2, div and others at its bound: all above, all below, or some above and some below."""
+    with driver.active(IN_STEP._replace(error=ERRORS[error])):
+        LAUNCHES[launch]()
+
+
+@pytest.mark.gate(keep=lambda driver: driver == "sm_90")
+def test_larger_errors_are_noticed(driver):
+    """Forty times the bounds of the manual."""
+    too_far = IN_STEP._replace(error=lambda *arguments: 40 * numbers.up(*arguments))
+    with driver.active(too_far), pytest.raises(AssertionError, match="not close"):
+        LAUNCHES["rows"]()
+
+
+def test_blackwell():
+    """Scores, exponentials and gradients of sm_100; the gate has no more of it."""
+    with cases.launched_as(lambda: "sm_100", in_place=True), driver_of("sm_100").active(IN_STEP):
+        cases.head(cases.BF16, "plain", 5, 136, 300)
 
 
 SIZES = [(1, 8, 1), (3, 16, 33), (129, 72, 257), (64, 256, 640)]

@@ -1,8 +1,8 @@
 """Which accesses of shared memory are in order: vector clocks, the method of race detectors.
 
 Agents are the warps, and for each warp the units that work for it: asynchronous copies, tensor copies in and out, and
-warpgroup products. `clock[w]` says up to which tick of each agent everything happened before warp w's next
-instruction. Barriers and waits join clocks. An access that may happen at the same time as another one, of which one is
+products. Of these only products of one warp are in order among themselves. `clock[w]` says up to which tick of each
+agent everything happened before warp w's next instruction. Barriers and waits join clocks. An access that may happen at the same time as another one, of which one is
 a write, is an error, in whatever order the interpreter runs them.
 
 Tensor copies and warpgroup products use the async proxy: of what other instructions wrote they see what came before
@@ -17,9 +17,9 @@ from .numbers import Array
 from .text import PtxError
 
 UNIT = 2
-UNITS = ("warp", "cp.async", "tensor load", "tensor store", "wgmma")
+UNITS = ("warp", "cp.async", "tensor load", "tensor store", "product")
 """Kinds of agents."""
-ASYNC_PROXY = ("tensor load", "tensor store", "wgmma")
+ASYNC_PROXY = ("tensor load", "tensor store", "product")
 
 
 class Operation:
@@ -42,6 +42,9 @@ class Races:
         self.write_agent = np.zeros(units, np.int32)
         self.write_tick = np.zeros(units, np.int32)
         self.write_pc = np.zeros(units, np.int32)
+        self.older_agent = np.zeros(units, np.int32)
+        self.older_tick = np.zeros(units, np.int32)
+        """of the last write that was not the same one by other warps"""
         self.read_tick = np.zeros((agents, units), np.int32)
         self.sources: list[str] = []
         """of the program's instructions"""
@@ -72,7 +75,8 @@ class Races:
         """It accesses `width` bytes at each address."""
         units = ((addresses.ravel()[:, None] + np.arange(0, width, UNIT)) // UNIT).ravel()
         clock = operation.clock.copy()
-        clock[operation.agent] = np.iinfo(np.int32).max
+        in_order = operation.agent // self.warps == UNITS.index("product")
+        clock[operation.agent] = np.iinfo(np.int32).max if in_order else operation.clock[operation.agent]
         self._check(units, operation.agent, clock, operation, pc, write=write)
 
     def finish(self, warp: int, operation: Operation) -> None:
@@ -115,8 +119,12 @@ class Races:
             generic = writers < 2 * self.warps
             seen = np.where(generic, operation.fenced[writers], seen)
         late = ticks > seen
+        if operation is not None:
+            late &= (writers != agent) | (ticks != operation.tick)
+        older = self.older_agent[units], self.older_tick[units]
         if repeats is not None:
-            late &= ~(repeats & (self.write_pc[units] == pc))
+            repeats = late & repeats & (self.write_pc[units] == pc)
+            late = np.where(repeats, older[1] > clock[older[0]], late)
         if late.any():
             unit = int(np.flatnonzero(late)[0])
             raise PtxError(
@@ -137,6 +145,8 @@ class Races:
                 f"race on shared byte {UNIT * unit}: {self._name(agent)} writes at {self.sources[pc]} what "
                 f"{self._name(reader)} reads, and nothing puts them in order"
             )
+        for array, old, new in ((self.older_agent, older[0], writers), (self.older_tick, older[1], ticks)):
+            array[units] = new if repeats is None else np.where(repeats, old, new)
         self.write_agent[units] = agent
         self.write_tick[units] = self._now(agent, clock, operation)
         self.write_pc[units] = pc

@@ -6,16 +6,20 @@ A product is exact, added to its accumulator in f64, and rounded to f32 once; ha
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import numbers
 from .forms import Decoder, Execute, InFlight, form
+from .memory import Space
 from .moves import note
 from .numbers import F32, F64, U16, U32, Array
 from .text import PtxError
 from .warps import LANES, Warps
+
+if TYPE_CHECKING:
+    from .block import Block
 
 _LANE = np.arange(LANES)
 _ROW, _PAIR = _LANE >> 2, 2 * (_LANE & 3)
@@ -50,9 +54,9 @@ def _tile(warps: Warps, addresses: Array, count: int, mask: Array | None, what: 
     return _Tile(chosen, rows)
 
 
-def _note_tile(warps: Warps, tile: _Tile, *, write: bool) -> None:
+def _note_tile(warps: Warps, tile: _Tile, *, write: bool, same: Array | None = None) -> None:
     by = np.repeat(tile.warps + warps.first, tile.rows[0].size) if tile.warps.size else tile.warps
-    note(warps, warps.block.shared, tile.rows.ravel(), ROW_BYTES, by, write=write)
+    note(warps, warps.block.shared, tile.rows.ravel(), ROW_BYTES, by, write=write, same=same)
 
 
 _MATRICES = r"\.sync\.aligned\.m8n8\.x(?P<count>1|2|4)(?P<trans>\.trans)?\.shared(?:::cta)?\.b16"
@@ -91,19 +95,27 @@ def store_matrices(d: Decoder, found: re.Match[str]) -> Execute:
         raise PtxError(f"expected {count} registers; got {len(reads)}")
 
     def execute(warps: Warps, mask: Array | None) -> None:
-        tile = _tile(warps, address(warps), count, mask, "stmatrix")
-        _note_tile(warps, tile, write=True)
+        whole = _tile(warps, address(warps), count, mask, "stmatrix")
+        values = [np.broadcast_to(read(warps), warps.size).reshape(-1, LANES) for read in reads]
         shared = warps.block.shared
-        for number, read in enumerate(reads):
-            rows = tile.rows[:, number]
-            value = np.broadcast_to(read(warps), warps.size).reshape(-1, LANES)[tile.warps]
-            if found["trans"]:
-                shared.store(rows[:, _PAIR] + 2 * _ROW, (value & U32(0xFFFF)).astype(U16))
-                shared.store(rows[:, _PAIR + 1] + 2 * _ROW, (value >> U32(16)).astype(U16))
-            else:
-                shared.store(rows[:, _ROW] + 2 * _PAIR, value)
+        for number in range(whole.warps.size):  # one by one, to see which writes change nothing
+            tile = _Tile(whole.warps[number : number + 1], whole.rows[number : number + 1])
+            words = tile.rows[..., None] + np.arange(0, ROW_BYTES, 4)
+            before = shared.load(words, 4)
+            for matrix, value in enumerate(values):
+                _store_matrix(shared, tile.rows[:, matrix], value[tile.warps], bool(found["trans"]))
+            same = (shared.load(words, 4) == before).all(-1).ravel()
+            _note_tile(warps, tile, write=True, same=same)
 
     return execute
+
+
+def _store_matrix(shared: Space, rows: Array, value: Array, trans: bool) -> None:
+    if trans:
+        shared.store(rows[:, _PAIR] + 2 * _ROW, (value & U32(0xFFFF)).astype(U16))
+        shared.store(rows[:, _PAIR + 1] + 2 * _ROW, (value >> U32(16)).astype(U16))
+    else:
+        shared.store(rows[:, _ROW] + 2 * _PAIR, value)
 
 
 def _spread(warps: Warps, chosen: Array, value: Array) -> Array:
@@ -239,7 +251,7 @@ def multiply_warpgroup(d: Decoder, found: re.Match[str]) -> Execute:
             state.accumulators[key].values[:] = 0
         operations = []
         if block.races is not None:
-            operations = [block.races.start(w, "wgmma") for w in warps.warps_of(None)]
+            operations = [block.races.start(w, "product") for w in warps.warps_of(None)]
         a, b = (np.broadcast_to(read(warps), warps.size)[::LANES].astype(np.int64) for read in (first, second))
         product = _Product(key, a, b, columns, decode, warps.pc, operations)
         state.open.append(product)
@@ -249,19 +261,17 @@ def multiply_warpgroup(d: Decoder, found: re.Match[str]) -> Execute:
     return execute
 
 
-def _operand(warps: Warps, descriptor: int, rows: Array, product: _Product, by: range) -> Array:
-    """Rows [r, 16] of a K-major operand in shared memory, as f32."""
+def operand_rows(block: Block, descriptor: int, rows: Array, decode: Any, operations: list[Any], pc: int) -> Array:
+    """Rows [r, 16] of a K-major operand in shared memory, read by these operations, as f64."""
     pattern = SWIZZLES.get(descriptor >> 62 & 3)
-    if pattern is None or descriptor >> 49 & 7:
+    if pattern is None or descriptor >> 49 & 7 or descriptor >> 61 & 1:
         raise PtxError(f"matrix descriptor {descriptor:#x}: expected a swizzle and no base offset")
     start, group = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     places = start + (rows[:, None] // 8) * group + (rows[:, None] % 8) * pattern + 2 * np.arange(16)
     places = swizzled(places, pattern)
-    races = warps.block.races
-    if races is not None:
-        for number in by:
-            races.perform(product.operations[number], places, 2, product.pc, write=False)
-    return product.decode(warps.block.shared.load(places, 2)).astype(F64)
+    for operation in operations:
+        block.races.perform(operation, places, 2, pc, write=False)  # type: ignore[union-attr]
+    return decode(block.shared.load(places, 2)).astype(F64)
 
 
 def _perform(warps: Warps, product: _Product) -> None:
@@ -273,8 +283,9 @@ def _perform(warps: Warps, product: _Product) -> None:
             raise PtxError("warps of a warpgroup have different matrix descriptors")
         ranks = (warps.first + np.array(some)) % 4
         rows = (16 * ranks[:, None] + np.arange(16)).ravel()
-        left = _operand(warps, a, rows, product, some)
-        right = _operand(warps, b, np.arange(product.columns), product, some)
+        by = [product.operations[number] for number in some if product.operations]
+        left = operand_rows(warps.block, a, rows, product.decode, by, product.pc)
+        right = operand_rows(warps.block, b, np.arange(product.columns), product.decode, by, product.pc)
         sums = (left @ right.T).reshape(len(some), 16, -1)
         values[some] = (values[some].astype(F64) + sums).astype(F32)
 

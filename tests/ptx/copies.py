@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .forms import PARAMETER_BASE, Decoder, Execute, form
+from .forms import PARAMETER_GENERIC, PARAMETER_START, Decoder, Execute, form
 from .matrices import swizzled
 from .moves import CACHE, note
 from .numbers import U32, Array
@@ -239,6 +239,21 @@ def _later(warps: Warps, barrier: Mbarrier, size: int, move: Finish, operation: 
     warps.block.pending.append(arrive)
 
 
+def commit_to(warps: Warps, place: int, finish: Finish, operations: list[Any]) -> None:
+    """One arrival at the mbarrier there, after `finish`, when nothing else can go on."""
+    barrier = _mbarrier(warps, place)
+
+    def arrive() -> None:
+        finish()
+        if warps.block.mbarriers.get(place) is not barrier:
+            raise PtxError(f"the mbarrier at shared byte {place} was invalidated while products were on their way")
+        barrier.left -= 1
+        barrier.operations += operations
+        barrier.settle()
+
+    warps.block.pending.append(arrive)
+
+
 @form(r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes")
 def bulk_load(d: Decoder, found: re.Match[str]) -> Execute:
     into, source, size, place = (
@@ -272,7 +287,7 @@ def bulk_load(d: Decoder, found: re.Match[str]) -> Execute:
 
 def _box(warps: Warps, map_address: int, coordinates: list[int], place: int) -> tuple[Array, Array, Array, int]:
     """(addresses in shared memory, addresses in global memory, which of these are inside, bytes of an element)."""
-    found = warps.block.launch.maps.get(map_address - PARAMETER_BASE)
+    found = warps.block.launch.maps.get(map_address - PARAMETER_GENERIC - PARAMETER_START)
     if found is None:
         raise PtxError(f"no tensor map at {map_address:#x}")
     rows, columns = found.box

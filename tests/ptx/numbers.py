@@ -1,12 +1,9 @@
-"""Number formats of PTX as numpy arrays: conversions, exact fused multiply-add, approximate functions.
-
-Approximate functions are wrong on purpose: by any amount up to a bound, as the bits of the argument choose. So a kernel
-that needs more fails. The same argument always has the same result. The bounds are to be checked with the PTX manual.
-"""
+"""Number formats of PTX as numpy arrays: conversions, exact fused multiply-add, approximate functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +14,6 @@ U16, U32, U64, F32, F64 = np.uint16, np.uint32, np.uint64, np.float32, np.float6
 NAN_F32 = U32(0x7FFFFFFF)
 NAN_16 = U16(0x7FFF)
 """The NaN that instructions return, in f32, and in f16 and bf16."""
-
-EX2_ERROR = 2.0**-22
-"""ex2.approx: relative."""
-LG2_ERROR = 2.0**-22
-"""lg2.approx: absolute for arguments from 0.5 to 2, else relative."""
-DIVISION_ULPS = 2
-"""div.full and div.approx."""
-RECIPROCAL_ULPS = 1
-SQUARE_ROOT_ERROR = 2.0**-23
-TANH_ERROR = 2.0**-11
 
 
 def f32_of_bf16(bits: Array) -> Array:
@@ -115,62 +102,72 @@ def _signed_zero(result: Array, a: Array, b: Array, *, negative: bool) -> Array:
     return np.where(zeros, np.where(signs, F32(-0.0), F32(0.0)), result)
 
 
-def noise(x: Array) -> Array:
-    """A number in [-1, 1] from the bits of each f32: the same for the same bits."""
-    mixed = np.ascontiguousarray(x, F32).view(U32) * U32(2654435769)
-    mixed = (mixed ^ (mixed >> U32(15))) * U32(2246822519)
+# Approximate functions are wrong on purpose, within the bounds of the PTX manual (ISA 9.1): so a kernel that needs more
+# fails. `error` says how wrong, from -1 to 1 of the bound, for arguments; the same ones always have the same result.
+
+
+def scattered(*sources: Array) -> Array:
+    """A number in [-1, 1] from the bits of the arguments."""
+    mixed = U32(0)
+    for source in sources:
+        mixed = (mixed ^ np.ascontiguousarray(source, F32).view(U32)) * U32(2654435769)
+        mixed = (mixed ^ (mixed >> U32(15))) * U32(2246822519)
     return (mixed ^ (mixed >> U32(13))).astype(F64) / (2**31 - 0.5) - 1.0
 
 
-def ex2(x: Array) -> Array:
-    """2^x, with the error of ex2.approx; exact at 0 and infinity."""
-    exact = np.exp2(x.astype(F64))
-    return np.where(x == 0, F32(1), _within(exact * (1 + EX2_ERROR * noise(x)), exact, EX2_ERROR))
+def either(*sources: Array) -> Array:
+    """-1 or 1, as the bits of the arguments choose."""
+    return np.copysign(1.0, scattered(*sources))
 
 
-def lg2(x: Array) -> Array:
-    """log2(x), with the error of lg2.approx; exact at 0, 1 and infinity."""
-    exact = np.log2(x.astype(F64))
-    size = np.where((x > 0.5) & (x < 2), 1.0, np.abs(exact))
-    moved = np.where(np.isfinite(exact), exact + LG2_ERROR * size * noise(x), exact)
-    return np.where(x == 1, F32(0), moved.astype(F32))
+def up(*sources: Array) -> Array:
+    """1: the largest result there may be."""
+    return np.ones(np.broadcast_shapes(*(source.shape for source in sources)))
 
 
-def divide_full(a: Array, b: Array) -> Array:
-    """a / b, off by up to two units in the last place where the quotient is not an f32 number."""
-    return _ulps(a.astype(F64) / b.astype(F64), DIVISION_ULPS, noise(a) * noise(b))
+def down(*sources: Array) -> Array:
+    """-1: the smallest one."""
+    return -up(*sources)
 
 
-def reciprocal(x: Array) -> Array:
-    """1 / x, off by up to one unit in the last place where that is not an f32 number."""
-    return _ulps(1.0 / x.astype(F64), RECIPROCAL_ULPS, noise(x))
+class Approximate(NamedTuple):
+    """A function in f64 of its arguments, and how far from it the manual lets the result be: of result and arguments."""
+
+    exact: Callable[..., Array]
+    bound: Callable[..., Array]
 
 
-def square_root(x: Array) -> Array:
-    """sqrt(x) with the error of sqrt.approx where it is not an f32 number."""
-    exact = np.sqrt(x.astype(F64))
-    rounded = exact.astype(F32)
-    moved = _within(exact * (1 + SQUARE_ROOT_ERROR * noise(x)), exact, SQUARE_ROOT_ERROR)
-    return np.where(rounded == exact, rounded, moved)
+def ulp(x: Array) -> Array:
+    """Unit in the last place of f32 numbers of this size."""
+    return np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 24, -149))
 
 
-def tanh(x: Array) -> Array:
-    """tanh(x) with the error of tanh.approx."""
-    exact = np.tanh(x.astype(F64))
-    return _within(exact * (1 + TANH_ERROR * noise(x)), exact, TANH_ERROR)
+def _divided_by_reciprocal(a: Array, b: Array) -> Array:
+    gone = np.where(np.isinf(a), np.nan, np.copysign(0.0, a) * np.copysign(1.0, b))
+    return np.where((np.abs(b) > 2.0**126) & np.isfinite(b), gone, a / b)
 
 
-def _within(moved: Array, exact: Array, bound: float) -> Array:
-    """`moved` in f32; where rounding took it out of the bound, the exact number rounded."""
-    result = moved.astype(F32)
-    with np.errstate(all="ignore"):
-        outside = np.abs(result.astype(F64) - exact) > bound * np.abs(exact)
-    return np.where(outside, exact.astype(F32), result)
+APPROXIMATE = {
+    "ex2.approx": Approximate(  # two units from the correctly rounded result; 1 at 0
+        lambda x: np.exp2(x).astype(F32).astype(F64), lambda y, x: np.where(x == 0, 0, 2 * ulp(y))
+    ),
+    "lg2.approx": Approximate(
+        np.log2, lambda y, x: np.where((x > 0.5) & (x < 2), 1, np.abs(y)) * 2.0**-22
+    ),
+    "rcp.approx": Approximate(lambda x: 1 / x, lambda y, x: ulp(y)),
+    "sqrt.approx": Approximate(np.sqrt, lambda y, x: y * 2.0**-23),
+    "tanh.approx": Approximate(np.tanh, lambda y, x: np.where(np.isinf(x), 0, np.abs(y) * 2.0**-11)),
+    "div.full": Approximate(np.divide, lambda y, a, b: 2 * ulp(y)),
+    "div.approx": Approximate(_divided_by_reciprocal, lambda y, a, b: 2 * ulp(y)),
+}  # fmt: skip
 
 
-def _ulps(exact: Array, ulps: int, share: Array) -> Array:
-    rounded = exact.astype(F32)
-    whole = np.rint(share * (ulps - 0.5)).astype(np.int64)  # rounding itself is half a unit
-    plain = (rounded == exact) | ~np.isfinite(rounded) | (np.abs(rounded) < F32(2.0**-100))
-    moved = (np.ascontiguousarray(rounded).view(np.int32) + whole.astype(np.int32)).view(F32)
-    return np.where(plain, rounded, moved)
+def approximate(name: str, error: Callable[..., Array], *sources: Array) -> Array:
+    """A function of f32 arguments, off by `error` of its bound; infinity, NaN and 0 are exact."""
+    fn, wide = APPROXIMATE[name], [source.astype(F64) for source in sources]
+    exact = fn.exact(*wide)
+    bound = fn.bound(exact, *wide)
+    result = (exact + error(*sources) * bound).astype(F32)
+    beyond = np.abs(result - exact) > bound  # by its rounding
+    result = np.where(beyond, np.nextafter(result, exact.astype(F32)), result)
+    return np.where(np.isfinite(exact) & (exact != 0), result, exact.astype(F32))

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .forms import PARAMETER_BASE, Program
+from .forms import PARAMETER_START, Program
 from .memory import Space
-from .numbers import Array
+from .numbers import Array, scattered
 from .profile import Profile
 from .races import Races
+from .tensor_memory import TENSOR_COLUMNS, TENSOR_LANES, TensorMemory
 from .text import PtxError
 from .warps import LANES, Warps
 
@@ -25,6 +26,8 @@ class Options(NamedTuple):
     """the last warp first"""
     late: bool = True
     """asynchronous operations happen when they are waited for; else when they are issued"""
+    error: Callable[..., Array] = scattered
+    """how far approximate functions are off, from -1 to 1 of their bounds, for their arguments"""
     races: bool = False
     """unordered accesses of shared memory are errors"""
 
@@ -95,12 +98,12 @@ class Block:
         self.special = special | {"ntid.x": launch.threads, "ntid.y": 1, "ntid.z": 1}
         self.memory, self.profile = launch.memory, launch.profile
         self.num_warps = launch.threads // LANES
-        size = max(launch.program.kernel.static_shared + launch.shared_bytes, 16)
+        size = -(-max(launch.program.kernel.static_shared + launch.shared_bytes, 16) // 8) * 8
         self.shared = Space("shared").poisoned(0, size)
         padded = np.zeros(-(-len(launch.parameters) // 8) * 8 + 8, np.uint8)
         padded[: len(launch.parameters)] = np.frombuffer(launch.parameters, np.uint8)
         self.parameters = Space("parameter")
-        self.parameters.add(PARAMETER_BASE, padded)
+        self.parameters.add(PARAMETER_START, padded)
         self.counts = [0] * len(launch.program.steps)
         self.events = 0
         """changes that others may wait for"""
@@ -110,9 +113,11 @@ class Block:
         """asynchronous operations that complete by themselves, oldest first"""
         self.cluster = Cluster([self])
         self.races = None
+        has_tensor = launch.program.has_tensor_memory
         if self.options.races:
-            self.races = Races(self.num_warps, size)
+            self.races = Races(self.num_warps, size + 2 * TENSOR_LANES * TENSOR_COLUMNS * has_tensor)
             self.races.sources = [each.source or str(each) for each in launch.program.kernel.instructions]
+        self.tensor = TensorMemory(self.races, size) if has_tensor else None
         width = self.num_warps if self.options.together else 1
         self.groups = [Warps(self, first, width) for first in range(0, self.num_warps, width)]
         if self.options.backwards:
@@ -155,10 +160,12 @@ class Block:
         """What is still on its way at the end of the block arrives."""
         while self.pending:
             self.pending.pop(0)()
-        for group in self.groups:
-            stores = group.state.get("bulk")
-            if stores is not None:
-                stores.finish()
+        for copies in [
+            group.state[kind] for group in self.groups for kind in ("cp.async", "bulk") if kind in group.state
+        ]:
+            copies.finish()
+        if self.tensor is not None and self.tensor.allocated:
+            raise PtxError(f"columns of tensor memory are not freed: {self.tensor.allocated}")
 
     def where(self) -> str:
         """Where its warps are, for an error."""

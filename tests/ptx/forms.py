@@ -34,17 +34,21 @@ TYPES: dict[str, Any] = {
 KINDS = {"pred": np.bool_, "b16": U16, "b32": U32, "b64": U64}
 
 GLOBAL, SHARED, PARAMETER = "global", "shared", "param"
-PARAMETER_BASE = 1 << 60
-"""Generic addresses of parameters, which is where tensor maps are."""
+PARAMETER_START = 1 << 12
+"""Address of the first parameter in their space."""
+PARAMETER_GENERIC = 1 << 60
+"""What a generic address of a parameter has in addition; tensor maps are named by it."""
 
 _FORMS: list[tuple[re.Pattern[str], Callable[[Decoder, re.Match[str]], Execute]]] = []
 _FOUND: dict[str, tuple[Callable[[Decoder, re.Match[str]], Execute], re.Match[str]]] = {}
 
 
 class InFlight(NamedTuple):
-    """What a register holds while an asynchronous product adds to it."""
+    """What a register holds while an asynchronous instruction writes to it."""
 
     source: str
+    arrive: Callable[[], None] | None = None
+    """puts its value there for an instruction that reads it; None: reading it is an error"""
 
 
 def form(pattern: str) -> Callable[[Any], Any]:
@@ -81,11 +85,16 @@ class Program:
     """A kernel, decoded."""
 
     def __init__(self, kernel: Kernel) -> None:
-        from . import arithmetic, copies, matrices, moves  # noqa: F401  fill the table
+        from . import arithmetic, copies, matrices, moves, tensor_memory  # noqa: F401  fill the table
 
         self.kernel = kernel
         self.numbers: dict[str, int] = {}
         self.steps = [self._step(each) for each in kernel.instructions]
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether it uses tensor memory."""
+        return any(each.opcode.startswith("tcgen05") for each in self.kernel.instructions)
 
     @property
     def num_registers(self) -> int:
@@ -120,24 +129,32 @@ class Decoder:
         self.program, self.instruction = program, instruction
         self.operands = instruction.operands
 
-    def read(self, operand: Operand, kind: str) -> Read:
-        """A register, number or name as an array of `TYPES[kind]`: [lanes], or [1] if it is the same in all."""
+    def read(self, operand: Operand, kind: str, *, poisoned: bool = False) -> Read:
+        """A register, number or name as an array of `TYPES[kind]`: [lanes], or [1] if it is the same in all.
+
+        A register that was never written is an error, or, with `poisoned`, NaN.
+        """
         dtype = np.dtype(TYPES[kind])
         if not isinstance(operand, str):
             raise PtxError(f"expected a register or a number; got {operand}")
         known = self.program.kernel.kind(operand)
         if known is not None:
-            return self._read_register(operand, known, dtype)
+            return self._read_register(operand, known, dtype, poisoned)
         if operand.startswith("%"):
             return lambda warps: _special(warps, operand).astype(dtype)
         constant = self._constant(operand, dtype)
         return lambda warps: constant
 
-    def _read_register(self, name: str, kind: str, dtype: np.dtype[Any]) -> Read:
+    def _read_register(self, name: str, kind: str, dtype: np.dtype[Any], poisoned: bool) -> Read:
         number, held = self.program.register(name), np.dtype(KINDS[kind])
 
         def get(warps: Warps) -> Array:
             value = warps.registers[number]
+            if value is None and poisoned:
+                return np.array([POISON[kind]], held)
+            if type(value) is InFlight and value.arrive is not None:
+                value.arrive()
+                value = warps.registers[number]
             if type(value) is not np.ndarray:
                 raise PtxError(
                     f"{name} was never written" if value is None else f"{name} is read during {value.source}"
@@ -158,7 +175,7 @@ class Decoder:
         if text in kernel.shared:
             return np.array([kernel.shared[text].offset], dtype)
         if text in kernel.parameters:
-            return np.array([PARAMETER_BASE + kernel.parameters[text].offset], dtype)
+            return np.array([PARAMETER_START + kernel.parameters[text].offset], dtype)
         if text[:2].lower() == "0f":
             return np.array([int(text[2:], 16)], U32).view(dtype)
         if text[:2].lower() == "0d":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from . import numbers
 from .forms import TYPES, Decoder, Execute, form
 from .numbers import F32, F64, NAN_F32, U32, U64, Array
+from .warps import Warps
 
 INTEGER = r"(?P<type>[su](?:16|32|64))"
 ANY = r"(?P<type>[bsu](?:16|32|64)|f32|f64)"
@@ -39,6 +41,13 @@ def add_integers(d: Decoder, found: re.Match[str]) -> Execute:
 @form(r"(?P<op>add|sub|mul)(?:\.rn)?(?P<ftz>\.ftz)?\.f32")
 def add_floats(d: Decoder, found: re.Match[str]) -> Execute:
     return d.elementwise(_flushing(_BINARY[found["op"]], found), "f32")
+
+
+@form(r"(?P<op>add|sub)\.rn\.f32\.(?P<type>bf16|f16)")
+def add_mixed(d: Decoder, found: re.Match[str]) -> Execute:
+    """The first source is of 16 bits."""
+    decode, fn = numbers.DECODE[found["type"]], _BINARY[found["op"]]
+    return d.elementwise(lambda a, c: _canonical(fn(decode(a), c)), (found["type"], "f32"))
 
 
 @form(r"(?P<op>add|sub|mul)(?:\.rn)?\.f64")
@@ -113,28 +122,23 @@ def pairs(d: Decoder, found: re.Match[str]) -> Execute:
     return d.elementwise(apply, "f32x2")
 
 
-_DIVISIONS = {".rn": np.divide, ".full": numbers.divide_full, ".approx": numbers.divide_full}
+_ROUNDED: dict[str, Callable[..., Array]] = {"div": np.divide, "rcp": lambda x: F32(1) / x, "sqrt": np.sqrt}
 
 
-@form(r"div(?P<kind>\.rn|\.full|\.approx)(?P<ftz>\.ftz)?\.f32")
-def divide_floats(d: Decoder, found: re.Match[str]) -> Execute:
-    return d.elementwise(_flushing(_DIVISIONS[found["kind"]], found), "f32")
+@form(r"(?P<fn>div|rcp|sqrt)\.rn(?P<ftz>\.ftz)?\.f32")
+def rounded_functions(d: Decoder, found: re.Match[str]) -> Execute:
+    return d.elementwise(_flushing(_ROUNDED[found["fn"]], found), "f32")
 
 
-_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "ex2.approx": numbers.ex2,
-    "lg2.approx": numbers.lg2,
-    "rcp.approx": numbers.reciprocal,
-    "rcp.rn": lambda x: F32(1) / x,
-    "sqrt.approx": numbers.square_root,
-    "sqrt.rn": np.sqrt,
-    "tanh.approx": numbers.tanh,
-}
+@form(r"(?P<fn>(?:ex2|lg2|rcp|sqrt|tanh|div)\.approx|div\.full)(?P<ftz>\.ftz)?\.f32")
+def approximate_functions(d: Decoder, found: re.Match[str]) -> Execute:
+    put, reads = d.write(d.operands[0]), [d.read(operand, "f32") for operand in d.operands[1:]]
 
+    def execute(warps: Warps, mask: Array | None) -> None:
+        fn = functools.partial(numbers.approximate, found["fn"], warps.block.options.error)
+        put(warps, _flushing(fn, found)(*(read(warps) for read in reads)), mask)
 
-@form(r"(?P<fn>ex2\.approx|lg2\.approx|rcp\.approx|rcp\.rn|sqrt\.approx|sqrt\.rn|tanh\.approx)(?P<ftz>\.ftz)?\.f32")
-def functions(d: Decoder, found: re.Match[str]) -> Execute:
-    return d.elementwise(_flushing(_FUNCTIONS[found["fn"]], found), "f32")
+    return execute
 
 
 @form(rf"(?P<op>div|rem)\.{INTEGER}")
@@ -155,12 +159,14 @@ def extreme_integers(d: Decoder, found: re.Match[str]) -> Execute:
 
 @form(r"(?P<op>min|max)(?P<ftz>\.ftz)?(?P<nan>\.NaN)?\.f32")
 def extreme_floats(d: Decoder, found: re.Match[str]) -> Execute:
+    """Of two or three."""
     plain = numbers.smaller if found["op"] == "min" else numbers.larger
 
     def strict(a: Array, b: Array) -> Array:
         return np.where(np.isnan(a) | np.isnan(b), F32(np.nan), plain(a, b))
 
-    return d.elementwise(_flushing(strict if found["nan"] else plain, found), "f32")
+    of_two = strict if found["nan"] else plain
+    return d.elementwise(_flushing(lambda *sources: functools.reduce(of_two, sources), found), "f32")
 
 
 @form(r"(?P<op>abs|neg)(?P<ftz>\.ftz)?\.(?P<type>f32|s16|s32|s64)")

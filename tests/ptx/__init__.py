@@ -8,6 +8,7 @@
     arithmetic.py    integer and floating-point instructions, comparisons, conversions
     moves.py         loads, stores, moves, exchanges between lanes, branches
     matrices.py      ldmatrix, stmatrix, mma, wgmma
+    tensor_memory.py tcgen05: products of Blackwell, and the memory that they write to
     copies.py        cp.async, tensor copies (TMA), mbarriers
     block.py         a thread block: barriers, the order of warps, what completes when
     races.py         which accesses of shared memory no barrier or wait puts in order

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .forms import PARAMETER_BASE, TYPES, Decoder, Execute, Read, form
+from .forms import PARAMETER_GENERIC, PARAMETER_START, TYPES, Decoder, Execute, Read, form
 from .memory import UNSIGNED, Space
 from .numbers import U16, U32, U64, Array
 from .text import Address, PtxError
@@ -68,7 +68,7 @@ def _shape(d: Decoder, found: re.Match[str], place: Any, values: Any) -> tuple[i
     if len(parts) != int((found["vector"] or "v1")[1:]):
         raise PtxError(f"expected {found['vector'] or 'one value'}; got {len(parts)}")
     if isinstance(place, Address) and place.base in d.program.kernel.parameters:
-        offset = PARAMETER_BASE + d.program.kernel.parameters[place.base].offset + place.offset
+        offset = PARAMETER_START + d.program.kernel.parameters[place.base].offset + place.offset
         return size, lambda warps: np.array([offset]), parts
     return size, d.address(place), parts
 
@@ -141,7 +141,7 @@ def move(d: Decoder, found: re.Match[str]) -> Execute:
     put = d.write(into)
     if isinstance(source, tuple):
         name, dtype, bits = {"b32": ("b16", U32, 16), "b64": ("b32", U64, 32)}[kind]
-        low, high = (d.read(part, name) for part in source)
+        low, high = (d.read(part, name, poisoned=True) for part in source)  # half may be unused
         return lambda warps, mask: put(  # type: ignore[func-returns-value]
             warps, low(warps).astype(dtype) | high(warps).astype(dtype) << dtype(bits), mask
         )
@@ -149,10 +149,11 @@ def move(d: Decoder, found: re.Match[str]) -> Execute:
     return lambda warps, mask: put(warps, read(warps), mask)  # type: ignore[func-returns-value]
 
 
-@form(r"cvta(?:\.to)?\.(?:global|param)\.u64|cvta\.param\.u64")
+@form(r"cvta(?P<to>\.to)?\.(?P<space>global|param)\.u64")
 def generic_address(d: Decoder, found: re.Match[str]) -> Execute:
-    """Global and parameter addresses are generic addresses here."""
-    return d.elementwise(lambda x: x, "b64")
+    """Global addresses are generic addresses here; those of parameters are elsewhere."""
+    offset = U64(PARAMETER_GENERIC if found["space"] == "param" else 0)
+    return d.elementwise(lambda x: x - offset if found["to"] else x + offset, "b64")
 
 
 @form(r"cvta(?:\.to)?\.shared\.u(?P<bits>32|64)")

@@ -83,14 +83,14 @@ class Warps:
                 return
             fragment = min(ready, key=lambda f: f.pc)
             self.fragments.remove(fragment)
-            if self._run(fragment) == YIELD:
+            limit = min((f.pc for f in ready if f is not fragment), default=len(self.block.program.steps) + 1)
+            if self._run(fragment, limit) == YIELD:
                 yielded.append(fragment)
 
-    def _run(self, fragment: Fragment) -> str | None:
-        """Until the fragment meets another one, waits, yields, splits or ends."""
+    def _run(self, fragment: Fragment, limit: int) -> str | None:
+        """Until the fragment comes to `limit`, where another one is, waits, yields, splits or ends."""
         steps, counts, block = self.block.program.steps, self.block.counts, self.block
         pc, mask = fragment.pc, fragment.mask
-        limit = min((f.pc for f in self.fragments if f.waits_for is None), default=len(steps) + 1)
         warps = self.count if mask is None else len(self.warps_of(mask))
         while pc < limit:
             self.pc = pc
