@@ -4,7 +4,7 @@
     python -m benchmarks.sweep --seconds 450          # starts nothing new after this
     python -m benchmarks.sweep --small --out r.json   # the same program on a small problem, on a CPU as well
 
-Apple's CCE, QuACK and verl are included if they are installed (`pip install cut-cross-entropy quack-kernels verl`).
+Liger's fast head, Apple's CCE, QuACK and verl are included if they are installed (docs/benchmarks.md).
 The same measurement as `benchmarks.cpu`. Times come first, then peak memory of the dense cases, each in a fresh
 process.
 """

@@ -99,10 +99,10 @@ def test_which_providers_run():
     assert available("cpu", "dense", ()).keys() <= {"native", "chunked"}
     assert "ours-lean" in available("cpu", "zero-advantage-40", ())
     assert available("cpu", "dense", ("eager",)).keys() == {"eager", *available("cpu", "dense", ())}
-    for name in ("liger-triton", "cce", "cce-exact", "quack", "verl", "triton"):
+    for name in ("liger-triton", "liger-scaled", "cce", "cce-exact", "quack", "quack-mean", "verl", "triton", "cuda"):
         assert PROVIDERS[name].unavailable("cpu") == "runs on cuda only"
     assert "absent is not installed" in str(replace(PROVIDERS["eager"], package="absent").unavailable("cpu"))
-    whole = ("liger", "liger-triton", "torchtitan")  # the others give log-probs
+    whole = ("liger", "liger-triton", "torchtitan", "quack-mean")  # the others give log-probs
     assert all(("formula" in PROVIDERS[name].composition) == (name not in whole) for name in PEERS)
 
 
