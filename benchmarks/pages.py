@@ -56,6 +56,7 @@ TABLES: dict[str, Table] = {
     "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
     "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
+    "graphs": of("graphs"),
     "gpu-modelled": lambda folder: cost.modelled(),
     "providers": speed_tables.providers,
     "accuracy": of("accuracy"),

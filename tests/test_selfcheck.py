@@ -92,3 +92,16 @@ def test_bounds_follow_the_contract():
 def test_nothing_to_check_is_an_error():
     with pytest.raises(SystemExit, match="nothing was checked: none of none runs here"):
         __main__.main(["check", "--engines", "none"])
+
+
+def test_every_engine_of_a_gpu(monkeypatch):
+    """Of those that can run; the interpreter of triton does not run on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(check.engines, "unavailable", lambda name, device, dtype: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    found = [(name, device.type) for name, device in check._engines_here()]
+    assert found == [(e, "cpu") for e in ("native", "chunked")] + [(e, "cuda") for e in ("chunked", "cuda", "triton")]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked", "cuda"]
+    monkeypatch.setattr(check.engines, "unavailable", lambda name, device, dtype: "no" if name == "cuda" else None)
+    assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked"]

@@ -128,7 +128,7 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
 def _engines_here() -> list[tuple[str, torch.device]]:
     """Engines and devices that run here; not `triton` with TRITON_INTERPRET, which does not run on the GPU."""
     known = [("native", "cpu"), ("chunked", "cpu")]
-    known += [("chunked", "cuda")] if torch.cuda.is_available() else []
+    known += [("chunked", "cuda"), ("cuda", "cuda")] if torch.cuda.is_available() else []
     known += [("triton", "cuda")] if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else []
     here = [(name, torch.device(kind)) for name, kind in known]
     return [(name, device) for name, device in here if engines.unavailable(name, device, torch.float32) is None]
