@@ -57,6 +57,15 @@ def test_a_graph_is_replayed_on_new_advantages(device, monkeypatch):
     assert f"|  | chunked, graph | not timed: {ways['chunked, graph']['not_timed'][:12]}" in graphs.table(run)
 
 
+def test_only_a_compacted_call_waits_for_the_device(device):
+    problem = graphs.SMALL[0].problem("cuda")
+    for way, compact in graphs.WAYS.items():
+        step = graphs.step_of(problem, "chunked", compact)
+        device.waits.clear()
+        step()
+        assert bool(device.waits) == (way == "eager"), way
+
+
 def test_what_cannot_be_captured_is_named(device, monkeypatch):
     """With compaction a call waits for the device."""
     monkeypatch.setattr(graphs, "ENGINES", ("chunked",))
