@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,10 @@ def test_the_second_part_has_small_batches():
 def test_steps_after_a_failure_and_a_hang_run(monkeypatch, tmp_path, capfd):
     steps = Step("bad", ("-c", "raise SystemExit(3)"), 30), Step("slow", ("-c", "import time; time.sleep(60)"), 1), FINE
     monkeypatch.setitem(PARTS, "first", steps)
+    start = time.monotonic()
     with pytest.raises(SystemExit, match="not done: bad, slow"):
         gpu.run("first", out=str(tmp_path))
+    assert time.monotonic() - start < 30
     printed = capfd.readouterr().out
     assert "-- bad: failed with status 3" in printed
     assert "-- slow: stopped at its limit of 1 s" in printed

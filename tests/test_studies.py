@@ -26,8 +26,11 @@ from benchmarks.problem import loss_from_logps
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Run
 from benchmarks.study import main
+from grpo_fused import engines
 from grpo_fused.engines import libraries
+from grpo_fused.engines.base import even_chunks
 from grpo_fused.testing import frobenius_error
+from grpo_fused.tools import predictions
 
 TINY = accuracy_problem.Shape(B=2, T=24, H=64, V=1000)
 ENGINES = [
@@ -165,6 +168,19 @@ def test_tiles_and_waves_of_a_product():
     assert cost.product_seconds(128 * 132, 256, 512, chip, worst=True) == pytest.approx(
         2 * 128 * 132 * 256 * 731 / chip.products
     )
+
+
+@pytest.mark.parametrize(("engine", "width"), [("chunked", 4096), ("triton", 4096), ("triton", 896)])
+def test_the_chunks_of_a_gpu_model_are_those_of_a_call(engine, width):
+    """On the CUDA double, with the default budget: one chunk where its slab costs no more than the sum of dW."""
+    pytest.importorskip("triton")
+    from cuda_double import cuda_double
+
+    shape = cost.Shape(cost.TOKENS, width, cost.VOCABULARY)
+    with cuda_double():
+        head = predictions.Shape(*shape[:3], torch.bfloat16).head(torch.device("cuda"))
+        rows = engines.engine(engine).chunk_rows(head, shape.tokens, None)
+    assert cost.chunks_of(engine, shape) == [chunk.stop - chunk.start for chunk in even_chunks(shape.tokens, rows)]
 
 
 @pytest.mark.parametrize("worst", [False, True])
