@@ -137,18 +137,14 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)
 
-# Each below eight minutes. `make gpu-first OUT=FILE` (or a folder) chooses where results go, as does OUT in the
-# environment. A step that fails does not stop the next, and is an error at the end. With nvcc, a CUDA extension must
-# compile.
-define gpu-part
-$(if $(shell command -v nvcc 2>/dev/null),GRPO_FUSED_BUILD=cuda) $(GPU_PYTHON) setup.py -q build_ext --inplace
-$(GPU_PYTHON) -m benchmarks.gpu $(1) $(if $(OUT),--out $(OUT))
-endef
+# Each below eight minutes, with the extension's compilation. OUT, WHEELS and REHEARSE are of the command line or the
+# environment: a file or folder of results, a folder of wheels to install first, and small problems on a CPU.
+gpu-part = $(GPU_PYTHON) -m benchmarks.gpu $(1) $(if $(OUT),--out $(OUT)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(REHEARSE),--rehearse)
 
 gpu-first:  ## on a GPU: fp64 checks, the head kernel beside the library, engines and peers at three widths
 	$(call gpu-part,first)
 
-gpu-second:  ## on a GPU: its tests, and the head kernel's tuner
+gpu-second:  ## on a GPU: small batches in graphs, its tests, and the head kernel's tuner
 	$(call gpu-part,second)
 
 gpu-third:  ## on a GPU: the sweep of all shapes with the peers and memory, and the row kernels

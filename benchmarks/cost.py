@@ -5,10 +5,11 @@
     seconds = product * N V H P + logit * N V + weight * V H + call
 
 N are the active tokens and P the head products, 3 for a loss with both gradients and more if logits are computed
-again. `benchmarks.growth` fits the rates of a machine. Those of the H200 are a few measured ones; the rate of our head
-kernel there comes from a roofline: a kernel takes as long as the slowest of its concurrent parts (products, L2 and
-memory traffic, exponentials), and an epilogue overlaps with products only if a second program shares the
-multiprocessor. These are predictions, not measurements.
+again. `benchmarks.growth` fits the rates of a machine. Those of the H200 are a few measured ones, and the efficiency of
+a product by its depth is a published one (`EXTRA_DEPTH`). The rate of our head kernel there comes from a roofline:
+a kernel takes as long as the slowest of its concurrent parts (products, L2 and memory traffic, exponentials), and an
+epilogue overlaps with products only if a second program shares the multiprocessor. These are predictions, not
+measurements: `modelled` is the table of docs/benchmarks.md, apart from the measured ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused.engines.base import Cost
+from grpo_fused.engines.base import Cost, even_chunks
+from grpo_fused.engines.gradients import one_chunk_budget
 from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 from grpo_fused.tools import predictions
 
@@ -134,7 +136,7 @@ class Machine(NamedTuple):
 
     name: str
     products: float
-    """bf16 FLOP/s of the library's GEMM, measured"""
+    """bf16 FLOP/s of the library's GEMM at its best, measured"""
     memory: float
     """bytes/s, measured"""
     l2: float
@@ -154,6 +156,16 @@ H200 = Machine("H200", 790e12, 4.3e12, 8.5e12, 132, 1.75e9, 16, 65536, 227, 2048
 EPILOGUE_INSTRUCTIONS = {"score": 9.2, "exponentials": 11.3, "dlogits": 15.7}
 """Per logit, with entropy, of plain heads: counted in the machine code of sm_90 (`python -m benchmarks.aot head`). A
 score takes scale, maximum, shift, exponential, sum, product and sum of the moment, and a new 0; the rest is of rows."""
+
+EXTRA_DEPTH = 162, 219
+"""K0 of rate(K) = rate(inf) / (1 + K0 / K), best and worst: each tile of a product takes as long as K0 more of its
+depth K, for its first loads and its store. 162 is cuBLAS's fastest algorithm: 505, 620, 722, 760, 789 TFLOP/s at
+K = 256, 512, 1024, 2048, 4096, measured on sm_90 for four bf16 products of 4096 x 4096 x K (the table by which XLA
+predicts products: openxla/xla, `xla/service/gpu/model/matmul_interpolator_data.h`); each is within 2 %. 219 is what
+`torch.mm` chooses: 553 of the 790 of `H200`, at 8192 x 8192 x 512 (fp16, a published run of Triton's tutorial 09)."""
+
+TILE = 128, 256
+"""Of the library's products on sm_90 (the kernel `nvjet_*_128x256_64x4`), either way round."""
 
 KERNEL_SHARE = 0.90
 """Rate of a Triton product relative to the library's if nothing else limits it; public figures: 0.85 to 0.96."""
@@ -200,32 +212,80 @@ ROW_BYTES = {"bare": 0, "chunked": 14, "triton": 4}
 exponentials that the head kernel has stored."""
 
 
-def rates_of(engine: str, machine: Machine) -> Rates:
-    """On a GPU: products at the library's rate, row work at that of memory."""
-    return Rates(2 / machine.products, ROW_BYTES[engine] / machine.memory, 0.0, 0.0)
+def filled(rows: int, cols: int, machine: Machine) -> float:
+    """Share of the multiprocessors' time that has a tile to work on: the last wave is not full, nor an edge's tiles."""
+    useful = rows * cols / (TILE[0] * TILE[1])
+    tiles = (-(-rows // a) * -(-cols // b) for a, b in (TILE, TILE[::-1]))
+    return max(useful / (math.ceil(t / machine.multiprocessors) * machine.multiprocessors) for t in tiles)
 
 
-def weight_gradient_seconds(engine: str, shape: Shape, machine: Machine) -> float:
-    """Traffic of the fp32 sum of dW over chunks: written, read and written by each further chunk, and rounded."""
+def product_seconds(rows: int, cols: int, depth: int, machine: Machine, *, worst: bool = False) -> float:
+    """Time of a product of the library; at `worst` it leaves a last wave that is not full as it is."""
+    share = min(filled(rows, cols, machine) / filled(4 * 4096, 4096, machine), 1.0) if worst else 1.0
+    return 2 * rows * cols * (depth + EXTRA_DEPTH[worst]) / (machine.products * share)
+
+
+def library_rate(width: int, machine: Machine, *, worst: bool = False) -> float:
+    """FLOP/s of the library's head product."""
+    return 2 * TOKENS * VOCABULARY * width / product_seconds(TOKENS, VOCABULARY, width, machine, worst=worst)
+
+
+def chunks_of(engine: str, shape: Shape) -> list[int]:
+    """Tokens of each chunk on a GPU."""
     if engine == "bare":
-        return 0.0
+        return [shape.tokens]
     head = predictions.Shape(shape.tokens, shape.H, shape.V, torch.bfloat16).head(torch.device("cpu"))
-    rows = engines.engine(engine).chunk_rows(head, shape.tokens, DEFAULT_SCRATCH_BYTES["cuda"])
-    chunks = math.ceil(shape.tokens / rows)
-    numbers = 0 if chunks == 1 else 4 + 8 * (chunks - 1) + 4 + 2
-    return numbers * shape.V * shape.H / machine.memory
+    budget = DEFAULT_SCRATCH_BYTES["cuda"]
+    one_chunk = one_chunk_budget(head) - DEFAULT_SCRATCH_BYTES["cpu"] + budget  # the head is one of a CPU
+    rows = engines.engine(engine).chunk_rows(head, shape.tokens, one_chunk)
+    if rows < shape.tokens:
+        rows = engines.engine(engine).chunk_rows(head, shape.tokens, budget)
+    return [chunk.stop - chunk.start for chunk in even_chunks(shape.tokens, rows)]
 
 
-def training_seconds(head_kernel: float, width: int, machine: Machine) -> dict[str, float]:
-    """Forward and backward, dense; `head_kernel` are the seconds of our head kernel, in place of one product."""
-    shape, dtype = Shape(TOKENS, width, VOCABULARY), torch.bfloat16
-    seconds = {
-        name: rates_of(name, machine).seconds(work_of(name, shape, dtype))
-        + weight_gradient_seconds(name, shape, machine)
-        for name in ROW_BYTES
-    }
-    seconds["triton"] += head_kernel - 2 * TOKENS * VOCABULARY * width / machine.products
-    return seconds
+def training_seconds(engine: str, width: int, machine: Machine, *, worst: bool = False) -> float:
+    """Forward and backward, dense: products, row work at the rate of memory, and the traffic of the fp32 sum of dW over
+    chunks, which is written, read and written by each further chunk, and rounded. The head kernel of `triton` takes the
+    place of a product; at `worst` its epilogue does not overlap with its products."""
+    shape = Shape(TOKENS, width, VOCABULARY)
+    chunks, V = chunks_of(engine, shape), VOCABULARY
+    seconds = 0.0
+    for n in chunks:
+        one, *others = (
+            product_seconds(rows, cols, depth, machine, worst=worst)
+            for rows, cols, depth in ((n, V, width), (n, width, V), (V, width, n))
+        )
+        seconds += sum(others) + (one if engine != "triton" else 0.0)
+    if engine == "triton":
+        seconds += kernel_seconds(shipped(), "exponentials", 1 if worst else 2, width, machine)
+    numbers = 0 if len(chunks) == 1 else 4 + 8 * (len(chunks) - 1) + 4 + 2
+    return seconds + (ROW_BYTES[engine] * TOKENS * V + numbers * V * width) / machine.memory
+
+
+def shipped() -> Any:
+    """The configuration of the head kernel on Hopper."""
+    from grpo_fused.kernels.head_configs import HEAD_CONFIGS
+
+    return HEAD_CONFIGS["sm_90"].plain
+
+
+def modelled(machine: Machine = H200) -> str:
+    """The table of docs/benchmarks.md. No run is in it."""
+    lines = [
+        f"**Modelled, not measured**, for an {machine.name}: bf16, N = {TOKENS}, V = {VOCABULARY}, forward + backward, "
+        "milliseconds from best to worst case.",
+        "",
+        f"| model | {' | '.join(ROW_BYTES)} | rate of the head product |",
+        f"|---|{'---|' * len(ROW_BYTES)}---|",
+    ]
+    for width in (4096, 2048, 896):
+        cells = [
+            " to ".join(f"{1e3 * training_seconds(name, width, machine, worst=worst):.1f}" for worst in (False, True))
+            for name in ROW_BYTES
+        ]
+        rates = " to ".join(f"{library_rate(width, machine, worst=worst) / 1e12:.0f}" for worst in (False, True))
+        lines.append(f"| modelled, H = {width} | {' | '.join(cells)} | {rates} TFLOP/s |")
+    return "\n".join(lines)
 
 
 class Filter(NamedTuple):
@@ -258,15 +318,10 @@ def gradient_filter(exponent: float, *, bound: float = 2.0**-12, tile: tuple[int
 
 def main() -> None:
     """Print the predictions."""
-    from grpo_fused.kernels.head_configs import HEAD_CONFIGS
-
-    config = HEAD_CONFIGS["sm_90"].plain
-    print(f"expected on an {H200.name}, bf16, N = {TOKENS}, V = {VOCABULARY}, forward + backward, in ms")
-    for width in (896, 2048, 4096):
-        expected = training_seconds(kernel_seconds(config, "exponentials", 1, width, H200), width, H200)
-        times = "  ".join(f"{name} {1e3 * seconds:5.1f}" for name, seconds in expected.items())
-        score = predicted_rate(config, "score", 1, width, H200) / H200.products
-        print(f"  H = {width:4}: {times}   scoring at {100 * score:.0f} % of the library's rate")
+    print(modelled())
+    for width in (4096, 2048, 896):
+        share = predicted_rate(shipped(), "score", 1, width, H200) / library_rate(width, H200)
+        print(f"scoring by triton at H = {width}: {share:.0%} of the library's rate")
     print("a gradient filter that skips tiles of 128 x 128 without a probability above 2^-12:")
     for exponent in (1.2, 1.6, 2.0, 2.5, 3.0):
         found = gradient_filter(exponent)

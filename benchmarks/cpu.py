@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from benchmarks.measure import Cases, Memory, Peers, Plan, Seconds, Small, chosen, sections
-from benchmarks.problem import Case
+from benchmarks.problem import PATTERNS, Case
+from benchmarks.providers import PEERS
 from benchmarks.study import Section, main
 
 
@@ -48,11 +49,11 @@ SMALL = [Plan(Case(2, 40, 64, 2000, "bf16"))]
 
 
 def run(
-    cases: Cases = ("",), rounds: int = 5, small: Small = False, peers: Peers = True, memory: Memory = True,
+    cases: Cases = ("",), rounds: int = 5, small: Small = False, peers: Peers = PEERS, memory: Memory = True,
     seconds: Seconds = None, quick: Annotated[bool, "fewer cases and at most 3 rounds"] = False,
 ) -> Iterator[Section]:  # fmt: skip
     """The section `loss`, after each case."""
-    plans = chosen(SMALL if small else QUICK if quick else PLANS, cases, peers=peers, memory=memory)
+    plans = chosen(SMALL if small else QUICK if quick else PLANS, cases, PATTERNS, peers=peers, memory=memory)
     return sections(plans, "cpu", rounds=min(rounds, 3) if quick else rounds, seconds=seconds)
 
 

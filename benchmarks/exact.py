@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.problem import loss_from_logps, per_token_loss
+from benchmarks.problem import PerToken, loss_from_logps, per_token_loss
 from grpo_fused.testing import LOGP_BOUND, Problem, frobenius_error
 
 GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -32,7 +32,7 @@ class Exact(NamedTuple):
     dweight: Tensor
 
     @classmethod
-    def of(cls, problem: Problem) -> Exact:
+    def of(cls, problem: Problem, per_token: PerToken = per_token_loss) -> Exact:
         """64 tokens at a time (1024 on a GPU), never all logits."""
         hidden = problem.hidden_states.detach().double().flatten(0, 1)
         weight = problem.lm_head_weight.detach().double()
@@ -44,9 +44,9 @@ class Exact(NamedTuple):
             log_sums[part] = z.logsumexp(1)
             logps[part] = z.gather(1, ids[part].unsqueeze(1)).squeeze(1) - log_sums[part]
         logps = logps.view(problem.completion_ids.shape).requires_grad_()
-        per_token = ("advantages", "old_per_token_logps")
-        in_double = problem.map(lambda name, x: x.double() if name in per_token else x)
-        loss = loss_from_logps(logps, in_double)
+        inputs = ("advantages", "old_per_token_logps")
+        in_double = problem.map(lambda name, x: x.double() if name in inputs else x)
+        loss = loss_from_logps(logps, in_double, per_token)
         (g,) = torch.autograd.grad(loss, logps)
         g = g.flatten()
         rows = torch.arange(0, N, max(N // 128, 1), device=device)
@@ -58,7 +58,7 @@ class Exact(NamedTuple):
         live, g = hidden[active], g[active, None]
         dz_words = -g * (live @ weight[words].T - log_sums[active, None]).exp() + g * (ids[active, None] == words)
         with torch.no_grad():
-            scale = per_token_loss(logps, in_double)[problem.completion_mask].abs().mean()
+            scale = per_token(logps, in_double)[problem.completion_mask].abs().mean()
         return cls(loss.detach(), scale, logps.detach(), rows, dz @ weight, words, dz_words.T @ live)
 
     def loss_error(self, loss: Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import memory as peaks
 from benchmarks.exact import Exact, wrong
-from benchmarks.problem import DTYPES, Case, clear, shares
+from benchmarks.problem import DTYPES, Case, PerToken, clear, shares
 from benchmarks.providers import PEERS, PROVIDERS, Provider, available
 from benchmarks.timing import Calls, bare_gemms, copy_bandwidth, times_by_round, with_ratios
 from grpo_fused.testing import Problem
@@ -27,8 +27,9 @@ BASES = {"forward": "bare-1", "forward_backward": "bare-3", "scoring": "bare-1"}
 
 Cases = Annotated[tuple[str, ...], "prefixes of names; default all"]
 Small = Annotated[bool, "one small problem, to test the program"]
-Peers = Annotated[bool, "or ours and the bare products only"]
-Memory = Annotated[bool, "peak memory, in fresh processes"]
+Patterns = Annotated[tuple[str, ...], "which tokens have a gradient; default all"]
+Peers = Annotated[tuple[str, ...], "names; default all, none: ours and the bare products only"]
+Memory = Annotated[bool, "peak memory; on a CPU in fresh processes"]
 Seconds = Annotated[float | None, "start nothing new after this"]
 """Options of both programs."""
 
@@ -79,14 +80,16 @@ def measure(
     """Errors, times and ratios of forward + backward and of scoring."""
     torch.compiler.reset()  # or the compilations of other shapes count towards this one's limit
     problem = case.problem(device)
-    exact = Exact.of(problem)
+    exact: dict[PerToken, Exact] = {}
     bare = bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)
     calls: dict[str, Calls] = {what: {BASES[what]: bare[BASES[what]]} for what in ("forward_backward", "scoring")}
     rows: dict[str, dict[str, Any]] = {}
     for name, provider in providers.items():
         rows[name] = row = {}
         try:
-            row["errors"] = check(provider, problem, exact)
+            if provider.per_token not in exact:
+                exact[provider.per_token] = Exact.of(problem, provider.per_token)
+            row["errors"] = check(provider, problem, exact[provider.per_token])
             row["not_timed"] = wrong(row["errors"], problem.hidden_states.dtype, ours=provider.ours)
         except Exception as error:  # a peer may fail in any way; the others are still measured
             row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
@@ -117,20 +120,24 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def chosen(plans: Iterable[Plan], cases: tuple[str, ...], *, peers: bool, memory: bool) -> list[Plan]:
-    """The plans that the options select."""
-    return [
-        plan._replace(peers=plan.peers if peers else (), memory=plan.memory and memory)
+def chosen(
+    plans: Iterable[Plan], cases: Iterable[str], patterns: Iterable[str], *, peers: Iterable[str], memory: bool
+) -> list[Plan]:
+    """The plans that the options select; at least one."""
+    if unknown := set(peers) - set(PEERS):
+        sys.exit(f"--peers must be of {', '.join(PEERS)}; got {', '.join(sorted(unknown))}")
+    found = [
+        plan._replace(peers=tuple(peer for peer in plan.peers if peer in set(peers)), memory=plan.memory and memory)
         for plan in plans
-        if plan.case.name.startswith(tuple(cases))
+        if plan.case.name.startswith(tuple(cases)) and plan.case.pattern in set(patterns)
     ]
+    return found or sys.exit(f"no problem is named {' or '.join(cases)} with {' or '.join(patterns)}")
 
 
 def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | None) -> Iterator[dict[str, Any]]:
     """The section "loss", after each step.
 
-    Exits with an error at the end if a result of ours was wrong. On a GPU memory is measured after all times, which are
-    more important; on a CPU after each case's times, since a case takes minutes.
+    Exits with an error at the end if a result of ours was wrong. Memory comes after the times of a case.
     """
     started = time.monotonic()
     section: dict[str, Any] = {
@@ -151,12 +158,13 @@ def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | No
         return section | {"seconds": round(time.monotonic() - started, 1)}
 
     def weigh(plan: Plan) -> Iterator[dict[str, Any]]:
-        rows = section["cases"].get(plan.case.name, {"providers": {}})["providers"]
+        rows = section["cases"][plan.case.name]["providers"]
         for name in (name for name in rows if plan.memory and "not_timed" not in rows[name]):
             if late():
                 rows[name]["memory_mib"] = {"failed": "no time was left"}
             else:
-                rows[name]["memory_mib"] = peaks.in_fresh_process(plan.case, name, device, timeout_s=300)
+                rows[name]["memory_mib"] = peaks.of_call(plan.case, name, device)
+                release(device)
             print(f"{plan.case.name}  {name}  peak memory in MiB {rows[name]['memory_mib']}", flush=True)
             yield so_far()
 
@@ -170,9 +178,6 @@ def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | No
         print_case(case.name, measured)
         yield so_far()
         release(device)
-        if device == "cpu":
-            yield from weigh(plan)
-    for plan in plans if device == "cuda" else ():
         yield from weigh(plan)
     yield so_far()
     bad = [

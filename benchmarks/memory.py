@@ -1,4 +1,4 @@
-"""Peak memory of one forward and backward of one provider, in its own process.
+"""Peak memory of one forward and backward of one provider; on a CPU in its own process.
 
     python -m benchmarks.child benchmarks.memory:attempt '["4x256x896x151936:bf16:dense", "trl", "cpu"]'
 
@@ -34,6 +34,13 @@ from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.timing import MIB
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def of_call(case: Case, provider: str, device: str) -> dict[str, Any]:
+    """The figures, or {"failed": reason}. A GPU's allocator counts in any process."""
+    if device == "cuda":
+        return attempt(str(case), provider, device)
+    return in_fresh_process(case, provider, device, timeout_s=300)
 
 
 def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float) -> dict[str, Any]:

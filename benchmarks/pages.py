@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import learning_page, speed_tables, tables
+from benchmarks import cost, learning_page, speed_tables, tables
 from benchmarks.results import Run, latest
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
@@ -56,6 +56,8 @@ TABLES: dict[str, Table] = {
     "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
     "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
+    "graphs": of("graphs"),
+    "gpu-modelled": lambda folder: cost.modelled(),
     "providers": speed_tables.providers,
     "accuracy": of("accuracy"),
     "growth": of("growth"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +115,17 @@ def per_token_loss(logps: Tensor, p: Problem) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages)
 
 
-def loss_from_logps(logps: Tensor, p: Problem) -> Tensor:
-    """The loss formula in plain torch."""
-    per_token = per_token_loss(logps, p)
-    mask = p.completion_mask.to(per_token.dtype)
-    return (per_token * mask).sum() / mask.sum().clamp(min=1)
+def cross_entropy(logps: Tensor, p: Problem) -> Tensor:
+    """Of each token: the loss of heads that have no other."""
+    return -logps
+
+
+PerToken = Callable[[Tensor, Problem], Tensor]
+"""The loss of each token from its log-prob."""
+
+
+def loss_from_logps(logps: Tensor, p: Problem, per_token: PerToken = per_token_loss) -> Tensor:
+    """The loss formula in plain torch: the mean over active tokens."""
+    losses = per_token(logps, p)
+    mask = p.completion_mask.to(losses.dtype)
+    return (losses * mask).sum() / mask.sum().clamp(min=1)

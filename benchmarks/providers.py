@@ -8,7 +8,10 @@ kernel without a mask, the active tokens are selected first, as TRL does for its
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,9 +23,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.problem import EPSILON, PATTERNS, TEMPERATURE, loss_from_logps, old_of
+from benchmarks.problem import (
+    EPSILON,
+    PATTERNS,
+    TEMPERATURE,
+    PerToken,
+    cross_entropy,
+    loss_from_logps,
+    old_of,
+    per_token_loss,
+)  # fmt: skip
 from grpo_fused import GRPOLossConfig, GRPOLossOutput, fused_linear_grpo_loss
-from grpo_fused.engines import libraries
+from grpo_fused.engines import cuda_rows, libraries
 from grpo_fused.engines import triton as triton_engine
 from grpo_fused.testing import Problem
 
@@ -52,6 +64,8 @@ class Provider:
     """its forward calls backward itself, so it has no forward without gradients"""
     patterns: tuple[str, ...] = tuple(PATTERNS)
     """where it differs from the others"""
+    per_token: PerToken = per_token_loss
+    """the loss of a token, if it has another"""
 
     def unavailable(self, device: str) -> str | None:
         """Why it cannot run here, or None; an installed package may still fail to import."""
@@ -169,10 +183,26 @@ def _cce(hidden: Tensor, weight: Tensor, ids: Tensor, *, filter_eps: str | None)
     return linear_cross_entropy(hidden, weight, ids, reduction="none", filter_eps=filter_eps, impl="cce")
 
 
+def _liger_scaled(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"  # it would wait for the device
+    return LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids, TEMPERATURE)
+
+
 def _quack(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
     return linear_cross_entropy_func(hidden, weight, None, ids, reduction="none", inplace_backward=True)
+
+
+def _quack_mean(p: Problem) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    mask = p.completion_mask
+    return chunked_linear_cross_entropy(
+        p.hidden_states[mask], p.lm_head_weight, p.completion_ids[mask], reduction="mean"
+    )
 
 
 @functools.cache
@@ -195,6 +225,16 @@ def module_of(path: Path, name: str) -> ModuleType:
     return module
 
 
+def without_inits(name: str) -> ModuleType:
+    """A module whose packages are not run: those of verl need Ray and more."""
+    for package in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+        if package not in sys.modules:
+            spec = importlib.util.find_spec(package)
+            assert spec is not None
+            sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(name)
+
+
 def _torchtitan(p: Problem) -> Tensor:
     """Its wrapper writes the gradient of the weight at once, and hands that of the hidden states to `backward`."""
     from torchtitan.components.loss import ChunkedLossWrapper
@@ -215,10 +255,10 @@ def _unsloth_logps(p: Problem) -> Tensor:
     )
 
 
-def _verl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    return -linear_cross_entropy(hidden, weight, ids, TEMPERATURE, "none")[0]
+def _verl(hidden: Tensor, weight: Tensor, ids: Tensor, *, backward: str) -> Tensor:
+    head, kernels = (without_inits(f"verl.utils.kernel.{name}") for name in ("linear_cross_entropy", "kernels"))
+    kernels.set_backward_method(getattr(kernels.BackwardEnum, backward))
+    return -head.linear_cross_entropy(hidden, weight, ids, TEMPERATURE, "none")[0]
 
 
 def _without(*packages: str) -> Callable[[str], str | None]:
@@ -226,19 +266,31 @@ def _without(*packages: str) -> Callable[[str], str | None]:
     return lambda device: next((f"{p} is not installed" for p in packages if importlib.util.find_spec(p) is None), None)
 
 
+def _with_linear_cross_entropy(device: str) -> str | None:
+    return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has no linear_cross_entropy"
+
+
 def _triton_missing(device: str) -> str | None:
     return triton_engine.unavailable(torch.device(device), torch.bfloat16)
 
 
-def _hopper(device: str) -> str | None:
-    major, minor = torch.cuda.get_device_capability()
-    return None if major >= 9 else f"needs compute capability 9.0 or above, this is {major}.{minor}"
+def _cutlass_on(*capabilities: int) -> Callable[[str], str | None]:
+    """Kernels in CUTLASS's Python language, for these major compute capabilities."""
+
+    def reason(device: str) -> str | None:
+        major, minor = torch.cuda.get_device_capability()
+        words = " or ".join(f"{c}.x" for c in capabilities)
+        wrong = None if major in capabilities else f"needs compute capability {words}, this is {major}.{minor}"
+        return _without("cutlass")(device) or wrong
+
+    return reason
 
 
 GPU = ("cuda",)
 _ALL = (
     _engine("native", ("cpu",), lambda device: libraries.cpu_available()),
     _engine("chunked", ("cpu", "cuda")),
+    _engine("cuda", GPU, lambda device: cuda_rows.unavailable()),
     _engine("triton", GPU, _triton_missing),
     Provider(
         "ours-lean",
@@ -258,11 +310,12 @@ _ALL = (
     _from_logps(
         "torch-lce", "torch.nn.functional.linear_cross_entropy(reduction='none')",
         _of_active(lambda h, w, ids: F.linear_cross_entropy(h, w, ids, reduction="none")),
+        needs=_with_linear_cross_entropy,
     ),
     _from_logps(
         "torch-lce-chunked",
         "the same with options=LinearCrossEntropyOptions(): precision and chunks its own choice, on a CPU 256 tokens",
-        _of_active(_torch_chunked),
+        _of_active(_torch_chunked), needs=_with_linear_cross_entropy,
     ),
     _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _trl_logps, package="trl"),
     Provider("liger", "LigerFusedLinearGRPOLoss, nothing on top", _liger, package="liger_kernel"),
@@ -280,6 +333,10 @@ _ALL = (
         package="liger_kernel", devices=GPU,
     ),
     _from_logps(
+        "liger-scaled", "LigerFusedLinearScaledCrossEntropyFunction by its kernels for sm_90, targets not validated",
+        _of_active(_liger_scaled), package="liger_kernel", devices=GPU, needs=_cutlass_on(9),
+    ),
+    _from_logps(
         "cce", "Apple's linear_cross_entropy as shipped: small probabilities are left out of its gradients",
         _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps="high")), package="cut_cross_entropy", devices=GPU,
     ),
@@ -291,11 +348,23 @@ _ALL = (
         "quack",
         "linear_cross_entropy_func(reduction='none'), all logits: its chunked form gives a sum or a mean only, and no "
         "gradient for each token",
-        _of_active(_quack), package="quack", devices=GPU, needs=_hopper,
+        _of_active(_quack), package="quack", devices=GPU, needs=_cutlass_on(9, 10, 12),
+    ),
+    Provider(
+        "quack-mean",
+        "another loss, the mean cross-entropy, by its fastest head: chunked_linear_cross_entropy(reduction='mean')",
+        _quack_mean, package="quack", devices=GPU, needs=_cutlass_on(9, 10, 12), patterns=("dense", "half-inactive"),
+        per_token=cross_entropy,
     ),
     _from_logps(
-        "verl", "verl.utils.kernel.linear_cross_entropy, entropies included", _of_active(_verl), package="verl",
-        devices=GPU,
+        "verl", "verl's Triton linear_cross_entropy as shipped, entropies included: dlogits of 9504 entries at a time",
+        _of_active(lambda h, w, ids: _verl(h, w, ids, backward="_Split_Dlogits_N")), package="verl", devices=GPU,
+        needs=_without("triton"),
+    ),
+    _from_logps(
+        "verl-separate", "the same with all dlogits at once, the faster of its backward passes (_Total_Separate)",
+        _of_active(lambda h, w, ids: _verl(h, w, ids, backward="_Total_Separate")), package="verl", devices=GPU,
+        needs=_without("triton"),
     ),
 )  # fmt: skip
 

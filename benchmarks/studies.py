@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
+from benchmarks import graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -17,6 +17,8 @@ _ALL = (
     Study("sweep", "loss", speed_tables.speed, new_file=True),
     Study("rows", "rows", tables.rows),
     Study("tune", "tune", tables.tune),
+    Study("graphs", "graphs", graphs.table),
+    Study("counters", "counters"),
     Study("accuracy", "accuracy", tables.accuracy, study_plots.accuracy_plot),
     Study("growth", "growth", tables.growth, study_plots.growth_plot),
     Study("end_to_end", "end_to_end", tables.end_to_end, study_plots.end_to_end_plot),

@@ -344,8 +344,10 @@ def cuda_double(capability: tuple[int, int] = (9, 0), multiprocessors: int = 2) 
     @contextmanager
     def capture(graph: _Graph, **_: Any) -> Iterator[None]:
         double.graph = graph
-        yield
-        double.graph = None
+        try:
+            yield
+        finally:
+            double.graph = None
 
     torch_cuda = {
         "is_available": lambda: True,

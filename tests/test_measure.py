@@ -99,11 +99,41 @@ def test_which_providers_run():
     assert available("cpu", "dense", ()).keys() <= {"native", "chunked"}
     assert "ours-lean" in available("cpu", "zero-advantage-40", ())
     assert available("cpu", "dense", ("eager",)).keys() == {"eager", *available("cpu", "dense", ())}
-    for name in ("liger-triton", "cce", "cce-exact", "quack", "verl", "triton"):
+    for name in ("liger-triton", "liger-scaled", "cce", "cce-exact", "quack", "quack-mean", "verl", "triton", "cuda"):
         assert PROVIDERS[name].unavailable("cpu") == "runs on cuda only"
     assert "absent is not installed" in str(replace(PROVIDERS["eager"], package="absent").unavailable("cpu"))
-    whole = ("liger", "liger-triton", "torchtitan")  # the others give log-probs
+    whole = ("liger", "liger-triton", "torchtitan", "quack-mean")  # the others give log-probs
     assert all(("formula" in PROVIDERS[name].composition) == (name not in whole) for name in PEERS)
+
+
+def test_options_choose_problems_and_peers():
+    plans = [measure.Plan(replace(SMALL, pattern=pattern)) for pattern in PATTERNS]
+    dense, *_ = plans
+    assert measure.chosen(plans, ("",), PATTERNS, peers=PEERS, memory=True) == plans
+    found = measure.chosen(plans, (SMALL.name,), ("dense",), peers=("trl", "eager"), memory=False)
+    assert found == [dense._replace(peers=("eager", "trl"), memory=False)]
+    for wrong_options in ({"cases": ("bf16",)}, {"patterns": ("sparse",)}):
+        with pytest.raises(SystemExit, match="no problem is named"):
+            measure.chosen(plans, **{"cases": ("",), "patterns": PATTERNS, **wrong_options}, peers=(), memory=True)
+    with pytest.raises(SystemExit, match=r"--peers must be of eager, .*; got lige$"):
+        measure.chosen(plans, ("",), PATTERNS, peers=("lige",), memory=True)
+
+
+def test_memory_on_a_gpu_is_counted_in_this_process(monkeypatch):
+    pytest.importorskip("triton")
+    from cuda_double import cuda_double
+
+    case, eager = Case(2, 64, 32, 2048, "fp32"), {"eager": PROVIDERS["eager"]}
+    monkeypatch.setattr(memory, "in_fresh_process", None)
+    monkeypatch.setattr(measure, "available", lambda *_: eager)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda *_: 1.0)
+    with cuda_double():
+        *_, last = measure.sections([measure.Plan(case)], "cuda", rounds=1, seconds=None)
+        monkeypatch.setitem(PROVIDERS, "eager", replace(eager["eager"], loss=lambda p: 1 / 0))
+        failed = memory.of_call(case, "eager", "cuda")
+    rows = last["cases"][case.name]["providers"]
+    assert 2 <= rows["eager"]["memory_mib"]["allocator"] <= 5  # all logits are 1 MiB
+    assert failed == {"failed": "ZeroDivisionError: division by zero"}
 
 
 def test_bare_products_have_the_shapes_of_a_head():

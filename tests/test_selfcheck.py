@@ -8,6 +8,7 @@ import torch
 from grpo_fused import __main__, testing
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.engines import libraries, rows
+from grpo_fused.engines.pairs import Pairs
 from grpo_fused.objective import formulas as objective
 from grpo_fused.tools import check
 
@@ -19,7 +20,8 @@ def test_passes(capsys):
     checks = [line for line in lines if line.startswith("ok ")]
     assert {line.split()[1] for line in checks} >= engines
     assert lines[-1].startswith(f"all {len(checks)} checks passed")
-    assert len(checks) >= 27 * len(engines)
+    assert len(checks) >= 30 * len(engines)
+    assert sum("candidate sets" in line for line in checks) == 3 * len(engines)
 
 
 def test_covers_every_option():
@@ -69,6 +71,20 @@ def test_no_log_ratio_is_near_a_clip_bound(dtype):
     assert active.std() > 0.2
 
 
+@pytest.mark.parametrize("name", ["products", "sums"])
+def test_detects_defects_of_candidate_sets(name, monkeypatch):
+    """Those within them are checked in every dtype of an engine."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    arguments = [("chunked", torch.device("cpu"), dtype) for dtype in dtypes]
+    assert all(check.candidate_sets(*each).passed for each in arguments)
+    whole = getattr(Pairs, name)
+    monkeypatch.setattr(Pairs, name, lambda *args, **kwargs: whole(*args, **kwargs) * 1.05)
+    spoiled = "logp" if name == "products" else "dweight"
+    for each in arguments:
+        errors = check.candidate_sets(*each).errors
+        assert errors[spoiled][0] > errors[spoiled][1]
+
+
 @pytest.mark.parametrize("engine", ["chunked", "native"])
 def test_detects_scores_that_change_with_the_batch(engine, monkeypatch):
     monkeypatch.setattr(testing.Problem, "score", lambda self, impl: torch.rand(self.completion_ids.shape))
@@ -92,3 +108,16 @@ def test_bounds_follow_the_contract():
 def test_nothing_to_check_is_an_error():
     with pytest.raises(SystemExit, match="nothing was checked: none of none runs here"):
         __main__.main(["check", "--engines", "none"])
+
+
+def test_every_engine_of_a_gpu(monkeypatch):
+    """Of those that can run; the interpreter of triton does not run on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(check.engines, "unavailable", lambda name, device, dtype: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    found = [(name, device.type) for name, device in check._engines_here()]
+    assert found == [(e, "cpu") for e in ("native", "chunked")] + [(e, "cuda") for e in ("chunked", "cuda", "triton")]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked", "cuda"]
+    monkeypatch.setattr(check.engines, "unavailable", lambda name, device, dtype: "no" if name == "cuda" else None)
+    assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked"]

@@ -19,9 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import GRPOLossConfig, __version__, engines
+from grpo_fused import CandidateSets, GRPOLossConfig, __version__, engines, fused_linear_logprobs
 from grpo_fused.call.loss_types import LOSS_TYPES
-from grpo_fused.testing import BATCH_BOUND, BITWISE, Problem, largest, make_problem
+from grpo_fused.testing import (
+    BATCH_BOUND,
+    BITWISE,
+    GRADIENT_BOUND,
+    LOGP_BOUND,
+    ROUNDINGS,
+    Problem,
+    frobenius_error,
+    largest,
+    make_problem,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -121,6 +131,7 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
                     problem, config = problem_of(dtype, **inputs.options), GRPOLossConfig(**OBJECTIVES[objective])
                     errors = problem.compare(config, device=device, impl=engine)
                     yield Check(" ".join(filter(None, words)), errors)
+            yield candidate_sets(engine, device, dtype)
         for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
             yield batch_independence(engine, device, dtype)
 
@@ -128,7 +139,7 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
 def _engines_here() -> list[tuple[str, torch.device]]:
     """Engines and devices that run here; not `triton` with TRITON_INTERPRET, which does not run on the GPU."""
     known = [("native", "cpu"), ("chunked", "cpu")]
-    known += [("chunked", "cuda")] if torch.cuda.is_available() else []
+    known += [("chunked", "cuda"), ("cuda", "cuda")] if torch.cuda.is_available() else []
     known += [("triton", "cuda")] if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else []
     here = [(name, torch.device(kind)) for name, kind in known]
     return [(name, device) for name, device in here if engines.unavailable(name, device, torch.float32) is None]
@@ -139,6 +150,29 @@ def problem_of(dtype: torch.dtype, *, packed: bool = False, **options: Any) -> P
     sizes = {"T": 20, "H": 72, "V": 1003, "logit_std": 3.0, "drift": 0.3, "grid": 0.02, "masked": 0.25, **options}
     problem = make_problem(5, dtype=dtype, **sizes).poisoned()
     return problem.packed() if packed else problem
+
+
+def candidate_sets(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
+    """Log-probs and gradients within random sets, against autograd through a masked softmax in float64."""
+    g, (N, H, V) = torch.Generator().manual_seed(0), (60, 72, 1003)
+    head = torch.randn(N, H, generator=g).to(dtype), (torch.randn(V, H, generator=g) * 3 / H**0.5).to(dtype)
+    ids, dlogp = torch.randint(V, (N,), generator=g), torch.randn(N, generator=g)
+    kept = (torch.rand(N, V, generator=g) < 0.02).scatter(1, ids.unsqueeze(1), True)
+    exact, given = ([x.to(to).requires_grad_() for x in head] for to in (torch.float64, device))
+    z = (exact[0] @ exact[1].T).masked_fill(~kept, -torch.inf)
+    want = z.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+    sets = CandidateSets.from_mask(kept.to(device))
+    got = fused_linear_logprobs(given[0], given[1], ids.to(device), candidates=sets, impl=engine).logps
+    pairs = zip(
+        torch.autograd.grad((got * dlogp.to(device)).sum(), given),
+        torch.autograd.grad((want * dlogp).sum(), exact),
+        strict=True,
+    )
+    logp = GRADIENT_BOUND[dtype] if dtype == torch.float64 else LOGP_BOUND
+    bound = GRADIENT_BOUND.get(dtype, ROUNDINGS * torch.finfo(dtype).eps)
+    errors = {"logp": (largest(got.detach().cpu().double() - want.detach()), logp)}
+    errors |= {n: (frobenius_error(a.cpu(), b), bound) for n, (a, b) in zip(("dhidden", "dweight"), pairs, strict=True)}
+    return Check(f"{engine} on {device.type} {str(dtype).removeprefix('torch.')} candidate sets", errors)
 
 
 def batch_independence(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:

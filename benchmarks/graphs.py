@@ -1,0 +1,134 @@
+"""Small batches, whose time is the host's: forward + backward as called, without compaction, and in a CUDA graph.
+
+    python -m benchmarks.graphs --out r.json           # N = 256 and 1024 at H = 896, V = 151936
+    python -m benchmarks.graphs --small --out r.json   # a small problem
+
+Each result is checked against float64, that of a graph after a replay on other advantages than those of the capture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.exact import Exact, wrong
+from benchmarks.problem import DTYPES, Case, clear
+from benchmarks.providers import PROVIDERS, fused_loss
+from benchmarks.results import Device, Run
+from benchmarks.study import Section, main
+from benchmarks.tables import grid, ms, title
+from benchmarks.timing import bare_gemms, interleave
+from grpo_fused.testing import Problem
+
+CASES = [Case(4, N // 4, 896, 151936) for N in (256, 1024)]
+SMALL = [Case(4, 4, 64, 300)]
+ENGINES = ("chunked", "cuda", "triton")
+WAYS = {"eager": True, "not compacted": False, "graph": False}
+"""Name to whether tokens are compacted, which waits for the device."""
+
+
+def run(
+    small: Annotated[bool, "one small problem, to test the program"] = False, rounds: int = 20, device: Device = "cuda"
+) -> Iterator[Section]:
+    """The section `graphs`, after each case."""
+    cases: list[dict[str, Any]] = []
+    for case in SMALL if small else CASES:
+        cases.append({"shape": case.describe(), **measure(case, device, rounds)})
+        yield {"rounds": rounds, "cases": cases}
+
+
+def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
+    """Errors and milliseconds of each engine and way, on the device and until the call returns on the host."""
+    problem = case.problem(device)
+    rows: dict[str, Any] = {}
+    calls: dict[str, Callable[[], object]] = {
+        "bare": bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)["bare-3"]
+    }
+    for engine in ENGINES:
+        reason = PROVIDERS[engine].unavailable(device)
+        for way, compact in WAYS.items() if reason is None else ():
+            row = rows[f"{engine}, {way}"] = {}
+            try:
+                step = step_of(problem, engine, compact)
+                call = captured(step) if way == "graph" else step
+                problem.advantages.neg_()
+                exact, loss = Exact.of(problem), call()
+                errors = {"loss": exact.loss_error(loss), **exact.gradient_errors(problem)}
+                row |= {"errors": errors, "not_timed": wrong(errors, DTYPES[case.dtype], ours=True)}
+            except Exception as error:  # the others are still measured
+                row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            if row["not_timed"] is None:
+                del row["not_timed"]
+                calls[f"{engine}, {way}"] = call
+    times = interleave(calls, device, rounds=rounds, warmup=2)
+    for name, row in rows.items():
+        if name in times:
+            row |= {"ms": times[name], "host_ms": host_ms(calls[name], rounds)}
+    clear(problem)
+    return {"bare_ms": times["bare"], "ways": rows}
+
+
+def step_of(problem: Problem, engine: str, compact: bool) -> Callable[[], Tensor]:
+    """Forward and backward; the loss."""
+
+    def step() -> Tensor:
+        clear(problem)
+        loss = fused_loss(problem, engine, compact=compact).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step as a CUDA graph, whose replay writes to the loss and the gradients of the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are compiled before the capture, the library makes its workspace
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def host_ms(call: Callable[[], object], rounds: int) -> float:
+    """Median time until the call returns, with an idle device before it."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times)[len(times) // 2]
+
+
+def table(run: Run) -> str:
+    """A row for each engine and way."""
+    lines = []
+    for case in run.sections["graphs"]["cases"]:
+        bare = case["bare_ms"]["median"]
+        rows = [[title(case["shape"]), "bare products", ms(bare), "1", ""]]
+        for name, row in case["ways"].items():
+            if "ms" not in row:
+                rows.append(["", name, f"not timed: {row['not_timed']}", "", ""])
+                continue
+            median = row["ms"]["median"]
+            rows.append(["", name, ms(median), f"{median / bare:.2f}", ms(row["host_ms"])])
+        lines += rows
+    return "\n".join(grid("| problem | | forward + backward | × bare | host |", lines))
+
+
+if __name__ == "__main__":
+    main("graphs")
