@@ -78,8 +78,16 @@ def replay(recipe: Recipe, seed: int, model: Any) -> float:
 
 
 def section_of(recipe: Recipe, runs: list[dict[str, Any]]) -> Section:
-    """The runs; the mean and spread of each arm; its differences from stock TRL, over the seeds that both have."""
-    trained = [run for run in runs if "after" in run]
+    """The runs and their statistics."""
+    return {
+        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out),
+        "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
+        **statistics_of([run for run in runs if "after" in run], BOUND),
+    }  # fmt: skip
+
+
+def statistics_of(trained: list[dict[str, Any]], bound: float) -> Section:
+    """The mean and spread of each arm; its differences from stock TRL, over the seeds that both have; the runs."""
     arms: dict[str, dict[int, float]] = {}
     for row in trained:
         arms.setdefault(row["arm"], {})[row["seed"]] = row["after"]
@@ -88,14 +96,12 @@ def section_of(recipe: Recipe, runs: list[dict[str, Any]]) -> Section:
     for arm, after in arms.items():
         seeds = sorted(after.keys() & arms.get("trl", {}).keys())
         if arm != "trl" and len(seeds) > 1:
-            against[arm] = compare([after[seed] for seed in seeds], [arms["trl"][seed] for seed in seeds], BOUND)
+            against[arm] = compare([after[seed] for seed in seeds], [arms["trl"][seed] for seed in seeds], bound)
     return {
-        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out), "bound": BOUND,
+        "bound": bound,
         "before": describe([before[seed] for seed in sorted(before)]) if before else None,
         "arms": {arm: describe(list(after.values())) for arm, after in arms.items()},
-        "against_trl": against,
-        "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
-        "runs": trained,
+        "against_trl": against, "runs": trained,
     }  # fmt: skip
 
 

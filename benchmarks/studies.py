@@ -23,6 +23,7 @@ _ALL = (
     Study("candidates", "candidates", tables.candidates, study_plots.candidates_plot),
     Study("distillation", "distillation", tables.distillation, study_plots.distillation_plot),
     Study("pretrained", "pretrained", study_page.runs, study_plots.pretrained_plot),
+    Study("pretrained_cut", "pretrained_cut"),
     Study("real_rollouts", "real_rollouts", study_page.distribution),
     Study("trl_steps", "trl_steps", tables.trl_steps),
     Study("integration_steps", "integration_steps.{project}", _integration_step),
