@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.equivalence import compare, describe
+from benchmarks.equivalence import statistics_of
 from benchmarks.results import machine
 from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, read_runs, start, train, weights
 from benchmarks.study import Section, main
@@ -83,25 +83,6 @@ def section_of(recipe: Recipe, runs: list[dict[str, Any]]) -> Section:
         "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out),
         "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
         **statistics_of([run for run in runs if "after" in run], BOUND),
-    }  # fmt: skip
-
-
-def statistics_of(trained: list[dict[str, Any]], bound: float) -> Section:
-    """The mean and spread of each arm; its differences from stock TRL, over the seeds that both have; the runs."""
-    arms: dict[str, dict[int, float]] = {}
-    for row in trained:
-        arms.setdefault(row["arm"], {})[row["seed"]] = row["after"]
-    before = {row["seed"]: row["before"] for row in trained}
-    against = {}
-    for arm, after in arms.items():
-        seeds = sorted(after.keys() & arms.get("trl", {}).keys())
-        if arm != "trl" and len(seeds) > 1:
-            against[arm] = compare([after[seed] for seed in seeds], [arms["trl"][seed] for seed in seeds], bound)
-    return {
-        "bound": bound,
-        "before": describe([before[seed] for seed in sorted(before)]) if before else None,
-        "arms": {arm: describe(list(after.values())) for arm, after in arms.items()},
-        "against_trl": against, "runs": trained,
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks.child import in_child
-from benchmarks.learning import statistics_of
+from benchmarks.equivalence import statistics_of
 from benchmarks.results import load, machine
 from benchmarks.small_policy import read_runs
 from benchmarks.study import Section, main

@@ -195,6 +195,7 @@ def learning_section() -> dict:
             "commit": f"c{seed}",
             "before": 0.1,
             "after": 0.7 + 0.01 * seed + shift * (-1) ** seed,
+            "rewards": [0.1 * step + 0.01 * seed for step in range(6)],
         }
         for arm, shift, seeds in (("ours", 0.002, 4), ("fused_trl", 0.0, 2), ("patched_trl", 0.0, 2), ("trl", 0.0, 4))
         for seed in range(seeds)
