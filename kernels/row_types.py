@@ -49,6 +49,8 @@ class Statistics(NamedTuple):
         if not parts:
             empty = torch.zeros(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
             return cls(empty, empty, empty, empty if with_entropy else None)
+        if len(parts) == 1:
+            return parts[0]
         if not with_entropy:
             parts = [part._replace(entropy=part.logp) for part in parts]
         joined = cls(*(torch.cat([x for x in column if x is not None]) for column in zip(*parts, strict=True)))

@@ -71,6 +71,8 @@ class CostRecorder(AllocationRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.kernels = 0
+        """operators that would launch a kernel on a GPU: those that write memory"""
         self.flop = 0
         self._patches = ExitStack()
 
@@ -99,6 +101,7 @@ class CostRecorder(AllocationRecorder):
         """Count an operator, its result, and its products."""
         name = func.overloadpacket.__name__
         self.calls[name] += 1
+        self.kernels += not name.startswith(("empty", "new_empty")) and _writes(func, args, out)
         if name in _FLOP:
             self.flop += _FLOP[name](*args)
         super().record(func, args, out)
@@ -106,6 +109,15 @@ class CostRecorder(AllocationRecorder):
     def products(self, tokens: int, width: int, vocab: int) -> float:
         """FLOP in head products of so many tokens."""
         return self.flop / (2 * tokens * width * vocab)
+
+
+def _writes(func: Any, args: Any, out: Any) -> bool:
+    """Whether an operator changes an argument, or returns memory that is none of its arguments'."""
+    given, made = (
+        {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)}
+        for tree in (args, out)
+    )
+    return func._schema.is_mutable or bool(made - given)
 
 
 def _mm(a: Tensor, b: Tensor, *_: Any) -> int:

@@ -244,6 +244,28 @@ def test_waits_for_the_device(impl, config, double):
     assert double.waits.total() == 0
 
 
+@pytest.mark.parametrize(
+    ("impl", "config", "options", "most"),
+    [
+        ("triton", CONFIGS[0], {}, 112),
+        ("triton", CONFIGS[0], {"with_metrics": False}, 84),
+        ("triton", CONFIGS[2], {}, 157),
+        ("chunked", CONFIGS[0], {}, 113),
+        ("chunked", CONFIGS[2], {}, 157),
+        ("triton", CONFIGS[0], {"compact": False}, 118),
+    ],
+    ids=["triton", "no metrics", "sequence level", "chunked", "chunked sequence level", "for a graph"],
+)
+def test_kernels_of_a_call(impl, config, options, most, double):
+    """Torch's and ours, forward and backward: each takes the host 5 us or more, which bounds calls of few tokens."""
+    case = gpu_case(torch.bfloat16)
+    case.run(config, impl=impl, **options)
+    double.kernels = 0
+    double.launches.clear()
+    case.run(config, impl=impl, **options)
+    assert double.kernels + double.launches.total() <= most
+
+
 @pytest.mark.parametrize("impl", ENGINES)
 def test_a_captured_call_reads_new_values(impl, double):
     """Neither a Python number nor a branch of a call without compaction depends on values; the capture allows no wait."""

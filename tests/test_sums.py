@@ -20,7 +20,7 @@ def test_scaled_dlogits_give_the_gradients_of_plain_ones():
     sums = GradientSums(some, tokens, Needs(True, True, True), torch.float32)
     for rows, scale in zip(torch.arange(20).split(7), (None, 2.0**20, 2.0**-3), strict=True):
         lifted = dlogits[rows] if scale is None else dlogits[rows] * scale
-        sums.add(rows, lifted, None if scale is None else torch.tensor(scale))
+        sums.add(rows, tokens.hidden_rows(rows), lifted, None if scale is None else torch.tensor(scale))
     got = sums.result()
     torch.testing.assert_close(got.hidden, dlogits @ some.weight)
     torch.testing.assert_close(got.weight, dlogits.T @ hidden)

@@ -92,14 +92,17 @@ def run_loss(
     chunk_rows = _chunk_rows(engine, work)
     whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
-    gradients = Gradients(None, None, None, 0)
+    gradients, result = Gradients(None, None, None, 0), None
     if needs.any() and chunks is not None:
-        objective = TokenObjective(local_batch.select(rows.gradient), config)
+        # the only chunk's coefficients are those of the call: then the objective is evaluated once
+        once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
+        objective = TokenObjective(local_batch, rows.gradient, config, scores if once else None)
         statistics, gradients = engine.fused(
             replace(work, chunks=chunks, coefficients=objective, whole_chunks=config.needs_sequence)
         )
-        _place(statistics, rows.gradient, tokens.mask, scores)
+        _place(statistics, rows.gradient, tokens, scores)
         _place_divergence(gradients, rows.gradient, divergence)
+        result = objective.result
     else:
         _score(engine, work, scores, divergence)
 
@@ -107,7 +110,7 @@ def run_loss(
     if divergence is not None:
         batch = replace(batch, kl=torch.where(batch.mask, divergence, 0.0))
         check_finite(batch.kl, "exact KL")  # type: ignore[arg-type]
-    result = evaluate(logp, entropy, batch, config)
+    result = result or evaluate(logp, entropy, batch, config)
     if needs.any() and chunks is None:
         dlogp, dentropy = result.dlogp, result.dentropy
         if mine is not None:
@@ -139,7 +142,7 @@ def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCa
     if needs.any() and chunks is not None:
         work = replace(work, chunks=chunks, coefficients=evaluation, whole_chunks=call.scope != "token")
         statistics, gradients = engine.fused(work)
-        _place(statistics, rows, tokens.mask, scores)
+        _place(statistics, rows, tokens, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
     _score(engine, work, scores)
     known, gradients = scores.select(rows), Gradients(None, None, None, 0)
@@ -168,7 +171,7 @@ def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs, divergence_weights=weights)
     statistics, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
-    _place(statistics, rows, tokens.mask, scores)
+    _place(statistics, rows, tokens, scores)
     divergence = torch.zeros_like(weights)
     _place_divergence(gradients, rows, divergence)
     divergence = torch.where(tokens.mask, divergence, 0.0)
@@ -223,7 +226,7 @@ def _score(engine: Engine, work: Work, scores: Statistics, divergence: Tensor | 
         chunks = even_chunks(len(work.rows), _chunk_rows(engine, work))
         statistics, gradients = engine.fused(replace(work, chunks=chunks))
         _place_divergence(gradients, work.rows, divergence)
-    _place(work.tokens.merged(work.rows, statistics), work.rows, work.tokens.mask, scores)
+    _place(work.tokens.merged(work.rows, statistics), work.rows, work.tokens, scores)
 
 
 def _place_divergence(gradients: Gradients, rows: Tensor, divergence: Tensor | None) -> None:
@@ -304,13 +307,13 @@ def _choose_rows(
     matters = matters & undecided
     scored = undecided if call.with_metrics or config.needs_batch else matters
     gradient = matters if call.needs.any() else torch.zeros_like(matters)
-    scored_only = scored & ~gradient
-    order = torch.where(gradient, 0, torch.where(scored_only, 1, 2)).sort(stable=True).indices
-    counts = torch.stack([gradient.sum(), scored_only.sum()])
+    chosen = torch.stack([gradient, scored]).view(torch.int8)  # rows with a gradient are among those that are scored
+    order = chosen.sum(0, dtype=torch.int8).sort(stable=True, descending=True).indices
+    counts = chosen.sum(1)
     if config.needs_sequence:
         counts = torch.cat([counts, batch.sequence_sum(gradient.to(torch.float32)).to(torch.int64)])
-    first, second, *lengths_of = counts.tolist()  # the synchronisation of the call
-    return _Rows(order[:first], order[first : first + second], lengths_of if config.needs_sequence else None)
+    first, last, *lengths_of = counts.tolist()  # the synchronisation of the call
+    return _Rows(order[:first], order[first:last], lengths_of if config.needs_sequence else None)
 
 
 def _everything(tokens: Tokens) -> Tensor:
@@ -322,7 +325,9 @@ def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statis
     return Statistics.empty(tokens.ids.shape[0], tokens.ids.device, with_entropy, dtype).zero_()
 
 
-def _place(scores: Statistics, rows: Tensor, mask: Tensor, out: Statistics) -> None:
+def _place(scores: Statistics, rows: Tensor, tokens: Tokens, out: Statistics) -> None:
     """Write the scores of `rows` into those of all N positions, 0 where masked."""
-    active = mask[rows]
-    out.place_(rows, Statistics(*(None if x is None else torch.where(active, x, 0.0) for x in scores)))  # type: ignore[arg-type]
+    if not tokens.only_active:
+        active = tokens.mask[rows]
+        scores = Statistics(*(None if x is None else torch.where(active, x, 0.0) for x in scores))  # type: ignore[arg-type]
+    out.place_(rows, scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.engines import products
 from grpo_fused.kernels.row_types import Statistics, Transform
 from grpo_fused.objective.batch import TokenBatch
-from grpo_fused.objective.formulas import evaluate
+from grpo_fused.objective.formulas import Objective, evaluate
 from grpo_fused.ranks.parallel import VocabParallel
 
 MANY = 2**62
@@ -64,6 +65,8 @@ class Tokens(NamedTuple):
     """if the head is a slice of the vocabulary: then `ids` count within it, with any value if another rank's"""
     candidates: CandidateSets | None = None
     """the sets of all N positions, with ids of the whole vocabulary"""
+    only_active: bool = False
+    """whether all rows that are asked for are active, so that nothing has to be masked"""
 
     @classmethod
     def of(cls, call: LinearCall, layout: Layout, vocab: VocabParallel | None = None) -> Tokens:
@@ -76,20 +79,22 @@ class Tokens(NamedTuple):
             temperature=head.temperature if head.temperatures is None else layout.per_token(head.temperatures),
             vocab=vocab,
             candidates=call.candidates.sets,
+            only_active=call.run.compact,
         )
 
     def hidden_rows(self, rows: Tensor) -> Tensor:
         """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked."""
-        return rows_of(self.hidden_states, rows).masked_fill_(~self.mask[rows].unsqueeze(1), 0.0)
+        hidden = rows_of(self.hidden_states, rows)
+        return hidden if self.only_active else hidden.masked_fill_(~self.mask[rows].unsqueeze(1), 0.0)
 
     def target_rows(self, rows: Tensor) -> Tensor:
         """[K] int64: target ids at `rows`, 0 where masked or another rank's."""
-        known = self.mask if self.vocab is None else self.mask & self.vocab.owned
-        return torch.where(known[rows], self.ids[rows], 0)
+        if self.vocab is not None:
+            return torch.where((self.mask & self.vocab.owned)[rows], self.ids[rows], 0)
+        return self.ids[rows] if self.only_active else torch.where(self.mask[rows], self.ids[rows], 0)
 
-    def gradient_targets(self, rows: Tensor) -> Tensor:
-        """[K] int64: the same, -1 where the target is another rank's: this head has no entry for it."""
-        targets = self.target_rows(rows)
+    def gradient_targets(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """[K] int64: `target_rows`, -1 where the target is another rank's: this head has no entry for it."""
         return targets if self.vocab is None else torch.where(self.vocab.owned[rows] | ~self.mask[rows], targets, -1)
 
     @property
@@ -110,7 +115,8 @@ class Tokens(NamedTuple):
         """The transform from products of `rows` to z; the temperature is 1 where masked."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
-            temperature = torch.where(self.mask[rows], temperature[rows], 1.0)
+            temperature = temperature[rows]
+            temperature = temperature if self.only_active else torch.where(self.mask[rows], temperature, 1.0)
         return products.transform(head, temperature)
 
 
@@ -146,18 +152,36 @@ CoefficientsOf = Callable[["slice | Tensor", Tensor, "Tensor | None"], "tuple[Te
 """`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for some k of the rows of the call."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenObjective:
     """Coefficients from the objective itself: an engine may evaluate it in its own kernel instead of calling this."""
 
-    batch: TokenBatch
-    """the rows of the call, in their order"""
+    of_call: TokenBatch
+    """the N positions of the call"""
+    rows: Tensor
+    """[K] int64: those of the work"""
     config: GRPOLossConfig
+    others: Statistics | None = None
+    """[N] the scores of the other positions, if they are known: then all are evaluated as soon as a part is all rows"""
+    result: Objective | None = None
+    """of the N positions, once they are evaluated"""
+
+    @cached_property
+    def batch(self) -> TokenBatch:
+        """The rows of the work, in their order."""
+        return self.of_call.select(self.rows)
 
     def __call__(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `CoefficientsOf`; a slice must hold whole sequences if the objective needs them."""
-        known = evaluate(logp, entropy, self.batch.select(part), self.config)
-        return known.dlogp, known.dentropy
+        if self.others is None or len(logp) < len(self.rows):
+            known = evaluate(logp, entropy, self.batch.select(part), self.config)
+            return known.dlogp, known.dentropy
+        of_others = self.others.entropy
+        entropies = None if of_others is None or entropy is None else of_others.index_copy(0, self.rows, entropy)
+        logps = self.others.logp.index_copy(0, self.rows, logp)
+        self.result = evaluate(logps, entropies, self.of_call, self.config)
+        dlogp, dentropy = self.result.dlogp, self.result.dentropy
+        return dlogp[self.rows], None if dentropy is None else dentropy[self.rows]
 
 
 def no_coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:

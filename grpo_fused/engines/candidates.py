@@ -167,7 +167,7 @@ def _of_whole_head(work: Work, others: Tensor) -> Work:
         work,
         rows=work.rows[others],
         chunks=even_chunks(len(others), max(work.longest, 1)),
-        coefficients=replace(coefficients_of_work, batch=coefficients_of_work.batch.select(others))
+        coefficients=replace(coefficients_of_work, rows=coefficients_of_work.rows[others])
         if isinstance(coefficients_of_work, TokenObjective)
         else coefficients,
         known=None if work.known is None else work.known.select(others),

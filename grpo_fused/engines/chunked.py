@@ -127,7 +127,7 @@ class ChunkedEngine:
         slab = self._slab(rounded_weight(work.head), work, plan)
         parts = []
         for _, taken in work.parts():
-            logits = slab.logits(work.tokens, taken)
+            _, logits = slab.logits(work.tokens, taken)
             parts.append(slab.row_work.statistics(logits, with_entropy=work.with_entropy))
         return Statistics.concatenate(parts, work.head.weight, work.with_entropy)
 
@@ -140,12 +140,12 @@ class ChunkedEngine:
         sums = GradientSums(head, tokens, work.needs, dtype)
         objective, parts = _in_one_launch(work, rows_of), []
         for part, taken in work.parts():
-            logits, out = slab.logits(tokens, taken), slab.dlogits(taken.shape[0])
+            (hidden, logits), out = slab.logits(tokens, taken), slab.dlogits(taken.shape[0])
             if objective is not None:
                 inputs = token_inputs(objective.batch.select(part), objective.config)
                 options = objective_numbers(objective.config)
                 parts.append(rows_of.loss(logits, inputs, options, out, with_entropy=work.with_entropy).statistics)
-                sums.add(taken, out, None)
+                sums.add(taken, hidden, out, None)
                 continue
             if work.known is None or not rows_of.only_reads:
                 stats = rows_of.statistics(logits, with_entropy=work.with_entropy)
@@ -154,16 +154,18 @@ class ChunkedEngine:
             dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy)
             kept = _nonzero_rows(dlogp, dentropy) if work.skip_zeros and not rows_of.only_reads else None
             if kept is not None:
-                taken, stats, dlogp = taken[kept], stats.select(kept), dlogp[kept]
+                taken, hidden, stats, dlogp = taken[kept], hidden[kept], stats.select(kept), dlogp[kept]
                 dentropy = None if dentropy is None else dentropy[kept]
                 out = slab.dlogits(taken.shape[0])
             if taken.shape[0] == 0:
                 continue
             coefficients, scale = lifted(work, taken, Coefficients(stats, dlogp, dentropy))
-            wanted = logits._replace(targets=tokens.gradient_targets(taken), transform=tokens.transform(head, taken))
+            if kept is not None:
+                logits = logits._replace(targets=logits.targets[kept], transform=logits.transform.select(kept))
+            wanted = logits._replace(targets=tokens.gradient_targets(taken, logits.targets))
             rows_of.gradient(wanted, coefficients, out, picked=kept)
             slab.clear_padding(taken.shape[0])
-            sums.add(taken, out, scale)
+            sums.add(taken, hidden, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _plan(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> _Plan:
@@ -187,11 +189,11 @@ class Slab:
             torch.empty((rows, self._width), dtype=narrow, device=device) if separate else self._logits.view(narrow)
         )
 
-    def logits(self, tokens: Tokens, rows: Tensor) -> Rows:
-        """The products of `rows`, written to the slab."""
-        raw = self._logits[: rows.shape[0], : self.head.vocab_size]
-        logits_into(self.head, raw, self.head.operand(tokens.hidden_rows(rows)))
-        return Rows(raw, tokens.target_rows(rows), tokens.transform(self.head, rows), self.block_rows)
+    def logits(self, tokens: Tokens, rows: Tensor) -> tuple[Tensor, Rows]:
+        """The hidden states of `rows`, and their products, written to the slab."""
+        raw, hidden = self._logits[: rows.shape[0], : self.head.vocab_size], self.head.operand(tokens.hidden_rows(rows))
+        logits_into(self.head, raw, hidden)
+        return hidden, Rows(raw, tokens.target_rows(rows), tokens.transform(self.head, rows), self.block_rows)
 
     def dlogits(self, count: int) -> Tensor:
         """[count, V]: memory for the gradients of that many rows, shared with their logits."""

@@ -75,7 +75,8 @@ class DivergenceEngine(ChunkedEngine):
         divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)
         compiled = self._is_compiled(divergence)
         for part, taken in work.parts():
-            chunk = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
+            made = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
+            hidden, chunk = made[0][0], [logits for _, logits in made]
             policy_rows, out = chunk[0], slabs[0].dlogits(len(taken))
             head_statistics = [_statistics(x, work.with_entropy and x is policy_rows, compiled) for x in chunk]
             scores.append(head_statistics[0])
@@ -105,7 +106,7 @@ class DivergenceEngine(ChunkedEngine):
                     out[block].copy_(dz if scale is None else dz.mul_(scale))
             slabs[0].clear_padding(len(taken))
             if needs.any():
-                sums.add(taken, out, scale)
+                sums.add(taken, hidden, out, scale)
         statistics = Statistics.concatenate(scores, head.weight, work.with_entropy)
         return statistics, sums.result()._replace(divergence=divergence)
 

@@ -50,10 +50,15 @@ class GradientSums:
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and a function that returns their dH summed over the ranks"""
         self.weight: Tensor | None = None
-        self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
+        self.bias: Tensor | None = None
+        if needs.need_bias:
+            self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
 
-    def add(self, rows: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
-        """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None)."""
+    def add(self, rows: Tensor, hidden: Tensor, dlogits: Tensor, scale: Tensor | None) -> None:
+        """Add the gradients of `rows`, whose dlogits are multiplied by `scale` (a power of two, or None).
+
+        `hidden` are their states as the head product takes them.
+        """
         self.rows += rows.shape[0]
         self._finish_sum()  # of the previous chunk: only one chunk's dH is held at a time
         if self.hidden is not None:
@@ -65,11 +70,11 @@ class GradientSums:
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.need_weight:
-            first, hidden = self.weight is None, self.head.operand(self.tokens.hidden_rows(rows))
+            first = self.weight is None
             if self.weight is None:
                 self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
             accumulate_weight_gradient(self.head, self.weight, dlogits, hidden, first=first, scale=scale)
-        if self.needs.need_bias:
+        if self.bias is not None:
             dbias = dlogits.sum(dim=0, dtype=self.bias.dtype)
             self.bias += dbias if scale is None else dbias / scale
 
@@ -85,7 +90,7 @@ class GradientSums:
         if self.needs.need_weight and self.weight is None:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
-        return Gradients(self.hidden, self.weight, self.bias if self.needs.need_bias else None, self.rows)
+        return Gradients(self.hidden, self.weight, self.bias, self.rows)
 
 
 def one_chunk_budget(head: LMHead) -> int:

@@ -118,7 +118,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
         head.weight if adjacent else head.weight.contiguous(),
         None if transform.bias is None else transform.bias.contiguous(),
-        tokens.gradient_targets(rows),
+        tokens.gradient_targets(rows, tokens.target_rows(rows)),
         torch.full(rows.shape, temperature, device=rows.device) if temperatures is None else temperatures,
         scale,
         0.0 if head.softcap is None else float(head.softcap),

@@ -52,7 +52,7 @@ class TritonEngine:
         """See `Engine.chunk_rows`: rows of dlogits, offsets, partial statistics and copies of hidden states."""
         row_bytes = _row_bytes(head)
         most = one_chunk_budget(head) // row_bytes if max_scratch_bytes is None else 0
-        return num_tokens if num_tokens <= most else self._rows_of(head, row_bytes, max_scratch_bytes)
+        return max(num_tokens, 1) if num_tokens <= most else self._rows_of(head, row_bytes, max_scratch_bytes)
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
@@ -98,23 +98,24 @@ class TritonEngine:
         for part, taken in work.parts():
             hidden = head_launch.aligned(head.operand(tokens.hidden_rows(taken)))
             transform, place = tokens.transform(head, taken), slab.rows(taken.shape[0])
+            targets = tokens.target_rows(taken)
             if work.known is not None:
                 stats = work.known.select(part)
             else:
                 stats = head_launch.head_scores(
-                    hidden, weight, tokens.target_rows(taken), transform, with_entropy=work.with_entropy,
+                    hidden, weight, targets, transform, with_entropy=work.with_entropy,
                     exponentials=place if stores else None,
                 )  # fmt: skip
                 stats = tokens.merged(taken, stats)
             parts.append(stats)
             coefficients = Coefficients(stats, *work.coefficients(part, stats.logp, stats.entropy))
             coefficients, scale = lifted(work, taken, coefficients)
-            targets = tokens.gradient_targets(taken)
+            targets = tokens.gradient_targets(taken, targets)
             if stores:
                 head_launch.exponentials_to_dlogits(place, targets, coefficients, transform)
             else:
                 head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values)
-            sums.add(taken, place.values, scale)
+            sums.add(taken, hidden[:, : head.weight.shape[1]], place.values, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None) -> int:

@@ -41,6 +41,8 @@ class TokenBatch:
     ref: Tensor | None
     sampling: Tensor | None
     is_ratio: Tensor | None
+    offsets_of_call: Tensor | None = None
+    """[B + 1] `offsets`, if the batch is all tokens of the call"""
     kl: Tensor | None = None
     """[R] the exact KL, once it is known"""
 
@@ -90,21 +92,27 @@ class TokenBatch:
         if ranks is not None:
             flat, mine = _of_all_ranks(flat, ranks)
             num_sequences, mask, sequence = ranks.num_sequences, flat["mask"], flat["sequence"]
-        counts = mask.to(torch.float64)
-        lengths = segments(counts, "sum", _offsets(sequence, num_sequences))
-        weight = _aggregation_weight(mask, sequence, lengths, counts.sum(), inputs.num_items_in_batch, config)
+        if ranks is None and layout.cu_seqlens is None:
+            width = layout.num_tokens // max(num_sequences, 1)
+            offsets = torch.arange(num_sequences + 1, device=device) * width
+        else:
+            offsets = _offsets(sequence, num_sequences)
+        lengths = segments(mask.to(torch.float64), "sum", offsets)
+        total = lengths.sum()
+        weight = _aggregation_weight(mask, sequence, lengths, total, inputs.num_items_in_batch, config)
         batch = cls(
             **flat,
             weight=weight.to(dtype),
             lengths=lengths.to(dtype),
-            total=counts.sum().to(dtype),
+            total=total.to(dtype),
+            offsets_of_call=offsets,
             advantage_per_token=layout.is_per_token(inputs.advantages) if ranks is None else ranks.advantage_per_token,
         )
         return batch, mine
 
     def select(self, rows: Tensor | slice) -> TokenBatch:
         """The tokens at `rows` ([K] int64, ascending); lengths and weights stay those of the whole call."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"offsets_of_call": None}
         for name in ("mask", "sequence", "advantages", "weight", "old", "ref", "sampling", "is_ratio", "kl"):
             if values[name] is not None:
                 values[name] = values[name][rows]
@@ -118,7 +126,8 @@ class TokenBatch:
     @cached_property
     def offsets(self) -> Tensor:
         """[B + 1] int64: sequence s owns the tokens `offsets[s] : offsets[s + 1]` of this batch."""
-        return _offsets(self.sequence, self.num_sequences)
+        known = self.offsets_of_call
+        return _offsets(self.sequence, self.num_sequences) if known is None else known
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """[B]: sum of per-token `x` ([R], 0 where it does not count) over each sequence.

@@ -87,44 +87,48 @@ def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Token
     Its derivative for an upstream gradient u ([R]) is `evaluate(...).dlogp` with `batch.weight` = u.
     """
     assert not config.needs_entropy
-    zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
-    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
+    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), 0.0)
     ratio = _importance_ratio(logp, batch, config)
     policy = _POLICY[config.kind.rule](_Inputs(logp, ratio, None, batch, config))
-    loss = _policy_factor(logp, None, batch, config) * policy.loss
+    factor = _policy_factor(logp, None, batch, config)
+    loss = policy.loss if factor is None else factor * policy.loss
     kl, _, _ = _kl(logp, ratio, batch, config)
     if kl is not None:
-        kl = torch.where(batch.mask, kl, zero)
+        kl = torch.where(batch.mask, kl, 0.0)
         loss = loss + config.beta * kl
-    return TokenLoss(torch.where(batch.mask, loss, zero), kl, ratio.value)
+    return TokenLoss(torch.where(batch.mask, loss, 0.0), kl, ratio.value)
 
 
 def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Objective:
     """Loss and coefficients of `batch`, whose tokens have log-probs `logp` and entropies `entropy` ([R] each)."""
-    zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
-    possible = batch.mask & ~(logp < LOWEST_LOGP)  # NaN counts as possible, since it must propagate
-    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), zero)
+    given = logp
+    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), 0.0)
     high_entropy = _high_entropy_mask(entropy, batch, config)
 
     ratio = _importance_ratio(logp, batch, config)
     policy = _POLICY[config.kind.rule](_Inputs(logp, ratio, high_entropy, batch, config))
-    kept = _policy_factor(logp, high_entropy, batch, config) * batch.weight
+    factor = _policy_factor(logp, high_entropy, batch, config)
+    kept = batch.weight if factor is None else factor * batch.weight
 
-    loss = (kept * policy.loss).to(torch.float64).sum()
-    dratio = zero if policy.dratio is None else kept * policy.dratio
-    dlogp = zero if policy.dlogp is None else kept * policy.dlogp
+    loss = (kept * policy.loss).sum(dtype=torch.float64)
+    dratio = None if policy.dratio is None else kept * policy.dratio
+    dlogp = None if policy.dlogp is None else kept * policy.dlogp
 
     kl, kl_dlogp, kl_dratio = _kl(logp, ratio, batch, config)
     if kl is not None and config.beta != 0.0:
         weight = config.beta * batch.weight
-        loss = loss + (weight * kl).to(torch.float64).sum()
-        dlogp = dlogp + weight * kl_dlogp
-        dratio = dratio + weight * kl_dratio
+        loss = loss + (weight * kl).sum(dtype=torch.float64)
+        dlogp = _plus(dlogp, weight, kl_dlogp)
+        dratio = _plus(dratio, weight, kl_dratio)
 
-    if config.importance_sampling_level == "sequence":
-        dsequence = batch.sequence_sum(torch.where(batch.mask, dratio, zero)) / batch.lengths.clamp(min=1.0)
+    if config.importance_sampling_level == "sequence" and dratio is not None:
+        dsequence = batch.sequence_sum(torch.where(batch.mask, dratio, 0.0)) / batch.lengths.clamp(min=1.0)
         dratio = batch.of_sequence(dsequence)
-    dlogp = torch.where(possible, dlogp + ratio.chain * dratio, zero)
+    # without a ratio too: a NaN must propagate
+    dlogp = _plus(dlogp, ratio.chain, torch.zeros_like(logp) if dratio is None else dratio)
+    assert dlogp is not None
+    # the logit of an impossible token is masked: no gradient could raise it
+    dlogp = torch.where(batch.mask & ~(given < LOWEST_LOGP), dlogp, 0.0)
 
     bonus, dentropy = _entropy_bonus(entropy, high_entropy, batch, config)
     return Objective(
@@ -137,6 +141,13 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
         phi=policy.phi,
         kl=kl,
     )
+
+
+def _plus(x: Tensor | None, a: Tensor, b: Tensor | None) -> Tensor | None:
+    """x + a * b, where None is 0."""
+    if b is None:
+        return x
+    return a * b if x is None else torch.addcmul(x, a, b)
 
 
 def _importance_ratio(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Ratio:
@@ -187,11 +198,12 @@ def _clipped(x: _Inputs) -> Policy:
     capped = c if config.delta is None else c.clamp(max=config.delta)
     loss = -torch.minimum(capped * advantages, c.clamp(low, high) * advantages)
     cap_good = high if config.delta is None else min(config.delta, high)
-    cap_bad = math.inf if config.delta is None else max(config.delta, high)
+    cap_bad = None if config.delta is None else max(config.delta, high)
     if config.dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
         cap_bad = config.dual_clip
-    live = torch.where(advantages > 0, c <= cap_good, (c >= low) & (c <= cap_bad))
+    live = c >= low if cap_bad is None else (c >= low) & (c <= cap_bad)
+    live = torch.where(advantages > 0, c <= cap_good, live)
     return Policy(loss, torch.where(live, -advantages, 0.0), None)
 
 
@@ -240,9 +252,11 @@ _POLICY: dict[Rule, Callable[[_Inputs], Policy]] = {
 """The policy term of each rule."""
 
 
-def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
-    """[R]: off-policy mask x entropy mask x importance-sampling ratio, those that the loss type uses."""
-    factor = torch.ones_like(logp)
+def _policy_factor(
+    logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig
+) -> Tensor | None:
+    """[R]: off-policy mask x entropy mask x importance-sampling ratio, those that the loss type uses; None if none."""
+    factor = None
     if config.off_policy_mask_threshold is not None:
         behaviour = batch.sampling if batch.sampling is not None else batch.old
         if behaviour is not None:
@@ -250,35 +264,37 @@ def _policy_factor(logp: Tensor, high_entropy: Tensor | None, batch: TokenBatch,
             drift = batch.of_sequence(batch.sequence_sum(drift) / batch.lengths.clamp(min=1.0))
         else:
             drift = torch.zeros_like(logp)
-        factor = torch.where((batch.advantages >= 0) | (drift <= config.off_policy_mask_threshold), factor, 0.0)
+        factor = ((batch.advantages >= 0) | (drift <= config.off_policy_mask_threshold)).to(logp.dtype)
     if high_entropy is not None and not config.kind.masks_inside:
-        factor = torch.where(high_entropy, factor, 0.0)
+        factor = high_entropy.to(logp.dtype) if factor is None else torch.where(high_entropy, factor, 0.0)
     if batch.is_ratio is not None and config.kind.takes_ratio == "spread":
-        factor = factor * batch.is_ratio
+        factor = batch.is_ratio if factor is None else factor * batch.is_ratio
     return factor
 
 
-def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor, Tensor]:
-    """KL estimate, and its derivatives with respect to the token's log-prob and to the ratio ([R] each)."""
-    zero = torch.zeros_like(logp)
+def _kl(
+    logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """KL estimate, and its derivatives in the token's log-prob and in the ratio ([R] each, None where 0)."""
     if batch.ref is None:  # the exact KL does not depend on these two: its gradient is the engine's
-        return batch.kl, zero, zero
-    q = torch.where(batch.mask, batch.ref - logp, zero)
+        return batch.kl, None, None
+    q = torch.where(batch.mask, batch.ref - logp, 0.0)
     if config.kl_estimator == "k3":
         bounded = q.clamp(max=MAX_LOG_RATIO)
         # beyond 20 exp continues as its tangent: with the clamp alone the gradient would change its sign
-        tangent = torch.where(q > bounded, bounded.expm1() * (q - bounded), zero)
-        kl, dkl, both = tangent + bounded.expm1() - bounded, -bounded.expm1(), tangent - bounded
+        slope = bounded.expm1()
+        tangent = torch.where(q > bounded, slope * (q - bounded), 0.0)
+        kl, dkl, both = tangent + slope - bounded, -slope, tangent - bounded
     elif config.kl_estimator == "k1":
         kl, dkl, both = -q, torch.ones_like(q), 1.0 - q
     else:
         kl, dkl, both = 0.5 * q * q, -q, 0.5 * q * q - q
     if not (config.use_bias_correction_kl and config.kind.corrects_kl):
-        return kl, dkl, zero
+        return kl, dkl, None
     if config.importance_sampling_level == "sequence":
         return ratio.value * kl, ratio.value * dkl, kl
     # d(c kl) = c (kl + dkl), whose exponentials cancel: simplified by hand, since next to e^20 fp32 has no digits of q
-    return ratio.value * kl, torch.where(ratio.chain == 0, ratio.value * dkl, ratio.chain * both), zero
+    return ratio.value * kl, torch.where(ratio.chain == 0, ratio.value * dkl, ratio.chain * both), None
 
 
 def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import segments
 from grpo_fused.call.loss_types import Rule
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import Objective
@@ -46,79 +47,71 @@ def compute_metrics(
     metrics = {"policy_loss": objective.policy_loss, "active_tokens": batch.total}
     if not complete:
         return metrics
-    per_sequence = not batch.advantage_per_token and (
-        config.importance_sampling_level == "sequence" or config.kind.one_value_a_sequence
-    )
-    if objective.kl is not None:
-        metrics["kl"] = _token_mean(objective.kl, batch)
-    if entropy is not None:
-        metrics["entropy"] = _token_mean(entropy, batch)
-
-    def mean(x: Tensor, empty: float = 0.0) -> Tensor:
-        return _sequence_mean(x, batch, empty) if per_sequence else _token_mean(x, batch)
-
-    values = _VALUES[config.kind.rule](objective, batch, config, mean)
-    return metrics | dict(zip(config.kind.metrics, values, strict=True))
-
-
-_Mean = Callable[..., Tensor]
-_Values = tuple[Tensor, ...]
+    columns = {name: x for name, x in (("kl", objective.kl), ("entropy", entropy)) if x is not None}
+    own = _VALUES[config.kind.rule](objective, batch, config)
+    if not columns and not own:
+        return metrics
+    # all in one reduction: a call of few tokens takes as long as its kernels take to launch
+    sums = _sums([*columns.values(), *own], batch)
+    means = (sums.sum(0) / batch.total.clamp(min=1.0)).to(batch.total.dtype)
+    metrics |= dict(zip(columns, means.unbind(), strict=False))
+    if own:
+        found = _own_metrics(sums[:, len(columns) :], means[len(columns) :], batch, config)
+        metrics |= dict(zip(config.kind.metrics, found, strict=True))
+    return metrics
 
 
-def _clip_ratios(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
-    return _outside(objective.ratio, 1.0 - config.epsilon, 1.0 + config.epsilon_upper, batch, mean)
+def _clip_decisions(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
+    return _outside(objective.ratio, 1.0 - config.epsilon, 1.0 + config.epsilon_upper, batch)
 
 
-def _log_clip_ratios(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
-    return _outside(objective.log_ratio, -config.epsilon, config.epsilon_upper, batch, mean)
+def _log_clip_decisions(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
+    return _outside(objective.log_ratio, -config.epsilon, config.epsilon_upper, batch)
 
 
-def _outside(value: Tensor, low: float, high: float, batch: TokenBatch, mean: _Mean) -> _Values:
-    is_low, is_high = (
-        ((value < low) & (batch.advantages < 0)).float(),
-        ((value > high) & (batch.advantages > 0)).float(),
-    )
-    return (
-        mean(is_low),
-        mean(is_high),
-        mean(is_low + is_high),
-        _sequence_means(is_low, batch, missing=math.inf).amin(),
-        _sequence_means(is_high, batch, missing=-math.inf).amax(),
-    )
+def _outside(value: Tensor, low: float, high: float, batch: TokenBatch) -> list[Tensor]:
+    return [(value < low) & (batch.advantages < 0), (value > high) & (batch.advantages > 0)]
 
 
-def _cispo_ratio(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
-    return (mean(((objective.ratio > config.epsilon_upper) & (batch.advantages > 0)).float()),)
+def _cispo_decision(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
+    return [(objective.ratio > config.epsilon_upper) & (batch.advantages > 0)]
 
 
-def _phi(objective: Objective, batch: TokenBatch, config: GRPOLossConfig, mean: _Mean) -> _Values:
+def _phi(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
     assert objective.phi is not None
-    return (mean(objective.phi, empty=1.0),)
+    return [objective.phi]
 
 
-_VALUES: dict[Rule, Callable[..., _Values]] = {
-    "clip": _clip_ratios, "cispo": _cispo_ratio, "sapo": lambda *_: (), "vespo": _phi, "gmpo": _log_clip_ratios,
+_VALUES: dict[Rule, Callable[[Objective, TokenBatch, GRPOLossConfig], list[Tensor]]] = {
+    "clip": _clip_decisions, "cispo": _cispo_decision, "sapo": lambda *_: [], "vespo": _phi,
+    "gmpo": _log_clip_decisions,
 }  # fmt: skip
-"""The values of `LossType.metrics`, by rule."""
+"""What the metrics of `LossType.metrics` are means of ([R] each): those clipped below and above, or one value."""
 
 
-def _token_mean(x: Tensor, batch: TokenBatch) -> Tensor:
-    return torch.where(batch.mask, x, 0.0).to(torch.float64).sum() / batch.total.clamp(min=1.0)
+def _own_metrics(sums: Tensor, means: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor, ...]:
+    """The metrics of `LossType.metrics`, from the sums of `_VALUES` over sequences ([B, 1 or 2]) and their means."""
+    lengths, dtype = batch.lengths.unsqueeze(1), means.dtype
+    by_sequence, is_empty = sums / lengths, lengths == 0
+    per_sequence = config.importance_sampling_level == "sequence" or config.kind.one_value_a_sequence
+    if per_sequence and not batch.advantage_per_token:
+        # a sequence without tokens has the ratio exp(0) = 1: it is not clipped, and its phi is 1
+        filled = by_sequence.masked_fill(is_empty, 1.0 if config.kind.rule == "vespo" else 0.0)
+        means = (filled.sum(0) / max(batch.num_sequences, 1)).to(dtype)
+    if sums.shape[1] == 1:
+        return means.unbind()
+    low, high = means.unbind()
+    if batch.num_sequences == 0:
+        extremes = means.new_full((2,), math.nan)
+    else:
+        lowest = by_sequence[:, 0].masked_fill(is_empty[:, 0], math.inf).amin()
+        highest = by_sequence[:, 1].masked_fill(is_empty[:, 0], -math.inf).amax()
+        extremes = torch.stack([lowest, highest]).to(dtype)
+        extremes = extremes.masked_fill(extremes.isinf(), math.nan)
+    return low, high, low + high, *extremes.unbind()
 
 
-def _sequence_mean(x: Tensor, batch: TokenBatch, empty: float) -> Tensor:
-    """Mean over all sequences of a value that the tokens of a sequence share.
-
-    A sequence without tokens counts as `empty`: its ratio is exp(0) = 1, so it is not clipped and its phi is 1.
-    """
-    total = batch.sequence_sum(torch.where(batch.mask, x, 0.0)) / batch.lengths.clamp(min=1.0)
-    return torch.where(batch.lengths == 0, empty, total).sum() / max(batch.num_sequences, 1)
-
-
-def _sequence_means(x: Tensor, batch: TokenBatch, missing: float) -> Tensor:
-    """Means of the sequences that have tokens, `missing` for the others; NaN if none has tokens."""
-    means = batch.sequence_sum(torch.where(batch.mask, x, 0.0)) / batch.lengths
-    has_tokens = batch.lengths > 0
-    if means.numel() == 0:
-        return x.new_full((1,), math.nan)
-    return torch.where(has_tokens, means, torch.where(has_tokens.any(), missing, math.nan))
+def _sums(columns: Iterable[Tensor], batch: TokenBatch) -> Tensor:
+    """[B, K] fp64: over the active tokens of each sequence."""
+    table = torch.where(batch.mask.unsqueeze(1), torch.stack(list(columns), dim=1), 0.0)
+    return segments(table.to(torch.float64), "sum", batch.offsets)

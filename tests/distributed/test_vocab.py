@@ -143,7 +143,7 @@ def test_one_chunk_waits_for_the_ranks_at_a_time():
     sums = GradientSums(LMHead(weight), tokens, Needs(True, True, False), torch.float32)
     dlogits = torch.randn(20, 29)
     for rows in torch.arange(20).split(4):
-        sums.add(rows, dlogits[rows], None)
+        sums.add(rows, hidden[rows], dlogits[rows], None)
     got = sums.result()
     assert (slices.most, slices.running) == (1, 0)
     torch.testing.assert_close(got.hidden, 2 * dlogits @ weight)
