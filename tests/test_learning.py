@@ -320,5 +320,17 @@ def test_pictures_show_every_seed(tmp_path):
     assert len(lines) == 2 * 3 * (3 + 1)
 
 
+def test_a_band_is_of_the_seeds_that_all_arms_have():
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    axes = learning_page.learning_plot(learning_section()).axes[0]
+    assert len(axes.lines) == 4
+    for line, band in zip(axes.lines, axes.collections, strict=True):
+        # rewards are 0.1 * step + 0.01 * seed, of the seeds 0 and 1; the last point is of the steps 1 to 5
+        assert line.get_ydata()[-1] == pytest.approx(0.3 + 0.005)
+        last = [y for x, y in band.get_paths()[0].vertices if x == 6]
+        assert (min(last), max(last)) == pytest.approx((0.305 - 0.01 / 2**0.5, 0.305 + 0.01 / 2**0.5))
+
+
 def _is_points(part) -> bool:
     return type(part).__name__ == "PathCollection"
