@@ -327,9 +327,10 @@ def measure(
     about = {"recipe": recipe, "held_out": HELD_OUT, "replay": [], **about}
     done = {(run["seed"], run["arm"]) for run in read_runs(file)}
     todo = [one for one in product(range(seeds), ARMS) if one not in done]
-    before = in_child("benchmarks.pretrained:accuracy", str(model)) if todo else 0.0
+    folder = str(model.resolve())  # a child runs in the repository
+    before = in_child("benchmarks.pretrained:accuracy", folder) if todo else 0.0
     for seed, arm in todo:
-        result = in_child("benchmarks.pretrained:train", arm, str(model), seed)
+        result = in_child("benchmarks.pretrained:train", arm, folder, seed)
         with file.open("a") as lines:
             about_it = {"seed": seed, "arm": arm, "commit": machine()["commit"], "before": before}
             lines.write(json.dumps({**about_it, **result}) + "\n")

@@ -132,11 +132,12 @@ def test_runs_are_continued_seed_by_seed(tmp_path: Path, monkeypatch: pytest.Mon
         return 0.3 if name == "accuracy" else {"after": 0.5 + 0.01 * arguments[2] + 0.02 * (arguments[0] == "ours")}
 
     monkeypatch.setattr(pretrained, "in_child", in_child)
+    monkeypatch.chdir(tmp_path)  # a relative folder is that of the caller
 
     def measure(seeds: int, work: Path, since: Path | None = None) -> list[Any]:
         work.mkdir(exist_ok=True)
         called.clear()
-        return list(pretrained.measure(tmp_path, work, seeds, since, {"task": "pretrained_cut"}, {"cut": 1}))
+        return list(pretrained.measure(Path(), work, seeds, since, {"task": "pretrained_cut"}, {"cut": 1}))
 
     sections = measure(1, tmp_path / "a")
     assert called == [("accuracy", str(tmp_path)), *(("train", arm, str(tmp_path), 0) for arm in pretrained.ARMS)]
