@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.equivalence import compare, describe
+from benchmarks.equivalence import statistics_of
 from benchmarks.results import machine
 from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, read_runs, start, train, weights
 from benchmarks.study import Section, main
@@ -78,24 +78,11 @@ def replay(recipe: Recipe, seed: int, model: Any) -> float:
 
 
 def section_of(recipe: Recipe, runs: list[dict[str, Any]]) -> Section:
-    """The runs; the mean and spread of each arm; its differences from stock TRL, over the seeds that both have."""
-    trained = [run for run in runs if "after" in run]
-    arms: dict[str, dict[int, float]] = {}
-    for row in trained:
-        arms.setdefault(row["arm"], {})[row["seed"]] = row["after"]
-    before = {row["seed"]: row["before"] for row in trained}
-    against = {}
-    for arm, after in arms.items():
-        seeds = sorted(after.keys() & arms.get("trl", {}).keys())
-        if arm != "trl" and len(seeds) > 1:
-            against[arm] = compare([after[seed] for seed in seeds], [arms["trl"][seed] for seed in seeds], BOUND)
+    """The runs and their statistics."""
     return {
-        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out), "bound": BOUND,
-        "before": describe([before[seed] for seed in sorted(before)]) if before else None,
-        "arms": {arm: describe(list(after.values())) for arm, after in arms.items()},
-        "against_trl": against,
+        "recipe": asdict(recipe), "held_out": len(data_of(recipe.task).held_out),
         "replay": [run["difference"] for run in runs if "difference" in run], "replayed_steps": REPLAYED_STEPS,
-        "runs": trained,
+        **statistics_of([run for run in runs if "after" in run], BOUND),
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.equivalence import describe
 from benchmarks.results import Run, where
 from benchmarks.style import COLORS, INK, MUTED, decorate, new_figure, percent
 from benchmarks.tables import grid
@@ -26,6 +27,8 @@ ARM_COLORS = {
 TASKS = {
     "sums": "Sums and differences of two-digit numbers, a Qwen2",
     "countdown": "Countdown of reasoning-gym (three numbers), a Llama",
+    "pretrained": "Sums of three terms of reasoning-gym, Gemma 3 270M",
+    "pretrained_cut": "Sums of three terms of reasoning-gym, Gemma 3 270M with its vocabulary cut to the task",
 }
 OPTIONS = {
     "dapo": "loss `dapo`", "grpo": "loss `grpo`", "dr_grpo": "loss `dr_grpo`", "cispo": "loss `cispo`",
@@ -33,6 +36,8 @@ OPTIONS = {
     "bf16": "bf16 autocast", "sets": "top-p 0.9, candidate sets", "no_sets": "top-p 0.9, no candidate sets",
 }  # fmt: skip
 LOSS_COLORS = {"grpo": COLORS["eager"], "dapo": COLORS["TRL"], "dr_grpo": COLORS["native"]}
+SMOOTH = 5
+"""Rollouts in a mean of a reward curve."""
 ALPHA = 0.05
 PLANNED = 40
 """Seeds of our trainer and stock TRL; with fewer, nothing is said to be shown."""
@@ -57,7 +62,8 @@ def comparison(section_name: str, run: Run) -> str:
             continue
         own, row = section["arms"][arm], section["against_trl"].get(arm)
         cells = ["", "", ""] if row is None else [*points(row), p_value(row["p"])]
-        rows.append([label, str(own["n"]), f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
+        sd = f"{100 * own['sd']:.1f}" if own["n"] > 1 else ""
+        rows.append([label, str(own["n"]), f"{own['mean']:.1%}", sd, *cells])
     recipe, bound, before = section["recipe"], f"{100 * section['bound']:g}", section["before"]
     replayed = ""
     if section["replay"]:
@@ -73,11 +79,17 @@ def comparison(section_name: str, run: Run) -> str:
             rows,
         ),
         "",
-        f"{TASKS[recipe['task']]}: from {before['mean']:.1%} (sd {100 * before['sd']:.1f}) of {section['held_out']} "
+        f"{TASKS[recipe['task']]}: from {before['mean']:.1%} (sd {100 * before['sd']:.1f}) of {section['held_out']:,} "
         f"held-out problems after the warm-up, greedy; {recipe['steps']} rollouts of {recipe['prompts_per_step']} "
-        f"prompts with {recipe['num_generations']} completions, {recipe['num_iterations']} optimizer steps each. "
+        f"prompts with {recipe['num_generations']} completions, "
+        f"{counted(recipe['num_iterations'], 'optimizer step')} each. "
         f"Differences are by seed; sd and differences in points. {replayed}{_runs_of(section, run)}",
     ])  # fmt: skip
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def sentence(run: Run) -> str:
@@ -150,19 +162,28 @@ def _runs_of(section: dict[str, Any], run: Run) -> str:
 
 
 def learning_plot(section: dict[str, Any]) -> Figure:
-    """All seeds: the accuracy of each arm, and its difference from stock TRL."""
+    """All seeds: the rewards in training, the accuracy of each arm, and its difference from stock TRL."""
     arms = [arm for arm in ARMS if arm in section["arms"]]
-    after = {arm: {row["seed"]: row["after"] for row in section["runs"] if row["arm"] == arm} for arm in arms}
-    seeds = max(map(len, after.values()))
+    runs = {arm: [row for row in section["runs"] if row["arm"] == arm] for arm in arms}
+    after = {arm: {row["seed"]: row["after"] for row in runs[arm]} for arm in arms}
+    seeds, shared = max(map(len, after.values())), set.intersection(*({*found} for found in after.values()))
     figure = new_figure(
-        10.4, 4.4, f"Accuracy after GRPO, {seeds} seeds",
-        f"{TASKS[section['recipe']['task']]}. A point is a seed, a line its mean; whiskers are the 95 % interval of "
-        f"the mean difference, the band is {100 * section['bound']:g} points.",
+        13.2, 4.4, f"GRPO in our trainers and in stock TRL, {seeds} seeds",
+        f"{TASKS[section['recipe']['task']]}. Rewards are means of {SMOOTH} rollouts; a line is the mean over the "
+        f"{len(shared)} seeds that all trainers have, a band their standard deviation.\n"
+        "A point is a seed, a black line its mean; whiskers are the 95 % "
+        f"interval of the mean difference, the grey band is {100 * section['bound']:g} points.",
     )  # fmt: skip
-    accuracy, difference = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    rewards, accuracy, difference = figure.subplots(1, 3, width_ratios=(1, 1.2, 1))
     for x, arm in enumerate(arms):
+        curves = [_smooth(row["rewards"], SMOOTH) for row in runs[arm] if row["seed"] in shared]
+        _band(rewards, curves, ARM_COLORS[arm], ARMS[arm])
         _points(accuracy, x, after[arm], ARM_COLORS[arm])
         accuracy.plot([x - 0.3, x + 0.3], [section["arms"][arm]["mean"]] * 2, color=INK, linewidth=1.6)
+    rewards.legend(frameon=False, fontsize=8.5, loc="lower right")
+    rewards.set_ylim(bottom=0.0)
+    rewards.locator_params(axis="x", integer=True)
+    decorate(rewards, "Reward in training", "rollout", "")
     _names(accuracy, [ARMS[arm] for arm in arms])
     accuracy.set_ylim(bottom=0.0)
     percent(accuracy.yaxis)
@@ -216,6 +237,15 @@ def length_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
+def _band(axes: Axes, curves: list[list[float]], color: str, label: str) -> None:
+    """Mean and standard deviation over the seeds."""
+    rows = [describe(column) for column in zip(*curves, strict=True)]
+    x, mean = range(1, len(rows) + 1), [row["mean"] for row in rows]
+    low, high = ([row["mean"] + sign * row["sd"] for row in rows] for sign in (-1, 1))
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.plot(x, mean, color=color, linewidth=1.8, label=label.replace("`", ""))
+
+
 def _points(axes: Axes, x: float, values: dict[int, float], color: str, scale: float = 1.0) -> None:
     """A point for each seed, side by side in the order of the seeds."""
     seeds = sorted(values)
@@ -236,7 +266,7 @@ def _differences(
 
 def _names(axes: Axes, names: list[str]) -> None:
     axes.set_xticks(range(len(names)), [name.replace("`", "") for name in names])
-    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_xlim(-0.5, max(len(names), 1) - 0.5)
 
 
 def _smooth(values: list[float | None], width: int) -> list[float]:

@@ -69,7 +69,8 @@ TABLES: dict[str, Table] = {
     "divergence": of("divergence"),
     "generation": of("generation"),
     "shared-prompts": of("shared_prompts"),
-    "study-runs": of("pretrained"),
+    "pretrained": of("pretrained"),
+    "pretrained-cut": of("pretrained_cut"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
     "learning-sentence": of("learning", learning_page.sentence),
@@ -87,8 +88,8 @@ _PAGES = {
     "docs/vllm.md": ("mismatch",),
     "docs/divergence.md": ("divergence",),
     "docs/study.md": (
-        "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "study-runs",
-        "study-distribution",
+        "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "pretrained",
+        "pretrained-cut", "study-distribution",
     ),
 }  # fmt: skip
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}

@@ -1,56 +1,65 @@
-"""A pretrained model learns a task of reasoning-gym by GRPO: our trainer, TRL's stock one, and `FusedGRPOTrainer`.
+"""A pretrained language model learns a task of reasoning-gym by GRPO: our trainer, TRL's stock one, `FusedGRPOTrainer`.
 
     python -m benchmarks.gemma ~/gemma-3-270m                                     # the model, once
-    python -m benchmarks.pretrained ~/gemma-3-270m --work runs/pretrained --minutes 55 --out results.json
+    python -m benchmarks.pretrained ~/gemma-3-270m --work runs/pretrained --out results.json
 
-Repeat the second line until it says that all runs are complete: each part stops after its minutes, with checkpoints,
-and the next continues. The parts of a run are:
+The whole vocabulary, where a run of stock TRL takes 40 minutes; `benchmarks.pretrained_cut` has many seeds. Every run
+is a line of `WORK/runs.jsonl`; the program continues after the last one, and `--since` takes the runs of a file of
+results.
 
-1. A short supervised start (`start`): the base model sees `STARTING_EXAMPLES` worked sums once, so that it writes the
-   steps and the tags. All runs begin with its weights.
-2. GRPO on new problems in each step. The trainers get the same problems in the same order, the same options, and
-   sample with their own generators.
-3. Held-out accuracy (greedy) of the start and of each complete run, from its saved weights.
+1. A short supervised start (`WORK/start`): the base model sees `STARTING_EXAMPLES` worked sums once, so that it writes
+   the steps and the tags. All runs begin with its weights.
+2. GRPO on new problems in each step. The trainers of a seed get the same problems in the same order and the same
+   options, and sample with their own generators.
+3. Held-out accuracy (greedy) of the start and of each run, on problems that no run has seen.
 
 Each step's time is split by hooks: `generation` is that of `model.generate`, `body` the forward and backward passes of
 the layers, `head` what is between them (head, loss and their gradients), `other` the rest (rewards, AdamW, checks).
-Peak memory is that of the run's process. What is written into the file is read from `WORK/<run>/steps.jsonl`.
+Peak memory is that of the process of a run.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 
-from benchmarks import child
+from benchmarks.child import in_child
+from benchmarks.equivalence import statistics_of
+from benchmarks.results import load, machine
+from benchmarks.small_policy import read_runs
 from benchmarks.study import Section, main
+from benchmarks.study_page import PARTS
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.rewards import score_answer_reward
 from grpo_fused.trainer import GRPOTrainer
-from grpo_fused.trainer.metrics import append_jsonl, cut_jsonl, read_jsonl
+from grpo_fused.trainer.metrics import append_jsonl, read_jsonl
 from grpo_fused.trainer.reasoning_gym import problems
 from grpo_fused.trainer.recipe import Recipe, Reward, load_parts
 
-RUNS = ("ours-0", "trl-0", "fused_trl-0", "ours-1", "ours-2")
-"""Trainer and seed, in the order in which they run."""
+ARMS = ("ours", "trl", "fused_trl")
+"""Trainers, in the order in which they run."""
+BOUND = 0.05
+"""The smallest difference in accuracy that counts."""
 
 TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 128, 2047, 2e-5, 16
-PROMPTS, GENERATIONS, LENGTH, RATE = 8, 8, 48, 2e-6
-HELD_OUT = 384
+PROMPTS, GENERATIONS, LENGTH, RATE, STEPS = 8, 8, 48, 2e-6, 20
+HELD_OUT = 1024
+SEEDS, DRAWS = 20, 8 * HELD_OUT
+"""Seeds whose problems are not held out: no more can be run. Draws from the 4,000 sums that give the held-out ones."""
 
 
 def recipe(model: Path, folder: Path, steps: int, seed: int) -> Recipe:
@@ -163,38 +172,42 @@ def worked(row: Any) -> str:
     return f" {', '.join(steps)} <answer>{total}</answer>"
 
 
-def train_ours(model: Path, folder: Path, steps: int, seed: int, until: float) -> bool:
-    """A part of a run of our trainer; whether the run is complete."""
-    options = recipe(model, folder, steps, seed)
-    parts = load_parts(options)
-    trainer = TimedTrainer(
-        **(parts._asdict() | {"eval_dataset": None}), config=options, output_dir=options.output_dir, resume=True
-    )
-    trainer.until, trainer.clock = until, Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
-    cut_jsonl(trainer.clock.file, trainer.steps_done)
-    trainer.clock.restart()
-    trainer.train()
-    return trainer.steps_done == steps
+def all_texts() -> list[tuple[str, str]]:
+    """The prompts of all 4,000 sums, and their worked answers."""
+    one = problems(TASK, TASK_OPTIONS)(0)
+    question, shown = one["question"], one["metadata"]["expression"]
+    texts = []
+    for a, b, c, s, t in product(*[range(10)] * 3, *["+-"] * 2):
+        expression = f"{a} {s} {b} {t} {c}"
+        row = {"question": question.replace(shown, expression), "metadata": {"expression": expression}}
+        texts.append((prompt_of(row), worked(row)))
+    return texts
 
 
 class TimedTrainer(GRPOTrainer):
-    """Our trainer with a clock and an end of its part."""
+    """Our trainer with a clock."""
 
     clock: Clock
-    until: float
 
     def step(self) -> dict[str, float]:
         """A step, and its line of times."""
         metrics = super().step()
-        kept = {name: metrics[name] for name in ("reward", "completion_length", "zero_std_groups", "entropy")}
-        self.clock.done(self.steps_done + 1, **kept)
-        if time.time() > self.until:
-            os.kill(os.getpid(), signal.SIGINT)  # ends the run after this step, with a checkpoint
+        self.clock.done(self.steps_done + 1, **{name: metrics[name] for name in ("reward", "completion_length")})
         return metrics
 
 
-def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until: float) -> bool:
-    """A part of a run of TRL's trainer, stock or fused; whether the run is complete."""
+def train_ours(model: Path, folder: Path, steps: int, seed: int) -> Any:
+    """The policy after a run of our trainer."""
+    options = recipe(model, folder, steps, seed)
+    parts = load_parts(options)._asdict() | {"eval_dataset": None}
+    trainer = TimedTrainer(**parts, config=options)
+    trainer.clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
+    trainer.train()
+    return trainer.model
+
+
+def train_trl(arm: str, model: Path, folder: Path, steps: int, seed: int) -> Any:
+    """The policy after a run of TRL's trainer, stock or fused."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig
@@ -203,75 +216,66 @@ def train_trl(kind: str, model: Path, folder: Path, steps: int, seed: int, until
     from grpo_fused.integrations.trl import FusedGRPOTrainer
 
     problem = problems(TASK, TASK_OPTIONS, seed=seed)
-    tokenizer = AutoTokenizer.from_pretrained(model)
     seen: dict[str, float] = {}
 
     def reward(completions: list[str], completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         rewards = score_answer_reward(completions, [problem(i)["score_answer"] for i in index])
-        table = torch.tensor(rewards).view(-1, GENERATIONS)
-        seen["reward"] = table.mean().item()
+        seen["reward"] = torch.tensor(rewards).mean().item()
         seen["completion_length"] = sum(map(len, completion_ids)) / len(completion_ids)
-        seen["zero_std_groups"] = (table.std(1) == 0).float().mean().item()
         return [float(value or 0.0) for value in rewards]
 
-    class Part(TrainerCallback):
+    class EachStep(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             clock.done(state.global_step, **seen)
-            if time.time() > until:
-                control.should_save = control.should_training_stop = True
-
-        def on_save(self, *_: Any, **__: Any) -> None:
-            clock.restart()
 
     rows = [{"prompt": prompt_of(problem(index)), "index": index} for index in range(steps * PROMPTS)]
     options = GRPOConfig(
         str(folder), max_steps=steps, per_device_train_batch_size=PROMPTS * GENERATIONS, num_generations=GENERATIONS,
         max_completion_length=LENGTH, learning_rate=RATE, lr_scheduler_type="constant", seed=seed, beta=0.0,
         top_k=0, shuffle_dataset=False, use_cpu=True, bf16=True, report_to="none", logging_steps=1,
-        disable_tqdm=True, save_strategy="steps", save_steps=10, save_total_limit=1, gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
+        disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
-    trainer = (FusedGRPOTrainer if kind == "fused_trl" else Stock)(
-        str(model), reward, options, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        callbacks=[Part()],
+    trainer = (FusedGRPOTrainer if arm == "fused_trl" else Stock)(
+        str(model), reward, options, train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model), callbacks=[EachStep()],
     )  # fmt: skip
-    done = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
     clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
-    if done:
-        cut_jsonl(clock.file, max(done))
-    else:
-        clock.file.write_text("")
-    clock.restart()
-    trainer.train(resume_from_checkpoint=bool(done))
-    return trainer.state.global_step == steps
+    trainer.train()
+    return trainer.model
 
 
-def held_out_rows(options: Recipe) -> list[Any]:
-    """Held-out problems that no run of the study and no supervised start has seen: there are only 4,000 sums."""
-    seeds = {int(name.rpartition("-")[2]) for name in RUNS}
+@lru_cache
+def held_out_rows() -> list[Any]:
+    """Problems that no run and no supervised start has seen: there are only 4,000 sums."""
     seen = {
-        problem(index)["question"]
+        prompt_of(problem(index))
         for problem, count in [
-            *((problems(TASK, TASK_OPTIONS, seed=seed), options.steps * PROMPTS) for seed in seeds),
+            *((problems(TASK, TASK_OPTIONS, seed=seed), STEPS * PROMPTS) for seed in range(SEEDS)),
             (problems(TASK, TASK_OPTIONS, seed=STARTING_SEED), STARTING_EXAMPLES),
         ]
         for index in range(count)
     }
-    drawn = replace(options, eval_limit=4 * HELD_OUT).eval_rows() or []
-    rows = list({row["prompt"]: row for row in drawn}.values())  # each once
-    return [row for row in rows if not any(question in row["prompt"] for question in seen)][:HELD_OUT]
+    drawn = replace(recipe(Path(), Path(), STEPS, 0), eval_limit=DRAWS).eval_rows() or []
+    rows = list({row["prompt"]: row for row in drawn if row["prompt"] not in seen}.values())[:HELD_OUT]  # each once
+    if len(rows) < HELD_OUT:
+        raise RuntimeError(f"expected {HELD_OUT} sums that no run sees; got {len(rows)}")
+    return rows
 
 
 @torch.no_grad()
-def score(folder: Path, rows: Any, start: Path) -> None:
-    """Greedy accuracy of a run or of the start (a right answer has a reward of 1), into its folder."""
+def accuracy(folder: str, weights: dict[str, Any] | None = None) -> float:
+    """The share of held-out problems with a right greedy answer (its reward is 1).
+
+    Args:
+        folder: Of the model where the runs begin.
+        weights: In place of its own.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    saved = start
-    if folder != start:
-        saved = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved).eval(), AutoTokenizer.from_pretrained(start)
-    size, texts = 64, list[str]()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    if weights is not None:
+        model.load_state_dict(weights)
+    rows, size, texts = held_out_rows(), 64, list[str]()
     for first in range(0, len(rows), size):
         prompts = [row["prompt"] for row in rows[first : first + size]]
         batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -279,77 +283,80 @@ def score(folder: Path, rows: Any, start: Path) -> None:
             ids = model.generate(**batch, max_new_tokens=LENGTH, do_sample=False)
         texts += tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
     rewards = score_answer_reward(texts, [row["score_answer"] for row in rows])
-    right = sum(reward == 1.0 for reward in rewards) / len(rewards)
-    (folder / "accuracy.json").write_text(json.dumps({"right": right, "of": len(rows), "examples": texts[:3]}))
+    return sum(reward == 1.0 for reward in rewards) / len(rewards)
 
 
-def part(name: str, work: str, steps: int, until: float) -> None:
-    """A part of one run, in this process."""
-    folder, model, (kind, _, seed) = Path(work, name), Path(work, "start"), name.rpartition("-")
-    folder.mkdir(parents=True, exist_ok=True)
-    begun = time.perf_counter()
-    args = (model, folder, steps, int(seed), until)
-    complete = train_ours(*args) if kind == "ours" else train_trl(kind, *args)
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    done = len(read_jsonl(folder / "steps.jsonl"))
-    append_jsonl(folder / "parts.jsonl", {"step": done, "seconds": time.perf_counter() - begun, "peak_bytes": peak})
-    if complete:
-        (folder / "complete").touch()
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """A run's section of the results."""
-    steps, parts = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "parts.jsonl")
-    names = ("seconds", "generation", "body", "head", "other")
-    columns = ("reward", "completion_length", "zero_std_groups", *names)
-    files = {"before": folder.parent / "start" / "accuracy.json", "after": folder / "accuracy.json"}
+def train(arm: str, model: str, seed: int) -> dict[str, Any]:
+    """A run, in this process: accuracy after it, curves, seconds of a step, and memory."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        args = (Path(model), folder, STEPS, seed)
+        trained = train_ours(*args) if arm == "ours" else train_trl(arm, *args)
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rows = read_jsonl(folder / "steps.jsonl")
+    tokens = [PROMPTS * GENERATIONS * (row["completion_length"] or 0.0) / (row["seconds"] or 1.0) for row in rows]
     return {
-        "steps": len(steps),
-        "median": {name: median([row.get(name) or 0.0 for row in steps]) for name in names},
-        "tokens_per_second": median(
-            [PROMPTS * GENERATIONS * (row["completion_length"] or 0.0) / (row["seconds"] or 1.0) for row in steps]
-        ),
-        "peak_bytes": max(row["peak_bytes"] or 0.0 for row in parts),
-        "accuracy": {when: json.loads(file.read_text())["right"] for when, file in files.items() if file.exists()},
-        "curves": {name: [row.get(name) for row in steps] for name in columns},
-    }
+        "after": accuracy(model, trained.state_dict()),
+        "rewards": [round(row["reward"] or 0.0, 4) for row in rows],
+        "lengths": [round(row["completion_length"] or 0.0, 2) for row in rows],
+        "median": {name: round(median([row.get(name) or 0.0 for row in rows]), 3) for name in ("seconds", *PARTS)},
+        "tokens_per_second": round(median(tokens), 1), "peak_bytes": peak,
+    }  # fmt: skip
+
+
+def measure(
+    model: Path, work: Path, seeds: int, since: Path | None, recipe: dict[str, Any], about: dict[str, Any]
+) -> Iterator[Section]:
+    """A section after each run.
+
+    Args:
+        model: Folder where all runs begin.
+        work: Folder of `runs.jsonl`.
+        seeds: 0, 1, ..., of each trainer; at most `SEEDS`.
+        since: A file of results whose runs count as done, if `work` has none yet.
+        recipe: What the section says of the runs; its task is the name of the section.
+        about: More of the section.
+    """
+    if seeds > SEEDS:
+        sys.exit(f"expected at most {SEEDS} seeds, whose problems are not held out; got {seeds}")
+    file = work / "runs.jsonl"
+    if since is not None and not file.exists():
+        file.write_text("".join(json.dumps(row) + "\n" for row in load(since).sections[recipe["task"]]["runs"]))
+    recipe |= {"steps": STEPS, "prompts_per_step": PROMPTS, "num_generations": GENERATIONS, "num_iterations": 1}
+    recipe |= {"max_completion_length": LENGTH, "learning_rate": RATE, "starting_examples": STARTING_EXAMPLES}
+    about = {"recipe": recipe, "held_out": HELD_OUT, "replay": [], **about}
+    done = {(run["seed"], run["arm"]) for run in read_runs(file)}
+    todo = [one for one in product(range(seeds), ARMS) if one not in done]
+    folder = str(model.resolve())  # a child runs in the repository
+    before = in_child("benchmarks.pretrained:accuracy", folder) if todo else 0.0
+    for seed, arm in todo:
+        result = in_child("benchmarks.pretrained:train", arm, folder, seed)
+        with file.open("a") as lines:
+            about_it = {"seed": seed, "arm": arm, "commit": machine()["commit"], "before": before}
+            lines.write(json.dumps({**about_it, **result}) + "\n")
+        print(f"seed {seed}, {arm}: {before:.1%} -> {result['after']:.1%}", flush=True)
+        yield {**about, **statistics_of(read_runs(file), BOUND)}
+    yield {**about, **statistics_of(read_runs(file), BOUND)}
+
+
+def started(model: Path, work: Path) -> Path:
+    """The folder of the model after its supervised start, which is made if it does not exist."""
+    if not (model / "config.json").exists():
+        sys.exit(f"expected a model folder (python -m benchmarks.gemma); got {model}")
+    folder = work / "start"
+    if not (folder / "config.json").exists():
+        start(model, folder, STARTING_EXAMPLES)
+    return folder
 
 
 def run(
     model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
-    work: Annotated[Path, "checkpoints; 4 GB for each run"] = Path("runs/pretrained"),
-    steps: int = 60,
-    minutes: float = 55.0,
-    runs: Annotated[tuple[str, ...], f"default {' '.join(RUNS)}"] = RUNS,
-    examples: Annotated[int, "of the supervised start"] = STARTING_EXAMPLES,
+    work: Annotated[Path, "folder of runs.jsonl and of the start"] = Path("runs/pretrained"),
+    seeds: Annotated[int, "0, 1, ..., of each trainer"] = 3,
+    since: Annotated[Path | None, "a file of results; its runs count as done"] = None,
 ) -> Iterator[Section]:
-    """Goes on with the runs for some minutes; then the section `pretrained`."""
-    begin, until = work / "start", time.time() + 60 * minutes
-    if not (model / "config.json").exists():
-        sys.exit(f"benchmarks.pretrained: error: expected a model folder (python -m benchmarks.gemma); got {model}")
-    if not (begin / "config.json").exists():
-        start(model, begin, examples)
-    waiting = [name for name in runs if not (work / name / "complete").exists()]
-    for name in list(waiting):
-        if time.time() > until:
-            break
-        one = child.command("benchmarks.pretrained:part", name, str(work), steps, until)
-        if subprocess.run(one, check=False).returncode:
-            sys.exit(f"benchmarks.pretrained: error: {name} failed")
-        if (work / name / "complete").exists():
-            waiting.remove(name)
-    held_out = held_out_rows(recipe(begin, begin, steps, 0))
-    for folder in [begin, *(work / name for name in runs if name not in waiting)]:
-        file = folder / "accuracy.json"
-        if not file.exists() or json.loads(file.read_text()).get("of") != len(held_out):
-            score(folder, held_out, begin)
-    yield {
-        "model": "Gemma 3 270M, Q4_K_M weights in fp32", "task": TASK, "task_options": TASK_OPTIONS,
-        "starting_examples": examples, "prompts": PROMPTS, "generations": GENERATIONS,
-        "max_completion_length": LENGTH, "learning_rate": RATE, "held_out": len(held_out),
-        "runs": {name: summary_of(work / name) for name in runs if (work / name / "parts.jsonl").exists()},
-    }  # fmt: skip
-    print("all runs are complete" if not waiting else f"to be continued: {', '.join(waiting)}")
+    """The section `pretrained`."""
+    yield from measure(started(model, work), work, seeds, since, {"task": "pretrained"}, {})
 
 
 if __name__ == "__main__":

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from benchmarks.equivalence import statistics_of
+from benchmarks.learning_page import ARMS, comparison, counted
 from benchmarks.results import Run, where
 from benchmarks.tables import BARE, grid
 
-TRAINERS = {"ours": "our trainer", "fused_trl": "`FusedGRPOTrainer`", "trl": "TRL's `GRPOTrainer`"}
 PARTS = ("generation", "body", "head", "other")
 
 
-def runs(run: Run) -> str:
-    """A row for each run: accuracy before and after, time of a step and its parts, tokens per second, memory."""
-    section, rows = run.sections["pretrained"], []
-    for name, trained in section["runs"].items():
-        accuracy, median = trained["accuracy"], trained["median"]
-        rows.append([
-            title(name),
-            f"{accuracy['before']:.1%}",
-            f"{accuracy['after']:.1%}" if "after" in accuracy else "not finished",
-            str(trained["steps"]),
-            *(f"{median[part]:.1f}" for part in ("seconds", *PARTS)),
-            f"{trained['tokens_per_second']:.0f}",
-            f"{trained['peak_bytes'] / 2**30:.1f}",
-        ])  # fmt: skip
-    parts = " | ".join(PARTS)
-    return "\n".join([
-        *grid(f"| run | accuracy before | after | steps | s in a step | {parts} | tokens/s | peak GiB |", rows),
+def trained(section_name: str, run: Run) -> str:
+    """A row for each trainer: accuracy and its difference from stock TRL; time of a step and its parts, memory."""
+    section = current(section_name, run.sections[section_name])
+    run = run._replace(sections={section_name: section})
+    recipe, rows = section["recipe"], []
+    for arm, mean in step_means(section).items():
+        times = (f"{mean[part]:.1f}" for part in ("seconds", *PARTS))
+        rows.append([ARMS[arm], *times, f"{mean['tokens_per_second']:.0f}", f"{mean['peak_bytes'] / 2**30:.1f}"])
+    lines = [
+        comparison(section_name, run),
         "",
-        f"{section['model']}; {section['prompts']} prompts with {section['generations']} completions of at most "
-        f"{section['max_completion_length']} tokens in a step, learning rate {section['learning_rate']:g}; accuracy on "
-        f"{section['held_out']} held-out problems, greedy. Seconds are medians over the steps. {where(run)}.",
-    ])  # fmt: skip
+        *grid(f"| trainer | s in a step | {' | '.join(PARTS)} | tokens/s | peak GiB |", rows),
+        "",
+        f"Completions have at most {recipe['max_completion_length']} tokens; the learning rate is "
+        f"{recipe['learning_rate']:g}. Seconds are medians over the steps of a run, and means over the seeds; "
+        f"{counted(run.machine['threads'], 'thread')}.",
+    ]
+    if cut := section.get("cut"):
+        lines += [
+            "",
+            f"The cut vocabulary has {cut['tokens']} of {cut['of']:,} tokens: {cut['of_the_task']} of the task, "
+            f"{cut['likely']} more that the model gives probability to, bytes, and the parts of these tokens. In "
+            f"{cut['lost']['positions']:,} positions of sampled answers, the cut tokens have {cut['lost']['mean']:.4%} "
+            f"of the probability (at most {cut['lost']['max']:.2%} in a position).",
+        ]
+    return "\n".join(lines)
+
+
+def current(section_name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The section as `benchmarks.pretrained` writes it now; that of commit ca44670 has no statistics."""
+    if "recipe" in section:
+        return section
+    rows = [
+        {"arm": name.rpartition("-")[0], "seed": int(name.rpartition("-")[2]), "commit": "b2b056d, b290a61"}
+        | {"before": row["accuracy"]["before"], "after": row["accuracy"]["after"], **row}
+        for name, row in section["runs"].items()
+    ]
+    recipe = {
+        "task": section_name, "steps": rows[0]["steps"], "prompts_per_step": section["prompts"],
+        "num_generations": section["generations"], "num_iterations": 1,
+    }  # fmt: skip
+    return {**section, "recipe": section | recipe, "replay": [], **statistics_of(rows, bound=0.05)}
+
+
+def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of each trainer, means over the seeds: seconds of a step and of its parts, tokens per second, peak memory."""
+    found = {}
+    for arm in (arm for arm in ARMS if arm in section["arms"]):
+        rows = [row["median"] | row for row in section["runs"] if row["arm"] == arm]
+        found[arm] = {n: fmean(row[n] for row in rows) for n in ("seconds", *PARTS, "tokens_per_second", "peak_bytes")}
+    return found
 
 
 def distribution(run: Run) -> str:
@@ -63,7 +97,5 @@ def distribution(run: Run) -> str:
     ])  # fmt: skip
 
 
-def title(name: str) -> str:
-    """`ours-0` → `our trainer, seed 0`."""
-    kind, _, seed = name.rpartition("-")
-    return f"{TRAINERS[kind]}, seed {seed}"
+whole = partial(trained, "pretrained")
+cut = partial(trained, "pretrained_cut")

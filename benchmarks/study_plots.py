@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.study_page import PARTS, TRAINERS
+from benchmarks.learning_page import ARMS, TASKS
+from benchmarks.study_page import PARTS, current, step_means
 from benchmarks.style import (
     COLORS,
     INK,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABELS = {"linear_cross_entropy": "linear_cross_\nentropy of torch:\nbf16 results", "bare": "bare products"}
-SMOOTH = 5
-"""steps in a mean of a reward curve"""
 
 
 def accuracy_plot(section: dict[str, Any]) -> Figure:
@@ -328,48 +327,21 @@ def distillation_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
-def pretrained_plot(section: dict[str, Any]) -> Figure:
-    """Reward curves, held-out accuracy before and after, and where the time of a step goes."""
+def step_plot(section: dict[str, Any]) -> Figure:
+    """Where the time of a step of a pretrained model goes, a bar for each trainer."""
+    means = step_means(current("pretrained", section))
     figure = new_figure(
-        12.6, 4.4, "GRPO on a pretrained model: learning, and the time of a step",
-        f"{section['model']}, reasoning_gym {section['task']}, V = 262,144, bf16 autocast on two CPU cores. "
-        f"Rewards are means of {SMOOTH} steps.\n"
-        "A line is a run. There is one of stock TRL: no difference in learning is claimed.",
-    )  # fmt: skip
-    rewards, accuracy, times = figure.subplots(1, 3, width_ratios=(1.2, 0.8, 1.4))
-    known = set[str]()
-    for name, run in section["runs"].items():
-        kind = name.rpartition("-")[0]
-        reward = [value or 0.0 for value in run["curves"]["reward"]]
-        means = [sum(reward[i : i + SMOOTH]) / SMOOTH for i in range(len(reward) - SMOOTH + 1)]
-        label = "" if kind in known else TRAINERS[kind].replace("`", "")
-        known.add(kind)
-        rewards.plot(range(SMOOTH, len(reward) + 1), means, color=COLORS[kind], linewidth=1.6, label=label)
-        if "after" in run["accuracy"]:
-            line = [run["accuracy"]["before"], run["accuracy"]["after"]]
-            accuracy.plot([0, 1], line, "o-", color=COLORS[kind], linewidth=1.4, markersize=5)
-    rewards.legend(frameon=False, fontsize=8.5, loc="lower right")
-    rewards.set_ylim(bottom=0)
-    accuracy.set_ylim(0, 1)
-    decorate(rewards, "Reward in training", "step", "mean reward")
-    accuracy.set_xticks([0, 1], ["before", "after"])
-    accuracy.set_xlim(-0.3, 1.3)
-    percent(accuracy.yaxis)
-    decorate(accuracy, "Held-out accuracy", "", "")
-    _step_bars(times, {name: run["median"] for name, run in section["runs"].items() if name.endswith("-0")})
-    return figure
-
-
-def _step_bars(times: Axes, medians: dict[str, dict[str, float]]) -> None:
-    """Where the time of a step goes, a bar for the first run of each trainer."""
-    left = [0.0] * len(medians)
+        10.4, 2.6, "Time of a step of GRPO (lower is better)", f"{TASKS['pretrained']}, V = 262,144, bf16 autocast."
+    )
+    times, left = figure.subplots(), [0.0] * len(means)
     for part in PARTS:
-        seconds = [median[part] for median in medians.values()]
-        times.barh(range(len(medians)), seconds, left=left, color=PART_COLORS[part], height=0.6, label=part)
+        seconds = [mean[part] for mean in means.values()]
+        times.barh(range(len(means)), seconds, left=left, color=PART_COLORS[part], height=0.6, label=part)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
-    label_bars(times, [TRAINERS[name.rpartition("-")[0]].replace("`", "") for name in medians])
-    times.legend(frameon=False, fontsize=8.5, loc="lower center", ncols=4, bbox_to_anchor=(0.45, 1.06))
-    decorate(times, "", "seconds of a step (median)", "", grid="none")
+    label_bars(times, [ARMS[arm].replace("`", "") for arm in means])
+    times.legend(frameon=False, fontsize=8.5, loc="upper right")
+    decorate(times, "", "seconds", "", grid="none")
+    return figure
 
 
 def _short(dtype: str) -> str:

@@ -195,6 +195,7 @@ def learning_section() -> dict:
             "commit": f"c{seed}",
             "before": 0.1,
             "after": 0.7 + 0.01 * seed + shift * (-1) ** seed,
+            "rewards": [0.1 * step + 0.01 * seed for step in range(6)],
         }
         for arm, shift, seeds in (("ours", 0.002, 4), ("fused_trl", 0.0, 2), ("patched_trl", 0.0, 2), ("trl", 0.0, 4))
         for seed in range(seeds)
@@ -317,6 +318,18 @@ def test_pictures_show_every_seed(tmp_path):
         figure.savefig(tmp_path / "a.svg")
     lines = [line for axes in learning_page.length_plot(length_section()).axes for line in axes.lines]
     assert len(lines) == 2 * 3 * (3 + 1)
+
+
+def test_a_band_is_of_the_seeds_that_all_arms_have():
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    axes = learning_page.learning_plot(learning_section()).axes[0]
+    assert len(axes.lines) == 4
+    for line, band in zip(axes.lines, axes.collections, strict=True):
+        # rewards are 0.1 * step + 0.01 * seed, of the seeds 0 and 1; the last point is of the steps 1 to 5
+        assert line.get_ydata()[-1] == pytest.approx(0.3 + 0.005)
+        last = [y for x, y in band.get_paths()[0].vertices if x == 6]
+        assert (min(last), max(last)) == pytest.approx((0.305 - 0.01 / 2**0.5, 0.305 + 0.01 / 2**0.5))
 
 
 def _is_points(part) -> bool:

@@ -1,0 +1,37 @@
+"""`benchmarks.pretrained` with a vocabulary cut to the task: a run takes minutes, so that there are many seeds.
+
+    python -m benchmarks.gemma ~/gemma-3-270m                                       # the model, once
+    python -m benchmarks.pretrained_cut ~/gemma-3-270m --work runs/pretrained --out results.json
+
+The supervised start is that of the whole model. `benchmarks.gemma_cut` then keeps the tokens of the task, and all runs
+begin there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from benchmarks.gemma_cut import cut
+from benchmarks.pretrained import LENGTH, all_texts, measure, started
+from benchmarks.study import Section, main
+
+
+def run(
+    model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
+    work: Annotated[Path, "folder of the start, the cut model, and runs.jsonl in its folder"] = Path("runs/pretrained"),
+    seeds: Annotated[int, "0, 1, ..., of each trainer"] = 12,
+    since: Annotated[Path | None, "a file of results; its runs count as done"] = None,
+) -> Iterator[Section]:
+    """The section `pretrained_cut`."""
+    begin, folder = started(model, work), work / "cut"
+    if not (folder / "cut.json").exists():
+        cut(begin, folder, all_texts(), LENGTH)
+    about = {"cut": json.loads((folder / "cut.json").read_text())}
+    yield from measure(folder, folder, seeds, since, {"task": "pretrained_cut"}, about)
+
+
+if __name__ == "__main__":
+    main("pretrained_cut")
