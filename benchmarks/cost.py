@@ -207,9 +207,9 @@ def kernel_seconds(config: Any, mode: str, programs_per_sm: int, width: int, mac
     return busy * (1.0 if config.persistent else math.ceil(waves) / waves)
 
 
-ROW_BYTES = {"bare": 0, "chunked": 14, "triton": 4}
-"""Memory traffic of a logit besides the products: a row kernel on fp32 logits and bf16 dlogits, or one pass over the
-exponentials that the head kernel has stored."""
+ROW_BYTES = {"bare": 0, "chunked": 14, "triton": 0}
+"""Memory traffic of a logit besides the products: a row kernel on fp32 logits and bf16 dlogits, or none, since the
+products take the exponentials that the head kernel has stored."""
 
 
 def filled(rows: int, cols: int, machine: Machine) -> float:

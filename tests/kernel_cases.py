@@ -100,7 +100,7 @@ HEADS += [(dtype, name) for dtype in (FP16, FP32) for name in ("plain", "all")]
 
 
 def head(dtype, name, N=21, H=80, V=300):
-    """Scores, exponentials, the gradient in their place, and the gradient by a second product; odd widths."""
+    """Scores, exponentials, the gradient in their place, by a factor and by a second product; odd widths."""
     hidden, weight, targets, (dlogp, dentropy) = head_of(N, H, V, dtype)
     transform = transform_of(name, N, V)
     exact = Exact(hidden.double() @ weight.double().T, targets, transform)
@@ -118,6 +118,12 @@ def head(dtype, name, N=21, H=80, V=300):
             copy = room._replace(values=values)
             head_launch.exponentials_to_dlogits(copy, targets, Coefficients(stats, dlogp, coefficient), transform)
             assert frobenius_error(copy.values, exact.dlogits(dlogp, coefficient)) < GRADIENT[dtype]
+    if transform.softcap is None and dtype != FP16:
+        factor = head_launch.exponentials_factor(room, targets, Coefficients(stats, dlogp, None), transform)
+        assert (
+            frobenius_error(room.values.double() * factor.double().unsqueeze(1), exact.dlogits(dlogp, None))
+            < (GRADIENT[dtype])
+        )
     for coefficient in (None, dentropy):
         out = torch.full((N, width), torch.nan, dtype=dtype)[:, :V]
         head_launch.head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, coefficient), transform, out)

@@ -1,8 +1,9 @@
 """The head product as a Triton kernel: logits stay in registers.
 
 Scores need no vocab-sized memory. Training keeps exponentials of 2 bytes a logit and takes three products: the kernel's
-own, which scores and stores them, and the library's two gradient products, of exponentials with a factor for each row
-(bf16 and fp32, without an entropy's gradient) or, after a pass in place, of dlogits. If scores are known already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
+own, which scores and stores them, and the library's two gradient products. These take the exponentials with a factor
+for each row (bf16 and fp32, without an entropy's gradient) or, after a pass in place, dlogits. If scores are known
+already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
 softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a pass.
 
 A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements,
