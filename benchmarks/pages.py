@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cost, learning_page, speed_tables, tables
+from benchmarks import cost, learning_page, speed_tables, study_page, tables
 from benchmarks.results import Run, latest
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
@@ -33,6 +33,13 @@ def training_step(folder: Path) -> str:
     if steps is None or shares is None:
         return f"Time of a training step: {NOT_YET} (`{speed_tables.COMMANDS['cpu']}`)."
     return tables.training_step(steps, shares)
+
+
+def learning_sentence(folder: Path) -> str:
+    """The accuracy over seeds, and the time of a step of a pretrained model if that was measured."""
+    trained = latest("pretrained", folder)
+    words = of("learning", learning_page.sentence)(folder)
+    return words if trained is None else f"{words} {study_page.step_sentence(trained)}"
 
 
 def integration_steps(folder: Path) -> str:
@@ -73,7 +80,7 @@ TABLES: dict[str, Table] = {
     "pretrained-cut": of("pretrained_cut"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
-    "learning-sentence": of("learning", learning_page.sentence),
+    "learning-sentence": learning_sentence,
     "learning": of("learning"),
     "learning-countdown": of("learning_countdown"),
     "learning-options": of("learning_options"),

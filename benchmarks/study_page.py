@@ -67,6 +67,16 @@ def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def step_sentence(run: Run) -> str:
+    """How long a step of the pretrained model takes in our trainer and in stock TRL."""
+    means = step_means(current("pretrained", run.sections["pretrained"]))
+    ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
+    return (
+        f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s in our trainer and {theirs:.1f} s in stock TRL, "
+        f"{theirs / ours:.1f} times as long ({where(run)})."
+    )
+
+
 def distribution(run: Run) -> str:
     """What the recorded tokens say: errors of heads, sizes of candidate sets, and times of the loss."""
     section = run.sections["real_rollouts"]

@@ -239,3 +239,16 @@ def test_a_tokenizer_that_splits_its_words_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"at most 0.1 % of 2 words to be split; got 1: \['▁the'\]"):
         gemma.check_tokenizer(Letters())
+
+
+def test_the_time_of_a_step_in_a_sentence():
+    """The mean over seeds of our trainer, and how many times as long stock TRL takes."""
+    runs = [
+        {"arm": arm, "seed": seed, "median": dict.fromkeys(PARTS, 0.0) | {"seconds": seconds}}
+        | {"tokens_per_second": 1.0, "peak_bytes": 1}
+        for arm, seed, seconds in (("ours", 0, 10.0), ("ours", 1, 20.0), ("trl", 0, 60.0))
+    ]
+    section = {"recipe": {}, "arms": ["ours", "trl"], "runs": runs}
+    machine = {"name": "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01"}
+    said = study_page.step_sentence(Run(Path("r.json"), machine, {"pretrained": section}))
+    assert "takes 15.0 s in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0" in said
