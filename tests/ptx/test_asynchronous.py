@@ -13,6 +13,7 @@ from tests.ptx.text import PtxError
 
 U16, U32, F32 = np.uint16, np.uint32, np.float32
 LATE, EARLY = Options(races=True), Options(late=False, races=True)
+ORDERS = ("late", "early", "backwards")
 RANDOM = np.random.default_rng(0)
 
 
@@ -153,7 +154,7 @@ def wgmma(pattern=128, *, fence="wgmma.fence.sync.aligned;", proxy="fence.proxy.
     return want.astype(F32), out
 
 
-@pytest.mark.parametrize("options", [LATE, EARLY, Options(together=False, backwards=True, races=True)], ids=str)
+@pytest.mark.parametrize("options", [LATE, EARLY, Options(together=False, backwards=True, races=True)], ids=ORDERS)
 @pytest.mark.parametrize("pattern", [128, 64, 32])
 def test_wgmma(pattern, options):
     want, out = wgmma(pattern, options=options)
@@ -257,7 +258,7 @@ def tensor_copy(options=LATE, bytes=1024, x=64, y=-2, init="bar.sync 0;", fence=
     return source, box, back
 
 
-@pytest.mark.parametrize("options", [LATE, EARLY, Options(together=False, backwards=True, races=True)], ids=str)
+@pytest.mark.parametrize("options", [LATE, EARLY, Options(together=False, backwards=True, races=True)], ids=ORDERS)
 @pytest.mark.parametrize(("x", "y"), [(0, 4), (64, -2), (64, 17)])
 def test_tensor_copies(options, x, y):
     """Zeros outside of the tensor, nothing written there; rows swizzled."""

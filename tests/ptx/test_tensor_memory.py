@@ -43,7 +43,7 @@ def run(body, *arrays, options=LATE, count=32):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=("late", "early", "backwards"))
 @pytest.mark.parametrize(("shape", "split"), [("32x32b", ""), ("16x32bx2", ", 8")])
 def test_stores_and_loads(shape, split, options):
     """Register i of thread t is column i of lane t; with 16x32bx2 threads 16 to 31 have lanes of 0 to 15, further on."""
@@ -123,14 +123,14 @@ def product(rows=128, pattern=128, kind="bf16", *, keep=1, proxy="fence.proxy.as
     return ((once + keep).astype(F32) + once).astype(F32), out
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=("late", "early", "backwards"))
 @pytest.mark.parametrize(("pattern", "kind", "keep"), [(128, "bf16", 1), (64, "f16", 1), (32, "bf16", 0)])
 def test_products_of_128_rows(pattern, kind, keep, options):
     want, out = product(128, pattern, kind, keep=keep, options=options)
     assert (out == want).all()
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=("late", "early", "backwards"))
 def test_products_of_64_rows(options):
     """In the first 16 of each 32 lanes."""
     want, out = product(64, options=options)
