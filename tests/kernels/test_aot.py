@@ -294,7 +294,7 @@ KEY_RESOURCES = {
     "sm_90-bf16-exponentials-plain-even": (255, 209),
     "sm_90-bf16-score-full-even": (208, 129),
     "sm_100-bf16-score-plain-even": (160, 130),
-    "sm_100-bf16-exponentials-plain-even": (168, 194),
+    "sm_100-bf16-exponentials-plain-even": (176, 194),
     "gfx942-bf16-score-plain-odd": (192, 34),
     "gfx942-bf16-exponentials-plain-odd": (200, 34),
 }
