@@ -54,7 +54,9 @@ def test_accuracy_of_gradients(config, dtype, impl, scratch):
     allowed = rounding_error_of_gradients(exact, config, dtype)
     for name, gradient in got.gradients().items():
         assert gradient.dtype == dtype
-        bound = 2e-5 if dtype == torch.float32 else 2 * allowed[name]
+        # Triton's interpreter truncates to bf16, where a GPU rounds to the nearest
+        times = 2.2 if impl == "triton" and dtype == torch.bfloat16 else 2.0
+        bound = 2e-5 if dtype == torch.float32 else times * allowed[name]
         assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
 
 
@@ -161,10 +163,10 @@ def test_the_padding_of_dlogits_is_0(vocab, monkeypatch):
     """oneDNN's AMX products multiply it by 0, up to a multiple of 32: the bits of a logit may be a NaN."""
     add, seen = GradientSums.add, []
 
-    def recording(self, rows, dlogits, scale):
+    def recording(self, rows, hidden, dlogits, scale):
         whole = dlogits.as_strided((len(dlogits), padded(vocab)), dlogits.stride())
         seen.append((whole[:, vocab:] == 0).all())
-        add(self, rows, dlogits, scale)
+        add(self, rows, hidden, dlogits, scale)
 
     monkeypatch.setattr(GradientSums, "add", recording)
     case = make_case(13, B=2, T=40, H=64, V=vocab, dtype=torch.bfloat16, logit_std=5.0)

@@ -140,7 +140,7 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
     coefficients = Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale)
     from_exponentials(way, room, targets, coefficients, transform)
     # the interpreter truncates to bf16, twice: each time up to twice the error of rounding
-    allowed = 5 if dtype == torch.bfloat16 else 2.5
+    allowed = 6.5 if dtype == torch.bfloat16 else 2.5
     assert frobenius_error(room.values.double() / scale, want) <= allowed * max(once, torch.finfo(dtype).eps / 8)
 
 
