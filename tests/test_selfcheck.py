@@ -42,7 +42,7 @@ def test_covers_every_option():
 BREAKAGES = {
     "logp": (rows, "_statistics", lambda out: out._replace(logp=out.logp - 2e-4)),
     "dH": (rows, "gradient_of_scores", lambda out: out * 1.001),
-    "loss": (objective, "_policy_factor", lambda out: out * 1.01),
+    "loss": (objective, "_policy_factor", lambda out: 1.01 if out is None else out * 1.01),
 }
 
 
