@@ -225,6 +225,7 @@ def head_fwd_kernel(
 
     `x`, `w` and `out` are tensor descriptors with TMA, else pointers. Partial statistics go to
     [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
+    With `HAS_ROW_OFFSETS`, `logp_ptr` has no log-probs but the maxima [N] of the sampled columns.
     """
     k_steps = tl.cdiv(H, BLOCK_K)
     for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):
