@@ -7,7 +7,7 @@ import torch
 
 from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines.base import Tokens
-from grpo_fused.engines.gradients import GradientSums, fp16_scale
+from grpo_fused.engines.gradients import GradientSums, _weighted_sum, fp16_scale
 
 
 def head(logit_scale=1.0):
@@ -43,3 +43,15 @@ def test_fp16_scale_brings_the_largest_bound_below_256(dentropy, scale):
 def test_fp16_scale_is_finite(size):
     scale = fp16_scale(head(), 1.0, torch.tensor([size]), None)
     assert 2.0**-120 <= scale <= 2.0**120
+
+
+def test_the_bias_gets_the_digits_of_the_factors():
+    """As bf16 they would have three of them."""
+    pytest.importorskip("triton")
+    from cuda_double import cuda_double
+
+    g = torch.Generator().manual_seed(0)
+    dlogits, factor = torch.randn(40, 29, generator=g).bfloat16(), torch.randn(40, generator=g)
+    with cuda_double():
+        got = _weighted_sum(dlogits.to("cuda"), factor.to("cuda")).cpu()
+    torch.testing.assert_close(got.double(), factor.double() @ dlogits.double(), rtol=0, atol=2e-4)
