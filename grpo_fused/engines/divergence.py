@@ -86,7 +86,7 @@ class DivergenceEngine(ChunkedEngine):
                 factor = work.divergence_weights[taken]
                 bound = factor.abs()
                 if work.coefficients is not no_coefficients:
-                    dlogp, dentropy = work.coefficients(part, head_statistics[0].logp, head_statistics[0].entropy)
+                    _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])
                     bound = bound + dlogp.abs()
                 if gradient_dtype(head) == torch.float16:
                     scale = fp16_scale(head, policy_rows.transform.temperature, bound, dentropy)

@@ -36,9 +36,9 @@ _NUMBERS = 3
 
 _OWN = {"hidden_states", "lm_head_weight", "lm_head_bias", "max_scratch_bytes", "groups"}
 """fields that may differ between ranks"""
-_COEFFICIENTS = {"dlogps", "dentropies"}
+_COEFFICIENTS = {"dlogps", "dentropies", "dalternative_logps"}
 """tensors that must be 0 at the same positions on all ranks: this decides which rows a rank computes"""
-_SCORES = {"logps", "entropies", "maxima", "log_sums"}
+_SCORES = {"logps", "entropies", "maxima", "log_sums", "alternative_logps"}
 """results of an operator whose inputs were compared already"""
 
 

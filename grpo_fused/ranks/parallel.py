@@ -189,6 +189,11 @@ class VocabParallel(_Ranks):
         self.owned = (ids >= self.first) & (ids < self.first + sizes[rank])
         """[N] bool: tokens whose target is among this rank's rows."""
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """(the first id of this rank, V of all ranks)"""
+        return self.first, self.total
+
     def merged(self, rows: Tensor, local: Statistics) -> Statistics:
         """Statistics over the whole vocabulary of the tokens at `rows`, merged from all ranks; one collective."""
         # a slice whose logits are all -inf has no share, and its NaN must not be taken for a NaN of the model
