@@ -138,14 +138,14 @@ def logprobs(
     logps = below.squeeze(-1) - rest.log1p()
     entropies = rest.log1p() - (others * shifted).sum(-1) / (1.0 + rest)
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-    others = None
-    if alternatives is not None:
-        position, on = alternatives.positions, active.reshape(-1)[alternatives.positions]
-        ids = torch.where(on, alternatives.ids, 0).to(torch.int64)
-        z, maximum, at, rest = (x.flatten(0, active.dim() - 1) for x in (logits, maximum, at, rest))
-        below = torch.where(ids == at[position, 0], 0.0, z[position, ids] - maximum[position, 0])
-        others = torch.where(on, below - rest[position].log1p(), zero)
-    return LogprobOutput(torch.where(active, logps, zero), torch.where(active, entropies, zero), others)
+    logps, entropies = torch.where(active, logps, zero), torch.where(active, entropies, zero)
+    if alternatives is None:
+        return LogprobOutput(logps, entropies)
+    position, on = alternatives.positions, active.reshape(-1)[alternatives.positions]
+    others = torch.where(on, alternatives.ids, 0).to(torch.int64)
+    z, maximum, at, rest = (x.flatten(0, active.dim() - 1) for x in (logits, maximum, at, rest))
+    below = torch.where(others == at[position, 0], 0.0, z[position, others] - maximum[position, 0])
+    return LogprobOutput(logps, entropies, torch.where(on, below - rest[position].log1p(), zero))
 
 
 class Tokens(NamedTuple):

@@ -145,6 +145,7 @@ def check_objective(
     *,
     num_tokens: int = 64,
     with_entropy: bool = False,
+    alternative_inputs: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> None:
     """Compare a call of an objective on all tokens with calls on parts: `fused_linear_objective` needs them to agree.
@@ -158,7 +159,9 @@ def check_objective(
             the result's shape and gradient are checked.
         num_tokens: N if there are no inputs.
         with_entropy: Pass entropies.
-        seed: For the random log-probs, entropies and parts.
+        alternative_inputs: The inputs of an objective that reads alternatives, `[2 N]` each: a token has from none to
+            four. May be empty; default (None) there are no alternatives.
+        seed: For the random log-probs, entropies, alternatives and parts.
 
     Raises:
         ValueError: The results differ (the message says by how much), or `fused_linear_objective` would refuse them.
@@ -171,7 +174,15 @@ def check_objective(
     entropies = 2.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64) if with_entropy else None
     rows = torch.arange(shape.numel())
     flat = {name: x.reshape(-1).cpu() for name, x in inputs.items()}
-    run = Evaluation(objective, flat, Layout(shape, shape[0], None), rows, scope, with_entropy)
+    others, of_others = None, None
+    if alternative_inputs is not None:
+        sizes = (torch.arange(len(rows)) % 5)[torch.randperm(len(rows), generator=g)]
+        sizes[-1] += 2 * len(rows) - int(sizes.sum())
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        others = CandidateSets(torch.zeros(2 * len(rows), dtype=torch.int64), offsets)
+        of_others = -3.0 * torch.rand(2 * len(rows), generator=g, dtype=torch.float64)
+    layout = Layout(shape, shape[0], None)
+    run = Evaluation(objective, flat, layout, rows, scope, with_entropy, others, alternative_inputs or {})
     if scope == "token":
         order = torch.randperm(len(rows), generator=g)
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
@@ -180,16 +191,21 @@ def check_objective(
         parts = (
             [slice(b * length, (b + 1) * length) for b in range(shape[0])] if scope == "sequence" else [slice(0, None)]
         )
-    whole = run(slice(0, len(rows)), logps, entropies)
+    whole = run(slice(0, len(rows)), logps, entropies, of_others)
     total, run.loss = run.loss, torch.zeros_like(run.loss)
-    pieces = [torch.zeros_like(logps), torch.zeros_like(logps)]
+    pieces = [None if x is None else torch.zeros_like(x) for x in whole]
     for part in parts:
-        coefficients = run(part, logps[part], None if entropies is None else entropies[part])
-        for to, x in zip(pieces, coefficients, strict=True):
-            if x is not None:
-                to[part] = x
-    for name, a, b in (("loss", total, run.loss), ("gradient by logps", whole[0], pieces[0]),
-                       ("gradient by entropies", pieces[1] if whole[1] is None else whole[1], pieces[1])):  # fmt: skip
+        places = None if others is None else others.places(rows[part])
+        wheres = (part, part, places)
+        given = [None if x is None else x[where] for x, where in ((entropies, part), (of_others, places))]
+        found = run(part, logps[part], *given)
+        for to, x, where in zip(pieces, found, wheres, strict=True):
+            if to is not None and x is not None:
+                to[where] = x
+    names = ("gradient by logps", "gradient by entropies", "gradient by alternative_logps")
+    for name, a, b in (("loss", total, run.loss), *zip(names, whole, pieces, strict=True)):
+        if a is None or b is None:
+            continue
         worst = float((a - b).abs().max()) if a.numel() else 0.0
         if worst > 1e-9 * max(1.0, float(a.abs().max()) if a.numel() else 0.0):
             raise ValueError(

@@ -77,6 +77,35 @@ def rows_of(case: Case, rows: slice | torch.Tensor) -> Case:
                 part(case.completion_mask), options)  # fmt: skip
 
 
+def vocab_alternatives(rank: int, group: Any, case: Case, impl: str, sizes: list[int], sets: Any) -> dict:
+    """The loss of an objective of alternatives, their log-probs, and gradients."""
+    mine = of_vocabulary(case, slices(sizes)[rank])
+    given = {name: x for name, x in mine.options.items() if name in ("lm_head_bias", "temperature", "candidates")}
+    found = {}
+    for what in ("objective", "logprobs"):
+        hidden = mine.hidden_states.detach().requires_grad_()
+        weight = mine.lm_head_weight.detach().requires_grad_()
+        common = {"impl": impl, "process_group": group, "alternatives": sets, "with_entropy": True, **given}
+        args = hidden, weight, mine.completion_ids
+        if what == "objective":
+            out = fused_linear_objective(*args, of_alternatives, mine.completion_mask, **common)
+            out.loss.backward()
+            found["loss"] = out.loss
+        else:
+            scores = fused_linear_logprobs(*args, mine.completion_mask, **common)
+            (scores.logps.sin().sum() + scores.alternative_logps.cos().sum() + scores.entropies.sum()).backward()
+            found["alternative_logps"] = scores.alternative_logps
+        found |= {f"dhidden of {what}": hidden.grad, f"dweight of {what}": weight.grad}
+    return {name: x.detach().double().numpy() for name, x in found.items() if x is not None}
+
+
+def of_alternatives(logps, entropies, *, alternative_logps, alternative_offsets):
+    """Of targets, entropies, alternatives and their number."""
+    owner = torch.repeat_interleave(alternative_offsets.diff())
+    total = torch.zeros_like(logps).index_add(0, owner, alternative_logps.sin())
+    return total * logps.exp() + logps + 0.1 * entropies
+
+
 def columns_of(case: Case, columns: slice) -> Case:
     """Some positions of every sequence of a padded case."""
     shape = case.completion_ids.shape

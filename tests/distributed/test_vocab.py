@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from distributed.jobs import slices, vocab_logprobs, vocab_loss
+from distributed.jobs import slices, vocab_alternatives, vocab_logprobs, vocab_loss
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
 from grpo_fused import CandidateSets, fused_linear_logprobs
@@ -174,3 +174,25 @@ def test_candidate_sets_are_those_of_the_whole_vocabulary(config, whole, impl, w
     want = case.to(torch.float64).run(config, impl="reference")
     sizes = [15, 3, 11]
     assert_is_one_process(workers.run(vocab_loss, 3, case, config, impl, sizes, {}), want, sizes, tol)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("whole", [None, 0.4], ids=["whole", "sets"])
+def test_alternatives_are_those_of_the_whole_vocabulary(whole, impl, workers):
+    """Global ids on every rank; a rank without one of them takes part in the sum."""
+    dtype, tol = PRECISION[impl]
+    case = make_case(12, extras=False, **{name: OPTIONS[name] for name in ("temperature", "lm_head_bias")})
+    case = case if whole is None else with_sets(case, whole=whole)
+    if whole is None:
+        g = torch.Generator().manual_seed(0)
+        sizes = torch.randint(0, 4, (case.completion_ids.numel(),), generator=g)
+        ids = torch.randint(29, (int(sizes.sum()),), generator=g)
+        others = CandidateSets(ids, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]))
+    else:
+        others = case.options["candidates"]
+    parts = [10, 16, 3]
+    want = vocab_alternatives(0, None, case, "reference", [29], others)
+    for rank, got in enumerate(workers.run(vocab_alternatives, 3, case.to(dtype), impl, parts, others)):
+        for name, x in want.items():
+            expected = x[slices(parts)[rank]] if name.startswith("dweight") else x
+            close(got[name], expected, 2 * tol, f"{name} of rank {rank}")
