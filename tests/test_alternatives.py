@@ -294,7 +294,7 @@ def test_cancelled_coefficients_leave_their_entries(impl):
 @pytest.mark.parametrize("impl", ["chunked", "native"])
 def test_many_blocks(impl, monkeypatch):
     """Products in blocks of few alternatives, several superblocks of the vocabulary, and rows without a gradient."""
-    monkeypatch.setattr(engine_of_alternatives, "BLOCK_CANDIDATES", 7)
+    monkeypatch.setattr(engine_of_alternatives, "_BLOCK", 7)
     dtype, tol = PRECISION[impl]
     case = make_case(12, B=4, T=60, H=24, V=3000, extras=False)
     sets = some(case, 12, most=30)

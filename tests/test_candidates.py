@@ -328,7 +328,7 @@ def test_blocks_of_candidates(impl, monkeypatch):
     dtype, _ = PRECISION[impl]
     case, config = with_sets(make_case(10), whole=0.2).to(dtype), make_config("dapo", beta=0.1)
     want = case.run(config, impl=impl)
-    monkeypatch.setattr(candidates, "BLOCK_CANDIDATES", 10)
+    monkeypatch.setattr(candidates, "_BLOCK_CANDIDATES", 10)
     assert_same(case.run(config, impl=impl), want, tol=1e-6 if dtype == torch.float32 else 1e-12)
 
 

@@ -11,7 +11,7 @@ the vocabulary, takes its place before the derivatives of a row are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from grpo_fused.call.calls import LMHead
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import segments
 from grpo_fused.engines.base import Tokens
-from grpo_fused.engines.candidates import BLOCK_CANDIDATES, score_pairs, sets_of
+from grpo_fused.engines.candidates import score_pairs, sets_of
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Coefficients, Entries, Statistics
+
+_BLOCK = 2**16
+"""Alternatives that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
 
 _SURE = -0.6
 """nats; a token of more than half of the probability is the row's maximum, whatever the rounding of z is"""
@@ -34,7 +37,8 @@ class Alternatives:
     def __init__(self, head: LMHead, tokens: Tokens, sets: CandidateSets, pairs: Pairs, most: int) -> None:
         """`most`: tokens of the largest candidate set whose z is in `candidate_z`."""
         self.head, self.tokens, self.pairs = head, tokens, pairs
-        ids = torch.where(tokens.mask[sets.positions], sets.ids.to(torch.int64), 0)
+        ids = sets.ids.to(torch.int64)  # those of masked positions may be anything
+        ids = ids if tokens.only_active else torch.where(tokens.mask[sets.positions], ids, 0)
         self.sets = CandidateSets(ids, sets.offsets)
         self._first, self._total = (0, head.vocab_size) if tokens.vocab is None else tokens.vocab.range
         self.candidate_z: Tensor | None = None
@@ -75,6 +79,26 @@ class Alternatives:
             dlogps: [m] of the alternatives.
             dentropy: [R] dL/dentropy, or None.
         """
+        sizes = self.sets.sizes[rows]
+        ends, totals, parts = sizes.cumsum(0), [], []
+        for block in self._blocks(rows):
+            begin, end = (int(ends[block.start - 1]) if block.start else 0), int(ends[block.stop - 1])
+            slope = None if dentropy is None else dentropy[block]
+            total, entries = self._of_block(
+                rows[block], stats.select(block), logps[begin:end], dlogp[block], dlogps[begin:end], slope
+            )
+            totals.append(total)
+            parts.append(entries._replace(rows=entries.rows + block.start))
+        if not parts:
+            nothing = rows.new_empty(0)
+            return Coefficients(stats, dlogp, dentropy, Entries(nothing, nothing, dlogp.new_empty(0)))
+        joined = Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return Coefficients(stats, torch.cat(totals), dentropy, joined)
+
+    def _of_block(
+        self, rows: Tensor, stats: Statistics, logps: Tensor, dlogp: Tensor, dlogps: Tensor, dentropy: Tensor | None
+    ) -> tuple[Tensor, Entries]:
+        """(the sums of each row's derivatives, its entries)"""
         sets, tokens, head = self.sets.select(rows), self.tokens, self.head
         token = sets.positions
         total = dlogp.to(torch.float64) + segments(dlogps.to(torch.float64), "sum", sets.offsets)
@@ -103,8 +127,7 @@ class Alternatives:
             dz = dz * (1.0 - capped.square())
         dz = dz * transform.logit_scale / transform.temperature
         here = (ids >= 0) & (ids < head.vocab_size) & tokens.mask[rows[row]]
-        entries = Entries(row[here], ids[here], dz[here].to(dlogp.dtype))
-        return Coefficients(stats, total.to(dlogp.dtype), dentropy, entries)
+        return total.to(dlogp.dtype), Entries(row[here], ids[here], dz[here].to(dlogp.dtype))
 
     def _z(self, rows: Tensor) -> Tensor:
         """[m] of the alternatives of `rows` that this head has, 0 for others."""
@@ -115,13 +138,12 @@ class Alternatives:
             places, dense = self.places(rows[in_sets]), rows[~in_sets]
             z[places] = self.candidate_z[self._candidates[places]]
         for block in self._blocks(dense):
-            sets = sets_of(self.head, self.tokens, self.sets, block)
+            sets = sets_of(self.head, self.tokens, self.sets, dense[block])
             z[sets.places] = score_pairs(self.pairs, self.head, self.tokens, sets, False).z
         return z[self.places(rows)]
 
-    def _blocks(self, rows: Tensor) -> Iterator[Tensor]:
-        """`rows` that have alternatives, in blocks of about `BLOCK_CANDIDATES` of these."""
-        sizes = self.sets.sizes[rows]
-        rows, sizes = rows[sizes > 0], sizes[sizes > 0]
-        counts = ((sizes.cumsum(0) - 1) // BLOCK_CANDIDATES).unique_consecutive(return_counts=True)[1]
-        return iter(rows.split(counts.tolist()) if len(rows) else ())
+    def _blocks(self, rows: Tensor) -> list[slice]:
+        """`rows` in blocks of about `_BLOCK` alternatives."""
+        before = self.sets.sizes[rows].cumsum(0)
+        counts = ((before - 1).clamp(min=0) // _BLOCK).unique_consecutive(return_counts=True)[1].tolist()
+        return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

@@ -18,7 +18,7 @@ from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import product_dtype
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
-BLOCK_CANDIDATES = 2**18
+_BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
 
 
@@ -166,12 +166,12 @@ def add_weight_gradient(
 
 
 def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
-    """`rows` (indices of those of the work) in blocks of about `BLOCK_CANDIDATES` candidates."""
+    """`rows` (indices of those of the work) in blocks of about `_BLOCK_CANDIDATES` candidates."""
     assert work.tokens.candidates is not None
     if len(rows) == 0:
         return []
     before = work.tokens.candidates.sizes[work.rows[rows]].cumsum(0)
-    counts = (before // BLOCK_CANDIDATES).unique_consecutive(return_counts=True)[1]
+    counts = (before // _BLOCK_CANDIDATES).unique_consecutive(return_counts=True)[1]
     return list(rows.split(counts.tolist()))
 
 

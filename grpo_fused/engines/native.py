@@ -87,15 +87,16 @@ class NativeEngine:
             stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             scores.append(stats)
             coefficients = work.coefficients(part, stats)
+            chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(stats.logp)
             _, dlogp, dentropy, entries = coefficients
-            chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(dlogp)
             if entries is not None:  # the target is one of them
                 inputs = inputs._replace(targets=inputs.targets.index_fill(0, entries.rows, -1))
+                entries = _in_blocks(head, entries if len(chosen) == len(dlogp) else entries.select(chosen))
+            del coefficients  # its entries would be in memory twice
             part_dhidden, part_dbias = cpu_library.head_gradient(
                 inputs, stats.table, offsets, chosen, dlogp.to(torch.float32).contiguous(),
-                None if dentropy is None else dentropy.to(torch.float32).contiguous(),
-                None if entries is None else _in_blocks(head, entries.select(chosen)), kept, spill, plan.superblock,
-                needs.need_hidden, needs.need_bias,
+                None if dentropy is None else dentropy.to(torch.float32).contiguous(), entries, kept, spill,
+                plan.superblock, needs.need_hidden, needs.need_bias,
             )  # fmt: skip
             worked += chosen.shape[0]
             if dhidden is not None and part_dhidden is not None:
