@@ -247,6 +247,16 @@ def test_masked_alternatives_are_never_read(impl):
     assert torch.equal(want[1]["dweight"], got[1]["dweight"])
     got = run(case.poisoned(), CandidateSets(ids, sets.offsets), impl, compact=False)
     torch.testing.assert_close(want[1]["dweight"], got[1]["dweight"])
+    for compact in (True, False):
+        x = case.poisoned()
+        weight = x.lm_head_weight.detach().requires_grad_()
+        out = fused_linear_logprobs(
+            x.hidden_states, weight, x.completion_ids, x.completion_mask, impl=impl, compact=compact,
+            alternatives=CandidateSets(ids, sets.offsets),
+        )  # fmt: skip
+        assert (out.alternative_logps[masked] == 0).all()
+        out.alternative_logps.sum().backward()
+        assert weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("impl", ENGINES)

@@ -44,7 +44,7 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
-from grpo_fused.call.validation import check_divergence_values, check_loss_values, check_token_values
+from grpo_fused.call.validation import check_loss_values, check_token_values
 from grpo_fused.engines.alternatives import Alternatives
 from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
@@ -91,7 +91,9 @@ def _plain(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(call: TokensCall | LogprobsGradientCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+def _shared(
+    call: TokensCall | DivergenceCall | LogprobsGradientCall, layout: Layout
+) -> Iterator[tuple[Tokens, TokenParallel | None]]:
     """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
     scored = call.forward if isinstance(call, LogprobsGradientCall) else call
     with _plain(scored.token_ids.device):
@@ -220,9 +222,8 @@ def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: DivergenceCall = build(DivergenceCall, iter(values))
     layout = Layout.of(call.mask)
-    with _plain(call.mask.device):
-        check_divergence_values(call, layout)
-        return _loss_result(call, layout, run_divergence(call, layout))
+    with _shared(call, layout) as (tokens, _):
+        return _loss_result(call, layout, run_divergence(call, tokens))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]

@@ -188,9 +188,9 @@ def evaluation_of(call: CustomCall, layout: Layout, rows: Tensor, objective: Obj
     )  # fmt: skip
 
 
-def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
+def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
     """The weighted sum of divergences: a product for each head, two for the gradients."""
-    head, run, tokens = _head(call), call.run, Tokens.of(call, layout)
+    head, run = _head(call), call.run
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
     other = call.other_hidden_states, call.other_lm_head

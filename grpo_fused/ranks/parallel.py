@@ -216,6 +216,12 @@ class VocabParallel(_Ranks):
         target = ((every[:, 2] + every[:, 1]) + shift).amax(0)  # z - m: exactly 0 for a confident target
         return Statistics(m.squeeze(0), log_sum, (target - log_sum).clamp(max=0.0), entropy)
 
+    def first_of(self, x: Tensor) -> Tensor:
+        """`x` (bool) where no rank before this one has True."""
+        self.meet()
+        every = all_gather("statistics", x.to(torch.uint8), self.group)
+        return x & ~every[: dist.get_rank(self.group)].any(0)
+
     def smallest(self, count: int) -> int:
         """The minimum of `count` over the ranks: larger slices have room for fewer tokens; chunks must be equal."""
         count = min(count, 2**62)

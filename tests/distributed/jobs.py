@@ -10,6 +10,7 @@ from helpers import Case, Result, pack
 from grpo_fused import (
     GRPOLossConfig,
     ParallelGroups,
+    fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     fused_linear_objective,
@@ -97,6 +98,36 @@ def vocab_alternatives(rank: int, group: Any, case: Case, impl: str, sizes: list
             found["alternative_logps"] = scores.alternative_logps
         found |= {f"dhidden of {what}": hidden.grad, f"dweight of {what}": weight.grad}
     return {name: x.detach().double().numpy() for name, x in found.items() if x is not None}
+
+
+def vocab_divergence(rank: int, group: Any, case: Case, sizes: list[int], other: Any, options: dict) -> dict:
+    """The divergence of slices of two heads, or from a teacher's top K, and gradients."""
+    part = slices(sizes)[rank]
+    mine = of_vocabulary(case, part)
+    hidden = mine.hidden_states.detach().requires_grad_()
+    weight = mine.lm_head_weight.detach().requires_grad_()
+    states, other_weight = (None, None) if other is None else (other[0], other[1][part])
+    impl = {"impl": "reference"} if group is None else {"process_group": group}
+    out = fused_linear_divergence(
+        hidden, weight, states, other_weight, mine.completion_mask, temperature=0.8,
+        lm_head_bias=mine.options.get("lm_head_bias"), **impl, **options,
+    )  # fmt: skip
+    (out.loss * 1.5).backward()
+    found = {"loss": out.loss, "divergence": out.divergence, "entropies": out.entropies}
+    return {
+        name: x.detach().double().numpy()
+        for name, x in (found | {"dhidden": hidden.grad, "dweight": weight.grad}).items()
+    }
+
+
+def refused_divergence(rank: int, group: Any) -> str:
+    """The error of a divergence of ranks with other tokens."""
+    hidden, weight = torch.zeros(3, 4), torch.zeros(5, 4)
+    try:
+        fused_linear_divergence(hidden, weight, hidden, weight, process_group=ParallelGroups(tokens=group))
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def of_alternatives(logps, entropies, *, alternative_logps, alternative_offsets):
