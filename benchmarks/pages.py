@@ -71,6 +71,7 @@ TABLES: dict[str, Table] = {
     "threads": of("threads"),
     "end-to-end": of("end_to_end"),
     "candidates": candidates,
+    "alternatives": of("alternatives"),
     "compiled": of("aot"),
     "ptx": of("ptx_profile"),
     "divergence": of("divergence"),
@@ -94,6 +95,7 @@ _PAGES = {
     "docs/training_step.md": ("generation", "shared-prompts"),
     "docs/vllm.md": ("mismatch",),
     "docs/divergence.md": ("divergence",),
+    "docs/alternatives.md": ("alternatives",),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "pretrained",
         "pretrained-cut", "study-distribution",

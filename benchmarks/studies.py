@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
+from benchmarks import alternatives, graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -22,6 +22,7 @@ _ALL = (
     Study("accuracy", "accuracy", tables.accuracy, study_plots.accuracy_plot),
     Study("growth", "growth", tables.growth, study_plots.growth_plot),
     Study("end_to_end", "end_to_end", tables.end_to_end, study_plots.end_to_end_plot),
+    Study("alternatives", "alternatives", alternatives.table),
     Study("candidates", "candidates", tables.candidates, study_plots.candidates_plot),
     Study("distillation", "distillation", tables.distillation, study_plots.distillation_plot),
     Study("pretrained", "pretrained", study_page.whole, study_plots.step_plot),

@@ -118,14 +118,61 @@ class Rows(NamedTuple):
     """rows that row work in torch operations takes at a time"""
 
 
+def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """[K] bool: rows whose coefficients are not 0."""
+    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
+
+
+class Entries(NamedTuple):
+    """Derivatives of single products, which take the place of those by the row's formula; none is there twice."""
+
+    rows: Tensor
+    """[E] int64, ascending"""
+    ids: Tensor
+    """[E] int64: columns"""
+    values: Tensor
+    """[E] dL/d(product)"""
+
+    def select(self, rows: slice | Tensor) -> Entries:
+        """Those of some of the rows ([K] int64, ascending), numbered among these."""
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=self.rows.device)
+        place = torch.searchsorted(rows, self.rows)
+        kept = rows[place.clamp(max=len(rows) - 1)] == self.rows if len(rows) else place < 0
+        return Entries(place[kept], self.ids[kept], self.values[kept])
+
+    def put(self, out: Tensor) -> None:
+        """Write them into derivatives [R, V]."""
+        out[self.rows, self.ids] = self.values.to(out.dtype)
+
+
 class Coefficients(NamedTuple):
     """The inputs of the gradient of K rows."""
 
     statistics: Statistics
     dlogp: Tensor
-    """[K] dL/dlogp"""
+    """[K] dL/dlogp; with other log-probs of a row: the sum of all their dL/dlogp, the factor of its -p"""
     dentropy: Tensor | None
     """[K] dL/dentropy, or None"""
+    entries: Entries | None = None
+    """of the rows with other log-probs"""
+
+    def select(self, rows: slice | Tensor) -> Coefficients:
+        """Those of some of the rows ([K] int64, ascending)."""
+        dentropy = None if self.dentropy is None else self.dentropy[rows]
+        entries = None if self.entries is None else self.entries.select(rows)
+        return Coefficients(self.statistics.select(rows), self.dlogp[rows], dentropy, entries)
+
+    def scaled(self, factor: Tensor) -> Coefficients:
+        """All derivatives times a number."""
+        dentropy = None if self.dentropy is None else self.dentropy * factor
+        entries = None if self.entries is None else self.entries._replace(values=self.entries.values * factor)
+        return Coefficients(self.statistics, self.dlogp * factor, dentropy, entries)
+
+    def any_of_row(self) -> Tensor:
+        """[K] bool: rows with a gradient."""
+        has = has_coefficient(self.dlogp, self.dentropy)
+        return has if self.entries is None else has.index_fill(0, self.entries.rows[self.entries.values != 0], True)
 
 
 class TokenInputs(NamedTuple):

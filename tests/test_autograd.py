@@ -23,6 +23,7 @@ from grpo_fused import (
 )
 from grpo_fused.api import autograd, operators
 from grpo_fused.call.calls import (
+    Alternatives,
     Candidates,
     LMHead,
     LogitsCall,
@@ -273,6 +274,12 @@ def _programs(case: Case, weight):
         out = fused_linear_logprobs(torch.tanh(h), weight, case.completion_ids, mask, with_entropy=True)
         return (out.logps * old).sum() + out.entropies.sum()
 
+    def alternatives(h):
+        ids = case.completion_ids.reshape(-1)
+        sets = CandidateSets(ids.repeat_interleave(2) % 7, torch.arange(0, 2 * ids.numel() + 1, 2))
+        out = fused_linear_logprobs(torch.tanh(h), weight, case.completion_ids, mask, alternatives=sets)
+        return out.logps.sum() + out.alternative_logps.sin().sum()
+
     def from_logps(h):
         out = fused_linear_logprobs(torch.tanh(h), weight, case.completion_ids, mask)
         return grpo_loss(out.logps, case.advantages, mask, old_per_token_logps=old, config=GRPOLossConfig()).loss
@@ -280,10 +287,10 @@ def _programs(case: Case, weight):
     def from_logits(h):
         return selective_logprobs(torch.tanh(h) @ weight.T, case.completion_ids, mask).logps.sum()
 
-    return {f.__name__: f for f in (fused, logprobs, from_logps, from_logits)}
+    return {f.__name__: f for f in (fused, logprobs, alternatives, from_logps, from_logits)}
 
 
-@pytest.mark.parametrize("name", ["fused", "logprobs", "from_logps", "from_logits"])
+@pytest.mark.parametrize("name", ["fused", "logprobs", "alternatives", "from_logps", "from_logits"])
 def test_torch_compile_of_a_caller(name):
     """One graph, no break, the same numbers."""
     case = make_case(12, dtype=torch.float32)
@@ -334,11 +341,11 @@ def _operator_calls():
     other = h + 0.1, LMHead(w)
     no_ref = inputs._replace(ref_per_token_logps=None)
     yield operators.linear_grpo_loss, LossCall(h, head, ids, no_ref, None, sets, exact, True, needs, run, *other)
-    yield operators.linear_logprobs, scored
-    yield (
-        operators.linear_logprobs_gradient,
-        LogprobsGradientCall(scored, old, None, flat_old, flat_old, old, None, needs),
-    )
+    with_others = scored._replace(alternatives=Alternatives(ids.reshape(-1), torch.arange(ids.numel() + 1)))
+    for score, others in ((scored, None), (with_others, flat_old)):
+        yield operators.linear_logprobs, score
+        gradient = LogprobsGradientCall(score, old, None, flat_old, flat_old, others, old, None, others, needs)
+        yield operators.linear_logprobs_gradient, gradient
     yield operators.grpo_objective, ObjectiveCall(old * 1.01, old.abs(), inputs, None, config)
     yield operators.selective_logprobs, logits
     yield operators.selective_logprobs_gradient, LogitsGradientCall(logits, old, None)

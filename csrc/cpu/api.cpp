@@ -135,6 +135,20 @@ CandidateSets candidate_sets(const Tensor& ids, const Tensor& offsets, const Ten
           data<float>(temperature), static_cast<float>(scale), static_cast<float>(softcap)};
 }
 
+// See Entries; all three are nullptr if there are none. `places`: how many tokens have a gradient.
+Entries entries_of(const Plan& plan, const Tensor* tokens, const Tensor* ids, const Tensor* values, int64_t places) {
+  if (tokens == nullptr) return {};
+  const int64_t count = tokens->numel();
+  const Entries entries{rows_within(*tokens, "entry_tokens", count, places),
+                        rows_within(*ids, "entry_ids", count, plan.vocab), floats(values, "entry_values", count), count};
+  for (int64_t k = 1; k < count; k++) {
+    const int64_t before = entries.ids[k - 1] / plan.block_rows, block = entries.ids[k] / plan.block_rows;
+    check(before < block || (before == block && entries.tokens[k - 1] <= entries.tokens[k]),
+          "entries must be in the order of blocks of ", plan.block_rows, " ids, then of tokens; got another at ", k);
+  }
+  return entries;
+}
+
 // Calls f; its exception becomes the result.
 template <class F>
 const char* guarded(F&& f) {
@@ -218,6 +232,7 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
                                    const Tensor* temperature, double scale, double softcap, const Tensor* set_ids,
                                    const Tensor* set_ranges, const Tensor* statistics, const Tensor* offsets,
                                    const Tensor* rows, const Tensor* dlogp, const Tensor* dentropy,
+                                   const Tensor* entry_tokens, const Tensor* entry_ids, const Tensor* entry_values,
                                    const Tensor* dweight, const Tensor* spill, int64_t superblock,
                                    const Tensor* dhidden, const Tensor* dbias) {
   return guarded([&] {
@@ -234,7 +249,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
     const GradientInputs gradient{
         index, count, floats(dlogp, "dlogp", N), floats(dentropy, "dentropy", N), known, data<float>(*offsets),
         superblock, need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
-        dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V)};
+        dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V),
+        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count)};
     if (count > 0) {
       gradient_of_head(head.plan, head.inputs, gradient);
     } else {

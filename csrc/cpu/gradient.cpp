@@ -199,7 +199,7 @@ struct Call {
 
 // Exponentials [rows, 64 lanes with `stride` elements a row], and the maxima that were subtracted, [64].
 struct Exponentials {
-  const char* values;
+  char* values;
   int64_t stride;
   const float* offsets;
 };
@@ -207,7 +207,7 @@ struct Exponentials {
 // Those of a panel of all tokens: stored, or computed again.
 Exponentials exponentials_of_panel(const Call& call, WeightBlock weight, int64_t block, int64_t panel, int64_t worker) {
   const HeadInputs& inputs = call.inputs;
-  if (const char* kept = inputs.kept_tile(call.plan, block, panel)) {
+  if (char* kept = inputs.kept_tile(call.plan, block, panel)) {
     return {kept, kLanes, call.gradient.offsets + inputs.offset_at(block, panel)};
   }
   float rest[kLanes];
@@ -251,6 +251,61 @@ void transpose_weight(const Call& call, WeightBlock weight, int64_t rows, uint32
   }
 }
 
+// Some neighbours among the entries of a call.
+struct EntryRange {
+  int64_t begin, end;
+};
+
+EntryRange entries_of_block(const Call& call, int64_t block) {
+  const Entries& entries = call.gradient.entries;
+  const int64_t rows = call.plan.block_rows;
+  const auto at = [&](int64_t k) {
+    return std::lower_bound(entries.ids, entries.ids + entries.count, k,
+                            [&](int64_t id, int64_t which) { return id / rows < which; }) - entries.ids;
+  };
+  return entries.count == 0 ? EntryRange{0, 0} : EntryRange{at(block), at(block + 1)};
+}
+
+// Those of a panel of tokens, from `first` on.
+EntryRange entries_of_panel(const Call& call, EntryRange block, int64_t first) {
+  const int64_t* tokens = call.gradient.entries.tokens;
+  const auto at = [&](int64_t token) {
+    return std::lower_bound(tokens + block.begin, tokens + block.end, token) - tokens;
+  };
+  return block.begin == block.end ? block : EntryRange{at(first), at(first + kLanes)};
+}
+
+// With an exponential of 0 an entry's derivative by the formula is 0.
+void clear_exponentials(const Call& call, EntryRange range, int64_t first_token, int64_t first_row,
+                        const Exponentials& tile) {
+  const Entries& entries = call.gradient.entries;
+  const int64_t size = call.plan.kept_size();
+  for (int64_t k = range.begin; k < range.end; k++) {
+    const int64_t row = entries.ids[k] - first_row, lane = entries.tokens[k] - first_token;
+    std::memset(tile.values + (row * tile.stride + lane) * size, 0, size);
+  }
+}
+
+// Write the entries into the results of `gradient_tile`, which are described there.
+void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_t first_row, uint32_t* across,
+                 uint32_t* along, float* row_sums) {
+  const Entries& entries = call.gradient.entries;
+  const int64_t pair = call.sizes.pair, size = 4 / pair;
+  for (int64_t k = range.begin; k < range.end; k++) {
+    const int64_t row = entries.ids[k] - first_row, lane = entries.tokens[k] - first_token;
+    const float value = entries.values[k];
+    const uint16_t narrow = bf16_of(value);
+    const void* const word = pair == 2 ? static_cast<const void*>(&narrow) : &value;
+    if (across != nullptr) {
+      std::memcpy(reinterpret_cast<char*>(across + row * call.sizes.across_stride) + lane * size, word, size);
+    }
+    if (along != nullptr) {
+      std::memcpy(reinterpret_cast<char*>(along + row / pair * kLanes + lane) + row % pair * size, word, size);
+    }
+    if (row_sums != nullptr) row_sums[row] += value;
+  }
+}
+
 // A block's rows of dW from dz of `length` tokens: the products of all tokens are summed in fp32 and rounded once.
 void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t length, int64_t worker) {
   const Plan& plan = call.plan;
@@ -286,6 +341,7 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
   if (need_hidden) transpose_weight(call, weight, rows, scratch.transposed.get() + column);
   float* row_sums = g.dbias == nullptr ? nullptr : g.dbias + first;
   if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);
+  const EntryRange entries = entries_of_block(call, block);
   for (int64_t begin = 0; begin < sizes.padded; begin += sizes.chunk) {
     const int64_t length = std::min(sizes.chunk, sizes.padded - begin);
     Exponentials gathered{};
@@ -300,10 +356,15 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
         const int64_t row = call.lanes.target(begin + lane + j) - first;
         targets[j] = row >= 0 && row < rows ? static_cast<int32_t>(row) : -1;
       }
-      plan.kernels->gradient_tile(
-          tile.values, plan.kept, tile.stride, rows, plan.kind, call.lanes.at(begin + lane, tile.offsets, targets),
-          need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr, sizes.across_stride,
-          need_hidden ? scratch.along.get() + (begin + lane) * sizes.along_depth + column * kLanes : nullptr, row_sums);
+      uint32_t* across = need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr;
+      uint32_t* along =
+          need_hidden ? scratch.along.get() + (begin + lane) * sizes.along_depth + column * kLanes : nullptr;
+      const EntryRange here = entries_of_panel(call, entries, begin + lane);
+      clear_exponentials(call, here, begin + lane, first, tile);
+      plan.kernels->gradient_tile(tile.values, plan.kept, tile.stride, rows, plan.kind,
+                                  call.lanes.at(begin + lane, tile.offsets, targets), across, sizes.across_stride,
+                                  along, row_sums);
+      put_entries(call, here, begin + lane, first, across, along, row_sums);
     }
     if (need_weight) add_to_dweight(call, block, begin, length, worker);
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -13,6 +14,13 @@ namespace grpo {
 
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// Rounded to bf16; a NaN stays one.
+inline uint16_t bf16_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
 
 // Uninitialised memory for vectors.
 template <class T>
@@ -128,6 +136,15 @@ struct Statistics {
   }
 };
 
+// Derivatives of single products, which take the place of those by the row's formula: in the order of the blocks that
+// hold `ids`, then of `tokens`.
+struct Entries {
+  const int64_t* tokens;  // places in GradientInputs::rows
+  const int64_t* ids;     // rows of the vocabulary
+  const float* values;    // dL/d(product)
+  int64_t count;
+};
+
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);
 
 // out [tokens, vocab] = hidden @ weight^T; only the first five inputs and the number of tokens are read.
@@ -144,6 +161,7 @@ struct GradientInputs {
   Dtype dweight_dtype;
   float* dhidden;           // [count, hidden] or nullptr
   float* dbias;             // [vocab] or nullptr
+  Entries entries;
 };
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);

@@ -69,9 +69,7 @@ __attribute__((target("f16c"))) void add_to_row(Dtype dtype, void* row, const fl
       uint32_t bits = static_cast<uint32_t>(words[c]) << 16;
       float x;
       std::memcpy(&x, &bits, 4);
-      x += sum[c];
-      std::memcpy(&bits, &x, 4);
-      words[c] = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+      words[c] = bf16_of(x + sum[c]);
     }
   } else {
     for (int64_t c = 0; c < columns; c++) words[c] = _cvtss_sh(_cvtsh_ss(words[c]) + sum[c], _MM_FROUND_TO_NEAREST_INT);

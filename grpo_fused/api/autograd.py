@@ -117,7 +117,7 @@ class LinearLoss(torch.autograd.Function):
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """(logps, entropies); the backward recomputes the logits of the rows that have a coefficient."""
+    """(logps, entropies, alternative_logps); the backward recomputes the logits of rows that have a coefficient."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
@@ -126,22 +126,26 @@ class LinearLogprobs(torch.autograd.Function):
         ctx.call, tensors = detach(call)
         ctx.save_for_backward(*scores, *tensors)
         ctx.set_materialize_grads(False)
-        if not call.with_entropy:
-            ctx.mark_non_differentiable(scores.entropies)
-        return scores.logps, scores.entropies
+        has_alternatives = call.alternatives.sets is not None
+        absent = ((scores.entropies, call.with_entropy), (scores.alternative_logps, has_alternatives))
+        ctx.mark_non_differentiable(*(x for x, requested in absent if not requested))
+        return scores.logps, scores.entropies, scores.alternative_logps
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        logps, entropies, maxima, log_sums, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None, dalternatives: Tensor | None) -> Any:
+        logps, entropies, maxima, log_sums, alternative_logps, *tensors = ctx.saved_tensors
         call: LogprobsCall = attach(ctx.call, tensors)
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
             entropies, dentropies = None, None
-        if dlogps is None and dentropies is None:
+        if call.alternatives.sets is None:
+            alternative_logps, dalternatives = None, None
+        if dlogps is None and dentropies is None and dalternatives is None:
             return None, None, None, None
+        scores = Scores(logps, entropies, maxima, log_sums, alternative_logps)
         needs = Needs(*ctx.needs_input_grad[:3])
         gradients = operators.linear_logprobs_gradient(
-            *flat(LogprobsGradientCall(call, logps, entropies, maxima, log_sums, dlogps, dentropies, needs))
+            *flat(LogprobsGradientCall(call, *scores, dlogps, dentropies, dalternatives, needs))
         )
         return (
             *(

@@ -15,12 +15,14 @@ from typing_extensions import Unpack
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLoss
 from grpo_fused.api.head import HeadOptions, check_names, head_of, needs_of
+from grpo_fused.api.pipeline import evaluation_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import CustomCall, tensors_of
+from grpo_fused.call.calls import Alternatives, CustomCall, tensors_of
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.options import check_choice
 from grpo_fused.call.outputs import ObjectiveOutput
-from grpo_fused.objective.custom import Evaluation, Objective, Scope
+from grpo_fused.objective.custom import Objective, Scope
 from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups
 
@@ -51,6 +53,8 @@ def fused_linear_objective(
     inputs: Mapping[str, Tensor] | None = None,
     scope: Scope = "token",
     with_entropy: bool = False,
+    alternatives: CandidateSets | None = None,
+    alternative_inputs: Mapping[str, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
     **head: Unpack[HeadOptions],
 ) -> ObjectiveOutput:
@@ -81,6 +85,10 @@ def fused_linear_objective(
         inputs: tensors shaped like `token_ids`, without gradient, split like the tokens: `{"advantages": ...}`.
         scope: which tokens must be in the same call of the objective.
         with_entropy: pass entropies (nats), differentiable too; else None.
+        alternatives: `CandidateSets`: other tokens of each position, [M] in all, as in `fused_linear_logprobs`. The
+            objective gets `alternative_logps` ([m], nats, differentiable too) and `alternative_offsets` ([n + 1] int64)
+            of its part as further keywords: token i has those from `alternative_offsets[i]` to the next offset.
+        alternative_inputs: tensors `[M]` without gradient, split like the alternatives.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; needed by packed calls unless the scope is
             `"token"`.
         **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
@@ -115,27 +123,34 @@ def fused_linear_objective(
         layout = Layout.of(token_ids, cu_seqlens)
         lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_objective_inputs(token_inputs, layout)
+        check.check_alternatives(alternatives, alternative_inputs, token_ids, token_inputs)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
-        named_inputs = namedtuple("Inputs", token_inputs)(**token_inputs)  # type: ignore[misc]
+        others = Alternatives() if alternatives is None else Alternatives(alternatives.ids, alternatives.offsets)
+        given = [namedtuple("Inputs", x)(**x) for x in (token_inputs, dict(alternative_inputs or {}))]  # type: ignore[misc]
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
-            hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, named_inputs, scope, with_entropy, needs,
-            run, torch.is_grad_enabled(),
+            hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, given[0], scope, with_entropy, needs, run,
+            torch.is_grad_enabled(), others, given[1],
         )  # fmt: skip
         check.check_devices(call)
 
     if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
-        flat = {name: x.reshape(-1) for name, x in token_inputs.items()}
-        evaluation = Evaluation(objective, flat, layout, rows, scope, with_entropy)
-        entropies = scores.entropies if with_entropy else None
-        loss = evaluation.value(
-            slice(0, len(rows)),
-            scores.logps.reshape(-1)[rows].clamp(min=-1e4),
-            None if entropies is None else entropies.reshape(-1)[rows],
-        ).sum()
+        entropies, of_alternatives = scores.entropies if with_entropy else None, scores.alternative_logps
+        if alternatives is not None and of_alternatives is not None:
+            of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=-1e4)
+        loss = (
+            evaluation_of(call, layout, rows, objective)
+            .value(
+                slice(0, len(rows)),
+                scores.logps.reshape(-1)[rows].clamp(min=-1e4),
+                None if entropies is None else entropies.reshape(-1)[rows],
+                of_alternatives,
+            )
+            .sum()
+        )
         return ObjectiveOutput(
             loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach()
         )

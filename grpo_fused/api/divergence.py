@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal, cast
 
 import torch
@@ -16,6 +17,8 @@ from grpo_fused.call.calls import DivergenceCall, tensors_of
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.call.outputs import DivergenceOutput
+from grpo_fused.ranks.handshake import refusing_together
+from grpo_fused.ranks.parallel import ParallelGroups
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 DivergenceImpl = Literal["auto", "chunked", "reference"]
@@ -71,7 +74,8 @@ def fused_linear_divergence(
         other_lm_head_bias, other_logit_scale, other_softcap: those of the other head.
         impl: `"chunked"` on any device, which `"auto"` takes, or `"reference"`, which holds all logits.
         **head: `lm_head_bias`, `temperature` (of both heads), `logit_scale`, `softcap`, `max_scratch_bytes` (each head
-            gets half), `compact`: see `HeadOptions`.
+            gets half), `compact`, `process_group` (slices of the vocabulary, the same rows of both heads on a rank):
+            see `HeadOptions`.
 
     Returns:
         `DivergenceOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `divergence` and
@@ -92,47 +96,54 @@ def fused_linear_divergence(
 
     Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
     """
-    check_names("fused_linear_divergence", head, "candidates", "process_group")
-    check_choice(kind, "kind", DivergenceKind)
-    check_choice(impl, "impl", DivergenceImpl)
-    check_number(beta, "beta")
-    if not 0.0 < beta < 1.0 if kind == "jsd" else beta != 0.5:
-        raise ValueError(f"beta must be in (0, 1) for kind='jsd', left out for other kinds; got {beta} for {kind!r}")
-    if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):
-        got = getattr(hidden_states, "shape", type(hidden_states).__name__)
-        raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
-    tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
-    layout = Layout.of(tokens)
-    options = cast(HeadOptions, {**head, "impl": "chunked" if impl == "auto" else impl})
-    lm_head, _, run = head_of(hidden_states, lm_head_weight, tokens, mask, layout, options, names=("mask", "mask"))
-    check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
-    other = None
-    is_there = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
-    if other_hidden_states is not None and other_lm_head_weight is not None and not any(is_there[2:]):
-        lm_head, other = beside(
-            lm_head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
-            other_logit_scale, other_softcap,
-        )  # fmt: skip
-    elif other_ids is not None and other_logprobs is not None and not any(is_there[:2]):
-        shape = (*layout.shape, other_ids.shape[-1])
-        floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
-        if kind != "forward_kl" or not floats or not shape == other_ids.shape == other_logprobs.shape:
-            got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (other_ids, other_logprobs))
+    check_names("fused_linear_divergence", head, "candidates")
+    process_group = head.get("process_group")
+    with nullcontext() if process_group is None else refusing_together(process_group):
+        if ParallelGroups.of(process_group).tokens is not None:
+            raise ValueError("a divergence takes slices of the vocabulary only; got a group of ranks with other tokens")
+        check_choice(kind, "kind", DivergenceKind)
+        check_choice(impl, "impl", DivergenceImpl)
+        check_number(beta, "beta")
+        if not 0.0 < beta < 1.0 if kind == "jsd" else beta != 0.5:
             raise ValueError(
-                f"other_ids must be integers and other_logprobs floating-point, {(*layout.shape, 'K')} each, with "
-                f"kind='forward_kl'; got {got} and {kind!r}"
+                f"beta must be in (0, 1) for kind='jsd', left out for other kinds; got {beta} for {kind!r}"
             )
-    else:
-        names = "other_hidden_states, other_lm_head_weight, other_ids, other_logprobs"
-        raise ValueError(f"the first two or the last two of {names} must be given; got {is_there}")
-    mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
-    needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
-    call = DivergenceCall(
-        hidden_states, lm_head, mask, weights, kind, beta, other_hidden_states, other, other_ids, other_logprobs,
-        needs, run,
-    )  # fmt: skip
-    check.check_devices(call)
+        if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):
+            got = getattr(hidden_states, "shape", type(hidden_states).__name__)
+            raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
+        tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
+        layout = Layout.of(tokens)
+        options = cast(HeadOptions, {**head, "impl": "chunked" if impl == "auto" else impl})
+        lm_head, _, run = head_of(hidden_states, lm_head_weight, tokens, mask, layout, options, names=("mask", "mask"))
+        check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
+        other = None
+        is_there = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
+        if other_hidden_states is not None and other_lm_head_weight is not None and not any(is_there[2:]):
+            lm_head, other = beside(
+                lm_head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
+                other_logit_scale, other_softcap,
+            )  # fmt: skip
+        elif other_ids is not None and other_logprobs is not None and not any(is_there[:2]):
+            shape = (*layout.shape, other_ids.shape[-1])
+            floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
+            if kind != "forward_kl" or not floats or not shape == other_ids.shape == other_logprobs.shape:
+                got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (other_ids, other_logprobs))
+                raise ValueError(
+                    f"other_ids must be integers and other_logprobs floating-point, {(*layout.shape, 'K')} each, with "
+                    f"kind='forward_kl'; got {got} and {kind!r}"
+                )
+        else:
+            names = "other_hidden_states, other_lm_head_weight, other_ids, other_logprobs"
+            raise ValueError(f"the first two or the last two of {names} must be given; got {is_there}")
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
+        needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
+        call = DivergenceCall(
+            hidden_states, lm_head, mask, weights, kind, beta, other_hidden_states, other, other_ids, other_logprobs,
+            needs, run,
+        )  # fmt: skip
+        check.check_devices(call)
+
     if run.engine == "reference":
         return reference.linear_divergence(call, layout)
     return DivergenceOutput(*LinearLoss.apply(*tensors_of(call), call)[:3])

@@ -12,7 +12,8 @@ from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLogprobs, LinearLoss
 from grpo_fused.api.head import HeadOptions, beside, check_names, head_of, needs_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import LogprobsCall, LossCall, LossInputs, tensors_of
+from grpo_fused.call.calls import Alternatives, LogprobsCall, LossCall, LossInputs, tensors_of
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
@@ -162,6 +163,7 @@ def fused_linear_logprobs(
     mask: Tensor | None = None,
     *,
     with_entropy: bool = False,
+    alternatives: CandidateSets | None = None,
     **head: Unpack[HeadOptions],
 ) -> LogprobOutput:
     """Log-probabilities (and entropies) of given tokens, from hidden states and the lm-head weight.
@@ -176,11 +178,15 @@ def fused_linear_logprobs(
         token_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
         mask: like `token_ids`, bool or 0/1, default all active. Masked positions give 0 and get no gradient.
         with_entropy: also return the Shannon entropy of each token's distribution, in nats.
+        alternatives: `CandidateSets`: other tokens of each position, [M] in all, whose log-probs are returned too: any
+            of the vocabulary (of the position's candidate set, if it has one), also several times, the token itself, or
+            none. They cost the product of a row of the weight each.
         **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
             `compact`, `process_group`: see `HeadOptions`.
 
     Returns:
-        `LogprobOutput(logps, entropies)`, fp32 (fp64 for fp64 inputs); entropies are None unless requested.
+        `LogprobOutput(logps, entropies, alternative_logps)`, fp32 (fp64 for fp64 inputs); the last two are None unless
+        requested.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`.
@@ -190,6 +196,7 @@ def fused_linear_logprobs(
         log_p = (hidden_states.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)
         logps = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         entropies = -(log_p.exp() * log_p).sum(-1)
+        alternative_logps = log_p.flatten(0, -2)[alternatives.positions, alternatives.ids]
     """
     check_names("fused_linear_logprobs", head)
     process_group = head.get("process_group")
@@ -197,11 +204,13 @@ def fused_linear_logprobs(
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)
         lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
-        call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run)
+        check.check_alternatives(alternatives, None, token_ids, ())
+        others = Alternatives() if alternatives is None else Alternatives(alternatives.ids, alternatives.offsets)
+        call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others)
         check.check_devices(call)
 
     if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         return scores if with_entropy else scores._replace(entropies=None)
-    logps, entropies = LinearLogprobs.apply(*tensors_of(call), call)
-    return LogprobOutput(logps, entropies if with_entropy else None)
+    logps, entropies, others = LinearLogprobs.apply(*tensors_of(call), call)
+    return LogprobOutput(logps, entropies if with_entropy else None, None if alternatives is None else others)

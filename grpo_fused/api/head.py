@@ -29,6 +29,7 @@ class LogitOptions(TypedDict, total=False):
     softcap: float | None
     max_scratch_bytes: int | None
     compact: bool
+    process_group: dist.ProcessGroup | ParallelGroups | None
 
 
 class HeadOptions(LogitOptions, total=False):
@@ -61,7 +62,6 @@ class HeadOptions(LogitOptions, total=False):
 
     candidates: CandidateSets | None
     impl: Impl
-    process_group: dist.ProcessGroup | ParallelGroups | None
 
 
 _NAMES = frozenset((*LogitOptions.__annotations__, *HeadOptions.__annotations__))

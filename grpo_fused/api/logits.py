@@ -13,9 +13,8 @@ from grpo_fused.call.calls import LogitsCall
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.engines.base import flat_view, rows_of
 from grpo_fused.engines.chunked import row_block_bytes, row_work
-from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.rows import RowWork
-from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform, has_coefficient
 
 
 def scores(call: LogitsCall, layout: Layout) -> Statistics:

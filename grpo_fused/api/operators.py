@@ -44,7 +44,8 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
-from grpo_fused.call.validation import check_divergence_values, check_loss_values, check_token_values
+from grpo_fused.call.validation import check_loss_values, check_token_values
+from grpo_fused.engines.alternatives import Alternatives
 from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
@@ -90,7 +91,9 @@ def _plain(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(call: TokensCall | LogprobsGradientCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+def _shared(
+    call: TokensCall | DivergenceCall | LogprobsGradientCall, layout: Layout
+) -> Iterator[tuple[Tokens, TokenParallel | None]]:
     """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
     scored = call.forward if isinstance(call, LogprobsGradientCall) else call
     with _plain(scored.token_ids.device):
@@ -154,7 +157,7 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     layout = Layout.of(call.token_ids, call.cu_seqlens)
     with _shared(call, layout) as (tokens, ranks):
-        parts = run_objective(_engine(call, tokens), tokens, layout, call, objective)
+        parts = run_objective(_engine(call, tokens), tokens, layout, call, objective, _alternatives(call, tokens))
         loss = parts.loss if ranks is None else ranks.add(parts.loss)
     return _loss_result(call, layout, parts._replace(loss=loss.to(parts.logps.dtype)))
 
@@ -164,16 +167,18 @@ def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
     with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        scores = run_logprobs(_engine(call, tokens), tokens, call)
+        scores, alternative_logps = run_logprobs(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
     shape = call.token_ids.shape
-    return Scores(scores.logp.view(shape), _shaped(scores.entropy, shape, scores.logp), scores.max, scores.log_sum)
+    entropies = _shaped(scores.entropy, shape, scores.logp)
+    return Scores(scores.logp.view(shape), entropies, scores.max, scores.log_sum, alternative_logps)
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
 def _(call: LogprobsCall) -> Scores:
     like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
-    row = like.new_empty(call.token_ids.numel())
-    return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row))
+    row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.alternative_ids
+    alternative_logps = _nothing(like) if ids is None else like.new_empty(ids.shape)
+    return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row), alternative_logps)
 
 
 @_operator(LogprobsGradientCall, HeadGradients)
@@ -185,7 +190,8 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
         known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
     with _shared(call, Layout.of(scored.token_ids)) as (tokens, _):
-        gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known)
+        alternatives = _alternatives(scored, tokens)
+        gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
         if gradients.candidates is not None and not scored.candidates.any_whole:
             return _candidate_gradients(scored, tokens, gradients, call.needs)
     return _head_gradients(scored, gradients)
@@ -216,9 +222,8 @@ def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: DivergenceCall = build(DivergenceCall, iter(values))
     layout = Layout.of(call.mask)
-    with _plain(call.mask.device):
-        check_divergence_values(call, layout)
-        return _loss_result(call, layout, run_divergence(call, layout))
+    with _shared(call, layout) as (tokens, _):
+        return _loss_result(call, layout, run_divergence(call, tokens))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
@@ -369,6 +374,15 @@ def _engine(call: TokensCall, tokens: Tokens) -> Engine:
     vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
     most = engines.largest_sparse_set(call.run.engine, vocab_size)
     return CandidateEngine(engine, engines.pairs(call.run.engine), call.candidates.any_whole, most)
+
+
+def _alternatives(call: CustomCall | LogprobsCall, tokens: Tokens) -> Alternatives | None:
+    sets = call.alternatives.sets
+    if sets is None:
+        return None
+    name, head = call.run.engine, rounded_bias(call.hidden_states, call.lm_head)
+    vocab_size = head.vocab_size if tokens.vocab is None else tokens.vocab.total
+    return Alternatives(head, tokens, sets, engines.pairs(name), engines.largest_sparse_set(name, vocab_size))
 
 
 def _candidate_gradients(call: LogprobsCall, tokens: Tokens, gradients: Gradients, needs: Needs) -> HeadGradients:

@@ -29,11 +29,11 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
+from grpo_fused.engines.alternatives import Alternatives
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
-from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.products import rounded_bias
-from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.kernels.row_types import Coefficients, Statistics
 from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
 from grpo_fused.objective.custom import Evaluation, Objective, check_no_other_gradient
 from grpo_fused.objective.formulas import evaluate
@@ -116,7 +116,8 @@ def run_loss(
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
         compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
-        gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, compact))[1]
+        found = Coefficients(scores, dlogp, dentropy).select(work.rows)
+        gradients = engine.fused(_known_gradient(engine, work, scores, found, compact))[1]
 
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
     metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
@@ -124,15 +125,33 @@ def run_loss(
     return LossParts(result.loss, scores.logp, scores.entropy, gradients, metrics)
 
 
-def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCall, objective: Objective) -> LossParts:
+def run_objective(
+    engine: Engine,
+    tokens: Tokens,
+    layout: Layout,
+    call: CustomCall,
+    objective: Objective,
+    alternatives: Alternatives | None = None,
+) -> LossParts:
     """Loss (0-d fp64), scores and gradients of a custom objective."""
     head, run, needs = _head(call), call.run, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
-    inputs = {name: x.reshape(-1) for name, x in zip(call.inputs._fields, call.inputs, strict=True)}  # type: ignore[attr-defined]
-    evaluation = Evaluation(objective, inputs, layout, rows, call.scope, call.with_entropy)  # type: ignore[arg-type]
+    evaluation = evaluation_of(call, layout, rows, objective)
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     skip_zeros = run.compact and tokens.ids.device.type == "cpu"
-    work = Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros)
+    work = Work(
+        head, tokens, rows, call.with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
+        candidate_z=None if alternatives is None else alternatives.candidate_z,
+    )  # fmt: skip
+
+    def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
+        where = rows[part]
+        others = None if alternatives is None else alternatives.logps(where, stats)
+        found = evaluation(part, stats.logp, stats.entropy, others)
+        if alternatives is None or others is None or found.alternatives is None:
+            return Coefficients(stats, found.logp, found.entropy)
+        return alternatives.coefficients(where, stats, others, found.logp, found.alternatives, found.entropy)
+
     chunks, chunk_rows = None, _chunk_rows(engine, work)
     if call.scope == "token":
         chunks = even_chunks(len(rows), chunk_rows)
@@ -140,29 +159,38 @@ def run_objective(engine: Engine, tokens: Tokens, layout: Layout, call: CustomCa
         counts = torch.bincount(layout.sequence_ids(rows.device)[rows], minlength=layout.num_sequences)
         chunks = sequence_chunks(counts.tolist(), chunk_rows)
     if needs.any() and chunks is not None:
-        work = replace(work, chunks=chunks, coefficients=evaluation, whole_chunks=call.scope != "token")
+        work = replace(work, chunks=chunks, coefficients=coefficients, whole_chunks=call.scope != "token")
         statistics, gradients = engine.fused(work)
         _place(statistics, rows, tokens, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
     _score(engine, work, scores)
-    known, gradients = scores.select(rows), Gradients(None, None, None, 0)
+    known, everything = scores.select(rows), slice(0, len(rows))
     if not needs.any():
+        others = None if alternatives is None else alternatives.logps(rows, known).clamp(min=LOWEST_LOGP)
         with torch.set_grad_enabled(call.records):
-            value = evaluation.value(slice(0, len(rows)), known.logp.clamp(min=LOWEST_LOGP), known.entropy)
+            value = evaluation.value(everything, known.logp.clamp(min=LOWEST_LOGP), known.entropy, others)
         check_no_other_gradient(value, ())
-        return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, gradients, {})
-    dlogp, dentropy = (
-        None if x is None else torch.zeros_like(scores.logp).index_copy_(0, rows, x)
-        for x in evaluation(slice(0, len(rows)), known.logp, known.entropy)
-    )
-    assert dlogp is not None
-    gradients = engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, run.compact))[1]
+        nothing = Gradients(None, None, None, 0)
+        return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, nothing, {})
+    gradients = engine.fused(_known_gradient(engine, work, scores, coefficients(everything, known), run.compact))[1]
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
-def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
+def evaluation_of(call: CustomCall, layout: Layout, rows: Tensor, objective: Objective) -> Evaluation:
+    """The objective of a call, on its active tokens at `rows`."""
+    inputs, for_alternatives = (
+        {name: x.reshape(-1) for name, x in zip(given._fields, given, strict=True)} if given else {}  # type: ignore[attr-defined]
+        for given in (call.inputs, call.alternative_inputs)
+    )
+    alternatives = call.alternatives.sets
+    return Evaluation(
+        objective, inputs, layout, rows, call.scope, call.with_entropy, alternatives, for_alternatives,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
     """The weighted sum of divergences: a product for each head, two for the gradients."""
-    head, run, tokens = _head(call), call.run, Tokens.of(call, layout)
+    head, run = _head(call), call.run
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
     other = call.other_hidden_states, call.other_lm_head
@@ -180,17 +208,27 @@ def run_divergence(call: DivergenceCall, layout: Layout) -> LossParts:
     return LossParts(loss, divergence, scores.entropy, gradients, {})
 
 
-def run_logprobs(engine: Engine, tokens: Tokens, call: LogprobsCall) -> Statistics:
-    """Scores of all N positions, 0 where masked."""
+def run_logprobs(
+    engine: Engine, tokens: Tokens, call: LogprobsCall, alternatives: Alternatives | None = None
+) -> tuple[Statistics, Tensor]:
+    """Scores of all N positions and log-probs of all alternatives, 0 where masked."""
     head, run = _head(call), call.run
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     rows = tokens.undecided.nonzero().squeeze(1) if run.compact else _everything(tokens)
-    _score(engine, Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes), scores)
-    return scores
+    candidate_z = None if alternatives is None else alternatives.candidate_z
+    _score(engine, Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z), scores)
+    if alternatives is None:
+        return scores, scores.logp.new_empty(0)
+    logps = scores.logp.new_zeros(len(alternatives.sets.ids))
+    return scores, logps.index_copy_(0, alternatives.places(rows), alternatives.logps(rows, scores.select(rows)))
 
 
 def run_logprobs_gradient(
-    engine: Engine, tokens: Tokens, call: LogprobsGradientCall, scores: Statistics | None
+    engine: Engine,
+    tokens: Tokens,
+    call: LogprobsGradientCall,
+    scores: Statistics | None,
+    alternatives: Alternatives | None = None,
 ) -> Gradients:
     """Gradients of all N positions from the coefficients on their log-probs and entropies: three products.
 
@@ -198,8 +236,18 @@ def run_logprobs_gradient(
     """
     head, run = _head(call.forward), call.forward.run
     dlogp, dentropy = clean_coefficients(tokens.undecided, call.dlogps, call.dentropies, head.statistics_dtype)
-    work = Work(head, tokens, _everything(tokens), dentropy is not None, run.max_scratch_bytes, needs=call.needs)
-    return engine.fused(_known_gradient(engine, work, scores, dlogp, dentropy, run.compact))[1]
+    rows = _everything(tokens)
+    work = Work(head, tokens, rows, dentropy is not None, run.max_scratch_bytes, needs=call.needs)
+    if alternatives is None or call.dalternative_logps is None:
+        found = Coefficients(scores or _no_scores(tokens, dlogp.dtype, dentropy is not None), dlogp, dentropy)
+    else:
+        logps = call.alternative_logps
+        if scores is None or logps is None:
+            scores, logps = run_logprobs(engine, tokens, call.forward, alternatives)
+        active = tokens.undecided[alternatives.sets.positions]
+        dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
+        found = alternatives.coefficients(rows, scores, logps, dlogp, dlogps, dentropy)
+    return engine.fused(_known_gradient(engine, work, scores, found, run.compact))[1]
 
 
 def _head(call: LinearCall) -> LMHead:
@@ -235,22 +283,20 @@ def _place_divergence(gradients: Gradients, rows: Tensor, divergence: Tensor | N
         divergence.index_copy_(0, rows, gradients.divergence)
 
 
-def _known_gradient(
-    engine: Engine, work: Work, scores: Statistics | None, dlogp: Tensor, dentropy: Tensor | None, compact: bool
-) -> Work:
-    """The work of a gradient with known coefficients ([N]): three products, for rows with a nonzero one."""
+def _known_gradient(engine: Engine, work: Work, scores: Statistics | None, found: Coefficients, compact: bool) -> Work:
+    """The work of a gradient with known coefficients of its rows: three products, for rows with a nonzero one."""
     rows = work.rows
     if compact:
-        rows = rows[has_coefficient(dlogp, dentropy)[rows].nonzero().squeeze(1)]
+        kept = found.any_of_row().nonzero().squeeze(1)
+        rows, found = rows[kept], found.select(kept)
 
-    def coefficients(part: slice | Tensor, _logp: Tensor, _entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        where = rows[part]
-        return dlogp[where], None if dentropy is None else dentropy[where]
+    def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
+        return found.select(part)._replace(statistics=stats)
 
     return replace(
         work,
         rows=rows,
-        with_entropy=dentropy is not None,
+        with_entropy=found.dentropy is not None,
         chunks=even_chunks(rows.shape[0], _chunk_rows(engine, work)),
         coefficients=coefficients,
         known=None if scores is None else scores.select(rows),

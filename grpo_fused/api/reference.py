@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import DivergenceCall, LMHead, LossCall, LossInputs, TokensCall
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
@@ -32,7 +33,8 @@ def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
         kept = torch.ones_like(logits, dtype=torch.bool).view(-1, logits.shape[-1])
         kept[rows] = sets.select(rows).to_mask(logits.shape[-1])
         logits = torch.where(kept.view(logits.shape), logits, -math.inf)
-    return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout)
+    alternatives = None if isinstance(call, LossCall) else call.alternatives.sets
+    return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout, alternatives)
 
 
 def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
@@ -114,7 +116,13 @@ def _at_temperature(
 
 
 def logprobs(
-    logits: Tensor, token_ids: Tensor, mask: Tensor | None, number: float, temperatures: Tensor | None, layout: Layout
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    number: float,
+    temperatures: Tensor | None,
+    layout: Layout,
+    alternatives: CandidateSets | None = None,
 ) -> LogprobOutput:
     """Log-probs and entropies of `token_ids` ([...]) under `logits` ([..., V]) in the dtype of the logits."""
     active = active_tokens(mask, token_ids)
@@ -130,7 +138,14 @@ def logprobs(
     logps = below.squeeze(-1) - rest.log1p()
     entropies = rest.log1p() - (others * shifted).sum(-1) / (1.0 + rest)
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-    return LogprobOutput(torch.where(active, logps, zero), torch.where(active, entropies, zero))
+    logps, entropies = torch.where(active, logps, zero), torch.where(active, entropies, zero)
+    if alternatives is None:
+        return LogprobOutput(logps, entropies)
+    position, on = alternatives.positions, active.reshape(-1)[alternatives.positions]
+    others = torch.where(on, alternatives.ids, 0).to(torch.int64)
+    z, maximum, at, rest = (x.flatten(0, active.dim() - 1) for x in (logits, maximum, at, rest))
+    below = torch.where(others == at[position, 0], 0.0, z[position, others] - maximum[position, 0])
+    return LogprobOutput(logps, entropies, torch.where(on, below - rest[position].log1p(), zero))
 
 
 class Tokens(NamedTuple):

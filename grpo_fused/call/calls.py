@@ -95,6 +95,20 @@ class Candidates(NamedTuple):
         return None if ids is None or offsets is None else CandidateSets(ids, offsets)
 
 
+class Alternatives(NamedTuple):
+    """Other tokens of the positions of a call, whose log-probs are wanted too."""
+
+    alternative_ids: Tensor | None = None
+    """`CandidateSets.ids`, in which a token may be several times"""
+    alternative_offsets: Tensor | None = None
+
+    @property
+    def sets(self) -> CandidateSets | None:
+        """The tensors as the caller gave them."""
+        ids, offsets = self
+        return None if ids is None or offsets is None else CandidateSets(ids, offsets)
+
+
 class Run(NamedTuple):
     """How a call runs."""
 
@@ -156,6 +170,7 @@ class LogprobsCall(NamedTuple):
     candidates: Candidates
     with_entropy: bool
     run: Run
+    alternatives: Alternatives = Alternatives()
 
 
 class CustomCall(NamedTuple):
@@ -175,6 +190,9 @@ class CustomCall(NamedTuple):
     run: Run
     records: bool
     """whether the caller records gradients: then a tensor of the objective's own must not require one"""
+    alternatives: Alternatives = Alternatives()
+    alternative_inputs: tuple[Any, ...] = ()
+    """a NamedTuple of the objective's inputs for each alternative"""
 
 
 class DivergenceCall(NamedTuple):
@@ -207,13 +225,17 @@ class DivergenceCall(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The result of a `LogprobsCall`: log-probs and entropies in the shape of the ids, other statistics as [N]."""
+    """The result of a `LogprobsCall`: log-probs and entropies in the shape of the ids, other statistics as [N].
+
+    What was not requested is empty.
+    """
 
     logps: Tensor
     entropies: Tensor
-    """empty if not requested"""
     maxima: Tensor
     log_sums: Tensor
+    alternative_logps: Tensor
+    """[M]"""
 
 
 class LogprobsGradientCall(NamedTuple):
@@ -221,12 +243,14 @@ class LogprobsGradientCall(NamedTuple):
 
     forward: LogprobsCall
     logps: Tensor | None
-    """this and the next three: the `Scores` of the forward pass, or None to compute them again"""
+    """this and the next four: the `Scores` of the forward pass, or None to compute them again"""
     entropies: Tensor | None
     maxima: Tensor | None
     log_sums: Tensor | None
+    alternative_logps: Tensor | None
     dlogps: Tensor | None
     dentropies: Tensor | None
+    dalternative_logps: Tensor | None
     needs: Needs
 
 

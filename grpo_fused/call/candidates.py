@@ -159,6 +159,12 @@ class CandidateSets:
         starts = self.offsets[positions] - _offsets(sizes)[:-1]
         return torch.repeat_interleave(starts, sizes) + torch.arange(int(sizes.sum()), device=sizes.device)
 
+    def find(self, others: CandidateSets, vocab_size: int) -> Tensor:
+        """`[M]` int64: where the tokens of other sets of the same positions are in `ids`; anything if they are not."""
+        keys, order = (self.positions * vocab_size + self.ids).sort()
+        place = torch.searchsorted(keys, others.positions * vocab_size + others.ids)
+        return order[place.clamp(max=len(keys) - 1)] if len(keys) else place
+
     def within(self, first: int, size: int) -> tuple[CandidateSets, Tensor]:
         """The sets on a slice of the vocabulary, with ids from 0 in it, and `[K]` bool: which of `ids` they keep."""
         ids = self.ids.to(torch.int64) - first
@@ -175,14 +181,51 @@ class CandidateSets:
 
 def may_need_whole_head(candidates: CandidateSets, token_ids: Tensor, mask: Tensor | None, most: int) -> bool:
     """Whether a set of an active token is empty, or of more than `most` tokens; raises unless there are N sets."""
-    if not isinstance(candidates, CandidateSets):
-        raise TypeError(f"candidates must be CandidateSets; got {type(candidates).__name__}")
-    if len(candidates) != token_ids.numel():
-        raise ValueError(f"candidates must have a set for each of {token_ids.numel()} positions; got {len(candidates)}")
-    if candidates.ids.device != token_ids.device:
-        raise ValueError(f"candidates must be on {token_ids.device}, as the ids; got {candidates.ids.device}")
+    check_sets(candidates, token_ids, "candidates")
     sizes = candidates.sizes if mask is None else candidates.sizes[mask.reshape(-1) != 0]
     return bool(((sizes == 0) | (sizes > most)).any())
+
+
+def check_sets(sets: CandidateSets, token_ids: Tensor, name: str) -> None:
+    """One for each position."""
+    if not isinstance(sets, CandidateSets):
+        raise TypeError(f"{name} must be CandidateSets; got {type(sets).__name__}")
+    if len(sets) != token_ids.numel():
+        raise ValueError(f"{name} must have a set for each of {token_ids.numel()} positions; got {len(sets)}")
+    if sets.ids.device != token_ids.device:
+        raise ValueError(f"{name} must be on {token_ids.device}, as the ids; got {sets.ids.device}")
+
+
+def check_alternative_values(
+    alternatives: CandidateSets, token_ids: Tensor, mask: Tensor | None, vocab_size: int, within: CandidateSets | None
+) -> None:
+    """Ids within the vocabulary, and within the candidate set of an active token that has one."""
+    if not values_are_checked(token_ids.device):
+        return
+    positions = _check_ids(alternatives, token_ids, mask, vocab_size, "alternative")
+    if within is None:
+        return
+    limited = positions[within.sizes[positions] > 0]
+    asked, allowed = alternatives.select(limited), within.select(limited)
+    keys = asked.positions * vocab_size + asked.ids
+    strange = int((~torch.isin(keys, allowed.positions * vocab_size + allowed.ids)).sum())
+    if strange:
+        raise ValueError(f"an alternative must be in the candidate set of its token; got {strange} that are not")
+
+
+def _check_ids(sets: CandidateSets, token_ids: Tensor, mask: Tensor | None, vocab_size: int, name: str) -> Tensor:
+    """Offsets that fit, and ids of active tokens in the vocabulary; returns the positions of these tokens."""
+    offsets = sets.offsets
+    if offsets[0] != 0 or offsets[-1] != len(sets.ids) or (sets.sizes < 0).any():
+        raise ValueError(
+            f"offsets of {name}s must rise from 0 to {len(sets.ids)}, the number of ids; "
+            f"got {int(offsets[0])} to {int(offsets[-1])}, with steps from {int(sets.sizes.min())}"
+        )
+    positions = active_tokens(mask, token_ids).reshape(-1).nonzero().squeeze(1)
+    ids = sets.ids if len(positions) == len(sets) else sets.ids[sets.places(positions)]
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        raise ValueError(f"{name} ids must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}")
+    return positions
 
 
 def check_values(
@@ -192,21 +235,12 @@ def check_values(
 
     `logps` are log-probs that must be 0 where a token is alone in its set.
     """
-    offsets = candidates.offsets
     if not values_are_checked(token_ids.device):
         return
-    if offsets[0] != 0 or offsets[-1] != len(candidates.ids) or (candidates.sizes < 0).any():
-        raise ValueError(
-            f"offsets of candidates must rise from 0 to {len(candidates.ids)}, the number of ids; "
-            f"got {int(offsets[0])} to {int(offsets[-1])}, with steps from {int(candidates.sizes.min())}"
-        )
-    positions = active_tokens(mask, token_ids).reshape(-1).nonzero().squeeze(1)
-    every = len(positions) == len(candidates)
-    sets = candidates if every else candidates.select(positions)
+    positions = _check_ids(candidates, token_ids, mask, vocab_size, "candidate")
+    sets = candidates if len(positions) == len(candidates) else candidates.select(positions)
     targets = token_ids.reshape(-1)[positions].to(torch.int64)
     ids, owner = sets.ids.to(torch.int64), sets.positions
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-        raise ValueError(f"candidate ids must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}")
     keys = sets.keys(vocab_size)
     twice = int((keys[1:] == keys[:-1]).sum())
     if twice:

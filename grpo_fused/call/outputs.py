@@ -50,6 +50,8 @@ class LogprobOutput(NamedTuple):
     """fp32, nats, shaped like the token ids; differentiable, 0 where masked."""
     entropies: Tensor | None
     """fp32, nats, shaped like the token ids; differentiable, 0 where masked. None unless requested."""
+    alternative_logps: Tensor | None = None
+    """fp32, nats, `[M]`: of `alternatives`, in their order; differentiable, 0 where masked. None if none were given."""
 
 
 class AdvantageOutput(NamedTuple):

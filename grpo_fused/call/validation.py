@@ -7,7 +7,7 @@ reading them would synchronise, so they are checked only if `GRPO_FUSED_DEBUG=1`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,16 @@ from grpo_fused.call.calls import (
     TokensCall,
     named,
 )
-from grpo_fused.call.candidates import check_values
+from grpo_fused.call.candidates import CandidateSets, check_alternative_values, check_sets, check_values
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens, values_are_checked
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_GIVEN = ("cu_seqlens", "alternative_logps", "alternative_offsets")
+"""what an objective gets besides its inputs"""
 
 Size = int | str
 """A number of elements, or a letter for any number."""
@@ -148,10 +151,31 @@ def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None
     """Tensors shaped like the ids, detached, with names that no other argument has."""
     for name, x in inputs.items():
         _check(x, f"inputs[{name!r}]", _ANY, tuple(layout.shape))
-        if x.requires_grad:
-            raise ValueError(f"inputs[{name!r}] must be detached: no gradient reaches it; got one that requires grad")
-        if name == "cu_seqlens" or not name.isidentifier():
-            raise ValueError(f"names in inputs must be valid argument names, not cu_seqlens; got {name!r}")
+        _check_input(f"inputs[{name!r}]", name, x)
+
+
+def _check_input(said: str, name: str, x: Tensor) -> None:
+    if x.requires_grad:
+        raise ValueError(f"{said} must be detached: no gradient reaches it; got one that requires grad")
+    if name in _GIVEN or not name.isidentifier():
+        given = ", ".join(_GIVEN)
+        raise ValueError(f"names in inputs must be valid argument names, not {given}; got {name!r}")
+
+
+def check_alternatives(
+    alternatives: CandidateSets | None, inputs: Mapping[str, Tensor] | None, token_ids: Tensor, names: Collection[str]
+) -> None:
+    """N sets, and detached tensors [M] for the objective, whose names are none of `names`."""
+    if alternatives is not None:
+        check_sets(alternatives, token_ids, "alternatives")
+    elif inputs:
+        raise ValueError(f"alternative_inputs need alternatives; got {', '.join(inputs)} and None")
+    for name, x in (inputs or {}).items():
+        assert alternatives is not None
+        _check(x, f"alternative_inputs[{name!r}]", _ANY, (len(alternatives.ids),), beside="alternatives.ids")
+        _check_input(f"alternative_inputs[{name!r}]", name, x)
+        if name in names:
+            raise ValueError(f"inputs and alternative_inputs must have different names; got {name!r} in both")
 
 
 def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig, *, with_heads: bool = False) -> None:
@@ -267,7 +291,7 @@ def check_hidden_values(
 
 
 def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None:
-    """Values of ids, mask and temperatures, of what a loss reads, and of candidate sets."""
+    """Values of ids, mask and temperatures, of what a loss reads, of candidate sets and alternatives."""
     ids, mask, logps = call.token_ids, call.mask, {}
     check_token_values(ids, mask, vocab_size, call.lm_head.temperatures, layout)
     check_hidden_values(call.hidden_states, ids, mask)
@@ -277,8 +301,11 @@ def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None
         logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
-    if (sets := call.candidates.sets) is not None:
+    sets = call.candidates.sets
+    if sets is not None:
         check_values(sets, ids, mask, vocab_size, logps)
+    if not isinstance(call, LossCall) and (alternatives := call.alternatives.sets) is not None:
+        check_alternative_values(alternatives, ids, mask, vocab_size, sets)
 
 
 def check_divergence_values(call: DivergenceCall, layout: Layout) -> None:

@@ -15,7 +15,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.engines import products
-from grpo_fused.kernels.row_types import Statistics, Transform
+from grpo_fused.kernels.row_types import Coefficients, Statistics, Transform
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import Objective, evaluate
 from grpo_fused.ranks.parallel import VocabParallel
@@ -148,8 +148,8 @@ class Cost(NamedTuple):
     """the fp32 sum of dW, if it is not in the gradient's own memory"""
 
 
-CoefficientsOf = Callable[["slice | Tensor", Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
-"""`(k, logp[k], entropy[k]) -> (dL/dlogp[k], dL/dentropy[k] or None)` for some k of the rows of the call."""
+CoefficientsOf = Callable[["slice | Tensor", Statistics], Coefficients]
+"""From the statistics of some of the rows of the work."""
 
 
 @dataclass
@@ -171,20 +171,21 @@ class TokenObjective:
         """The rows of the work, in their order."""
         return self.of_call.select(self.rows)
 
-    def __call__(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, part: slice | Tensor, stats: Statistics) -> Coefficients:
         """See `CoefficientsOf`; a slice must hold whole sequences if the objective needs them."""
+        logp, entropy = stats.logp, stats.entropy
         if self.others is None or len(logp) < len(self.rows):
             known = evaluate(logp, entropy, self.batch.select(part), self.config)
-            return known.dlogp, known.dentropy
+            return Coefficients(stats, known.dlogp, known.dentropy)
         of_others = self.others.entropy
         entropies = None if of_others is None or entropy is None else of_others.index_copy(0, self.rows, entropy)
         logps = self.others.logp.index_copy(0, self.rows, logp)
         self.result = evaluate(logps, entropies, self.of_call, self.config)
         dlogp, dentropy = self.result.dlogp, self.result.dentropy
-        return dlogp[self.rows], None if dentropy is None else dentropy[self.rows]
+        return Coefficients(stats, dlogp[self.rows], None if dentropy is None else dentropy[self.rows])
 
 
-def no_coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def no_coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
     """Of scoring, which uses none."""
     raise AssertionError("scoring uses no coefficients")
 
@@ -211,6 +212,8 @@ class Work:
     """[N] dL/dD of each position, 0 where masked: of an engine that computes divergences"""
     skip_zeros: bool = False
     """whether the engine may read the coefficients of a chunk and leave out rows where they are 0"""
+    candidate_z: Tensor | None = None
+    """[K] z of each candidate, which `CandidateEngine` writes: where alternatives are read from"""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk, and its positions."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import segments
 from grpo_fused.engines.base import MANY, Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
-from grpo_fused.engines.gradients import has_coefficient
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import product_dtype
-from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 _BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
@@ -51,7 +51,7 @@ class CandidateEngine:
         sparse, others = self._split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, work.head.statistics_dtype).zero_()
         for block in _blocks(work, sparse):
-            out.place_(block, self._score(work, _sets_of(work.head, work.tokens, work.rows[block])).statistics)
+            out.place_(block, self._score(work, self._sets(work, block)).statistics)
         if len(others):
             out.place_(others, self.whole.score(replace(work, rows=work.rows[others])))
         return out
@@ -73,14 +73,16 @@ class CandidateEngine:
             hidden = torch.zeros(shape, dtype=product_dtype(head), device=out.logp.device)
         dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
         for block in _blocks(work, sparse):
-            sets = _sets_of(head, tokens, work.rows[block])
+            sets = self._sets(work, block)
             stats, z = self._score(work, sets)
             stats = tokens.merged(sets.rows, stats) if work.known is None else work.known.select(block)
             out.place_(block, stats)
-            dlogp, dentropy = work.coefficients(block, stats.logp, stats.entropy)
-            derivatives = self.pairs.derivatives(sets, z, stats, dlogp, dentropy)
+            coefficients = work.coefficients(block, stats)
+            derivatives = self.pairs.derivatives(sets, z, stats, coefficients.dlogp, coefficients.dentropy)
+            if coefficients.entries is not None:
+                _put(coefficients.entries, sets, head.vocab_size, derivatives)
             dproducts.index_copy_(0, sets.places, derivatives)
-            worked += int(has_coefficient(dlogp, dentropy).sum())
+            worked += int(coefficients.any_of_row().sum())
             if hidden is not None:
                 chosen = _chosen_rows(head, sets.ids)
                 if tokens.vocab is None:
@@ -102,18 +104,35 @@ class CandidateEngine:
         small, large = (sizes > 0) & (sizes <= self.most), sizes > self.most
         return (small & active).nonzero().squeeze(1), ((sizes == 0) | (large & active)).nonzero().squeeze(1)
 
+    def _sets(self, work: Work, block: Tensor) -> Sets:
+        assert work.tokens.candidates is not None
+        return sets_of(work.head, work.tokens, work.tokens.candidates, work.rows[block])
+
     def _score(self, work: Work, sets: Sets) -> Scores:
-        hidden = work.head.operand(work.tokens.hidden_rows(sets.rows)).contiguous()
-        return self.pairs.scores(hidden, *_chosen_rows(work.head, sets.ids), sets, work.with_entropy)
+        scores = score_pairs(self.pairs, work.head, work.tokens, sets, work.with_entropy)
+        if work.candidate_z is not None:
+            work.candidate_z.index_copy_(0, sets.places, scores.z)
+        return scores
 
 
-def _sets_of(head: LMHead, tokens: Tokens, rows: Tensor) -> Sets:
-    """The sets of the tokens at `rows` [R], which ascend."""
-    assert tokens.candidates is not None
-    if len(rows) == len(tokens.candidates):
-        sets, places = tokens.candidates, torch.arange(len(tokens.candidates.ids), device=rows.device)
+def score_pairs(pairs: Pairs, head: LMHead, tokens: Tokens, sets: Sets, with_entropy: bool) -> Scores:
+    """Products of the tokens of some sets with the weight's rows in them."""
+    hidden = head.operand(tokens.hidden_rows(sets.rows)).contiguous()
+    return pairs.scores(hidden, *_chosen_rows(head, sets.ids), sets, with_entropy)
+
+
+def _put(entries: Entries, sets: Sets, vocab_size: int, derivatives: Tensor) -> None:
+    """Write entries into the derivatives of candidates."""
+    keys, order = (sets.token * vocab_size + sets.ids).sort()
+    derivatives[order[torch.searchsorted(keys, entries.rows * vocab_size + entries.ids)]] = entries.values
+
+
+def sets_of(head: LMHead, tokens: Tokens, sets: CandidateSets, rows: Tensor) -> Sets:
+    """Those of N sets whose tokens are at `rows` [R], which ascend."""
+    if len(rows) == len(sets):
+        places = torch.arange(len(sets.ids), device=rows.device)
     else:
-        sets, places = tokens.candidates.select(rows), tokens.candidates.places(rows)
+        sets, places = sets.select(rows), sets.places(rows)
     if tokens.vocab is not None:
         sets, is_local = sets.within(tokens.vocab.first, head.vocab_size)
         places = places[is_local]
@@ -160,8 +179,8 @@ def _of_whole_head(work: Work, others: Tensor) -> Work:
     """The work of the rows of the whole head."""
     coefficients_of_work = work.coefficients
 
-    def coefficients(part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return coefficients_of_work(others[part], logp, entropy)
+    def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
+        return coefficients_of_work(others[part], stats)
 
     return replace(
         work,

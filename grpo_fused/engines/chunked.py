@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks
-from grpo_fused.engines.gradients import GradientSums, has_coefficient, lifted, one_chunk_budget, slab_rows
+from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, gradient_dtype, logits_into, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
@@ -151,19 +151,20 @@ class ChunkedEngine:
                 stats = rows_of.statistics(logits, with_entropy=work.with_entropy)
             stats = work.known.select(part) if work.known is not None else tokens.merged(taken, stats)
             parts.append(stats)
-            dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy)
-            kept = _nonzero_rows(dlogp, dentropy) if work.skip_zeros and not rows_of.only_reads else None
+            coefficients = work.coefficients(part, stats)
+            kept = _nonzero_rows(coefficients) if work.skip_zeros and not rows_of.only_reads else None
             if kept is not None:
-                taken, hidden, stats, dlogp = taken[kept], hidden[kept], stats.select(kept), dlogp[kept]
-                dentropy = None if dentropy is None else dentropy[kept]
+                taken, hidden, coefficients = taken[kept], hidden[kept], coefficients.select(kept)
                 out = slab.dlogits(taken.shape[0])
             if taken.shape[0] == 0:
                 continue
-            coefficients, scale = lifted(work, taken, Coefficients(stats, dlogp, dentropy))
+            coefficients, scale = lifted(work, taken, coefficients)
             if kept is not None:
                 logits = logits._replace(targets=logits.targets[kept], transform=logits.transform.select(kept))
             wanted = logits._replace(targets=tokens.gradient_targets(taken, logits.targets))
             rows_of.gradient(wanted, coefficients, out, picked=kept)
+            if coefficients.entries is not None:
+                coefficients.entries.put(out)
             slab.clear_padding(taken.shape[0])
             sums.add(taken, hidden, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
@@ -214,7 +215,8 @@ def _in_one_launch(work: Work, rows: RowWork) -> TokenObjective | None:
     return objective if supported and gradient_dtype(work.head) != torch.float16 else None
 
 
-def _nonzero_rows(dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
-    """[K] int64: rows with a coefficient, or None if too few are without one to be worth leaving out."""
-    rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
-    return rows if rows.shape[0] < _WORTH_SKIPPING * dlogp.shape[0] else None
+def _nonzero_rows(coefficients: Coefficients) -> Tensor | None:
+    """[K] int64: rows with a gradient, or None if too few are without one to be worth leaving out."""
+    has = coefficients.any_of_row()
+    rows = has.nonzero().squeeze(1)
+    return rows if len(rows) < _WORTH_SKIPPING * len(has) else None

@@ -127,14 +127,19 @@ def head_scores(inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Ten
 
 def head_gradient(
     inputs: HeadInputs, statistics: Tensor, offsets: Tensor, rows: Tensor, dlogp: Tensor, dentropy: Tensor | None,
-    dweight: Tensor, spill: Tensor, superblock: int, need_hidden: bool, need_bias: bool,
+    entries: tuple[Tensor, Tensor, Tensor] | None, dweight: Tensor, spill: Tensor, superblock: int,
+    need_hidden: bool, need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. Two products."""
+    """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. Two products.
+
+    `entries` are places in `rows`, ids and dL/d(product) in fp32, in the order of the blocks of ids, then of places.
+    """
     dhidden = statistics.new_empty((len(rows), inputs.hidden.shape[1])) if need_hidden else None
     dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None
     _call(
-        "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, dweight, spill, superblock, dhidden, dbias
-    )
+        "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, *(entries or (None, None, None)), dweight,
+        spill, superblock, dhidden, dbias,
+    )  # fmt: skip
     return dhidden, dbias
 
 

@@ -56,7 +56,7 @@ class CudaRows:
         """See `rows.RowWork.gradient`; rows whose coefficients are 0 are not read."""
         if picked is not None:
             raise ValueError("CUDA row work takes all rows of a chunk; choose rows before they are scored")
-        stats, dlogp, dentropy = coefficients
+        stats, dlogp, dentropy, _ = coefficients
         torch.ops.grpo_fused_C.row_gradient(
             rows.raw, out, rows.targets, *_numbers(rows), *stats, dlogp, dentropy, *self._layout
         )

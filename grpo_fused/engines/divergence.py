@@ -19,12 +19,13 @@ from torch import Tensor
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.layout import values_are_checked
 from grpo_fused.engines import cpu_library, libraries
-from grpo_fused.engines.base import Gradients, Work, even_chunks, flat_view, no_coefficients
+from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, flat_view, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale, slab_rows
 from grpo_fused.engines.products import gradient_dtype, rounded_bias, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
+from grpo_fused.ranks.parallel import VocabParallel
 
 
 def torch_rows(device: torch.device, dtype: torch.dtype) -> RowWork:
@@ -66,6 +67,8 @@ class DivergenceEngine(ChunkedEngine):
         # eight temporaries at most; the plan counts three for each head
         plan = self._plan(head, work.one_chunk_of, work.max_scratch_bytes)
         block_rows = max(plan.block_rows // 2, 1)
+        if tokens.vocab is not None:  # each block has collectives
+            block_rows = tokens.vocab.smallest(block_rows)
         heads = [(head, tokens)]
         if self.other is not None:
             heads.append((self.other[1], tokens._replace(hidden_states=self.other[0])))
@@ -73,12 +76,14 @@ class DivergenceEngine(ChunkedEngine):
         dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
         divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)
-        compiled = self._is_compiled(divergence)
+        compiled = tokens.vocab is None and self._is_compiled(divergence)
         for part, taken in work.parts():
             made = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
             hidden, chunk = made[0][0], [logits for _, logits in made]
             policy_rows, out = chunk[0], slabs[0].dlogits(len(taken))
-            head_statistics = [_statistics(x, work.with_entropy and x is policy_rows, compiled) for x in chunk]
+            head_statistics = [
+                tokens.merged(taken, _statistics(x, work.with_entropy and x is policy_rows, compiled)) for x in chunk
+            ]
             scores.append(head_statistics[0])
             factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
@@ -86,7 +91,7 @@ class DivergenceEngine(ChunkedEngine):
                 factor = work.divergence_weights[taken]
                 bound = factor.abs()
                 if work.coefficients is not no_coefficients:
-                    dlogp, dentropy = work.coefficients(part, head_statistics[0].logp, head_statistics[0].entropy)
+                    _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])
                     bound = bound + dlogp.abs()
                 if gradient_dtype(head) == torch.float16:
                     scale = fp16_scale(head, policy_rows.transform.temperature, bound, dentropy)
@@ -99,7 +104,7 @@ class DivergenceEngine(ChunkedEngine):
                 if in_place:
                     value, dz = self._compiled_derivative(parts, stats, *slopes[:2])
                 else:
-                    value, dz = self._derivative(taken[block], tokens.mask, parts, stats, *slopes)
+                    value, dz = self._derivative(taken[block], tokens, parts, stats, *slopes)
                 divergence[part][block] = value
                 if factor is not None:
                     dz = chain_(dz, parts[0].raw, parts[0].transform)
@@ -129,7 +134,7 @@ class DivergenceEngine(ChunkedEngine):
     def _derivative(
         self,
         where: Tensor,
-        mask: Tensor,
+        tokens: Tokens,
         rows: list[Rows],
         statistics: list[Statistics],
         factor: Tensor | None,
@@ -137,21 +142,27 @@ class DivergenceEngine(ChunkedEngine):
         dentropy: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The same in torch operations; `where` [R] are the positions of the rows."""
-        z, stats = rows[0].raw, statistics[0]
+        z, stats, vocab = rows[0].raw, statistics[0], tokens.vocab
         if self.top_k is not None:
             ids, log_q = (x[where] for x in self.top_k)
-            value, dz = _top_k(ids, log_q, mask[where], z, stats)
+            value, dz = _top_k(ids, log_q, tokens.mask[where], z, stats, vocab)
         else:
-            value, dz = self._divergence(z, rows[1].raw, *statistics)
+            value, dz = self._divergence(z, rows[1].raw, statistics[0], statistics[1], vocab)
         if factor is None:
             return value, dz
-        at = z.argmax(1, keepdim=True)  # dz sums to 0; this keeps a confident token accurate
-        dz.scatter_(1, at, 0.0).scatter_(1, at, -dz.sum(1, keepdim=True)).mul_(factor.unsqueeze(1))
+        # dz sums to 0; written so at the maximum, this keeps a confident token accurate
+        largest, at = z.max(1, keepdim=True)
+        has = torch.ones_like(at, dtype=torch.bool) if vocab is None else vocab.first_of(largest == stats.max[:, None])
+        own = dz.gather(1, at)
+        rest = _sum(dz.scatter_(1, at, torch.where(has, 0.0, own)).sum(1, keepdim=True), vocab)
+        dz.scatter_(1, at, torch.where(has, -rest, own)).mul_(factor.unsqueeze(1))
         if dlogp is not None:
             dz.add_(gradient_of_scores(z, rows[0].targets, stats, dlogp, dentropy))
         return value, dz
 
-    def _divergence(self, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics) -> tuple[Tensor, Tensor]:
+    def _divergence(
+        self, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics, vocab: VocabParallel | None
+    ) -> tuple[Tensor, Tensor]:
         """(D [R], dD/dz [R, V]) from z of ours and w of the other head ([R, V] each); `w` is overwritten."""
         forward, jsd = self.kind == "forward_kl", self.kind == "jsd"
         offset = ((ours.max - theirs.max) + (ours.log_sum - theirs.log_sum)).unsqueeze(1)
@@ -173,8 +184,14 @@ class DivergenceEngine(ChunkedEngine):
             v = r.abs().neg_().expm1_().copysign_(r)  # (first - second) / top
             value = (r - v).addcmul_(r.clamp(max=0.0), v).mul_(top).sum(1)
             x = v.mul_(top).neg_() if forward else r.mul_(p)
+        value, sum_of_x = _sum(torch.stack([value, x.sum(1)]), vocab)
         # dz sums to 0: this removes an error common to all r
-        return value, x.addcmul_(p, x.sum(1, keepdim=True), value=-1.0)
+        return value, x.addcmul_(p, sum_of_x.unsqueeze(1), value=-1.0)
+
+
+def _sum(x: Tensor, vocab: VocabParallel | None) -> Tensor:
+    """Over the slices of the vocabulary."""
+    return x if vocab is None else vocab.start_sum(x)()
 
 
 def _statistics(rows: Rows, with_entropy: bool, compiled: bool) -> Statistics:
@@ -198,16 +215,22 @@ def _log_probs(z: Tensor, statistics: Statistics) -> Tensor:
     return (z - statistics.max.unsqueeze(1)).sub_(statistics.log_sum.unsqueeze(1))
 
 
-def _top_k(ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+def _top_k(
+    ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, statistics: Statistics, vocab: VocabParallel | None
+) -> tuple[Tensor, Tensor]:
     """(D [R], dD/dz [R, V]) from z [R, V] and the teacher's top K ([R, K] each)."""
     log_q = torch.where(mask.unsqueeze(1), log_q.to(z.dtype), -math.inf)
     q = log_q.exp()
+    total = q.sum(1, keepdim=True)
+    first, size = (0, z.shape[1]) if vocab is None else vocab.range
     ids = torch.where(q > 0, ids.to(torch.int64), 0)
-    if values_are_checked(z.device) and not (((ids >= 0) & (ids < z.shape[1])).all() and (q.sum(1) <= 1.001).all()):
+    if values_are_checked(z.device) and not (((ids >= 0) & (ids < size)).all() and (total <= 1.001).all()):
         raise ValueError(
-            f"other_ids must be in [0, {z.shape[1]}), and exponentials of other_logprobs must sum to 1 at most; got "
-            f"ids from {int(ids.min())} to {int(ids.max())}, sums up to {float(q.sum(1).max())}"
+            f"other_ids must be in [0, {size}), and exponentials of other_logprobs must sum to 1 at most; got "
+            f"ids from {int(ids.min())} to {int(ids.max())}, sums up to {float(total.max())}"
         )
+    here = (ids >= first) & (ids < first + z.shape[1])
+    ids, q = torch.where(here, ids - first, 0), torch.where(here, q, 0.0)
     log_p = _log_probs(z, statistics)
-    value = torch.where(q > 0, q * (log_q - log_p.gather(1, ids)), 0.0).sum(1)
-    return value, log_p.exp_().mul_(q.sum(1, keepdim=True)).scatter_add_(1, ids, -q)
+    value = _sum(torch.where(q > 0, q * (log_q - log_p.gather(1, ids)), 0.0).sum(1), vocab)
+    return value, log_p.exp_().mul_(total).scatter_add_(1, ids, -q)

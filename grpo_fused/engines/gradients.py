@@ -17,7 +17,7 @@ from grpo_fused.engines.products import (
     product_dtype,
 )
 from grpo_fused.engines.scratch import scratch_budget
-from grpo_fused.kernels.row_types import Coefficients
+from grpo_fused.kernels.row_types import Coefficients, Entries
 
 
 class GradientSums:
@@ -129,25 +129,23 @@ def slab_rows(work: Work, chunk_rows: int) -> int:
     return min(chunk_rows, work.tokens.ids.shape[0])
 
 
-def has_coefficient(dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """[R] bool: rows with a gradient."""
-    return dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
-
-
 def lifted(work: Work, rows: Tensor, coefficients: Coefficients) -> tuple[Coefficients, Tensor | None]:
     """Coefficients of `rows`, times a power of two where dlogits are fp16; and that power, else None."""
-    head, (stats, dlogp, dentropy) = work.head, coefficients
+    head, (_, dlogp, dentropy, entries) = work.head, coefficients
     if gradient_dtype(head) != torch.float16:
         return coefficients, None
-    scale = fp16_scale(head, work.tokens.transform(head, rows).temperature, dlogp, dentropy)
-    return Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale), scale
+    scale = fp16_scale(head, work.tokens.transform(head, rows).temperature, dlogp, dentropy, entries)
+    return coefficients.scaled(scale), scale
 
 
-def fp16_scale(head: LMHead, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def fp16_scale(
+    head: LMHead, temperature: Tensor | float, dlogp: Tensor, dentropy: Tensor | None, entries: Entries | None = None
+) -> Tensor:
     """0-d power of two that scales a chunk's largest dlogits to about 2^8: far from fp16's underflow and overflow."""
     # |dlogits| <= |g| + |g_H| * p * |log p + H|, whose last factor stays below 32
     bound = dlogp.abs() if dentropy is None else dlogp.abs() + 32 * dentropy.abs()
     # times dz/d(product) <= |logit_scale| / T
     bound = bound * (abs(head.logit_scale) / temperature)
+    bound = bound if entries is None else torch.cat([bound, entries.values.abs()])
     largest = bound.max().clamp(min=torch.finfo(torch.float32).tiny, max=torch.finfo(torch.float32).max)
     return torch.exp2((8.0 - largest.log2()).floor().clamp(-120.0, 120.0))

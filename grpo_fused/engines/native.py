@@ -15,9 +15,9 @@ from torch import Tensor
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
-from grpo_fused.engines.gradients import GradientSums, has_coefficient
+from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import product_dtype
-from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
@@ -86,12 +86,17 @@ class NativeEngine:
             table, offsets = cpu_library.head_scores(inputs, work.with_entropy, kept, spill)
             stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             scores.append(stats)
-            dlogp, dentropy = work.coefficients(part, stats.logp, stats.entropy)
-            chosen = _rows_with_gradient(head, dlogp, dentropy) if work.skip_zeros else _all_rows(dlogp)
+            coefficients = work.coefficients(part, stats)
+            chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(stats.logp)
+            _, dlogp, dentropy, entries = coefficients
+            if entries is not None:  # the target is one of them
+                inputs = inputs._replace(targets=inputs.targets.index_fill(0, entries.rows, -1))
+                entries = _in_blocks(head, entries if len(chosen) == len(dlogp) else entries.select(chosen))
+            del coefficients  # its entries would be in memory twice
             part_dhidden, part_dbias = cpu_library.head_gradient(
                 inputs, stats.table, offsets, chosen, dlogp.to(torch.float32).contiguous(),
-                None if dentropy is None else dentropy.to(torch.float32).contiguous(), kept, spill, plan.superblock,
-                needs.need_hidden, needs.need_bias,
+                None if dentropy is None else dentropy.to(torch.float32).contiguous(), entries, kept, spill,
+                plan.superblock, needs.need_hidden, needs.need_bias,
             )  # fmt: skip
             worked += chosen.shape[0]
             if dhidden is not None and part_dhidden is not None:
@@ -170,12 +175,19 @@ def _parts(work: Work, budget: int) -> tuple[slice, ...]:
     )
 
 
-def _rows_with_gradient(head: LMHead, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """[K] int64: rows with a coefficient; all rows if leaving some out would not save a panel."""
-    rows = has_coefficient(dlogp, dentropy).nonzero().squeeze(1)
+def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
+    """[K] int64: rows with a gradient; all rows if leaving some out would not save a panel."""
+    has = coefficients.any_of_row()
+    rows = has.nonzero().squeeze(1)
     tokens = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).panel_tokens
-    saves = -(-rows.shape[0] // tokens) < -(-dlogp.shape[0] // tokens)
-    return rows if saves else _all_rows(dlogp)
+    return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
+
+
+def _in_blocks(head: LMHead, entries: Entries) -> Entries:
+    """In the order of the library: by the block of the vocabulary that holds them, then by row."""
+    block = entries.ids // cpu_library.head_layout(head.weight.shape, _product_dtype(head)).block_rows
+    order = block.sort(stable=True).indices
+    return Entries(entries.rows[order], entries.ids[order], entries.values[order].to(torch.float32))
 
 
 def _all_rows(like: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class TorchRows:
 
     def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
         """See `RowWork.gradient`."""
-        stats, dlogp, dentropy = coefficients
+        stats, dlogp, dentropy, _ = coefficients
         for block in _row_blocks(out.shape[0], rows.block_rows):
             # a block is computed before it is stored, and its stores overwrite only rows that have been read
             source = rows.raw[block] if picked is None else rows.raw.index_select(0, picked[block])

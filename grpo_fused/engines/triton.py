@@ -2,9 +2,10 @@
 
 Scores need no vocab-sized memory. Training keeps exponentials of 2 bytes a logit and takes three products: the kernel's
 own, which scores and stores them, and the library's two gradient products. These take the exponentials with a factor
-for each row (bf16 and fp32, without an entropy's gradient) or, after a pass in place, dlogits. If scores are known
-already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and for heads with a
-softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a pass.
+for each row (bf16 and fp32, without an entropy's gradient and alternatives) or, after a pass in place, dlogits. If
+scores are known already (sequence-level objectives whose sequences do not fit a chunk, the backward of log-probs), and
+for heads with a softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a
+pass.
 
 A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements,
 is copied completely: kernels with narrow loads would take longer than the copy.
@@ -25,7 +26,7 @@ from grpo_fused.engines.base import Cost, Gradients, Work
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
-from grpo_fused.kernels.row_types import Coefficients, Statistics
+from grpo_fused.kernels.row_types import Statistics
 
 ROW_MULTIPLE = 128
 """Chunks of a multiple fill the kernel's token panels."""
@@ -109,16 +110,18 @@ class TritonEngine:
                 )  # fmt: skip
                 stats = tokens.merged(taken, stats)
             parts.append(stats)
-            coefficients = Coefficients(stats, *work.coefficients(part, stats.logp, stats.entropy))
-            coefficients, scale = lifted(work, taken, coefficients)
+            coefficients, scale = lifted(work, taken, work.coefficients(part, stats))
             targets = tokens.gradient_targets(taken, targets)
             factor = None
-            if stores and coefficients.dentropy is None and takes_factors(head):
+            entries = coefficients.entries
+            if stores and coefficients.dentropy is None and entries is None and takes_factors(head):
                 factor = head_launch.exponentials_factor(place, targets, coefficients, transform)
             elif stores:
                 head_launch.exponentials_to_dlogits(place, targets, coefficients, transform)
             else:
                 head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values)
+            if entries is not None:
+                entries.put(place.values)
             sums.add(taken, hidden[:, : head.weight.shape[1]], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 

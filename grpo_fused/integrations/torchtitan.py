@@ -202,7 +202,7 @@ def _traceable_objective(
     lm_head_bias: Tensor | None,
 ) -> ObjectiveOutput:
     """`fused_linear_objective` of all positions, whose shapes do not depend on the mask."""
-    logps, entropies = fused_linear_logprobs(
+    logps, entropies, _ = fused_linear_logprobs(
         hidden, weight, labels, mask, lm_head_bias=lm_head_bias, with_entropy=with_entropy
     )
     active_inputs = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}

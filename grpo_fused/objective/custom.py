@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import Layout, values_are_checked
 from grpo_fused.objective.batch import LOWEST_LOGP
 
 Scope = Literal["token", "sequence", "batch"]
 Objective = Callable[..., Tensor]
+
+
+class Derivatives(NamedTuple):
+    """Of the loss of R tokens."""
+
+    logp: Tensor
+    """[R]"""
+    entropy: Tensor | None
+    """[R], or None"""
+    alternatives: Tensor | None
+    """[m] by the log-probs of their alternatives, if there are any"""
 
 
 @dataclass
@@ -32,36 +44,52 @@ class Evaluation:
     """[R] int64, ascending: positions of all active tokens"""
     scope: Scope
     with_entropy: bool
+    alternatives: CandidateSets | None = None
+    """of the N positions"""
+    alternative_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """[M] each"""
     loss: Tensor = field(init=False)
     """0-d fp64"""
 
     def __post_init__(self) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.rows.device)
 
-    def __call__(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(dL/dlogp, dL/dentropy) of some of the rows; their loss is added."""
-        entropy = entropy if self.with_entropy else None
+    def __call__(
+        self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None, alternative_logps: Tensor | None = None
+    ) -> Derivatives:
+        """Of some of the rows; their loss is added."""
         # an impossible token counts as the lowest log-prob, so that the loss stays finite; it has no gradient
-        possible = ~(logp < LOWEST_LOGP)
+        scores = (logp, entropy if self.with_entropy else None, alternative_logps)
         with torch.enable_grad():
-            leaves = [logp.clamp(min=LOWEST_LOGP).detach().requires_grad_()]
-            leaves += [] if entropy is None else [entropy.detach().requires_grad_()]
-            value = self.value(part, leaves[0], None if entropy is None else leaves[1])
-            check_no_other_gradient(value, leaves)
-            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
-        dlogp, *dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))
-        for name, x in (("gradient", dlogp), *(("gradient by entropies", g) for g in dentropy)):
-            _check_numbers(name, x, logp)
+            leaves = [None if x is None else x.clamp(min=LOWEST_LOGP).detach().requires_grad_() for x in scores]
+            there = [x for x in leaves if x is not None]
+            value = self.value(part, there[0], *leaves[1:])
+            check_no_other_gradient(value, there)
+            gradients = iter(torch.autograd.grad(value.sum(), there, allow_unused=True))
+        found: list[Tensor | None] = []
+        for by, x in zip(("", " by entropies", " by alternative_logps"), scores, strict=True):
+            gradient = None if x is None else next(gradients)
+            if gradient is not None and x is not None:
+                _check_numbers(f"gradient{by}", gradient, logp, x)
+                gradient = torch.where(x < LOWEST_LOGP, 0.0, gradient)
+            found.append(torch.zeros_like(x) if gradient is None and x is not None else gradient)
         self.loss += value.detach().to(torch.float64).sum()
-        return torch.where(possible, dlogp, 0.0), dentropy[0] if dentropy else None
+        return Derivatives(*found)  # type: ignore[arg-type]
 
-    def value(self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None) -> Tensor:
+    def value(
+        self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None, alternative_logps: Tensor | None = None
+    ) -> Tensor:
         """The objective of some of the rows, checked."""
         rows = self.rows[part]
         inputs: dict[str, Any] = {name: x[rows] for name, x in self.inputs.items()}
         if self.scope != "token":
             inputs["cu_seqlens"] = self._offsets(part, rows)
-        scores = [x for x in (logp, entropy) if x is not None]
+        if self.alternatives is not None:
+            places = self.alternatives.places(rows)
+            inputs |= {name: x[places] for name, x in self.alternative_inputs.items()}
+            inputs["alternative_logps"] = alternative_logps
+            inputs["alternative_offsets"] = self.alternatives.select(rows).offsets
+        scores = [x for x in (logp, entropy, alternative_logps) if x is not None]
         versions = [x._version for x in scores]
         value = self.objective(logp, entropy, **inputs)
         if not isinstance(value, Tensor) or value.shape != logp.shape or not value.is_floating_point():
@@ -71,7 +99,7 @@ class Evaluation:
             raise ValueError("the objective must not change logps or entropies in place; got other values in them")
         if logp.requires_grad and len(rows) and not value.requires_grad:
             raise ValueError("the objective's result must depend on logps or entropies; got one without a gradient")
-        _check_numbers("value", value, logp)
+        _check_numbers("value", value, *scores)
         return value
 
     def _offsets(self, part: slice | Tensor, rows: Tensor) -> Tensor:
@@ -103,10 +131,10 @@ def check_no_other_gradient(value: Tensor, leaves: Sequence[Tensor]) -> None:
             )
 
 
-def _check_numbers(name: str, x: Tensor, logp: Tensor) -> None:
-    """No NaN, unless a log-prob is one."""
+def _check_numbers(name: str, x: Tensor, *scores: Tensor) -> None:
+    """No NaN, unless a score is one."""
     count = int(x.isnan().sum()) if values_are_checked(x.device) else 0
-    if count and not logp.isnan().any():
+    if count and not any(score.isnan().any() for score in scores):
         raise ValueError(f"the objective's {name} must be a number for every token; got {count} NaN")
 
 
@@ -117,6 +145,7 @@ def check_objective(
     *,
     num_tokens: int = 64,
     with_entropy: bool = False,
+    alternative_inputs: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> None:
     """Compare a call of an objective on all tokens with calls on parts: `fused_linear_objective` needs them to agree.
@@ -130,7 +159,9 @@ def check_objective(
             the result's shape and gradient are checked.
         num_tokens: N if there are no inputs.
         with_entropy: Pass entropies.
-        seed: For the random log-probs, entropies and parts.
+        alternative_inputs: The inputs of an objective that reads alternatives, `[2 N]` each: a token has from none to
+            four. May be empty; default (None) there are no alternatives.
+        seed: For the random log-probs, entropies, alternatives and parts.
 
     Raises:
         ValueError: The results differ (the message says by how much), or `fused_linear_objective` would refuse them.
@@ -143,7 +174,15 @@ def check_objective(
     entropies = 2.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64) if with_entropy else None
     rows = torch.arange(shape.numel())
     flat = {name: x.reshape(-1).cpu() for name, x in inputs.items()}
-    run = Evaluation(objective, flat, Layout(shape, shape[0], None), rows, scope, with_entropy)
+    others, of_others = None, None
+    if alternative_inputs is not None:
+        sizes = (torch.arange(len(rows)) % 5)[torch.randperm(len(rows), generator=g)]
+        sizes[-1] += 2 * len(rows) - int(sizes.sum())
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        others = CandidateSets(torch.zeros(2 * len(rows), dtype=torch.int64), offsets)
+        of_others = -3.0 * torch.rand(2 * len(rows), generator=g, dtype=torch.float64)
+    layout = Layout(shape, shape[0], None)
+    run = Evaluation(objective, flat, layout, rows, scope, with_entropy, others, alternative_inputs or {})
     if scope == "token":
         order = torch.randperm(len(rows), generator=g)
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
@@ -152,16 +191,21 @@ def check_objective(
         parts = (
             [slice(b * length, (b + 1) * length) for b in range(shape[0])] if scope == "sequence" else [slice(0, None)]
         )
-    whole = run(slice(0, len(rows)), logps, entropies)
+    whole = run(slice(0, len(rows)), logps, entropies, of_others)
     total, run.loss = run.loss, torch.zeros_like(run.loss)
-    pieces = [torch.zeros_like(logps), torch.zeros_like(logps)]
+    pieces = [None if x is None else torch.zeros_like(x) for x in whole]
     for part in parts:
-        coefficients = run(part, logps[part], None if entropies is None else entropies[part])
-        for to, x in zip(pieces, coefficients, strict=True):
-            if x is not None:
-                to[part] = x
-    for name, a, b in (("loss", total, run.loss), ("gradient by logps", whole[0], pieces[0]),
-                       ("gradient by entropies", pieces[1] if whole[1] is None else whole[1], pieces[1])):  # fmt: skip
+        places = None if others is None else others.places(rows[part])
+        wheres = (part, part, places)
+        given = [None if x is None else x[where] for x, where in ((entropies, part), (of_others, places))]
+        found = run(part, logps[part], *given)
+        for to, x, where in zip(pieces, found, wheres, strict=True):
+            if to is not None and x is not None:
+                to[where] = x
+    names = ("gradient by logps", "gradient by entropies", "gradient by alternative_logps")
+    for name, a, b in (("loss", total, run.loss), *zip(names, whole, pieces, strict=True)):
+        if a is None or b is None:
+            continue
         worst = float((a - b).abs().max()) if a.numel() else 0.0
         if worst > 1e-9 * max(1.0, float(a.abs().max()) if a.numel() else 0.0):
             raise ValueError(

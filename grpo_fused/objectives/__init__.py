@@ -1,6 +1,14 @@
 """Published objectives as small functions of log-probs, and advantage estimators: docs/objectives.md."""
 
-from grpo_fused.objectives.base import Objective, Sequences, Tokens
+from grpo_fused.objectives.alternatives import (
+    score_centered_icepop,
+    score_centered_ipo,
+    score_centered_reinforce,
+    score_centered_tis,
+    topk_forward_kl,
+    topk_reverse_kl,
+)
+from grpo_fused.objectives.base import Alternatives, Objective, Sequences, Tokens
 from grpo_fused.objectives.batch import clip_cov, kl_cov
 from grpo_fused.objectives.mixture import mixture
 from grpo_fused.objectives.rollout import reinforce, rollout_rejection, rollout_truncation
@@ -21,6 +29,7 @@ from grpo_fused.objectives.token import (
 from grpo_fused.objectives.weights import token_weights
 
 __all__ = [
+    "Alternatives",
     "Objective",
     "Sequences",
     "Tokens",
@@ -44,7 +53,13 @@ __all__ = [
     "rollout_rejection",
     "rollout_truncation",
     "sapo",
+    "score_centered_icepop",
+    "score_centered_ipo",
+    "score_centered_reinforce",
+    "score_centered_tis",
     "token_weights",
+    "topk_forward_kl",
+    "topk_reverse_kl",
     "topr",
     "vanilla",
 ]

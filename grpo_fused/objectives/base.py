@@ -27,6 +27,8 @@ WHAT = {
     "ref_per_token_logps": "log-probs of the reference model, nats",
     "sampling_per_token_logps": "log-probs of the engine that sampled, nats; NaN where it has none",
     "weights": "each token's factor in the sum, for instance of `token_weights`",
+    "sampling_alternative_logps": "log-probs of each alternative by the engine that sampled, nats",
+    "teacher_alternative_logps": "log-probs of each alternative by the teacher, nats; NaN where it has none",
 }
 """The inputs that objectives read."""
 
@@ -77,6 +79,38 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class Alternatives:
+    """Other tokens of the positions of n tokens, [m] in all: the alternatives of a call."""
+
+    logps: Tensor
+    """[m] nats, at least `LOWEST_LOGP`"""
+    offsets: Tensor
+    """[n + 1] int64: token i has those from `offsets[i]` to `offsets[i + 1]`"""
+    inputs: dict[str, Tensor]
+    """[m] each"""
+
+    @cached_property
+    def of_token(self) -> Tensor:
+        """[m] int64, ascending: the token of each."""
+        return torch.repeat_interleave(self.offsets.diff(), output_size=len(self.logps))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[n]: sums of `x` ([m]) over the alternatives of each token."""
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, unsafe=True, initial=0)
+
+    def at(self, x: Tensor) -> Tensor:
+        """[m]: the value of per-token `x` ([n]) at each alternative."""
+        return x.index_select(0, self.of_token)
+
+    def select(self, rows: Tensor) -> Alternatives:
+        """Those of some of the tokens ([k] int64, ascending)."""
+        sizes = self.offsets.diff()
+        kept = torch.zeros_like(sizes, dtype=torch.bool).index_fill(0, rows, True)[self.of_token]
+        offsets = torch.cat([sizes.new_zeros(1), sizes[rows].cumsum(0)])
+        return Alternatives(self.logps[kept], offsets, {name: x[kept] for name, x in self.inputs.items()})
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The active tokens of a call, [n] each, in the dtype of the log-probs; an input that was not given is None."""
 
@@ -86,6 +120,18 @@ class Tokens:
     inputs: dict[str, Tensor]
     sequences: Sequences | None
     """None in scope "token"."""
+    others: Alternatives | None = None
+
+    @property
+    def alternatives(self) -> Alternatives:
+        """Of the tokens.
+
+        Raises:
+            TypeError: the call has none.
+        """
+        if self.others is None:
+            raise TypeError("the objective needs alternatives, as fused_linear_objective(alternatives=...) passes them")
+        return self.others
 
     @property
     def advantages(self) -> Tensor:
@@ -131,6 +177,7 @@ class Objective:
         scope: `"token"` (a token's loss depends on that token only), `"sequence"` or `"batch"`.
         needs: Inputs that must be given.
         may_have: Optional inputs, besides `weights`; None: any.
+        of_alternatives: Inputs that must be given for each alternative: then the objective reads `Tokens.alternatives`.
 
     Raises:
         ValueError: an unknown scope.
@@ -144,19 +191,28 @@ class Objective:
         scope: Scope = "token",
         needs: tuple[str, ...] = ("advantages",),
         may_have: tuple[str, ...] | None = (),
+        of_alternatives: tuple[str, ...] = (),
     ) -> None:
         check_choice(scope, "scope", Scope)
         self.__name__ = name
         self.function = function
         self.scope: Scope = scope
         self.needs = frozenset(needs)
-        self.reads = None if may_have is None else frozenset((*needs, *may_have, "weights"))
+        self.of_alternatives = frozenset(of_alternatives)
+        self.reads = None if may_have is None else frozenset((*needs, *may_have, *of_alternatives, "weights"))
 
     def __repr__(self) -> str:
         return f"<objective {self.__name__}, scope {self.scope!r}>"
 
     def __call__(
-        self, logps: Tensor, entropies: Tensor | None = None, *, cu_seqlens: Tensor | None = None, **inputs: Tensor
+        self,
+        logps: Tensor,
+        entropies: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        alternative_logps: Tensor | None = None,
+        alternative_offsets: Tensor | None = None,
+        **inputs: Tensor,
     ) -> Tensor:
         """Each token's share of the loss; the loss is their sum.
 
@@ -164,17 +220,19 @@ class Objective:
             logps: `[n]` floating point, nats: log-probs of the active tokens.
             entropies: `[n]` nats, or None; no objective of this package reads them.
             cu_seqlens: `[S + 1]` int64 offsets of the sequences, for the scopes "sequence" and "batch".
-            **inputs: `[n]` each, by the names in `reads` (None: any).
+            alternative_logps: `[m]` nats: log-probs of other tokens of the positions, for objectives of these.
+            alternative_offsets: `[n + 1]` int64: token i has those from one offset to the next.
+            **inputs: `[n]` each (those in `of_alternatives` `[m]`), by the names in `reads` (None: any).
 
         Returns:
-            `[n]` in the dtype of `logps`, differentiable in it.
+            `[n]` in the dtype of `logps`, differentiable in all log-probs.
 
         Raises:
             ValueError: a shape that is not [n]; offsets that do not rise from 0 to n (checked on the CPU, elsewhere
                 with `GRPO_FUSED_DEBUG=1`).
             TypeError: an input that is missing, not read, or not a tensor.
         """
-        self._check(logps, entropies, cu_seqlens, inputs)
+        self._check(logps, entropies, cu_seqlens, inputs, alternative_logps, alternative_offsets)
         floor = logps.clamp(min=LOWEST_LOGP)
         token_inputs = {name: x.detach().to(logps.dtype) for name, x in inputs.items()}
         for name in token_inputs:
@@ -183,26 +241,40 @@ class Objective:
         sequences = None
         if self.scope != "token" and cu_seqlens is not None:
             sequences = Sequences(cu_seqlens.to(logps.device, torch.int64), logps.shape[0])
-        weights = token_inputs.pop("weights", None)
-        loss = self.function(Tokens(floor, entropies, token_inputs, sequences))
+        weights, others = token_inputs.pop("weights", None), None
+        if alternative_logps is not None and alternative_offsets is not None:
+            given = {name: token_inputs.pop(name) for name in self.of_alternatives}
+            others = Alternatives(alternative_logps.clamp(min=LOWEST_LOGP), alternative_offsets, given)
+        loss = self.function(Tokens(floor, entropies, token_inputs, sequences, others))
         return loss if weights is None else loss * weights
 
     def _check(
-        self, logps: Tensor, entropies: Tensor | None, cu_seqlens: Tensor | None, inputs: dict[str, Tensor]
+        self,
+        logps: Tensor,
+        entropies: Tensor | None,
+        cu_seqlens: Tensor | None,
+        inputs: dict[str, Tensor],
+        alternative_logps: Tensor | None,
+        alternative_offsets: Tensor | None,
     ) -> None:
         if not isinstance(logps, Tensor) or not logps.is_floating_point() or logps.dim() != 1:
             got = f"{logps.dtype} {tuple(logps.shape)}" if isinstance(logps, Tensor) else type(logps).__name__
             raise TypeError(f"{self.__name__}: logps must be a floating-point tensor [n]; got {got}")
-        if missing := sorted(self.needs - inputs.keys()):
+        if missing := sorted((self.needs | self.of_alternatives) - inputs.keys()):
             said = ", ".join(f"{name} ({WHAT.get(name, 'one for each token')})" for name in missing)
             raise TypeError(f"{self.__name__} needs {said}; got {', '.join(sorted(inputs)) or 'no inputs'}")
+        if self.of_alternatives and (alternative_logps is None or alternative_offsets is None):
+            raise TypeError(f"{self.__name__} needs alternatives; got no alternative_logps and alternative_offsets")
+        if not self.of_alternatives and self.reads is not None and alternative_logps is not None:
+            raise TypeError(f"{self.__name__} reads no alternatives; got alternative_logps")
         if self.reads is not None and (unread := sorted(inputs.keys() - self.reads)):
             raise TypeError(f"{self.__name__} reads {', '.join(sorted(self.reads))}; got {', '.join(unread)}, too")
         for name, x in {**inputs, **({} if entropies is None else {"entropies": entropies})}.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{self.__name__}: {name} must be a tensor; got {type(x).__name__}")
-            if x.shape != logps.shape:
-                raise ValueError(f"{self.__name__}: {name} must be {tuple(logps.shape)}; got {tuple(x.shape)}")
+            of_each = alternative_logps if name in self.of_alternatives and alternative_logps is not None else logps
+            if x.shape != of_each.shape:
+                raise ValueError(f"{self.__name__}: {name} must be {tuple(of_each.shape)}; got {tuple(x.shape)}")
         if self.scope == "sequence" and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
             got = type(cu_seqlens).__name__ if not isinstance(cu_seqlens, Tensor) else str(tuple(cu_seqlens.shape))
             raise TypeError(f"{self.__name__} has scope 'sequence' and needs cu_seqlens [S + 1] int64; got {got}")
@@ -244,6 +316,10 @@ def call_part(objective: LossFunction, tokens: Tokens) -> Tensor:
     inputs = {name: x for name, x in tokens.inputs.items() if reads is None or name in reads}
     if scope_of(objective) != "token":
         inputs["cu_seqlens"] = tokens.groups.cu_seqlens
+    others = tokens.others
+    if others is not None and (reads is None or getattr(objective, "of_alternatives", None)):
+        inputs |= {name: x for name, x in others.inputs.items() if reads is None or name in reads}
+        inputs |= {"alternative_logps": others.logps, "alternative_offsets": others.offsets}
     return objective(tokens.logps, tokens.entropies, **inputs)
 
 
@@ -260,7 +336,8 @@ def made_of(
     reads: list[Any] = [getattr(part, "reads", None) for part in parts]
     may_have = None if None in reads else tuple(frozenset(name for part in reads for name in part))
     needs = tuple(frozenset(needs).union(*(getattr(part, "needs", ()) for part in parts)))
-    return Objective(name, function, scope=scope, needs=needs, may_have=may_have)
+    of_alternatives = tuple(frozenset().union(*(getattr(part, "of_alternatives", ()) for part in parts)))
+    return Objective(name, function, scope=scope, needs=needs, may_have=may_have, of_alternatives=of_alternatives)
 
 
 def described(name: str, **options: object) -> str:

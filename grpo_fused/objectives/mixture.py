@@ -53,4 +53,5 @@ def _at(tokens: Tokens, rows: Tensor, factors: dict[str, LossFunction]) -> Token
         sequences = Sequences(offsets, len(rows))
     entropies = None if tokens.entropies is None else tokens.entropies[rows]
     inputs = {name: x[rows] for name, x in tokens.inputs.items() if name not in factors}
-    return Tokens(tokens.logps[rows], entropies, inputs, sequences)
+    others = None if tokens.others is None else tokens.others.select(rows)
+    return Tokens(tokens.logps[rows], entropies, inputs, sequences, others)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.call.calls import CustomCall, LogprobsGradientCall, LossCall, TokensCall, named
+from grpo_fused.call.calls import CustomCall, DivergenceCall, LogprobsGradientCall, LossCall, TokensCall, named
 from grpo_fused.call.layout import Layout
-from grpo_fused.call.validation import check_call_values
+from grpo_fused.call.validation import check_call_values, check_divergence_values
 from grpo_fused.ranks.parallel import (
     ParallelGroups,
     PeerError,
@@ -34,11 +34,12 @@ _NUMBERS = 3
 """integers that ranks exchange with the digest"""
 
 
-_OWN = {"hidden_states", "lm_head_weight", "lm_head_bias", "max_scratch_bytes", "groups"}
+_OF_RANK = {"hidden_states", "lm_head_weight", "lm_head_bias"}
+_OWN = {*_OF_RANK, *(f"other_{name}" for name in _OF_RANK), "max_scratch_bytes", "groups"}
 """fields that may differ between ranks"""
-_COEFFICIENTS = {"dlogps", "dentropies"}
+_COEFFICIENTS = {"dlogps", "dentropies", "dalternative_logps"}
 """tensors that must be 0 at the same positions on all ranks: this decides which rows a rank computes"""
-_SCORES = {"logps", "entropies", "maxima", "log_sums"}
+_SCORES = {"logps", "entropies", "maxima", "log_sums", "alternative_logps"}
 """results of an operator whose inputs were compared already"""
 
 
@@ -56,7 +57,7 @@ def form_of(call: Any) -> dict[str, int | str]:
     return {**form, "tensors": ", ".join(there)}
 
 
-def contents_of(call: TokensCall | LogprobsGradientCall) -> dict[str, int | str]:
+def contents_of(call: TokensCall | DivergenceCall | LogprobsGradientCall) -> dict[str, int | str]:
     """Fields that must be equal too on ranks with the same tokens: the values of tensors at active positions."""
     mask = call.forward.mask if isinstance(call, LogprobsGradientCall) else call.mask
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
@@ -65,7 +66,9 @@ def contents_of(call: TokensCall | LogprobsGradientCall) -> dict[str, int | str]
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
-def join(call: TokensCall | LogprobsGradientCall, layout: Layout) -> tuple[VocabParallel | None, TokenParallel | None]:
+def join(
+    call: TokensCall | DivergenceCall | LogprobsGradientCall, layout: Layout
+) -> tuple[VocabParallel | None, TokenParallel | None]:
     """The ranks with other slices of the head and those with other tokens, after the check that all make the same call.
 
     If this rank's tensors have invalid values, or the ranks differ, all ranks of both groups raise.
@@ -76,7 +79,9 @@ def join(call: TokensCall | LogprobsGradientCall, layout: Layout) -> tuple[Vocab
     vocab_size = scored.lm_head.vocab_size
 
     def check(size: int) -> None:
-        if scored is call:  # else the forward pass has checked the values
+        if isinstance(scored, DivergenceCall):
+            check_divergence_values(scored, layout)
+        elif scored is call:  # else the forward pass has checked the values
             check_call_values(scored, layout, size)
 
     if groups.vocab is None:

@@ -189,6 +189,11 @@ class VocabParallel(_Ranks):
         self.owned = (ids >= self.first) & (ids < self.first + sizes[rank])
         """[N] bool: tokens whose target is among this rank's rows."""
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """(the first id of this rank, V of all ranks)"""
+        return self.first, self.total
+
     def merged(self, rows: Tensor, local: Statistics) -> Statistics:
         """Statistics over the whole vocabulary of the tokens at `rows`, merged from all ranks; one collective."""
         # a slice whose logits are all -inf has no share, and its NaN must not be taken for a NaN of the model
@@ -210,6 +215,12 @@ class VocabParallel(_Ranks):
             entropy = (log_sum - (share * (every[:, 3] + shift)).sum(0)).clamp(min=0.0)
         target = ((every[:, 2] + every[:, 1]) + shift).amax(0)  # z - m: exactly 0 for a confident target
         return Statistics(m.squeeze(0), log_sum, (target - log_sum).clamp(max=0.0), entropy)
+
+    def first_of(self, x: Tensor) -> Tensor:
+        """`x` (bool) where no rank before this one has True."""
+        self.meet()
+        every = all_gather("statistics", x.to(torch.uint8), self.group)
+        return x & ~every[: dist.get_rank(self.group)].any(0)
 
     def smallest(self, count: int) -> int:
         """The minimum of `count` over the ranks: larger slices have room for fewer tokens; chunks must be equal."""

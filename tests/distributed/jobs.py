@@ -10,6 +10,7 @@ from helpers import Case, Result, pack
 from grpo_fused import (
     GRPOLossConfig,
     ParallelGroups,
+    fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
     fused_linear_objective,
@@ -75,6 +76,65 @@ def rows_of(case: Case, rows: slice | torch.Tensor) -> Case:
     options = {name: part(value) if name != "lm_head_bias" else value for name, value in case.options.items()}
     return Case(part(case.hidden_states), case.lm_head_weight, part(case.completion_ids), part(case.advantages),
                 part(case.completion_mask), options)  # fmt: skip
+
+
+def vocab_alternatives(rank: int, group: Any, case: Case, impl: str, sizes: list[int], sets: Any) -> dict:
+    """The loss of an objective of alternatives, their log-probs, and gradients."""
+    mine = of_vocabulary(case, slices(sizes)[rank])
+    given = {name: x for name, x in mine.options.items() if name in ("lm_head_bias", "temperature", "candidates")}
+    found = {}
+    for what in ("objective", "logprobs"):
+        hidden = mine.hidden_states.detach().requires_grad_()
+        weight = mine.lm_head_weight.detach().requires_grad_()
+        common = {"impl": impl, "process_group": group, "alternatives": sets, "with_entropy": True, **given}
+        args = hidden, weight, mine.completion_ids
+        if what == "objective":
+            out = fused_linear_objective(*args, of_alternatives, mine.completion_mask, **common)
+            out.loss.backward()
+            found["loss"] = out.loss
+        else:
+            scores = fused_linear_logprobs(*args, mine.completion_mask, **common)
+            (scores.logps.sin().sum() + scores.alternative_logps.cos().sum() + scores.entropies.sum()).backward()
+            found["alternative_logps"] = scores.alternative_logps
+        found |= {f"dhidden of {what}": hidden.grad, f"dweight of {what}": weight.grad}
+    return {name: x.detach().double().numpy() for name, x in found.items() if x is not None}
+
+
+def vocab_divergence(rank: int, group: Any, case: Case, sizes: list[int], other: Any, options: dict) -> dict:
+    """The divergence of slices of two heads, or from a teacher's top K, and gradients."""
+    part = slices(sizes)[rank]
+    mine = of_vocabulary(case, part)
+    hidden = mine.hidden_states.detach().requires_grad_()
+    weight = mine.lm_head_weight.detach().requires_grad_()
+    states, other_weight = (None, None) if other is None else (other[0], other[1][part])
+    impl = {"impl": "reference"} if group is None else {"process_group": group}
+    out = fused_linear_divergence(
+        hidden, weight, states, other_weight, mine.completion_mask, temperature=0.8,
+        lm_head_bias=mine.options.get("lm_head_bias"), **impl, **options,
+    )  # fmt: skip
+    (out.loss * 1.5).backward()
+    found = {"loss": out.loss, "divergence": out.divergence, "entropies": out.entropies}
+    return {
+        name: x.detach().double().numpy()
+        for name, x in (found | {"dhidden": hidden.grad, "dweight": weight.grad}).items()
+    }
+
+
+def refused_divergence(rank: int, group: Any) -> str:
+    """The error of a divergence of ranks with other tokens."""
+    hidden, weight = torch.zeros(3, 4), torch.zeros(5, 4)
+    try:
+        fused_linear_divergence(hidden, weight, hidden, weight, process_group=ParallelGroups(tokens=group))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def of_alternatives(logps, entropies, *, alternative_logps, alternative_offsets):
+    """Of targets, entropies, alternatives and their number."""
+    owner = torch.repeat_interleave(alternative_offsets.diff())
+    total = torch.zeros_like(logps).index_add(0, owner, alternative_logps.sin())
+    return total * logps.exp() + logps + 0.1 * entropies
 
 
 def columns_of(case: Case, columns: slice) -> Case:

@@ -12,9 +12,9 @@ IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1
 
 def call(ids=IDS, mask=MASK, compact=True, **coefficients):
     hidden, weight = torch.zeros(2, 3, 8), torch.zeros(10, 8)
-    given = {"dlogps": None, "dentropies": None, **coefficients}
+    given = {"dlogps": None, "dentropies": None, "dalternative_logps": None, **coefficients}
     forward = LogprobsCall(hidden, LMHead(weight), ids, mask, Candidates(), False, Run("chunked", None, compact))
-    return LogprobsGradientCall(forward, None, None, None, None, **given, needs=Needs(True, True, False))
+    return LogprobsGradientCall(forward, *[None] * 5, **given, needs=Needs(True, True, False))
 
 
 def contents(**changes):

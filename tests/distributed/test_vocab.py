@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from distributed.jobs import slices, vocab_logprobs, vocab_loss
+from distributed.jobs import (
+    refused_divergence,
+    slices,
+    vocab_alternatives,
+    vocab_divergence,
+    vocab_logprobs,
+    vocab_loss,
+)
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
 from grpo_fused import CandidateSets, fused_linear_logprobs
@@ -174,3 +181,55 @@ def test_candidate_sets_are_those_of_the_whole_vocabulary(config, whole, impl, w
     want = case.to(torch.float64).run(config, impl="reference")
     sizes = [15, 3, 11]
     assert_is_one_process(workers.run(vocab_loss, 3, case, config, impl, sizes, {}), want, sizes, tol)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("whole", [None, 0.4], ids=["whole", "sets"])
+def test_alternatives_are_those_of_the_whole_vocabulary(whole, impl, workers):
+    """Global ids on every rank; a rank without one of them takes part in the sum."""
+    dtype, tol = PRECISION[impl]
+    case = make_case(12, extras=False, **{name: OPTIONS[name] for name in ("temperature", "lm_head_bias")})
+    case = case if whole is None else with_sets(case, whole=whole)
+    if whole is None:
+        g = torch.Generator().manual_seed(0)
+        sizes = torch.randint(0, 4, (case.completion_ids.numel(),), generator=g)
+        ids = torch.randint(29, (int(sizes.sum()),), generator=g)
+        others = CandidateSets(ids, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]))
+    else:
+        others = case.options["candidates"]
+    parts = [10, 16, 3]
+    want = vocab_alternatives(0, None, case, "reference", [29], others)
+    for rank, got in enumerate(workers.run(vocab_alternatives, 3, case.to(dtype), impl, parts, others)):
+        for name, x in want.items():
+            expected = x[slices(parts)[rank]] if name.startswith("dweight") else x
+            close(got[name], expected, 2 * tol, f"{name} of rank {rank}")
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd", "top-k"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_divergence_is_that_of_the_whole_vocabulary(kind, dtype, workers):
+    """A confident token too: its derivative at the maximum is minus the sum of all others, on any rank."""
+    tol = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
+    case = make_case(13, extras=False, lm_head_bias=torch.zeros(29, dtype=torch.float64))
+    case.options["lm_head_bias"][20] = 15.0  # most tokens are nearly sure of it, on the second rank
+    g = torch.Generator().manual_seed(0)
+    other = case.hidden_states + 0.1, case.lm_head_weight + 0.1 * torch.randn(29, 12, generator=g, dtype=torch.float64)
+    options: dict = {"kind": kind, "weights": torch.randn(4, 7, generator=g, dtype=torch.float64)}
+    if kind == "top-k":
+        top = torch.randn(4, 7, 29, generator=g, dtype=torch.float64).log_softmax(-1).topk(5)
+        options |= {"kind": "forward_kl", "other_ids": top.indices, "other_logprobs": top.values}
+        other = None
+    sizes = [10, 16, 3]
+    want = vocab_divergence(0, None, case, [29], other, options)
+    given = None if other is None else tuple(x.to(dtype) for x in other)
+    for rank, got in enumerate(workers.run(vocab_divergence, 3, case.to(dtype), sizes, given, options)):
+        for name, x in want.items():
+            expected = x[slices(sizes)[rank]] if name == "dweight" else x
+            np.testing.assert_allclose(
+                got[name], expected, rtol=100 * tol, atol=tol * np.abs(expected).max(), err_msg=name
+            )
+
+
+def test_divergence_refuses_ranks_with_other_tokens(workers):
+    for error in workers.run(refused_divergence, 2):
+        assert error == "a divergence takes slices of the vocabulary only; got a group of ranks with other tokens"

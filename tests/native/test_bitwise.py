@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import make_case, make_config
+from helpers import frobenius_error, make_case, make_config
 
-from grpo_fused import fused_linear_logprobs
+from grpo_fused import CandidateSets, fused_linear_logprobs
 from grpo_fused.engines import cpu_library
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
@@ -44,7 +44,7 @@ def test_a_score_does_not_depend_on_the_batch_or_the_threads(dtype, threads):
 
     def score(rows):
         out = fused_linear_logprobs(hidden[rows], case.lm_head_weight, ids[rows], with_entropy=True, impl="native")
-        return torch.stack(out)
+        return torch.stack(out[:2])
 
     everything = torch.arange(333)
     whole = score(everything)
@@ -56,6 +56,37 @@ def test_a_score_does_not_depend_on_the_batch_or_the_threads(dtype, threads):
     assert torch.equal(trained.per_token_logps[0], whole[0])
     threads(1)
     assert torch.equal(score(everything), whole)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_alternatives_do_not_depend_on_the_threads(dtype, scratch, threads):
+    """Several blocks of the vocabulary and panels of tokens, some without a gradient."""
+    case = make_case(14, B=2, T=150, H=60, V=2000, dtype=dtype, extras=False)
+    ids = torch.randint(2000, (300 * 7,))
+    found = []
+    for count in (1, 2, 5):
+        threads(count)
+        hidden, weight = case.hidden_states.detach().requires_grad_(), case.lm_head_weight.detach().requires_grad_()
+        out = fused_linear_logprobs(
+            hidden, weight, case.completion_ids, case.completion_mask, impl="native", max_scratch_bytes=scratch,
+            alternatives=CandidateSets(ids, torch.arange(0, len(ids) + 1, 7)),
+        )  # fmt: skip
+        (out.alternative_logps.sin().sum() + out.logps[0].sum()).backward()
+        found.append((out.alternative_logps.detach(), hidden.grad, weight.grad))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+    want = case.to(torch.float64)
+    hidden, weight = want.hidden_states.detach().requires_grad_(), want.lm_head_weight.detach().requires_grad_()
+    out = fused_linear_logprobs(
+        hidden, weight, case.completion_ids, case.completion_mask, impl="reference",
+        alternatives=CandidateSets(ids, torch.arange(0, len(ids) + 1, 7)),
+    )  # fmt: skip
+    (out.alternative_logps.sin().sum() + out.logps[0].sum()).backward()
+    bound = 2e-5 if dtype == torch.float32 else 1e-2
+    assert frobenius_error(found[0][1], hidden.grad) < bound
+    assert frobenius_error(found[0][2], weight.grad) < bound
 
 
 @pytest.mark.usefixtures("isa")

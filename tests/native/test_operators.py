@@ -35,10 +35,15 @@ def gradient(**changes):
     statistics, offsets = cpu_library.head_scores(inputs, True, kept, spill)
     arguments = {
         "inputs": inputs, "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
-        "dentropy": torch.randn(N), "dweight": kept, "spill": spill, "superblock": 2, "need_hidden": True,
+        "dentropy": torch.randn(N), "entries": None, "dweight": kept, "spill": spill, "superblock": 2, "need_hidden": True,
         "need_bias": True, **changes,
     }  # fmt: skip
     return tuple(arguments.values())
+
+
+def entries(tokens, ids, values=None):
+    values = torch.zeros(len(ids)) if values is None else values
+    return {"entries": (torch.tensor(tokens), torch.tensor(ids), values)}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,11 @@ def test_wrong_scores_are_refused(changes, message):
         ({"dlogp": torch.zeros(N - 1)}, r"dlogp must be \[70\]"),
         ({"dentropy": torch.zeros(N).double()}, "dentropy has the wrong dtype"),
         ({"superblock": 0}, "superblock must be at least 1; got 0"),
+        (entries([35], [1]), r"entry_tokens must be in \[0, 35\); got 35 at 0"),
+        (entries([0], [V]), rf"entry_ids must be in \[0, {V}\); got {V} at 0"),
+        (entries([0], [1], torch.zeros(1).double()), "entry_values has the wrong dtype"),
+        (entries([1, 0], [1, 1]), r"in the order of blocks of \d+ ids, then of tokens; got another at 1"),
+        (entries([0, 1], [V - 1, 0]), "got another at 1"),
     ],
 )
 def test_wrong_gradients_are_refused(changes, message):

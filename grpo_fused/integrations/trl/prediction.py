@@ -175,7 +175,7 @@ class PredictedLogprobs(torch.autograd.Function):
             return (None,) * 5
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
         if ctx.prediction is None:
-            logps, entropies, maxima, log_sums = saved
+            logps, entropies, maxima, log_sums, _ = saved
             scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
         else:
             rows, gstar, hstar, one_nat, dhidden, dweight, dbias = saved
@@ -192,7 +192,7 @@ class PredictedLogprobs(torch.autograd.Function):
             scores = (None, None, None, None)
         with _gathered(weight, bias):
             dhidden, dweight, dbias = operators.linear_logprobs_gradient(
-                *flat(LogprobsGradientCall(call, *scores, dlogps, dentropies, needs))
+                *flat(LogprobsGradientCall(call, *scores, None, dlogps, dentropies, None, needs))
             )
         return (
             dhidden.to(hidden.dtype) if needs.need_hidden else None,

@@ -1,0 +1,143 @@
+"""Alternatives: what K more tokens of each position add to a loss, beside the same loss on logits.
+
+    python -m benchmarks.alternatives --out results.json     # a minute on two cores
+
+Score centering from the sampler's top K (`score_centered_tis`), forward and backward, with K = 20 and 128, beside
+REINFORCE, which has no alternatives. On logits: as torchtitan and prime-rl compute it, by a log-softmax in fp32 and a
+gather, here in chunks of tokens, since it would not fit otherwise. Losses are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.memory import blocks_given_back, peak_bytes
+from benchmarks.results import Device, Run, where
+from benchmarks.study import Section, main
+from benchmarks.tables import BARE, calls_grid
+from benchmarks.timing import MIB, bare_gemms, times_by_round, with_ratios
+from grpo_fused import CandidateSets, engines, fused_linear_objective, objectives
+
+SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
+COUNTS = (20, 128)
+CHUNK = 128
+
+
+class Problem:
+    """Hidden states [N, H] and a head [V, H] in bf16, tokens [N], and a sampler's K most likely tokens of each."""
+
+    def __init__(self, device: str, K: int) -> None:
+        N, H, V = SHAPES[device]
+        g = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(N, H, generator=g).to(device, torch.bfloat16).requires_grad_()
+        self.weight = (0.03 * torch.randn(V, H, generator=g)).to(device, torch.bfloat16).requires_grad_()
+        self.targets = torch.randint(V, (N,), generator=g).to(device)
+        self.advantages = torch.randn(N, generator=g).to(device)
+        self.ids = torch.randint(V, (N, K), generator=g).to(device)
+        self.sampling = torch.full((N,), -12.0, device=device)
+        self.of_alternatives = -6.0 - torch.rand(N, K, generator=g).to(device)
+
+    def inputs(self, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """Of the objective, for some of the tokens."""
+        return {"advantages": self.advantages[rows], "sampling_per_token_logps": self.sampling[rows]}
+
+    def fused(self, impl: str) -> Tensor:
+        """Forward and backward."""
+        N, K = self.ids.shape
+        sets = CandidateSets(self.ids.reshape(-1), torch.arange(0, N * K + 1, K, device=self.ids.device))
+        loss = fused_linear_objective(
+            self.hidden, self.weight, self.targets, objectives.score_centered_tis("top_k"), inputs=self.inputs(),
+            alternatives=sets, alternative_inputs={"sampling_alternative_logps": self.of_alternatives.reshape(-1)},
+            impl=impl,  # type: ignore[arg-type]
+        ).loss  # fmt: skip
+        return self._backward(loss)
+
+    def reinforce(self, impl: str) -> Tensor:
+        """The same without alternatives."""
+        inputs = {"advantages": self.advantages}
+        return self._backward(
+            fused_linear_objective(
+                self.hidden, self.weight, self.targets, objectives.gpg(), inputs=inputs, impl=impl  # type: ignore[arg-type]
+            ).loss
+        )  # fmt: skip
+
+    def on_logits(self) -> Tensor:
+        """The loss on logits, in chunks of tokens."""
+        total = torch.zeros((), device=self.hidden.device)
+        K = self.ids.shape[1]
+        for start in range(0, len(self.targets), CHUNK):
+            rows = slice(start, start + CHUNK)
+            log_p = (self.hidden[rows] @ self.weight.T).float().log_softmax(1)
+            loss = objectives.score_centered_tis("top_k")(
+                log_p.gather(1, self.targets[rows].unsqueeze(1)).squeeze(1), None, **self.inputs(rows),
+                alternative_logps=log_p.gather(1, self.ids[rows]).reshape(-1),
+                alternative_offsets=torch.arange(0, self.ids[rows].numel() + 1, K, device=log_p.device),
+                sampling_alternative_logps=self.of_alternatives[rows].reshape(-1),
+            ).sum()  # fmt: skip
+            loss.backward()
+            total += loss.detach()
+        return self._backward(total)
+
+    def _backward(self, loss: Tensor) -> Tensor:
+        if loss.requires_grad:
+            loss.backward()
+        self.hidden.grad = self.weight.grad = None  # given back in its own time
+        return loss.detach()
+
+    def check(self, impl: str) -> float:
+        """Relative difference of the two losses; bf16 logits are rounded, ours are not."""
+        got, want = float(self.fused(impl)), float(self.on_logits())
+        error = abs(got - want) / max(abs(want), 1.0)
+        if not error < 2e-2:
+            raise SystemExit(f"{impl}: the loss is {got}, on logits {want}: nothing is timed")
+        return error
+
+
+def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
+    """The section `alternatives`."""
+    N, H, V = SHAPES[device]
+    names = ("native", "chunked") if device == "cpu" else ("triton", "chunked")
+    impls = [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
+    problems = {K: Problem(device, K) for K in COUNTS}
+    calls: dict[str, Callable[[], object]] = dict(bare_gemms(N, H, V, torch.bfloat16, device))
+    errors, memory = {}, {}
+    for impl in impls:
+        errors[impl] = problems[COUNTS[0]].check(impl)
+        calls[f"{impl}, no alternatives"] = partial(problems[COUNTS[0]].reinforce, impl)
+        for K, problem in problems.items():
+            calls[f"{impl}, K = {K}"] = partial(problem.fused, impl)
+    with blocks_given_back():
+        for name, call in calls.items():
+            if not name.startswith("bare"):
+                problem = problems[COUNTS[0]]
+                gradients = problem.hidden.nbytes + problem.weight.nbytes
+                memory[name] = peak_bytes(call, device) - gradients
+    calls[f"on logits, K = {COUNTS[-1]}"] = problems[COUNTS[-1]].on_logits
+    yield {
+        "N": N, "H": H, "V": V, "loss_error": errors, "scratch_bytes": memory,
+        "calls": with_ratios(times_by_round(calls, device, rounds=rounds), "bare-3"),
+    }  # fmt: skip
+
+
+def table(run: Run) -> str:
+    """Times, ratios to the bare products, and memory."""
+    section: dict[str, Any] = run.sections["alternatives"]
+    memory = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in section["scratch_bytes"].items() if x is not None)
+    sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}"
+    lines = [
+        f"bf16, {sizes}, K alternatives of each token. {where(run)}.",
+        "",
+        *calls_grid(section["calls"], "| | time | × bare (forward + backward) |", 3, BARE),
+        "",
+        f"Memory beyond inputs and gradients: {memory}.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main("alternatives")

@@ -1,0 +1,149 @@
+"""Other tokens of a position, its alternatives: their log-probs beside those of the targets, and their gradient.
+
+A row's maximum and log-sum are known from the head product; a log-prob more costs the product of one row of the weight.
+With c_y and c_k the derivatives of the loss by the log-probs of the target and of the alternatives, and C their sum,
+
+    dz_v = c_y 1[v = y] + sum_k c_k 1[v = a_k] - C p_v.
+
+-C p_v is what an engine computes anyway. Where v is the target or an alternative the whole dz_v, once for each token of
+the vocabulary, takes its place before the derivatives of a row are rounded.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from grpo_fused.call.calls import LMHead
+from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.layout import segments
+from grpo_fused.engines.base import Tokens
+from grpo_fused.engines.candidates import score_pairs, sets_of
+from grpo_fused.engines.pairs import Pairs
+from grpo_fused.kernels.row_types import LOWEST_LOG_P, Coefficients, Entries, Statistics
+
+_BLOCK = 2**16
+"""Alternatives that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
+
+_SURE = -0.6
+"""nats; a token of more than half of the probability is the row's maximum, whatever the rounding of z is"""
+
+
+class Alternatives:
+    """The alternatives of all N positions of a call."""
+
+    def __init__(self, head: LMHead, tokens: Tokens, sets: CandidateSets, pairs: Pairs, most: int) -> None:
+        """`most`: tokens of the largest candidate set whose z is in `candidate_z`."""
+        self.head, self.tokens, self.pairs = head, tokens, pairs
+        ids = sets.ids.to(torch.int64)  # those of masked positions may be anything
+        ids = ids if tokens.only_active else torch.where(tokens.mask[sets.positions], ids, 0)
+        self.sets = CandidateSets(ids, sets.offsets)
+        self._first, self._total = (0, head.vocab_size) if tokens.vocab is None else tokens.vocab.range
+        self.candidate_z: Tensor | None = None
+        """[K] z of each candidate, for an engine to write; then nothing is multiplied here"""
+        if tokens.candidates is not None:
+            sizes = tokens.candidates.sizes
+            self._in_sets = (sizes > 0) & (sizes <= most)
+            self.candidate_z = torch.zeros(
+                len(tokens.candidates.ids), dtype=head.statistics_dtype, device=head.weight.device
+            )
+            self._candidates = tokens.candidates.find(self.sets, self._total)
+
+    def places(self, rows: Tensor) -> Tensor:
+        """[m] int64: the alternatives of `rows` ([R] int64) among those of the call."""
+        return self.sets.places(rows)
+
+    def logps(self, rows: Tensor, stats: Statistics) -> Tensor:
+        """[m] of the alternatives of `rows`, from the rows' statistics; 0 where masked."""
+        sets = self.sets.select(rows)
+        token, z = sets.positions, self._z(rows)
+        if self.tokens.vocab is not None:
+            z = self.tokens.vocab.start_sum(z)()
+        logp = z - stats.max[token] - stats.log_sum[token]
+        logp = torch.where(logp > _SURE, -stats.log_sum[token], logp)  # keeps the digits of a confident token
+        is_target = sets.ids - self._first == self.tokens.ids[rows][token]
+        return torch.where(self.tokens.mask[rows][token], torch.where(is_target, stats.logp[token], logp), 0.0)
+
+    def coefficients(
+        self, rows: Tensor, stats: Statistics, logps: Tensor, dlogp: Tensor, dlogps: Tensor, dentropy: Tensor | None
+    ) -> Coefficients:
+        """What gives the gradient of `rows`.
+
+        Args:
+            rows: [R] int64
+            stats: their statistics.
+            logps: [m] of their alternatives.
+            dlogp: [R] dL/dlogp of the targets.
+            dlogps: [m] of the alternatives.
+            dentropy: [R] dL/dentropy, or None.
+        """
+        sizes = self.sets.sizes[rows]
+        ends, totals, parts = sizes.cumsum(0), [], []
+        for block in self._blocks(rows):
+            begin, end = (int(ends[block.start - 1]) if block.start else 0), int(ends[block.stop - 1])
+            slope = None if dentropy is None else dentropy[block]
+            total, entries = self._of_block(
+                rows[block], stats.select(block), logps[begin:end], dlogp[block], dlogps[begin:end], slope
+            )
+            totals.append(total)
+            parts.append(entries._replace(rows=entries.rows + block.start))
+        if not parts:
+            nothing = rows.new_empty(0)
+            return Coefficients(stats, dlogp, dentropy, Entries(nothing, nothing, dlogp.new_empty(0)))
+        joined = Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return Coefficients(stats, torch.cat(totals), dentropy, joined)
+
+    def _of_block(
+        self, rows: Tensor, stats: Statistics, logps: Tensor, dlogp: Tensor, dlogps: Tensor, dentropy: Tensor | None
+    ) -> tuple[Tensor, Entries]:
+        """(the sums of each row's derivatives, its entries)"""
+        sets, tokens, head = self.sets.select(rows), self.tokens, self.head
+        token = sets.positions
+        total = dlogp.to(torch.float64) + segments(dlogps.to(torch.float64), "sum", sets.offsets)
+        having = ((sets.sizes > 0) & tokens.mask[rows]).nonzero().squeeze(1)
+        row = torch.cat([having, token])
+        ids = torch.cat([tokens.ids[rows[having]] + self._first, sets.ids])
+        logp = torch.cat([stats.logp[having], logps]).to(torch.float64)
+        own = torch.cat([dlogp[having], dlogps]).to(torch.float64)
+        # one entry for each token of the vocabulary
+        keys, order = (row * self._total + ids).sort(stable=True)
+        counts = keys.unique_consecutive(return_counts=True)[1]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        first = order[offsets[:-1]]
+        row, ids, logp, own = row[first], ids[first] - self._first, logp[first], segments(own[order], "sum", offsets)
+
+        # own - total p: 1 - p of a confident token must not cancel, nor p of an unlikely one
+        sure = (own - total[row]) - total[row] * torch.expm1(logp)
+        dz = torch.where(logp > _SURE, sure, own - total[row] * logp.exp())
+        if dentropy is not None:
+            assert stats.entropy is not None
+            low = logp.clamp(min=LOWEST_LOG_P)
+            dz = dz - dentropy[row] * low.exp() * (low + stats.entropy[row])
+        transform = tokens.transform(head, rows[row])
+        if transform.softcap is not None:
+            capped = (logp + stats.log_sum[row] + stats.max[row]) * transform.temperature / transform.softcap
+            dz = dz * (1.0 - capped.square())
+        dz = dz * transform.logit_scale / transform.temperature
+        here = (ids >= 0) & (ids < head.vocab_size) & tokens.mask[rows[row]]
+        return total.to(dlogp.dtype), Entries(row[here], ids[here], dz[here].to(dlogp.dtype))
+
+    def _z(self, rows: Tensor) -> Tensor:
+        """[m] of the alternatives of `rows` that this head has, 0 for others."""
+        z = torch.zeros(len(self.sets.ids), dtype=self.head.statistics_dtype, device=rows.device)
+        dense = rows
+        if self.candidate_z is not None:
+            in_sets = self._in_sets[rows]
+            places, dense = self.places(rows[in_sets]), rows[~in_sets]
+            z[places] = self.candidate_z[self._candidates[places]]
+        for block in self._blocks(dense):
+            sets = sets_of(self.head, self.tokens, self.sets, dense[block])
+            z[sets.places] = score_pairs(self.pairs, self.head, self.tokens, sets, False).z
+        return z[self.places(rows)]
+
+    def _blocks(self, rows: Tensor) -> list[slice]:
+        """`rows` in blocks of about `_BLOCK` alternatives."""
+        before = self.sets.sizes[rows].cumsum(0)
+        counts = ((before - 1).clamp(min=0) // _BLOCK).unique_consecutive(return_counts=True)[1].tolist()
+        return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
