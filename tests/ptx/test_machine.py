@@ -166,6 +166,38 @@ def test_barriers():
     outcome(good + "bar.sync 0;\nst.shared.b32 [%r2], %r1;", threads=128, options=Options(races=True))
 
 
+MEET = """
+    shl.b32 %r2, %r0, 2;
+    setp.lt.u32 %p1, %r0, 16;
+    @%p1 bra $first;
+    $meet:
+    bar.warp.sync {members};
+    xor.b32 %r3, %r2, 64;
+    ld.shared.b32 %r1, [%r3];
+    bra $end;
+    $first:
+    st.shared.b32 [%r2], %r0;
+    st.shared.b32 [%r2+64], %r0;
+    {back};
+    $end:
+    bar.sync 0;
+"""
+
+
+def test_lanes_wait_for_those_of_their_warp():
+    """Half of a warp is at its barrier first, and reads what the other half has yet to write."""
+    got = outcome(MEET.format(members=-1, back="bra $meet"))
+    assert list(got) == 2 * list(range(16))
+    with pytest.raises(PtxError, match="all warps wait"):
+        outcome(MEET.format(members=-1, back="ret"))
+    with pytest.raises(PtxError, match="not in the member mask"):
+        outcome(MEET.format(members=0xFFFF, back="bra $meet"))
+    alone = outcome(MEET.format(members=0xFFFF0000, back="mov.b32 %r1, 7"))
+    assert list(alone[:16]) == 16 * [7]
+    assert not (alone[16:] == np.arange(16)).any(), "they wait for nobody"
+    run_ptx("setp.ge.u32 %p1, %r0, 32;\n@%p1 ret;\nbar.warp.sync -1;", threads=64)  # only the first warp
+
+
 def test_writes_of_one_value():
     same = "mov.b32 %r1, 7;\nst.shared.b32 [smem], {};"
     outcome(same.format("%r1"), threads=64, options=Options(races=True))
