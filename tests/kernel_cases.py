@@ -214,10 +214,10 @@ def loss_in_the_head_kernel(config, sets):
     assert_same(case.run(config, impl="triton"), case.to(torch.float64).run(config, impl="reference"), tol=2e-5)
 
 
-def masked_rows(config, impl):
+def masked_rows(config, engine):
     """All rows are taken, a sequence without an active token too: values of masked ones are NaN, ids invalid. H is odd."""
     case = make_case(0, H=13, dtype=FP32, masked=0.5)
-    got = case.poisoned().run(config, impl=impl, compact=False)
+    got = case.poisoned().run(config, impl=engine, compact=False)
     assert_same(got, case.to(torch.float64).run(config, impl="reference"), tol=2e-5)
 
 

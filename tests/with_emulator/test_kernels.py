@@ -75,10 +75,10 @@ def test_odd_width():
     cases.head(cases.BF16, "temperatures", 5, 81, 131)
 
 
-@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
 @pytest.mark.parametrize("config", cases.CONFIGS[:2], ids=config_id)
-def test_masked_rows(config, impl):
-    cases.masked_rows(config, impl)
+def test_masked_rows(config, engine):
+    cases.masked_rows(config, engine)
 
 
 @pytest.mark.parametrize("width", [200, 77])

@@ -144,10 +144,10 @@ def test_loss_in_the_head_kernel(driver, config, sets):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
 @pytest.mark.parametrize("config", cases.CONFIGS[:2], ids=config_id)
-def test_masked_rows(driver, config, impl):
-    cases.masked_rows(config, impl)
+def test_masked_rows(driver, config, engine):
+    cases.masked_rows(config, engine)
 
 
 @pytest.mark.gate(keep=lambda driver, dtype, width: dtype == cases.BF16 and width == 200)
