@@ -122,15 +122,27 @@ def head(dtype, name, N=21, H=80, V=300):
             head_launch.exponentials_to_dlogits(copy, targets, Coefficients(stats, dlogp, coefficient), transform)
             assert frobenius_error(copy.values, exact.dlogits(dlogp, coefficient)) < GRADIENT[dtype]
     if transform.softcap is None and dtype != FP16:
-        factor = head_launch.exponentials_factor(room, targets, Coefficients(stats, dlogp, None), transform)
-        assert (
-            frobenius_error(room.values.double() * factor.double().unsqueeze(1), exact.dlogits(dlogp, None))
-            < (GRADIENT[dtype])
-        )
+        _factors(room, targets, Coefficients(stats, dlogp, None), transform, exact)
     for coefficient in (None, dentropy):
         out = torch.full((N, width), torch.nan, dtype=dtype)[:, :V]
         head_launch.head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, coefficient), transform, out)
         assert frobenius_error(out, exact.dlogits(dlogp, coefficient)) < GRADIENT[dtype]
+
+
+def _factors(room, targets, coefficients, transform, exact):
+    factor = head_launch.exponentials_factor(room, targets, coefficients, transform)
+    found = room.values.double() * factor.double().unsqueeze(1)
+    assert frobenius_error(found, exact.dlogits(coefficients.dlogp, None)) < GRADIENT[room.values.dtype]
+
+
+def training(dtype, N=5, H=136, V=300):
+    """A plain head's scores, and its gradient as exponentials with a factor for each row."""
+    hidden, weight, targets, (dlogp, _) = head_of(N, H, V, dtype)
+    exact = Exact(hidden.double() @ weight.double().T, targets, Transform())
+    room = head_launch.Exponentials.empty(N, weight, dtype, Transform())
+    stats = head_launch.head_scores(hidden, weight, targets, Transform(), with_entropy=False, exponentials=room)
+    exact.assert_close(stats)
+    _factors(room, targets, Coefficients(stats, dlogp, None), Transform(), exact)
 
 
 def panels_and_splits(V=300):

@@ -44,10 +44,10 @@ def driver(request):
         yield driver
 
 
-HEAD_SAMPLE = ((cases.BF16, "bias+scale"), (cases.FP16, "plain"))
+HEAD_SAMPLE = (("sm_80", cases.BF16, "bias+scale"), ("sm_90", cases.BF16, "bias+scale"), ("sm_90", cases.FP16, "plain"))
 
 
-@pytest.mark.gate(keep=lambda driver, dtype, name: (dtype, name) in HEAD_SAMPLE)
+@pytest.mark.gate(keep=lambda driver, dtype, name: (driver, dtype, name) in HEAD_SAMPLE)
 @pytest.mark.parametrize(("dtype", "name"), cases.HEADS, ids=str)
 def test_head(driver, dtype, name):
     cases.head(dtype, name)
@@ -81,9 +81,9 @@ def test_larger_errors_are_noticed(driver):
 
 
 def test_blackwell():
-    """Scores, exponentials and gradients of sm_100; the gate has no more of it."""
+    """What a step of training takes of sm_100; the gate has no more of it."""
     with cases.launched_as(lambda: "sm_100", in_place=True), driver_of("sm_100").active(IN_STEP):
-        cases.head(cases.BF16, "plain", 5, 136, 300)
+        cases.training(cases.BF16)
 
 
 SIZES = [(1, 8, 1), (3, 16, 33), (129, 72, 257), (5, 81, 131), (64, 256, 640)]
