@@ -291,3 +291,13 @@ def test_tensor_copies_too_early():
         tensor_copy(bytes=1040)
     with pytest.raises(PtxError, match="no mbarrier was initialised"):
         tensor_copy(wait="mbarrier.try_wait.parity.shared::cta.b64 complete, [smem+4096], 0;")
+
+
+def test_ends_of_mbarriers():
+    first = "setp.eq.u32 %p1, %r0, 0;\n@%p1 mbarrier.init.shared::cta.b64 [smem], 1;\n"
+    end, arrive = "@%p1 mbarrier.inval.shared::cta.b64 [smem];\n", "@%p1 mbarrier.arrive.shared::cta.b64 _, [smem];\n"
+    run_ptx(first + arrive + end)
+    with pytest.raises(PtxError, match="no mbarrier was initialised at shared byte 0"):
+        run_ptx(first + end + arrive)
+    with pytest.raises(PtxError, match="invalidated while copies are on their way"):
+        run_ptx(first + arrive.replace("arrive", "arrive.expect_tx").replace("]", "], 16") + end)
