@@ -195,6 +195,8 @@ REDUNDANT: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     },
 }
 """(architecture, case) to the places that no run needs, by reason; as triton 3.7.1 compiles them."""
+TABLE = [(architecture, case) for architecture in ("sm_80", "sm_90") for case in CASES]
+TABLE += [("sm_100", case) for case in CASES if CASES[case][0] not in ("head_fwd_kernel", "finish_scores_fwd_kernel")]
 
 
 PROGRAMS = {"head_fwd_kernel": lambda number, of: number == 0}
@@ -232,8 +234,7 @@ class Removals:
 
 @pytest.mark.full
 @pytest.mark.skipif(triton.__version__ != "3.7.1", reason="the table is of triton 3.7.1")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("architecture", "case"), TABLE, ids="-".join)
 def test_every_removal_is_noticed(architecture, case):
     """All but those of the table."""
     expected = [name for names in REDUNDANT.get((architecture, case), {}).values() for name in names]
