@@ -177,6 +177,8 @@ def test_wgmma_too_early():
         wgmma(proxy="")
     with pytest.raises(PtxError, match="race .*the product of warp 0 reads|what the product of warp 0 reads"):
         wgmma(before="st.shared.b32 [%r401], 0;")
+    for options in (LATE, EARLY):  # then operands may change
+        wgmma(wait="wgmma.wait_group.sync.aligned 0;\nbar.sync 0;\nst.shared.b32 [%r401], 0;", options=options)
 
 
 COPY = """

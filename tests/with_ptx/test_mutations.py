@@ -234,7 +234,7 @@ class Removals:
 
 @pytest.mark.full
 @pytest.mark.skipif(triton.__version__ != "3.7.1", reason="the table is of triton 3.7.1")
-@pytest.mark.parametrize(("architecture", "case"), TABLE, ids="-".join)
+@pytest.mark.parametrize(("architecture", "case"), TABLE)
 def test_every_removal_is_noticed(architecture, case):
     """All but those of the table."""
     expected = [name for names in REDUNDANT.get((architecture, case), {}).values() for name in names]
