@@ -18,13 +18,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from grpo_fused import engines
 from grpo_fused.engines.base import Cost, even_chunks
-from grpo_fused.engines.gradients import one_chunk_budget
 from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 from grpo_fused.tools import predictions
 
@@ -235,11 +235,8 @@ def chunks_of(engine: str, shape: Shape) -> list[int]:
     if engine == "bare":
         return [shape.tokens]
     head = predictions.Shape(shape.tokens, shape.H, shape.V, torch.bfloat16).head(torch.device("cpu"))
-    budget = DEFAULT_SCRATCH_BYTES["cuda"]
-    one_chunk = one_chunk_budget(head) - DEFAULT_SCRATCH_BYTES["cpu"] + budget  # the head is one of a CPU
-    rows = engines.engine(engine).chunk_rows(head, shape.tokens, one_chunk)
-    if rows < shape.tokens:
-        rows = engines.engine(engine).chunk_rows(head, shape.tokens, budget)
+    with mock.patch.dict(DEFAULT_SCRATCH_BYTES, cpu=DEFAULT_SCRATCH_BYTES["cuda"]):  # the head is one of a CPU
+        rows = engines.engine(engine).chunk_rows(head, shape.tokens, None)
     return [chunk.stop - chunk.start for chunk in even_chunks(shape.tokens, rows)]
 
 

@@ -111,10 +111,11 @@ def row_power(maxima_ptr, rows, live):
 @triton.jit
 def epilogue(
     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr, log_sum_ptr, logp_ptr,
-    entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature, logit_scale, softcap,
-    MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr, HAS_ROW_OFFSETS: tl.constexpr, TMA: tl.constexpr,
-    E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    entropy_ptr, dlogp_ptr, dentropy_ptr, sampled_max_ptr, offset_ptr, stride_out, N, V, num_tiles, temperature,
+    logit_scale, softcap, MODE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_DENTROPY: tl.constexpr,
+    HAS_ROW_OFFSETS: tl.constexpr, TMA: tl.constexpr, E_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile of products; returns the running statistics."""
     rows = row + tl.arange(0, BLOCK_N)
@@ -151,7 +152,7 @@ def epilogue(
         tile_m = tl.max(z, axis=1)
         power = tile_m
         if HAS_ROW_OFFSETS and TMA:  # of sm_90's registers this order takes fewer, of sm_80's the other one
-            power = row_power(logp_ptr, rows, live)
+            power = row_power(sampled_max_ptr, rows, live)
         e, tile_rest, tile_moment = shares(z - finite(tile_m)[:, None], WITH_ENTROPY, HAS_INF=HAS_BIAS, LOG2=LOG2)
         top = tile_m
         if LOG2:
@@ -162,7 +163,7 @@ def epilogue(
                 if not LOG2:
                     top *= LOG2E
                 if not TMA:
-                    power = row_power(logp_ptr, rows, live)
+                    power = row_power(sampled_max_ptr, rows, live)
                 power = tl.where(top - power > HIGHEST_POWER, tl.ceil(top), power)
                 e *= tl.exp2(top - power)[:, None]
                 offset = power * LN2
@@ -189,6 +190,7 @@ def head_fwd_kernel(
     entropy_ptr,
     dlogp_ptr,
     dentropy_ptr,
+    sampled_max_ptr,
     rest_ptr,
     moment_ptr,
     offset_ptr,
@@ -225,7 +227,7 @@ def head_fwd_kernel(
 
     `x`, `w` and `out` are tensor descriptors with TMA, else pointers. Partial statistics go to
     [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
-    With `HAS_ROW_OFFSETS`, `logp_ptr` has no log-probs but the maxima [N] of the sampled columns.
+    With `HAS_ROW_OFFSETS`, `sampled_max_ptr` has the maxima [N] of the sampled columns.
     """
     k_steps = tl.cdiv(H, BLOCK_K)
     for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):
@@ -252,9 +254,9 @@ def head_fwd_kernel(
             if k == k_steps - 1:
                 m, rest, moment = epilogue(
                     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
-                    log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, offset_ptr, stride_out, N, V,
-                    num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURES,
-                    WITH_ENTROPY, HAS_DENTROPY, HAS_ROW_OFFSETS, TMA, E_SCALE, BLOCK_N, BLOCK_V,
+                    log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, sampled_max_ptr, offset_ptr,
+                    stride_out, N, V, num_tiles, temperature, logit_scale, softcap, MODE, HAS_BIAS, HAS_SOFTCAP,
+                    HAS_TEMPERATURES, WITH_ENTROPY, HAS_DENTROPY, HAS_ROW_OFFSETS, TMA, E_SCALE, BLOCK_N, BLOCK_V,
                 )  # fmt: skip
                 acc = tl.full([BLOCK_N, BLOCK_V], zero, tl.float32)
         if MODE != DLOGITS:

@@ -129,7 +129,7 @@ def head_scores(
     with device_of(hidden):
         _launch(
             config, hidden, weight, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
-            max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets, logp_ptr=near,
+            max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets, sampled_max_ptr=near,
             WITH_ENTROPY=with_entropy, HAS_ROW_OFFSETS=near is not None,
         )  # fmt: skip
         finish = finish_config(hidden.device, hidden.dtype)
@@ -221,7 +221,7 @@ def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, transfor
     step = max(weight.shape[0] // config.block_v, 1)
     columns = slice(0, step * config.block_v, step)
     bias = None if transform.bias is None else transform.bias[columns]
-    maxima, rest = torch.empty((2, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
+    maxima, rest = (torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device) for _ in range(2))
     with device_of(hidden):
         _launch(
             config, hidden, weight[columns], None, transform._replace(bias=bias), MODE=SCORE.value, max_ptr=maxima,
@@ -231,8 +231,8 @@ def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, transfor
 
 
 _POINTERS = (
-    "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "rest_ptr",
-    "moment_ptr", "offset_ptr",
+    "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "sampled_max_ptr",
+    "rest_ptr", "moment_ptr", "offset_ptr",
 )  # fmt: skip
 
 

@@ -100,10 +100,13 @@ HEADS += [(dtype, name) for dtype in (FP16, FP32) for name in ("plain", "all")]
 
 
 def head(dtype, name, N=21, H=80, V=300):
-    """Scores, exponentials, the gradient in their place, by a factor and by a second product; odd widths."""
+    """Scores, exponentials, the gradient in their place, by a factor and by a second product; operands of odd widths
+    get columns of 0, as the engine gives them."""
     hidden, weight, targets, (dlogp, dentropy) = head_of(N, H, V, dtype)
     transform = transform_of(name, N, V)
     exact = Exact(hidden.double() @ weight.double().T, targets, transform)
+    if H % 2:
+        hidden, weight = head_launch.aligned(hidden), head_launch.aligned(weight)
     stats = head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True)
     exact.assert_close(stats)
 
@@ -119,15 +122,27 @@ def head(dtype, name, N=21, H=80, V=300):
             head_launch.exponentials_to_dlogits(copy, targets, Coefficients(stats, dlogp, coefficient), transform)
             assert frobenius_error(copy.values, exact.dlogits(dlogp, coefficient)) < GRADIENT[dtype]
     if transform.softcap is None and dtype != FP16:
-        factor = head_launch.exponentials_factor(room, targets, Coefficients(stats, dlogp, None), transform)
-        assert (
-            frobenius_error(room.values.double() * factor.double().unsqueeze(1), exact.dlogits(dlogp, None))
-            < (GRADIENT[dtype])
-        )
+        _factors(room, targets, Coefficients(stats, dlogp, None), transform, exact)
     for coefficient in (None, dentropy):
         out = torch.full((N, width), torch.nan, dtype=dtype)[:, :V]
         head_launch.head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, coefficient), transform, out)
         assert frobenius_error(out, exact.dlogits(dlogp, coefficient)) < GRADIENT[dtype]
+
+
+def _factors(room, targets, coefficients, transform, exact):
+    factor = head_launch.exponentials_factor(room, targets, coefficients, transform)
+    found = room.values.double() * factor.double().unsqueeze(1)
+    assert frobenius_error(found, exact.dlogits(coefficients.dlogp, None)) < GRADIENT[room.values.dtype]
+
+
+def training(dtype, N=5, H=136, V=300):
+    """A plain head's scores, and its gradient as exponentials with a factor for each row."""
+    hidden, weight, targets, (dlogp, _) = head_of(N, H, V, dtype)
+    exact = Exact(hidden.double() @ weight.double().T, targets, Transform())
+    room = head_launch.Exponentials.empty(N, weight, dtype, Transform())
+    stats = head_launch.head_scores(hidden, weight, targets, Transform(), with_entropy=False, exponentials=room)
+    exact.assert_close(stats)
+    _factors(room, targets, Coefficients(stats, dlogp, None), Transform(), exact)
 
 
 def panels_and_splits(V=300):
@@ -211,9 +226,16 @@ def loss_in_the_head_kernel(config, sets):
     assert_same(case.run(config, impl="triton"), case.to(torch.float64).run(config, impl="reference"), tol=2e-5)
 
 
-def candidate_kernels(dtype):
+def masked_rows(config, engine):
+    """All rows are taken, a sequence without an active token too: values of masked ones are NaN, ids invalid. H is odd."""
+    case = make_case(0, H=13, dtype=FP32, masked=0.5)
+    got = case.poisoned().run(config, impl=engine, compact=False)
+    assert_same(got, case.to(torch.float64).run(config, impl="reference"), tol=2e-5)
+
+
+def candidate_kernels(dtype, H=200):
     g = torch.Generator().manual_seed(0)
-    a, b = torch.randn(7, 200, generator=g).to(dtype), torch.randn(9, 200, generator=g).to(dtype)
+    a, b = torch.randn(7, H, generator=g).to(dtype), torch.randn(9, H, generator=g).to(dtype)
     i, j = torch.randint(0, 7, (37,), generator=g), torch.randint(0, 9, (37,), generator=g)
     want = (a.double()[i] * b.double()[j]).sum(1)
     torch.testing.assert_close(pair_products(a, b, i, j).double(), want, rtol=1e-5, atol=1e-5)

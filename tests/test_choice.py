@@ -48,11 +48,11 @@ def test_nvidia_takes_chunked_until_it_is_measured(capability, measured):
         }
 
 
-def test_amd_takes_triton_for_bf16(monkeypatch, measured):
+def test_amd_takes_triton_for_16_bits(monkeypatch, measured):
     with cuda_double():
         monkeypatch.setattr(torch.version, "hip", "7.0")
-        assert {auto(torch.bfloat16, width) for width in (64, 8192)} == {"triton"}
-        assert {auto(dtype, 896) for dtype in (torch.float16, torch.float32, torch.float64)} == {"chunked"}
+        assert {auto(dtype, width) for dtype in (torch.bfloat16, torch.float16) for width in (64, 8192)} == {"triton"}
+        assert {auto(dtype, 896) for dtype in (torch.float32, torch.float64)} == {"chunked"}
         monkeypatch.setattr(engines.triton, "_HAS_TRITON", False)
         assert auto(torch.bfloat16, 896) == "chunked"
 

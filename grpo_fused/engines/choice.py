@@ -29,6 +29,8 @@ class Choice(NamedTuple):
     """whether it is taken without a measurement"""
     reason: str
     """times are ms of forward + backward in bf16, for N/H/V"""
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    """of products; in others it is `chunked`"""
 
 
 _UNKNOWN = Choice(0, False, "not modelled")
@@ -39,9 +41,12 @@ MODELLED: dict[str, Choice] = {
     "sm_89": _UNKNOWN,
     "sm_90": Choice(2048, False, "H200, 8192/896/151936: 12 to 14, chunked 14 to 17; 8192/4096/131072: 39 to 43, 41"),
     "sm_100": Choice(0, False, "its products wait for the epilogue: chunked at every H"),
-    "gfx942": Choice(math.inf, True, "MI300: chunked has no bf16 product with an fp32 result: 80 in fp32, 15 in bf16"),
+    "gfx942": Choice(
+        math.inf, True, "MI300: chunked has no 16-bit product with an fp32 result: 80 in fp32, 15 in bf16",
+        (torch.bfloat16, torch.float16),
+    ),
 }  # fmt: skip
-"""For bf16. In fp32 the library's products are faster at every H; fp16 is not modelled."""
+"""In fp32 the library's products are faster at every H; fp16 is not modelled on NVIDIA GPUs."""
 
 
 def widest_triton(architecture: str) -> float:
@@ -55,7 +60,8 @@ def widest_triton(architecture: str) -> float:
 
 def on_gpu(architecture: str, dtype: torch.dtype, width: int) -> str:
     """`triton` or `chunked` for products in `dtype` of hidden states [N, H] with H = `width`."""
-    return "triton" if dtype == torch.bfloat16 and width <= widest_triton(architecture) else "chunked"
+    takes = dtype in MODELLED[architecture].dtypes and width <= widest_triton(architecture)
+    return "triton" if takes else "chunked"
 
 
 @cache

@@ -258,8 +258,8 @@ for tokens, temperature in ((1, 1.0), (4096, 0.7), (70000, 0.31), (17, 2.0)):
     if tokens == 17 and CONTROL: flags["num_warps"] = 4
     panels, numbers = -(-tokens // 128), (temperature, 1.0, 1.0)
     for mode in (0, 1, 2):
-        head.head_fwd_kernel.warmup(b, b, b if mode else None, None, ids, None, row, row, row, row, row, None, f, f, f,
-            896, 896, 151936, tokens, 151936, 896, panels, 73, 119, 10, 1187, *numbers, MODE=mode, WITH_ENTROPY=True, E_SCALE=1.0,
+        head.head_fwd_kernel.warmup(b, b, b if mode else None, None, ids, None, row, row, row, row, row, None, f if mode == 1 else None, f,
+            f, f, 896, 896, 151936, tokens, 151936, 896, panels, 73, 119, 10, 1187, *numbers, MODE=mode, WITH_ENTROPY=True, E_SCALE=1.0,
             HAS_DENTROPY=False, HAS_ROW_OFFSETS=mode == 1, TMA=False, EVEN_K=True, BLOCK_N=128, BLOCK_V=64,
             BLOCK_K=64, num_stages=3, grid=(panels * 119,), **flags)
     head.finish_scores_fwd_kernel.warmup(b, b, None, ids, None, f, f, f, row, row, row, row, 896, 896, tokens, 151936,

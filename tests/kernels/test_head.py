@@ -219,6 +219,28 @@ def test_tracing_reads_no_pointers(dtype):
         assert weight.grad.shape == weight.shape
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_pointers_have_the_alignment_that_is_compiled_in(rows, monkeypatch):
+    """Whatever the number of rows: else the kernel would be compiled again for some."""
+    kernel, odd = head_launch.head_fwd_kernel, []
+
+    class Seen:
+        def __getitem__(self, grid):
+            def launch(**arguments):
+                tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+                odd.extend(name for name, x in tensors.items() if x.data_ptr() % 16)
+                assert tensors.keys() >= {"x", "w", "max_ptr", "rest_ptr"}
+                return kernel[grid](**arguments)
+
+            return launch
+
+    monkeypatch.setattr(head_launch, "head_fwd_kernel", Seen())
+    hidden, weight, targets = case((rows, 16, 40), torch.bfloat16)
+    room = Exponentials.empty(rows, weight, torch.bfloat16, Transform(), config=SMALL)
+    head_scores(hidden, weight, targets, Transform(), with_entropy=True, exponentials=room, config=SMALL)
+    assert set(odd) <= set(kernel.kwargs["do_not_specialize_on_alignment"])
+
+
 def test_targets_outside_the_vocabulary_are_not_read():
     hidden, weight = torch.randn(3, 20), torch.randn(37, 20)
     transform = Transform(torch.zeros(37), 1.0, None, 1.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,9 @@ def _program(text: str, edit: Callable[[Kernel], None] | None) -> Program:
     kernel = parse(text)
     if edit is not None:
         edit(kernel)
-    return Program(kernel)
+    program = Program(kernel)
+    gc.freeze()  # of 50,000 objects each; every collection would look through them
+    return program
 
 
 def tensor_bytes(storage: torch.UntypedStorage) -> np.ndarray[Any, Any]:

@@ -259,7 +259,24 @@ def barrier(d: Decoder, found: re.Match[str]) -> Execute:
 
 @form(r"bar\.warp\.sync")
 def warp_barrier(d: Decoder, found: re.Match[str]) -> Execute:
-    return lambda warps, mask: None
+    """Lanes wait until all of their warp that the member mask names are here."""
+    members = d.read(d.operands[0], "b32")
+
+    def execute(warps: Warps, mask: Array | None) -> str | None:
+        here = np.ones(warps.size, bool) if mask is None else mask
+        named = (np.broadcast_to(members(warps), warps.size) >> warps.lane) & U32(1) == 1
+        if (here & ~named).any():
+            raise PtxError("a lane that is not in the member mask takes part")
+        missing = (named & ~here).reshape(-1, LANES).any(1) & here.reshape(-1, LANES).any(1)
+        if not missing.any():
+            return None
+        seen = warps.state.setdefault("warp barriers", {})
+        if seen.get(warps.pc) != here.sum():
+            seen[warps.pc] = here.sum()
+            warps.block.events += 1
+        return AGAIN
+
+    return execute
 
 
 @form(r"ret|exit")

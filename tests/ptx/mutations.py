@@ -10,6 +10,7 @@ from .text import Instruction, Kernel
 
 _ORDER = re.compile(
     r"bar\.sync|cp\.async(\.bulk)?\.wait_group(\.read)?|wgmma\.(wait_group|fence)\..*|mbarrier\.try_wait\..*|fence\.proxy.*"
+    r"|tcgen05\.wait::(ld|st)\..*"
 )
 """Opcodes that put accesses in order."""
 
@@ -48,7 +49,7 @@ def without(name: str, *removed: Place) -> Callable[[Kernel], None]:
             old = kernel.instructions[place.index]
             if old.opcode != place.opcode:
                 raise ValueError(f"{place} is of another kernel: there is {old}")
-            new = Instruction(None, False, "bar.warp.sync", ("-1",), old.line, old.source)
+            new = Instruction(None, False, "membar.cta", (), old.line, old.source)
             if "try_wait" in old.opcode:
                 new = old._replace(opcode="mov.pred", operands=(old.operands[0], "-1"))
             kernel.instructions[place.index] = new

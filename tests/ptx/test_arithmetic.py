@@ -143,6 +143,20 @@ def test_minimum_and_maximum():
     assert apply("max.f32 {d}, {0}, {1}", SPECIAL[6:7], SPECIAL[6:7])[0] == 0x7FFFFFFF, "the one NaN"
 
 
+def test_signs():
+    for opcode, fn in (("abs", abs), ("neg", lambda x: -x)):
+        assert [signed(x) for x in apply(f"{opcode}.s32 {{d}}, {{0}}", INTS)] == [
+            signed(fn(signed(x)) & 0xFFFFFFFF) for x in INTS
+        ]
+        for flushed in (False, True):
+            got = apply(f"{opcode}{'.ftz' * flushed}.f32 {{d}}, {{0}}", SPECIAL, out=F32)
+            small = (np.abs(SPECIAL) < 2.0**-126) & flushed
+            want = np.where(small, F32(0), np.abs(SPECIAL))
+            assert np.array_equal(np.abs(got), want, equal_nan=True)
+            negative = np.signbit(SPECIAL) ^ True if opcode == "neg" else np.zeros(len(SPECIAL), bool)
+            assert (np.signbit(got) == negative)[~np.isnan(SPECIAL)].all()
+
+
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -227,6 +241,9 @@ def test_conversions_between_integers_and_floats():
             got = apply(f"cvt.{name}.{kind}.f32 {{d}}, {{0}}", x)
             want = [0 if np.isnan(v) else int(min(max(fn(np.float64(v)), low), high)) for v in x]
             assert [signed(g) if kind == "s32" else int(g) for g in got] == want, (name, kind)
+    small = np.array([2.0**-130, -(2.0**-130)], F32)
+    assert [signed(x) for x in apply("cvt.rpi.s32.f32 {d}, {0}", small)] == [1, 0]
+    assert [signed(x) for x in apply("cvt.rmi.ftz.s32.f32 {d}, {0}", small)] == [0, 0]
     assert list(apply("cvt.rn.f32.s32 {d}, {0}", INTS, out=F32)) == [F32(signed(v)) for v in INTS]
     assert list(apply("cvt.s64.s32 {d}, {0}", INTS, out=I64)) == [signed(v) for v in INTS]
     assert list(apply("cvt.u64.u32 {d}, {0}", INTS, out=U64)) == [int(v) for v in INTS]

@@ -177,6 +177,8 @@ def test_wgmma_too_early():
         wgmma(proxy="")
     with pytest.raises(PtxError, match="race .*the product of warp 0 reads|what the product of warp 0 reads"):
         wgmma(before="st.shared.b32 [%r401], 0;")
+    for options in (LATE, EARLY):  # then operands may change
+        wgmma(wait="wgmma.wait_group.sync.aligned 0;\nbar.sync 0;\nst.shared.b32 [%r401], 0;", options=options)
 
 
 COPY = """
@@ -291,3 +293,13 @@ def test_tensor_copies_too_early():
         tensor_copy(bytes=1040)
     with pytest.raises(PtxError, match="no mbarrier was initialised"):
         tensor_copy(wait="mbarrier.try_wait.parity.shared::cta.b64 complete, [smem+4096], 0;")
+
+
+def test_ends_of_mbarriers():
+    first = "setp.eq.u32 %p1, %r0, 0;\n@%p1 mbarrier.init.shared::cta.b64 [smem], 1;\n"
+    end, arrive = "@%p1 mbarrier.inval.shared::cta.b64 [smem];\n", "@%p1 mbarrier.arrive.shared::cta.b64 _, [smem];\n"
+    run_ptx(first + arrive + end)
+    with pytest.raises(PtxError, match="no mbarrier was initialised at shared byte 0"):
+        run_ptx(first + end + arrive)
+    with pytest.raises(PtxError, match="invalidated while copies are on their way"):
+        run_ptx(first + arrive.replace("arrive", "arrive.expect_tx").replace("]", "], 16") + end)

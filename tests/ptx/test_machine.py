@@ -139,6 +139,21 @@ def test_members_of_exchanges():
     assert (out == 31).all()
 
 
+def test_extremes_of_a_warp():
+    """NaN is left out without `.NaN`, signs with `.abs`; integers have signs by their type."""
+    x = np.arange(32, dtype=F32) - 20
+    x[7] = np.nan
+    want = {"min": -20, "max": 11, "min.abs": 0, "max.abs": 20, "max.NaN": np.nan, "min.abs.NaN": np.nan}
+    for name, value in want.items():
+        out = np.zeros(32, F32)
+        run_ptx(PLACE + f"add.s64 %rd3, %rd1, %rd50;\nld.global.b32 %r1, [%rd3];\nredux.sync.{name}.f32 %r2, %r1, -1;\n"
+                "st.global.b32 [%rd51], %r2;", out, x)  # fmt: skip
+        assert np.array_equal(out, np.full(32, value, F32), equal_nan=True), name
+    for name, value in {"min.s32": -20, "max.s32": 11, "min.u32": 0, "max.u32": -1, "add.s32": -144}.items():
+        got = outcome(f"sub.s32 %r2, %r0, 20;\nredux.sync.{name} %r1, %r2, -1;")
+        assert (got.view(np.int32) == value).all(), name
+
+
 EXCHANGE = """
     shl.b32 %r2, %r0, 2;
     st.shared.b32 [%r2], %r0;
@@ -164,6 +179,89 @@ def test_barriers():
     with pytest.raises(PtxError, match="race on shared byte 0: warp 0 writes at .* what warp 1 reads"):
         outcome(again, threads=128, options=Options(races=True))
     outcome(good + "bar.sync 0;\nst.shared.b32 [%r2], %r1;", threads=128, options=Options(races=True))
+
+
+MEET = """
+    shl.b32 %r2, %r0, 2;
+    setp.lt.u32 %p1, %r0, 16;
+    @%p1 bra $first;
+    $meet:
+    bar.warp.sync {members};
+    xor.b32 %r3, %r2, 64;
+    ld.shared.b32 %r1, [%r3];
+    bra $end;
+    $first:
+    st.shared.b32 [%r2], %r0;
+    st.shared.b32 [%r2+64], %r0;
+    {back};
+    $end:
+    bar.sync 0;
+"""
+
+
+CLUSTER = """
+    mov.u32 %r1, %cluster_ctarank;
+    xor.b32 %r2, %r1, 1;
+    shl.b32 %r3, %r0, 4;
+    mapa.shared::cluster.u32 %r4, %r3, %r2;
+    mad.lo.u32 %r5, %r1, 100, %r0;
+    setp.lt.u32 %p1, %r0, 20;
+    setp.lt.u32 %p2, %r0, 32;
+    {start}
+    st.shared::cluster.v4.f32 [%r4], {{%r5, %r5, %r5, %r0}};
+    @%p1 st.shared::cluster.v4.f32 [%r4+1024], {{%r5, %r5, %r0, %r5}};
+    {arrive}
+    {wait}
+    ld.shared.b32 %r6, [%r3+8];
+    ld.shared.b32 %r7, [%r3+1036];
+    mad.lo.u32 %r8, %r1, 64, %r0;
+    mad.wide.u32 %rd3, %r8, 4, %rd0;
+    mad.wide.u32 %rd4, %r8, 4, %rd1;
+    st.global.b32 [%rd3], %r6;
+    st.global.b32 [%rd4], %r7;
+"""
+ARRIVE, WAIT = "barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"
+APART = f"@%p2 bra $first;\n{ARRIVE}\nbra $both;\n$first:\n{ARRIVE}\n$both:"
+
+
+@pytest.mark.parametrize("arrive", [ARRIVE, APART], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    "options", [Options(), Options(together=False), Options(together=False, backwards=True)], ids=str
+)
+def test_clusters(options, arrive):
+    """Two blocks write into each other's shared memory, and wait for each other; their warps arrive together or not."""
+
+    def exchange(start=ARRIVE + WAIT, arrive=arrive, wait=WAIT):
+        found = np.zeros((2, 2, 64), U32)
+        body = CLUSTER.format(start=start, arrive=arrive, wait=wait)
+        run_ptx(body, *found, threads=64, shared=2048, options=options, ranks=2)
+        return found
+
+    every, some = exchange()
+    lane = np.arange(64)
+    want = np.stack([100 + lane, lane])
+    assert (every == want).all()
+    assert (some[:, :20] == want[:, :20]).all()
+    assert np.isnan(some[:, 20:].view(F32)).all(), "nobody wrote there"
+    assert not (exchange(arrive="", wait="")[0] == want).all(), "a block reads before the other one has written"
+    with pytest.raises(PtxError, match="before it has arrived"):
+        exchange(start=WAIT)
+    with pytest.raises(PtxError, match="all warps wait"):
+        exchange(arrive=f"@!%p2 ret;\n{ARRIVE}")
+
+
+def test_lanes_wait_for_those_of_their_warp():
+    """Half of a warp is at its barrier first, and reads what the other half has yet to write."""
+    got = outcome(MEET.format(members=-1, back="bra $meet"))
+    assert list(got) == 2 * list(range(16))
+    with pytest.raises(PtxError, match="all warps wait"):
+        outcome(MEET.format(members=-1, back="ret"))
+    with pytest.raises(PtxError, match="not in the member mask"):
+        outcome(MEET.format(members=0xFFFF, back="bra $meet"))
+    alone = outcome(MEET.format(members=0xFFFF0000, back="mov.b32 %r1, 7"))
+    assert list(alone[:16]) == 16 * [7]
+    assert not (alone[16:] == np.arange(16)).any(), "they wait for nobody"
+    run_ptx("setp.ge.u32 %p1, %r0, 32;\n@%p1 ret;\nbar.warp.sync -1;", threads=64)  # only the first warp
 
 
 def test_writes_of_one_value():

@@ -7,6 +7,8 @@
 - `ds_bpermute_b32`: it does not take the lane modulo 64, so that all waves but the first read 0.
 - `ds_swizzle_b32`: it does not have it.
 - `buffer_load_ushort`, `buffer_store_short`: it loads and stores 4 bytes, at a multiple of 4.
+- 16-bit numbers in v128 to v255: in short encodings it takes these for the upper halves of v0 to v127, as on RDNA 3. On
+  CDNA they are the registers of their numbers, and a 16-bit result zeroes the upper half of its own.
 """
 
 from __future__ import annotations
@@ -125,6 +127,30 @@ def swizzle(inst: Any, registers: Registers) -> None:
     into[:] = np.where(active(scalars), vectors[inst.addr.offset - 256][source], into)
 
 
+CONVERSIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "V_CVT_F16_F32_E32": lambda x: x.view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint32),
+    "V_CVT_F32_F16_E32": lambda x: x.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
+}
+
+
+def convert(inst: Any, registers: Registers) -> None:
+    """Between fp16 and fp32, to nearest; fp16 is in the lower half of a register."""
+    scalars, vectors, _ = registers
+    assert inst.src0.offset >= 256
+    into = vectors[inst.vdst.offset - 256]
+    with np.errstate(over="ignore"):
+        result = CONVERSIONS[inst.op.name](vectors[inst.src0.offset - 256])
+    into[:] = np.where(active(scalars), result, into)
+
+
+def has_high_half(inst: Any) -> bool:
+    """Whether the emulator would take a 16-bit operand in v128 to v255 for half of another register."""
+    if not inst.op.name.endswith("_E32") or 16 not in inst.canonical_op_bits.values():
+        return False
+    operands = (getattr(inst, name, None) for name in ("src0", "vsrc1", "vdst"))
+    return any(getattr(operand, "offset", 0) >= 256 + 128 for operand in operands)
+
+
 def access_short(inst: Any, registers: Registers) -> None:
     """`buffer_load_ushort`, `buffer_store_short`: lanes outside of the buffer load 0 and store nothing."""
     scalars, vectors, _ = registers
@@ -156,6 +182,9 @@ def replacement(inst: Any) -> Callable[[Any, Registers], None] | None:
     name = inst.op.name
     if name.startswith("V_MFMA_F32_32X32X"):
         return product
+    if has_high_half(inst):
+        assert name in CONVERSIONS, f"{name} of 16-bit numbers in v128 to v255"
+        return convert
     if hasattr(type(inst), "dpp"):
         assert name.removesuffix("_E32") in OPERATIONS, f"{name} with DPP"
         return across_lanes

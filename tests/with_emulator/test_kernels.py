@@ -71,6 +71,17 @@ def test_loss_in_the_head_kernel(config, sets):
     cases.loss_in_the_head_kernel(config, sets)
 
 
+def test_odd_width():
+    cases.head(cases.BF16, "temperatures", 5, 81, 131)
+
+
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+@pytest.mark.parametrize("config", cases.CONFIGS[:2], ids=config_id)
+def test_masked_rows(config, engine):
+    cases.masked_rows(config, engine)
+
+
+@pytest.mark.parametrize("width", [200, 77])
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
-def test_candidate_kernels(dtype):
-    cases.candidate_kernels(dtype)
+def test_candidate_kernels(dtype, width):
+    cases.candidate_kernels(dtype, width)

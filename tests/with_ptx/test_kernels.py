@@ -44,10 +44,10 @@ def driver(request):
         yield driver
 
 
-HEAD_SAMPLE = ((cases.BF16, "bias+scale"), (cases.FP16, "plain"))
+HEAD_SAMPLE = (("sm_80", cases.BF16, "bias+scale"), ("sm_90", cases.BF16, "bias+scale"), ("sm_90", cases.FP16, "plain"))
 
 
-@pytest.mark.gate(keep=lambda driver, dtype, name: (dtype, name) in HEAD_SAMPLE)
+@pytest.mark.gate(keep=lambda driver, dtype, name: (driver, dtype, name) in HEAD_SAMPLE)
 @pytest.mark.parametrize(("dtype", "name"), cases.HEADS, ids=str)
 def test_head(driver, dtype, name):
     cases.head(dtype, name)
@@ -81,19 +81,19 @@ def test_larger_errors_are_noticed(driver):
 
 
 def test_blackwell():
-    """Scores, exponentials and gradients of sm_100; the gate has no more of it."""
+    """What a step of training takes of sm_100; the gate has no more of it."""
     with cases.launched_as(lambda: "sm_100", in_place=True), driver_of("sm_100").active(IN_STEP):
-        cases.head(cases.BF16, "plain", 5, 136, 300)
+        cases.training(cases.BF16)
 
 
-SIZES = [(1, 8, 1), (3, 16, 33), (129, 72, 257), (64, 256, 640)]
+SIZES = [(1, 8, 1), (3, 16, 33), (129, 72, 257), (5, 81, 131), (64, 256, 640)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes_of_heads(driver, size, dtype):
-    """One token and one word; more than a panel and a tile by one; even sizes."""
+    """One token and one word; more than a panel and a tile by one; an odd width; even sizes."""
     cases.head(dtype, "temperatures", *size)
 
 
@@ -143,10 +143,18 @@ def test_loss_in_the_head_kernel(driver, config, sets):
     cases.loss_in_the_head_kernel(config, sets)
 
 
-@pytest.mark.gate(keep=lambda driver, dtype: dtype == cases.BF16)
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+@pytest.mark.parametrize("config", cases.CONFIGS[:2], ids=config_id)
+def test_masked_rows(driver, config, engine):
+    cases.masked_rows(config, engine)
+
+
+@pytest.mark.gate(keep=lambda driver, dtype, width: dtype == cases.BF16 and width == 200)
+@pytest.mark.parametrize("width", [200, 77])
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
-def test_candidate_kernels(driver, dtype):
-    cases.candidate_kernels(dtype)
+def test_candidate_kernels(driver, dtype, width):
+    cases.candidate_kernels(dtype, width)
 
 
 @pytest.mark.full
