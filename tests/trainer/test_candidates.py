@@ -123,7 +123,10 @@ def test_a_rollout_with_sets_is_saved(
 
 
 def completion(*positions: dict[int, float]) -> Any:
-    return SimpleNamespace(logprobs=[{token: SimpleNamespace(logprob=x) for token, x in p.items()} for p in positions])
+    return SimpleNamespace(
+        token_ids=[next(iter(p)) for p in positions],
+        logprobs=[{token: SimpleNamespace(logprob=x) for token, x in p.items()} for p in positions],
+    )
 
 
 def test_sets_of_vllm() -> None:
@@ -133,3 +136,9 @@ def test_sets_of_vllm() -> None:
     assert sets.offsets.tolist() == [0, 2, 3]
     with pytest.raises(RuntimeError, match=r"probabilities of 1 at token 1 of a completion sum to 0\.5000\. Set top_k"):
         candidates_of(completion({3: 0.0}, {4: half}))
+    masked = SimpleNamespace(token_ids=[4, 3], sampling_mask=SimpleNamespace(token_ids=[[4, 7], [3]]))
+    sets = candidates_of(masked)
+    assert (sets.ids.tolist(), sets.offsets.tolist()) == ([4, 7, 3], [0, 2, 3])
+    masked.token_ids = [4, 3, 1]
+    with pytest.raises(RuntimeError, match="must return a mask for each of 3 tokens; got 2"):
+        candidates_of(masked)
