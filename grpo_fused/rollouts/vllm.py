@@ -137,15 +137,15 @@ class VLLMEngine:
 
     @torch.no_grad()
     def _compare(self, model: PreTrainedModel) -> None:
-        """Scores a short completion once more with the policy: weights that did not arrive show there.
+        """Scores a short greedy completion once more with the policy: weights that did not arrive show there.
 
-        The likeliest tokens of each position are compared: the first one alone may keep its log-prob. With masks vLLM
-        refuses a greedy completion, and one that is not would be truncated: all tokens can be sampled instead.
+        The likeliest tokens of each position are compared: the first one alone may keep its log-prob.
         """
         prompt = [self.vocab_size * index // COMPARED_POSITIONS for index in range(COMPARED_POSITIONS)]
         ranks = min(COMPARED_RANKS, self.vocab_size)
-        how = {"temperature": 1.0, "top_k": self.vocab_size, "seed": 0} if self.masks else {"temperature": 0.0}
-        parameters = self.vllm.SamplingParams(max_tokens=COMPARED_POSITIONS, ignore_eos=True, logprobs=ranks, **how)
+        parameters = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=COMPARED_POSITIONS, ignore_eos=True, logprobs=ranks
+        )
         self._record_masks(False)
         output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
         completion = output[0].outputs[0]
@@ -233,25 +233,21 @@ class VLLMEngine:
             self.llm.collective_rpc("score_as_vllm")
 
     def _parameters(self, sampling: Sampling, prompt: int) -> Any:
-        """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one.
-
-        With masks it takes no temperature of 0 and no top_k of 0.
-        """
+        """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
         seed = None if sampling.seed is None else (sampling.seed + prompt * sampling.num_generations) % 2**31
-        temperature, top_k, logprobs = sampling.temperature, sampling.top_k, 0  # log-probs of the sampled token only
-        if self.masks:
-            top_k = 1 if sampling.greedy else top_k or self.vocab_size
-        elif sampling.greedy:
-            temperature = 0.0
+        top_k, logprobs = sampling.top_k or -1, 0  # log-probs of the sampled token only
+        if sampling.truncates and self.masks:
+            top_k = sampling.top_k or self.vocab_size  # vLLM wants one
         elif sampling.truncates:  # top_k keeps all tokens that are as likely as the k-th: many, in bf16
-            logprobs = min(2 * top_k + 16 if top_k else MOST_CANDIDATES, MOST_CANDIDATES, self.vocab_size)
+            most = 2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES
+            logprobs = min(most, MOST_CANDIDATES, self.vocab_size)
         return self.vllm.SamplingParams(
             n=sampling.num_generations,
             max_tokens=sampling.max_completion_length,
-            temperature=temperature,
-            top_p=1.0 if sampling.greedy else sampling.top_p,
-            top_k=top_k or -1,
-            min_p=0.0 if sampling.greedy else sampling.min_p,
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=top_k,
+            min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             stop=list(sampling.stop_strings) or None,
             include_stop_str_in_output=True,
@@ -276,15 +272,17 @@ def with_masks(start: Callable[..., Any], **options: Any) -> Any:
 
 
 def record_masks(llm: Any, recorded: bool) -> None:
-    """Whether the sampler of an LLM with masks records them from now on.
+    """Whether an LLM with masks records them from now on.
 
-    Where nothing is truncated a mask has the whole vocabulary, for each token.
+    Where nothing is truncated a mask would have the whole vocabulary, for each token. While they are recorded vLLM
+    refuses requests with a temperature or top_k of 0.
     """
 
     def switch(worker: Any) -> None:
         worker.model_runner.sampler.return_sampling_mask = recorded
 
     llm.collective_rpc(switch)
+    llm.model_config.return_sampling_mask = recorded  # by which it checks requests
 
 
 def sampled_logprobs(completion: Any) -> list[float]:

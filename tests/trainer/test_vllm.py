@@ -333,7 +333,7 @@ TRUNCATED = Sampling(num_generations=2, max_completion_length=8, top_p=0.9, min_
 
 
 def test_candidate_sets_come_from_sampling_masks(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM refuses a temperature or top_k of 0 with masks; where nothing is truncated they would be the vocabulary."""
+    """vLLM refuses a temperature or top_k of 0 while it records them; where nothing is truncated they are all tokens."""
     vllm.calls["masks"] = True
     caplog.set_level("INFO", "grpo_fused")
     engine = synced_engine()
@@ -352,29 +352,34 @@ def test_candidate_sets_come_from_sampling_masks(vllm: Any, caplog: pytest.LogCa
     engine.generate([[3]], replace(TRUNCATED, top_k=5))
     assert vllm.calls["parameters"][0].top_k == 5
 
-    everything = replace(TRUNCATED, top_p=1.0, min_p=0.0)
-    greedy = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-    for sampling, parameters in ((everything, {"top_k": 21}), (replace(TRUNCATED, greedy=True), greedy)):
-        vllm.calls["sampler"].return_sampling_mask = True
+    for sampling, temperature in (
+        (replace(TRUNCATED, top_p=1.0, min_p=0.0), 1.0),
+        (replace(TRUNCATED, greedy=True), 0),
+    ):
+        engine.generate([[3]], TRUNCATED)
+        assert engine.llm.model_config.return_sampling_mask
         assert engine.generate([[3]], sampling).candidates is None
-        assert parameters.items() <= vars(vllm.calls["parameters"][0]).items()
+        (asked,) = map(vars, vllm.calls["parameters"])
+        assert (asked["temperature"], asked["top_k"]) == (temperature, -1)
         assert not vllm.calls["sampler"].return_sampling_mask
+        assert not engine.llm.model_config.return_sampling_mask
 
 
-def test_a_sync_with_masks_compares_a_completion_that_is_not_truncated(vllm: Any) -> None:
+def test_a_sync_is_compared_without_masks(vllm: Any) -> None:
+    """The log-probs of a greedy completion, which vLLM refuses while it records masks."""
     vllm.calls["masks"] = True
     model, engine, asked = build_small_model(21), VLLMEngine("folder"), []
     answers = answers_of(engine, model, 0.0)
 
     def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> Any:
-        asked.append((vars(sampling_params), vllm.calls["sampler"].return_sampling_mask))
+        asked.append((sampling_params.temperature, vllm.calls["sampler"].return_sampling_mask))
         return answers(prompts, sampling_params, use_tqdm)
 
     engine.llm.generate = generate
     engine.sync_weights(model)
-    ((parameters, recorded),) = asked
-    assert {"temperature": 1.0, "top_k": 21, "seed": 0, "logprobs": 16}.items() <= parameters.items()
-    assert not recorded
+    assert asked == [(0.0, False)]
+    assert not engine.llm.model_config.return_sampling_mask
+    assert engine.masks
 
 
 def test_an_engine_without_masks_says_so(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ if find_spec("vllm") is not None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of an engine
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if HAS_MASKS:
+        os.environ["TRITON_INTERPRET"] = "1"
         from with_vllm import runner_v2
 
         runner_v2.interpret()

@@ -11,7 +11,8 @@ import types
 
 def interpret() -> None:
     """Before vLLM is imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("TRITON_INTERPRET=1 must be in the environment: Triton reads it when it is imported")
     from triton import backends
 
     # vLLM for CPUs asks whether there is a backend of this name, and whether its driver is active

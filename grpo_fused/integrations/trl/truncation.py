@@ -258,7 +258,8 @@ def _recording_vllm(llm: Any, temperature: float) -> Iterator[list[CandidateSets
     def recorded_generate(prompts: Any, *, sampling_params: Any, **kwargs: Any) -> Any:
         sampling = sampling_of_vllm(sampling_params, temperature)
         record_masks(llm, sampling.truncates)
-        sampling_params.top_k = sampling.top_k or llm.model_config.get_vocab_size()  # vLLM wants one with masks
+        if sampling.truncates:  # vLLM wants a top_k
+            sampling_params.top_k = sampling.top_k or llm.model_config.get_vocab_size()
         outputs = generate(prompts, sampling_params=sampling_params, **kwargs)
         if sampling.truncates:
             rows.extend(candidates_of(completion) for output in outputs for completion in output.outputs)
