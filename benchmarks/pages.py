@@ -80,6 +80,8 @@ TABLES: dict[str, Table] = {
     "pretrained-cut": of("pretrained_cut"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
+    "masks": of("masks"),
+    "published": of("published"),
     "learning-sentence": learning_sentence,
     "learning": of("learning"),
     "learning-countdown": of("learning_countdown"),
@@ -92,7 +94,8 @@ _PAGES = {
     "README.md": ("summary", "training-step", "learning-sentence"),
     "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/training_step.md": ("generation", "shared-prompts"),
-    "docs/vllm.md": ("mismatch",),
+    "docs/vllm.md": ("masks", "mismatch"),
+    "docs/published.md": ("published",),
     "docs/divergence.md": ("divergence",),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "pretrained",
