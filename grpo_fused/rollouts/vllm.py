@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -23,8 +25,8 @@ from grpo_fused.rollouts.engine import Generation, Sampling
 from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
 
-OLDEST = "0.32"
-"""Of the versions of vLLM whose `reload_weights` takes tensors, the first that was tested."""
+OLDEST, NEWEST = "0.32", "0.33"
+"""Of the releases of vLLM whose `reload_weights` takes tensors, the first and the last that were tested."""
 
 MOST_CANDIDATES = 1024
 """Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens, without masks."""
@@ -106,6 +108,7 @@ class VLLMEngine:
 
         if Version(vllm.__version__) < Version(OLDEST):
             raise ImportError(f"vllm must be {OLDEST} or newer; got {vllm.__version__}")
+        _warn_if_untested(vllm.__version__)
         self.vllm, self.max_logprob_difference, self.exact_logprobs = vllm, max_logprob_difference, exact_logprobs
         self.synced = False
         # vLLM makes a process group of one if there is none, and the trainer's processes would not find each other
@@ -258,12 +261,23 @@ class VLLMEngine:
         )
 
 
+@cache
+def _warn_if_untested(version: str) -> None:
+    """Once for a version."""
+    if Version(version).release[:2] > Version(NEWEST).release:
+        warnings.warn(
+            f"vllm {OLDEST} to {NEWEST} were tested with grpo_fused; got {version}. A sync still compares its "
+            "log-probs with the policy's",
+            stacklevel=3,
+        )
+
+
 def with_masks(start: Callable[..., Any], **options: Any) -> Any:
     """The `vllm.LLM` of these options, with sampling masks where its model runner has them."""
     try:
         llm = start(**({"return_sampling_mask": True} | options))
     except ValueError as error:
-        if NO_MASKS not in str(error) or "return_sampling_mask" in options:
+        if NO_MASKS not in str(error):
             raise
         llm = start(**options)
     source = "sampling masks" if llm.model_config.return_sampling_mask else "log-probs, of at most 1024 tokens each"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -33,6 +34,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     class LLM:
         def __init__(self, **options: Any) -> None:
+            calls["starts"] = calls.get("starts", 0) + 1
             if calls.get("error"):
                 raise ValueError(calls["error"])
             if options.get("return_sampling_mask") and not calls["masks"]:
@@ -272,6 +274,17 @@ def test_what_vllm_cannot_do_is_refused(vllm: Any) -> None:
         VLLMEngine("folder")
 
 
+def test_a_release_that_was_not_tested_is_named_once(vllm: Any) -> None:
+    for version, expected in (("0.33.2", 0), ("0.34.0", 1), ("0.34.0", 0), ("1.0", 1)):
+        vllm.__version__ = version
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            VLLMEngine("folder")
+        found = [str(warning.message) for warning in seen]
+        assert len(found) == expected
+        assert all(f"vllm 0.32 to 0.33 were tested with grpo_fused; got {version}" in message for message in found)
+
+
 def test_an_engine_in_another_process_is_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset: .*; got '1'"):
@@ -392,6 +405,7 @@ def test_an_engine_without_masks_says_so(vllm: Any, caplog: pytest.LogCaptureFix
         VLLMEngine("folder", return_sampling_mask=True)
     vllm.calls["masks"] = True
     assert not VLLMEngine("folder", return_sampling_mask=False).masks
-    vllm.calls["error"] = "max_model_len must be positive"
+    vllm.calls |= {"error": "max_model_len must be positive", "starts": 0}
     with pytest.raises(ValueError, match="max_model_len must be positive"):
         VLLMEngine("folder")
+    assert vllm.calls["starts"] == 1  # not once more without masks
