@@ -76,6 +76,7 @@ verl: $(VENV)-verl/.ready  ## verl's fused heads, FSDP2 engine and losses on the
 
 vllm: $(VENV)-vllm/.ready  ## the trainer and TRL on rollouts of vLLM itself, on a CPU (installs 3.5 GB)
 	$(call test-with,vllm)
+	VLLM_USE_V2_MODEL_RUNNER=1 $(VENV)-vllm/bin/python -m pytest -q tests/with_vllm  # interpreted: sampling masks
 
 $(VENV)-%/.ready: tests/with_%/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-$*

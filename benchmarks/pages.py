@@ -81,6 +81,8 @@ TABLES: dict[str, Table] = {
     "pretrained-cut": of("pretrained_cut"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
+    "masks": of("masks"),
+    "published": of("published"),
     "learning-sentence": learning_sentence,
     "learning": of("learning"),
     "learning-countdown": of("learning_countdown"),
@@ -93,7 +95,8 @@ _PAGES = {
     "README.md": ("summary", "training-step", "learning-sentence"),
     "docs/integrations.md": ("training-step", "integration-steps"),
     "docs/training_step.md": ("generation", "shared-prompts"),
-    "docs/vllm.md": ("mismatch",),
+    "docs/vllm.md": ("masks", "mismatch"),
+    "docs/published.md": ("published",),
     "docs/divergence.md": ("divergence",),
     "docs/alternatives.md": ("alternatives",),
     "docs/study.md": (

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks import alternatives, graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
+from benchmarks import (
+    alternatives,
+    graphs,
+    learning_page,
+    ptx_profile,
+    sampling_page,
+    speed_tables,
+    study_page,
+    study_plots,
+    tables,
+)
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -37,6 +47,8 @@ _ALL = (
     Study("shared_prompts", "shared_prompts", tables.shared_prompts),
     Study("generation", "generation", tables.generation),
     Study("mismatch", "mismatch", tables.mismatch, keeps_cases=True),
+    Study("masks", "masks", sampling_page.masks),
+    Study("published", "published", sampling_page.published),
     Study("aot", "compiled", tables.compiled),
     Study("ptx_profile", "ptx", ptx_profile.table),
     Study("learning", "learning", learning_page.learning, learning_page.learning_plot),

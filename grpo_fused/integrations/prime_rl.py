@@ -11,13 +11,15 @@ need not be installed.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from grpo_fused import fused_linear_logprobs
+from grpo_fused import CandidateSets, fused_linear_logprobs
 from grpo_fused.integrations.releases import check_release
 
-SUPPORTED = {"0.8": "FusedOutputLinear, GemmaFusedOutputLinear"}
+SUPPORTED = dict.fromkeys(("0.8", "0.9"), "FusedOutputLinear, GemmaFusedOutputLinear")
 """Release (all patch releases of it) to what of it is replaced."""
 
 check_release("prime-rl", SUPPORTED, optional=True)
@@ -46,14 +48,22 @@ class FusedOutputLinear(torch.nn.Linear):
         self.chunk_size = chunk_size
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        temperature: Tensor | None = None,
+        sampling_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Log-probs of the labels, and entropies.
+
+        As in prime-rl, a mask changes the log-probs only: entropies are those of the whole vocabulary.
 
         Args:
             hidden_states: `[B, S, H]`, the state that predicts each label.
             labels: `[B, S]` integers in `[0, V)`.
             temperature: `[B, S]`, > 0: what the logits of each token are divided by, after the cap.
+            sampling_mask: `[B, S, K]` integers, of prime-rl after 0.9.0: the tokens that the sampler kept, over which
+                the log-prob is renormalised; -1 is padding. A set that lacks its label, or is empty, has no effect.
 
         Returns:
             `{"logprobs": ..., "entropy": ...}`, `[B, S]` fp32 in nats.
@@ -63,18 +73,28 @@ class FusedOutputLinear(torch.nn.Linear):
             ValueError: They have another range.
             TypeError: A wrong dtype.
         """
+        shape = tuple(hidden_states.shape[:2])
         for name, value in (("labels", labels), ("temperature", temperature)):
-            if not isinstance(value, Tensor) or value.shape != hidden_states.shape[:2]:
+            if not isinstance(value, Tensor) or value.shape != shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else value
-                shape = tuple(hidden_states.shape[:2])
                 raise InputError(f"{type(self).__name__} requires {name} of shape [B, S] = {shape}; got {got}")
         assert labels is not None
         assert temperature is not None
-        out = fused_linear_logprobs(
-            hidden_states, self.weight, labels, temperature=temperature, softcap=self.softcap, with_entropy=True
+        scored = partial(
+            fused_linear_logprobs, hidden_states, self.weight, labels, temperature=temperature, softcap=self.softcap
         )
+        out = scored(with_entropy=True)
         assert out.entropies is not None
-        return {"logprobs": out.logps, "entropy": out.entropies}
+        if sampling_mask is None:
+            return {"logprobs": out.logps, "entropy": out.entropies}
+        if sampling_mask.shape[:-1] != shape:
+            raise InputError(
+                f"{type(self).__name__} requires sampling_mask of shape [B, S, K], with [B, S] = {shape}; got "
+                f"{tuple(sampling_mask.shape)}"
+            )
+        usable = (sampling_mask == labels.unsqueeze(-1)).any(-1, keepdim=True)
+        candidates = CandidateSets.from_padded(sampling_mask.masked_fill(~usable, -1))
+        return {"logprobs": scored(candidates=candidates).logps, "entropy": out.entropies}
 
 
 class GemmaFusedOutputLinear(FusedOutputLinear):

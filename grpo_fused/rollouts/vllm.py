@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
@@ -20,11 +25,14 @@ from grpo_fused.rollouts.engine import Generation, Sampling
 from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
 
-OLDEST = "0.32"
-"""Of the versions of vLLM whose `reload_weights` takes tensors, the first that was tested."""
+OLDEST, NEWEST = "0.32", "0.33"
+"""Of the releases of vLLM whose `reload_weights` takes tensors, the first and the last that were tested."""
 
 MOST_CANDIDATES = 1024
-"""Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens."""
+"""Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens, without masks."""
+
+NO_MASKS = "sampling distribution replay"
+"""In the message of vLLM's ValueError, where its model runner or an option excludes sampling masks."""
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -39,6 +47,9 @@ COARSEST = 0.5
 """The same for other dtypes and for quantized weights."""
 
 
+log = logging.getLogger(__name__)
+
+
 class SyncError(RuntimeError):
     """vLLM does not sample with the weights of the policy."""
 
@@ -51,6 +62,9 @@ class VLLMEngine:
 
     vLLM begins with random weights: all that it samples with has come from `sync_weights`, which compares its log-probs
     with the policy's.
+
+    Where sampling is truncated, the candidate sets come from vLLM's sampling masks, which its model runner V2 has
+    (`masks`). Elsewhere they are read from log-probs, of at most 1024 tokens for each position.
 
     Args:
         model: Path or name of the policy, for its configuration and tokenizer.
@@ -94,17 +108,20 @@ class VLLMEngine:
 
         if Version(vllm.__version__) < Version(OLDEST):
             raise ImportError(f"vllm must be {OLDEST} or newer; got {vllm.__version__}")
+        _warn_if_untested(vllm.__version__)
         self.vllm, self.max_logprob_difference, self.exact_logprobs = vllm, max_logprob_difference, exact_logprobs
         self.synced = False
         # vLLM makes a process group of one if there is none, and the trainer's processes would not find each other
         if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes > 1:
             options = {"distributed_executor_backend": "external_launcher"} | options  # on the GPU of LOCAL_RANK
-        self.llm = vllm.LLM(
+        self.llm = with_masks(
+            vllm.LLM,
             model=model,
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # after temperature and truncation, as they sampled
             **({"max_logprobs": MOST_CANDIDATES, "load_format": "dummy"} | options),
         )
+        self.masks: bool = self.llm.model_config.return_sampling_mask
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.max_model_len: int = self.llm.model_config.max_model_len
 
@@ -132,6 +149,7 @@ class VLLMEngine:
         parameters = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=COMPARED_POSITIONS, ignore_eos=True, logprobs=ranks
         )
+        self._record_masks(False)
         output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
         completion = output[0].outputs[0]
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=model.device)
@@ -180,6 +198,7 @@ class VLLMEngine:
         if not self.synced:
             raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
         self.check_length(max(map(len, prompts)), sampling.max_completion_length)
+        self._record_masks(sampling.truncates)
         with self._scores(sampling):
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
@@ -193,6 +212,10 @@ class VLLMEngine:
             sampling.pad_token_id,
             [candidates_of(one, checked=self.exact_logprobs) for one in completions] if sampling.truncates else None,
         )
+
+    def _record_masks(self, recorded: bool) -> None:
+        if self.masks:
+            record_masks(self.llm, recorded)
 
     @contextmanager
     def _scores(self, sampling: Sampling) -> Iterator[None]:
@@ -215,26 +238,65 @@ class VLLMEngine:
     def _parameters(self, sampling: Sampling, prompt: int) -> Any:
         """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
         seed = None if sampling.seed is None else (sampling.seed + prompt * sampling.num_generations) % 2**31
+        top_k, logprobs = sampling.top_k or -1, 0  # log-probs of the sampled token only
+        if sampling.truncates and self.masks:
+            top_k = sampling.top_k or self.vocab_size  # vLLM wants one
+        elif sampling.truncates:  # top_k keeps all tokens that are as likely as the k-th: many, in bf16
+            most = 2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES
+            logprobs = min(most, MOST_CANDIDATES, self.vocab_size)
         return self.vllm.SamplingParams(
             n=sampling.num_generations,
             max_tokens=sampling.max_completion_length,
             temperature=0.0 if sampling.greedy else sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
+            top_k=top_k,
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             stop=list(sampling.stop_strings) or None,
             include_stop_str_in_output=True,
             stop_token_ids=list(sampling.eos_token_ids),
             seed=seed,
-            # 0: of the sampled token only. top_k keeps all tokens that are as likely as the k-th: many, in bf16
-            logprobs=min(
-                2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES, MOST_CANDIDATES, self.vocab_size
-            )
-            if sampling.truncates
-            else 0,
+            logprobs=logprobs,
             detokenize=bool(sampling.stop_strings),
         )
+
+
+@cache
+def _warn_if_untested(version: str) -> None:
+    """Once for a version."""
+    if Version(version).release[:2] > Version(NEWEST).release:
+        warnings.warn(
+            f"vllm {OLDEST} to {NEWEST} were tested with grpo_fused; got {version}. A sync still compares its "
+            "log-probs with the policy's",
+            stacklevel=3,
+        )
+
+
+def with_masks(start: Callable[..., Any], **options: Any) -> Any:
+    """The `vllm.LLM` of these options, with sampling masks where its model runner has them."""
+    try:
+        llm = start(**({"return_sampling_mask": True} | options))
+    except ValueError as error:
+        if NO_MASKS not in str(error):
+            raise
+        llm = start(**options)
+    source = "sampling masks" if llm.model_config.return_sampling_mask else "log-probs, of at most 1024 tokens each"
+    log.info("where sampling is truncated, candidate sets come from vLLM's %s", source)
+    return llm
+
+
+def record_masks(llm: Any, recorded: bool) -> None:
+    """Whether an LLM with masks records them from now on.
+
+    Where nothing is truncated a mask would have the whole vocabulary, for each token. While they are recorded vLLM
+    refuses requests with a temperature or top_k of 0.
+    """
+
+    def switch(worker: Any) -> None:
+        worker.model_runner.sampler.return_sampling_mask = recorded
+
+    llm.collective_rpc(switch)
+    llm.model_config.return_sampling_mask = recorded  # by which it checks requests
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
@@ -243,12 +305,23 @@ def sampled_logprobs(completion: Any) -> list[float]:
 
 
 def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
-    """The tokens that could be sampled at each position: those whose log-prob is not -inf.
+    """The tokens that could be sampled at each position: those of its sampling mask, or whose log-prob is not -inf.
 
     Raises:
-        RuntimeError: Their probabilities do not sum to 1 within 1e-3: vLLM returned only a part of them. Where
-            `ExactLogprobs` checked that, a log-prob is NaN instead.
+        RuntimeError: There is no mask, and their probabilities do not sum to 1 within 1e-3: vLLM returned only a part
+            of them. Where `ExactLogprobs` checked that, a log-prob is NaN instead. Or a mask of another length.
     """
+    mask = getattr(completion, "sampling_mask", None)
+    kept = _of_logprobs(completion, checked) if mask is None else mask.token_ids
+    if len(kept) != len(completion.token_ids):
+        raise RuntimeError(f"vLLM must return a mask for each of {len(completion.token_ids)} tokens; got {len(kept)}")
+    sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)
+    ids = np.fromiter(chain.from_iterable(kept), dtype=np.int64, count=int(sizes.sum()))
+    return CandidateSets(torch.from_numpy(ids), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+
+
+def _of_logprobs(completion: Any, checked: bool) -> list[list[int]]:
+    """The tokens of each position whose log-prob is not -inf."""
     allowed = math.inf if checked else KEPT_TOLERANCE
     kept = [
         {token: x.logprob for token, x in position.items() if x.logprob != -math.inf}
@@ -262,9 +335,7 @@ def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
                 f"vLLM must return all tokens that could be sampled; the probabilities of {len(position)} at token "
                 f"{index} of a completion {sums}. Set top_k (at most {MOST_CANDIDATES}), or a lower top_p"
             )
-    ids = [token for position in kept for token in position]
-    sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)
-    return CandidateSets(torch.tensor(ids, dtype=torch.int64), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+    return [list(position) for position in kept]
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -38,10 +38,13 @@ class ExactLogprobs:
 
         Args:
             temperature: That of all requests, > 0, 1.0 for greedy ones. Not used with `logprobs_mode="raw_logprobs"`.
-            truncated: All requests have top-k, top-p or min-p, and ask for the log-probs of all tokens that these keep.
-                The exact log-prob is renormalised over them. Only with `logprobs_mode="processed_logprobs"`.
+            truncated: All requests have top-k, top-p or min-p. The exact log-prob is renormalised over the tokens that
+                these keep: those of vLLM's sampling masks (`vllm.LLM(..., return_sampling_mask=True)`), and without
+                masks those of the returned log-probs, which requests then ask for. Only with
+                `logprobs_mode="processed_logprobs"`.
 
-        A log-prob is NaN if those that vLLM returned for its position do not sum to 1 within 1e-3 under `truncated`.
+        Under `truncated` and without masks, a log-prob is NaN if those that vLLM returned for its position do not sum
+        to 1 within 1e-3.
 
         Requests must not have penalties, logit biases, allowed or bad words where log-probs are processed ones: their
         effect on the log-prob would be lost.
@@ -117,10 +120,11 @@ class _Sampler:
         output = self.own(*args, **kwargs)
         table = output.logprobs_tensors
         if table is not None:
-            output.logprobs_tensors = table._replace(logprobs=self._exact(output.sampled_token_ids, table))
+            mask = getattr(output, "sampling_mask_tensors", None)  # of the model runner V2
+            output.logprobs_tensors = table._replace(logprobs=self._exact(output.sampled_token_ids, table, mask))
         return output
 
-    def _exact(self, sampled: Tensor, table: Any) -> Tensor:
+    def _exact(self, sampled: Tensor, table: Any, mask: Any) -> Tensor:
         """The log-probs [n, K + 1] of a table whose first column is the sampled token; it may be there twice."""
         ids, logprobs = table.logprob_token_ids, table.logprobs
         if ids.shape != logprobs.shape or len(ids) != len(self.head_inputs["hidden_states"]):
@@ -129,11 +133,13 @@ class _Sampler:
                 f"{tuple(ids.shape)} ids, {tuple(logprobs.shape)} log-probs and "
                 f"{len(self.head_inputs['hidden_states'])} states"
             )
-        candidates = _kept(ids, logprobs) if self.truncated else None
+        candidates = None
+        if self.truncated:
+            candidates = _kept(ids, logprobs) if mask is None else sets_of_mask(mask)
         exact = fused_linear_logprobs(
             **self.head_inputs, token_ids=sampled[:, 0].long(), temperature=self.temperature, candidates=candidates
         ).logps
-        if self.truncated:
+        if self.truncated and mask is None:
             total = logprobs.exp().sum(1) - logprobs[:, 0].exp() * (ids[:, 1:] == sampled).any(1)
             exact = exact.masked_fill((total - 1.0).abs() > KEPT_TOLERANCE, torch.nan)
         return torch.where(ids == sampled, exact[:, None], logprobs)
@@ -144,3 +150,14 @@ def _kept(ids: Tensor, logprobs: Tensor) -> CandidateSets:
     repeated = ids == ids[:, :1]
     repeated[:, 0] = False
     return CandidateSets.from_padded(ids.long().masked_fill(repeated | (logprobs == -torch.inf), -1))
+
+
+def sets_of_mask(mask: Any) -> CandidateSets:
+    """The sets of vLLM's `SamplingMaskTensors`: ids of each row, and bits of the vocabulary for rows with more."""
+    width = mask.token_ids.shape[1]
+    if int(mask.counts.max()) <= width:
+        beyond = torch.arange(width, device=mask.counts.device) >= mask.counts.unsqueeze(1)
+        return CandidateSets.from_padded(mask.token_ids.long().masked_fill(beyond, -1))
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.counts.device)
+    bits = (mask.packed_mask.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : mask.vocab_size] != 0
+    return CandidateSets.from_mask(bits | (mask.counts == 0).unsqueeze(1))  # rows of unfinished prompts: any set

@@ -75,5 +75,39 @@ def test_bad_input():
         layer(hidden, labels + V, temperature)
     with pytest.raises(ValueError, match=r"lm_head_weight must have shape \(V, 4\)"):
         layer(hidden[..., :4], labels, temperature)
-    with pytest.raises(TypeError, match="sampling_mask"):  # of later development versions
-        layer(hidden, labels, temperature, sampling_mask=None)
+    with pytest.raises(ValueError, match=r"requires sampling_mask of shape \[B, S, K\], .* \(2, 7\); got \(2, 6, 3\)"):
+        layer(hidden, labels, temperature, torch.zeros(2, 6, 3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sampling_mask(name):
+    """Log-probs over the tokens that were kept; entropies of the whole vocabulary."""
+    layer, hidden, labels, temperature = problem(name)
+    kept = torch.rand(B, S, V) < 0.1
+    kept.scatter_(-1, labels.unsqueeze(-1), True)
+    kept[0, 0, labels[0, 0]] = False  # lacks its label
+    kept[0, 1] = False  # empty
+    assert (kept.sum(-1) > 0).sum() == B * S - 1
+    mask = torch.full((B, S, V), -1, dtype=torch.int32)
+    for b in range(B):
+        for s in range(S):
+            ids = kept[b, s].nonzero().flatten()
+            mask[b, s, : len(ids)] = ids.int()
+    mask = mask[..., : kept.sum(-1).max()]
+    got = layer(hidden, labels, temperature, sampling_mask=mask)
+    logits = hidden @ layer.weight.T
+    softcap = layer.softcap
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature.unsqueeze(-1)
+    kept[0, :2] = True
+    want = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    plain = layer(hidden, labels, temperature)
+    assert_close(got["logprobs"], want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got["entropy"], plain["entropy"])
+    assert ((got["logprobs"] - plain["logprobs"]).abs() > 0.01).sum() == B * S - 2
+    c = torch.randn(B, S)
+    for mine, theirs in zip(
+        torch.autograd.grad((got["logprobs"] * c).sum(), (hidden, layer.weight)),
+        torch.autograd.grad((want * c).sum(), (hidden, layer.weight)),
+        strict=True,
+    ):
+        assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import CandidateSets, importance_sampling_correction
 from grpo_fused.rollouts.vllm import candidates_of
+from grpo_fused.rollouts.vllm_logprobs import sets_of_mask
 from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
 
 TRUNCATED: list[dict[str, Any]] = [
@@ -123,7 +124,10 @@ def test_a_rollout_with_sets_is_saved(
 
 
 def completion(*positions: dict[int, float]) -> Any:
-    return SimpleNamespace(logprobs=[{token: SimpleNamespace(logprob=x) for token, x in p.items()} for p in positions])
+    return SimpleNamespace(
+        token_ids=[next(iter(p)) for p in positions],
+        logprobs=[{token: SimpleNamespace(logprob=x) for token, x in p.items()} for p in positions],
+    )
 
 
 def test_sets_of_vllm() -> None:
@@ -133,3 +137,33 @@ def test_sets_of_vllm() -> None:
     assert sets.offsets.tolist() == [0, 2, 3]
     with pytest.raises(RuntimeError, match=r"probabilities of 1 at token 1 of a completion sum to 0\.5000\. Set top_k"):
         candidates_of(completion({3: 0.0}, {4: half}))
+    masked = SimpleNamespace(token_ids=[4, 3], sampling_mask=SimpleNamespace(token_ids=[[4, 7], [3]]))
+    sets = candidates_of(masked)
+    assert (sets.ids.tolist(), sets.offsets.tolist()) == ([4, 7, 3], [0, 2, 3])
+    masked.token_ids = [4, 3, 1]
+    with pytest.raises(RuntimeError, match="must return a mask for each of 3 tokens; got 2"):
+        candidates_of(masked)
+
+
+@pytest.mark.parametrize("width", [3, 6])
+def test_sets_of_vllms_mask_tensors(width: int) -> None:
+    """As its sampler leaves them: the first ids of each row, a bit for each token, and nothing for an unfinished prompt."""
+    kept = torch.tensor(
+        [[1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]]
+    )
+    if width == 3:  # a set with more tokens: bits are read, and one of all tokens is empty
+        kept = torch.cat([kept, torch.ones(1, 11, dtype=torch.int64)])
+    counts = [*kept.sum(1).tolist(), 0]
+    ids = torch.full((len(counts), width), 7, dtype=torch.int32)  # not written beyond the count
+    bits = torch.zeros(len(counts), 2, dtype=torch.uint8)
+    for row, tokens in enumerate(kept):
+        found = tokens.nonzero().flatten()[:width]
+        ids[row, : len(found)] = found.int()
+        padded = torch.nn.functional.pad(tokens, (0, 5)).view(2, 8)
+        bits[row] = (padded << torch.arange(8)).sum(1).to(torch.uint8)
+    mask = SimpleNamespace(
+        token_ids=ids, packed_mask=bits, counts=torch.tensor(counts, dtype=torch.int32), vocab_size=11
+    )
+    sets = sets_of_mask(mask)
+    assert sets.sizes.tolist() == [count % 11 for count in counts]
+    assert sets.ids.tolist() == kept[:3].nonzero()[:, 1].tolist()

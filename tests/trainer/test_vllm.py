@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,21 +25,31 @@ from grpo_fused.trainer.prompts import PromptError
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The part of the package that the engine uses; records the calls."""
+    """The part of the package that the engine uses; records the calls. It has sampling masks if calls["masks"]."""
     module = ModuleType("vllm")
     module.__version__ = "0.32.0"
-    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21, "rpc": []}
+    sampler = SimpleNamespace(return_sampling_mask=True)
+    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21, "rpc": [], "masks": False}
+    calls["sampler"] = sampler
 
     class LLM:
         def __init__(self, **options: Any) -> None:
+            calls["starts"] = calls.get("starts", 0) + 1
+            if calls.get("error"):
+                raise ValueError(calls["error"])
+            if options.get("return_sampling_mask") and not calls["masks"]:
+                raise ValueError("sampling distribution replay requires Model Runner V2")
             calls["options"] = options
             self.model_config = SimpleNamespace(
                 get_vocab_size=lambda: calls["vocab_size"], max_model_len=options.get("max_model_len", 64),
                 dtype=options.get("dtype", torch.float32), quantization=options.get("quantization"),
+                return_sampling_mask=options.get("return_sampling_mask", False),
             )  # fmt: skip
 
-        def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
-            if method == "reload_weights":
+        def collective_rpc(self, method: Any, kwargs: dict[str, Any] | None = None) -> None:
+            if callable(method):
+                method(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
+            elif method == "reload_weights":
                 assert kwargs is not None
                 calls["loaded"].update(kwargs["weights_iterator"])
             else:
@@ -60,7 +72,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             return [
                 SimpleNamespace(
                     outputs=[
-                        SimpleNamespace(token_ids=ids, logprobs=[position(token) for token in ids])
+                        SimpleNamespace(
+                            token_ids=ids,
+                            logprobs=[position(token) for token in ids],
+                            sampling_mask=SimpleNamespace(token_ids=[[token, 99] for token in ids])
+                            if calls["masks"] and sampler.return_sampling_mask
+                            else None,
+                        )
                         for ids in ([5, 1], [6, 7, 1])[: vars(parameters).get("n", 1)]
                     ]
                 )
@@ -256,6 +274,17 @@ def test_what_vllm_cannot_do_is_refused(vllm: Any) -> None:
         VLLMEngine("folder")
 
 
+def test_a_release_that_was_not_tested_is_named_once(vllm: Any) -> None:
+    for version, expected in (("0.33.2", 0), ("0.34.0", 1), ("0.34.0", 0), ("1.0", 1)):
+        vllm.__version__ = version
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            VLLMEngine("folder")
+        found = [str(warning.message) for warning in seen]
+        assert len(found) == expected
+        assert all(f"vllm 0.32 to 0.33 were tested with grpo_fused; got {version}" in message for message in found)
+
+
 def test_an_engine_in_another_process_is_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING must be 0 or unset: .*; got '1'"):
@@ -311,3 +340,72 @@ def test_truncated_sampling_requests_the_tokens_that_were_kept(vllm: Any) -> Non
             synced_engine().generate([[3]], sampling)
         assert vllm.calls["parameters"][0].logprobs == asked
     assert vllm.calls["options"]["max_logprobs"] == 1024
+
+
+TRUNCATED = Sampling(num_generations=2, max_completion_length=8, top_p=0.9, min_p=0.1, eos_token_ids=(1,))
+
+
+def test_candidate_sets_come_from_sampling_masks(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM refuses a temperature or top_k of 0 while it records them; where nothing is truncated they are all tokens."""
+    vllm.calls["masks"] = True
+    caplog.set_level("INFO", "grpo_fused")
+    engine = synced_engine()
+    assert [record.message for record in caplog.records] == [
+        "where sampling is truncated, candidate sets come from vLLM's sampling masks"
+    ]
+    assert engine.masks
+    found = engine.generate([[3]], TRUNCATED)
+    assert found.candidates is not None
+    assert found.candidates.ids.tolist() == [5, 99, 1, 99, 6, 99, 7, 99, 1, 99]
+    assert found.candidates.sizes.tolist() == [2, 2, 0, 2, 2, 2]
+    (asked,) = map(vars, vllm.calls["parameters"])
+    expected = {"temperature": 1.0, "top_k": 21, "top_p": 0.9, "min_p": 0.1, "logprobs": 0}
+    assert expected.items() <= asked.items()
+    assert vllm.calls["sampler"].return_sampling_mask
+    engine.generate([[3]], replace(TRUNCATED, top_k=5))
+    assert vllm.calls["parameters"][0].top_k == 5
+
+    for sampling, temperature in (
+        (replace(TRUNCATED, top_p=1.0, min_p=0.0), 1.0),
+        (replace(TRUNCATED, greedy=True), 0),
+    ):
+        engine.generate([[3]], TRUNCATED)
+        assert engine.llm.model_config.return_sampling_mask
+        assert engine.generate([[3]], sampling).candidates is None
+        (asked,) = map(vars, vllm.calls["parameters"])
+        assert (asked["temperature"], asked["top_k"]) == (temperature, -1)
+        assert not vllm.calls["sampler"].return_sampling_mask
+        assert not engine.llm.model_config.return_sampling_mask
+
+
+def test_a_sync_is_compared_without_masks(vllm: Any) -> None:
+    """The log-probs of a greedy completion, which vLLM refuses while it records masks."""
+    vllm.calls["masks"] = True
+    model, engine, asked = build_small_model(21), VLLMEngine("folder"), []
+    answers = answers_of(engine, model, 0.0)
+
+    def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> Any:
+        asked.append((sampling_params.temperature, vllm.calls["sampler"].return_sampling_mask))
+        return answers(prompts, sampling_params, use_tqdm)
+
+    engine.llm.generate = generate
+    engine.sync_weights(model)
+    assert asked == [(0.0, False)]
+    assert not engine.llm.model_config.return_sampling_mask
+    assert engine.masks
+
+
+def test_an_engine_without_masks_says_so(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "grpo_fused")
+    assert not VLLMEngine("folder").masks
+    assert [record.message for record in caplog.records] == [
+        "where sampling is truncated, candidate sets come from vLLM's log-probs, of at most 1024 tokens each"
+    ]
+    with pytest.raises(ValueError, match="requires Model Runner V2"):  # asked for
+        VLLMEngine("folder", return_sampling_mask=True)
+    vllm.calls["masks"] = True
+    assert not VLLMEngine("folder", return_sampling_mask=False).masks
+    vllm.calls |= {"error": "max_model_len must be positive", "starts": 0}
+    with pytest.raises(ValueError, match="max_model_len must be positive"):
+        VLLMEngine("folder")
+    assert vllm.calls["starts"] == 1  # not once more without masks

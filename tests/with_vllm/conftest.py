@@ -12,12 +12,18 @@ from importlib.util import find_spec
 
 import pytest
 
+HAS_MASKS = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
 
 if find_spec("vllm") is not None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing to compile for models of this size
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of an engine
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if HAS_MASKS:
+        os.environ["TRITON_INTERPRET"] = "1"
+        from with_vllm import runner_v2
+
+        runner_v2.interpret()
 
 from accelerate.state import AcceleratorState
 from with_vllm.models import build_policy, save
@@ -41,6 +47,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VLLMEng
     def make(dtype: str = "float32", tied: bool = False) -> VLLMEngine:
         path = save(build_policy(tied=tied), tmp_path_factory.mktemp("policy"))
         engine = VLLMEngine(path, dtype=dtype, exact_logprobs=True, **OPTIONS)
+        assert engine.masks == HAS_MASKS
         engine.exact_logprobs = False  # some tests switch it on
         return engine
 

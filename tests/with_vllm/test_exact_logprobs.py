@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from with_vllm import test_sync
-from with_vllm.conftest import OPTIONS
+from with_vllm.conftest import HAS_MASKS, OPTIONS
 from with_vllm.models import build_policy, save
 from with_vllm.test_training import RATIO, make_trainer
 
@@ -136,6 +136,8 @@ def test_tokens_stay_aligned_when_prompts_are_chunked_and_requests_preempted(
 
 
 _crowded: list[VLLMEngine] = []
+_kept: list[Any] = []
+"""vLLM's end takes the process groups of all others with it, which the model runner V2 asks for."""
 
 
 def crowded_engine(folder: Path) -> VLLMEngine:
@@ -173,8 +175,36 @@ def test_sets_of_which_a_part_is_missing_are_refused(
     engine = exact("float32")
     engine.sync_weights(build_policy(1))
     monkeypatch.setattr(integration, "MOST_CANDIDATES", 4)
+    if engine.masks:  # they are complete
+        return
     with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
         roll_out(engine, PROMPTS, Sampling(num_generations=4, max_completion_length=12, top_p=0.99))
+
+
+@pytest.mark.skipif(not HAS_MASKS, reason="sampling masks are of the model runner V2")
+def test_sets_that_vllm_returns_as_bits(
+    exact: Callable[..., VLLMEngine], calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns the ids of a limited number of tokens for each row, 2048, and a bit of each token for larger sets."""
+    from vllm.v1.worker.gpu.sample import output
+
+    engine = exact("float32")
+    engine.sync_weights(build_policy(1))
+    sampling = Sampling(**(vars(SAMPLING) | {"top_p": 0.9}))
+    ids = roll_out(engine, PROMPTS, sampling)
+    monkeypatch.setattr(output, "MAX_COMPACT_SUPPORT", 3)
+    bits = roll_out(engine, PROMPTS, sampling)
+    assert ids.candidates is not None
+    assert bits.candidates is not None
+    assert (ids.candidates.sizes > 3).any()
+    assert torch.equal(ids.candidates.ids, bits.candidates.ids)
+    assert torch.equal(ids.candidates.offsets, bits.candidates.offsets)
+    first, second = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.logps, other.logps)
+        assert one.candidates is not None
+        assert other.candidates is not None
+        assert torch.equal(one.candidates.ids, other.candidates.ids)
 
 
 def test_the_plugin_in_another_program(tmp_path: Path, calls: list[Call]) -> None:
@@ -184,6 +214,7 @@ def test_the_plugin_in_another_program(tmp_path: Path, calls: list[Call]) -> Non
     model = build_policy(6)
     extension = f"{vllm_logprobs.__name__}.ExactLogprobs"
     llm = vllm.LLM(save(model, tmp_path), dtype="float32", worker_extension_cls=extension, **OPTIONS)
+    _kept.append(llm)
     llm.collective_rpc("score_exactly", kwargs={"temperature": 0.5})
     parameters = vllm.SamplingParams(temperature=0.5, repetition_penalty=1.2, logprobs=2, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling_params=parameters, use_tqdm=False)

@@ -166,12 +166,14 @@ class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):
         max_scratch_bytes: temporary memory of the head.
         exact_truncation: with `top_k`, `top_p` or `min_p`, score tokens by the distribution that they leave, which was
             sampled; TRL scores the one over the whole vocabulary. Log-probs (also old and reference ones), entropies
-            and KL are of the truncated distribution. transformers' `generate` must sample, in a single turn.
+            and KL are of the truncated distribution. transformers' `generate` must sample, in a single turn, or vLLM
+            with `vllm_mode="colocate"`, whose model runner V2 returns sampling masks.
 
     Raises:
-        ValueError: At construction, if `exact_truncation` is not possible: with vLLM, continuous batching, tools,
-            environments, a `rollout_func`, a vision-language model, or another option of `generate` that changes the
-            distribution (`repetition_penalty`, a temperature of its own in `generation_kwargs`).
+        ValueError: At construction, if `exact_truncation` is not possible: with a vLLM server or one without sampling
+            masks, `vllm_tensor_parallel_size` above 1, continuous batching, tools, environments, a `rollout_func`, a
+            vision-language model, or another option of `generate` that changes the distribution
+            (`repetition_penalty`, a temperature of its own in `generation_kwargs`).
         RuntimeError: At construction, if TRL reads the head's scale or softcap wrongly for this model.
     """
 

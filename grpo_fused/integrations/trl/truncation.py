@@ -1,15 +1,16 @@
 """`exact_truncation`: TRL's trainers score the distribution that top-k, top-p or min-p left, which was sampled.
 
 TRL 1.16 scores tokens by the softmax over the whole vocabulary, however they were sampled. Here `generate` records the
-tokens that it could sample. These sets travel with the batch through TRL's shuffling and splitting, as a list with an
-entry for each sequence, and the head renormalises over them: in the loss, in old and in reference log-probs.
+tokens that it could sample, and vLLM in the same process returns them as its sampling masks. These sets travel with the
+batch through TRL's shuffling and splitting, as a list with an entry for each sequence, and the head renormalises over
+them: in the loss, in old and in reference log-probs.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from trl import GRPOTrainer
+from trl.generation import vllm_generation
 
 from grpo_fused.call.calls import Candidates
 from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts.engine import Sampling, padded_sets
+from grpo_fused.rollouts.vllm import NO_MASKS, candidates_of, record_masks
 
 _KNOWN = {
     "max_new_tokens", "max_length", "stop_strings", "use_cache", "cache_implementation", "disable_compile",
@@ -33,6 +36,47 @@ _KNOWN = {
 
 _OFF = {"repetition_penalty": 1.0}
 """Further ones that TRL always passes, with the value that does nothing."""
+
+
+_KNOWN_VLLM = {
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
+    "logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "output_kind", "output_text_buffer_length",
+}  # fmt: skip
+"""The same of `vllm.SamplingParams`."""
+
+
+def sampling_of_vllm(parameters: Any, temperature: float) -> Sampling:
+    """The sampling of `vllm.SamplingParams`.
+
+    Raises:
+        ValueError: As `sampling_of`.
+    """
+    plain = type(parameters)()
+    names = [name for name in parameters.__struct_fields__ if not name.startswith("_")]
+    changed = {name: x for name in names if (x := getattr(parameters, name)) != getattr(plain, name)}
+    if unknown := [f"{name}={x}" for name, x in changed.items() if name not in _KNOWN_VLLM]:
+        raise ValueError(
+            "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; vLLM also has "
+            + ", ".join(unknown)
+        )
+    _check_temperature(parameters.temperature, temperature)
+    return Sampling(
+        num_generations=1,
+        max_completion_length=parameters.max_tokens,
+        temperature=parameters.temperature,
+        top_p=parameters.top_p,
+        top_k=max(parameters.top_k, 0),
+        min_p=parameters.min_p,
+    )
+
+
+def _check_temperature(sampled: float, scored: float) -> None:
+    if sampled != scored:
+        raise ValueError(
+            f"exact_truncation scores at the temperature of GRPOConfig, {scored}; generate samples at {sampled}, from "
+            "generation_kwargs"
+        )
 
 
 def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temperature: float) -> Sampling:
@@ -51,11 +95,7 @@ def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temper
             "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; generate also "
             f"has {', '.join(unknown) or 'do_sample=False'}"
         )
-    if options["temperature"] != temperature:
-        raise ValueError(
-            f"exact_truncation scores at the temperature of GRPOConfig, {temperature}; generate samples at "
-            f"{options['temperature']}, from generation_kwargs"
-        )
+    _check_temperature(options["temperature"], temperature)
     names = ("temperature", "top_k", "top_p", "min_p")
     truncation = {name: options[name] for name in names if name in options}
     return Sampling(num_generations=1, max_completion_length=options["max_new_tokens"], **truncation)
@@ -102,14 +142,17 @@ class ExactTruncation(GRPOTrainer):
         self.exact_truncation = exact_truncation
         self._sets: list[CandidateSets] | None = None
         """of the sequences that are scored next; None where all tokens could be sampled"""
-        super().__init__(*args, **kwargs)
+        with _masks_of_vllm() if exact_truncation else nullcontext():
+            super().__init__(*args, **kwargs)
         if exact_truncation:
             self._check_truncation()
 
     def _check_truncation(self) -> None:
         """Raise `ValueError` where the sets cannot be recorded."""
+        colocated = self.use_vllm and self.vllm_mode == "colocate"
         off = {
-            "use_vllm": self.use_vllm,
+            "a vLLM server": self.use_vllm and not colocated,
+            "vllm_tensor_parallel_size above 1": colocated and self.vllm_tensor_parallel_size > 1,
             "use_transformers_continuous_batching": self.use_transformers_continuous_batching,
             "tools or environments": self.tools or self.environment_factories,
             "rollout_func": self.rollout_func,
@@ -117,10 +160,15 @@ class ExactTruncation(GRPOTrainer):
         }
         if in_use := [name for name, value in off.items() if value]:
             raise ValueError(
-                "exact_truncation records what transformers' generate could sample, in one turn and in this process; "
-                f"it cannot be used with {', '.join(in_use)}"
+                "exact_truncation records what transformers' generate, or vLLM in this process, could sample in one "
+                f"turn; it cannot be used with {', '.join(in_use)}"
             )
-        sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)
+        if not self.use_vllm:
+            sampling_of(self.generation_config, self._sampler().generation_config, self.temperature)
+            return
+        options = {"temperature": self.temperature, "repetition_penalty": self.repetition_penalty}
+        options |= self.args.generation_kwargs or {}
+        sampling_of_vllm(vllm_generation.SamplingParams(**options), self.temperature)
 
     def _sampler(self) -> Any:
         return self.accelerator.unwrap_model(self.model_wrapped)
@@ -128,6 +176,11 @@ class ExactTruncation(GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.exact_truncation:
             return super()._generate_single_turn(*args, **kwargs)
+        if self.use_vllm:
+            with _recording_vllm(self.vllm_generation.llm, self.temperature) as rows:
+                turn = super()._generate_single_turn(*args, **kwargs)
+            self._sets = rows or None
+            return turn
         with _recording(self._sampler(), self.temperature) as recorders:
             turn = super()._generate_single_turn(*args, **kwargs)
         self._sets = recorders[0].of_rows([len(ids) for ids in turn[0]]) if recorders else None
@@ -176,3 +229,41 @@ def _recording(model: Any, temperature: float) -> Iterator[list[Any]]:
 
     with Patches((model, "generate", recorded_generate)):
         yield recorders
+
+
+@contextmanager
+def _masks_of_vllm() -> Iterator[None]:
+    """TRL's vLLM with sampling masks, if it starts one."""
+    start = getattr(vllm_generation, "LLM", None)  # absent without vLLM
+
+    def start_with_masks(**options: Any) -> Any:
+        assert start is not None
+        try:
+            return start(**options, return_sampling_mask=True)
+        except (TypeError, ValueError) as error:
+            if NO_MASKS not in str(error) and "return_sampling_mask" not in str(error):
+                raise
+            raise ValueError(f"exact_truncation needs the sampling masks of vLLM: {error}") from error
+
+    with Patches((vllm_generation, "LLM", start_with_masks)):
+        yield
+
+
+@contextmanager
+def _recording_vllm(llm: Any, temperature: float) -> Iterator[list[CandidateSets]]:
+    """`llm.generate` with sampling masks; the sets of the completions are in the list if something is truncated."""
+    generate: Any = llm.generate
+    rows: list[CandidateSets] = []
+
+    def recorded_generate(prompts: Any, *, sampling_params: Any, **kwargs: Any) -> Any:
+        sampling = sampling_of_vllm(sampling_params, temperature)
+        record_masks(llm, sampling.truncates)
+        if sampling.truncates:  # vLLM wants a top_k
+            sampling_params.top_k = sampling.top_k or llm.model_config.get_vocab_size()
+        outputs = generate(prompts, sampling_params=sampling_params, **kwargs)
+        if sampling.truncates:
+            rows.extend(candidates_of(completion) for output in outputs for completion in output.outputs)
+        return outputs
+
+    with Patches((llm, "generate", recorded_generate)):
+        yield rows

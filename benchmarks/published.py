@@ -1,0 +1,154 @@
+"""What others published of truncated sampling and of heads in bf16, once more with a small pretrained model.
+
+    make vllm                                                                          # its environment, once
+    .venv-vllm/bin/python -m benchmarks.published ~/gemma-3-270m --out results.json    # a few minutes on two cores
+
+vLLM samples in bf16 at temperature 1; the tokens that it kept are its sampling masks, on a CPU read from its log-probs.
+The trainer's side is transformers' backbone in bf16, scored by `fused_linear_logprobs` over the whole vocabulary and
+over these sets. The kept mass of a position is the sum of the policy's probabilities over its set: the mean ratio
+without the sets must be its mean, and 1 with them. docs/published.md has the sources.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing to compile for models of this size
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of an engine
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.mismatch import TEXTS
+from benchmarks.study import Section, main
+from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.heads.patches import Patches
+from grpo_fused.rollouts import vllm as integration
+from grpo_fused.trainer import Rollout, Sampling, VLLMEngine, roll_out
+
+ROWS, GENERATIONS = 4, 4
+MOST = 4096
+"""Log-probs for a position: bf16 has tokens as likely as the 1024th."""
+TRUNCATIONS: dict[str, dict[str, Any]] = {
+    "top_p 0.8, top_k 1024": {"top_p": 0.8, "top_k": 1024},
+    "top_k 20": {"top_k": 20},
+    "top_k 1024": {"top_k": 1024},
+}
+SIZES = {"top_p": 0.97, "top_k": 512}
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, rollout: Rollout) -> dict[str, Tensor]:
+    """Log-probs [N] of the tokens that count, and the mass of their masks if they have some."""
+    columns: dict[str, list[Tensor]] = {}
+    for start in range(0, len(rollout.completion_ids), ROWS):
+        part = rollout.rows(slice(start, start + ROWS))
+        mask = torch.cat([part.prompt_mask, part.completion_mask], 1).long()
+        ids, active = torch.cat([part.prompt_ids, part.completion_ids], 1), part.completion_mask
+        states = head_hidden_states(model, ids, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        states, tokens = states[:, part.prompt_ids.shape[1] - 1 : -1][active], part.completion_ids[active]
+        head, sets = lm_head_inputs(model), None
+        logits = model.get_output_embeddings()(states)
+        found = {
+            "whole": fused_linear_logprobs(states, token_ids=tokens, **head).logps,
+            "bf16 logits": logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0],
+        }
+        if part.candidates is not None:
+            sets = part.candidates.select(active.reshape(-1).nonzero().squeeze(1))
+            found["masks"] = fused_linear_logprobs(states, token_ids=tokens, candidates=sets, **head).logps
+            exact = (states.float() @ head["lm_head_weight"].float().T).softmax(-1)
+            found["mass"] = (exact * sets.to_mask(exact.shape[1])).sum(-1)
+        for name, values in found.items():
+            columns.setdefault(name, []).append(values.double())
+    return {name: torch.cat(values) for name, values in columns.items()}
+
+
+def ratios(new: Tensor, old: Tensor) -> dict[str, float]:
+    """Of the importance ratio."""
+    ratio = (new - old).exp()
+    outside = ((ratio < 0.9) | (ratio > 1.1)).double().mean()
+    return {"mean": float(ratio.mean()), "median": float(ratio.median()), "outside": float(outside)}
+
+
+class Measured:
+    """vLLM and the policy of a folder, in bf16."""
+
+    def __init__(self, folder: Path, *, fp32_head: bool = False) -> None:
+        further: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}
+        self.engine = VLLMEngine(
+            str(folder), dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=GENERATIONS * len(TEXTS),
+            max_num_batched_tokens=2048, skip_tokenizer_init=True, **further,
+        )  # fmt: skip
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.engine.sync_weights(self.model)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in TEXTS]
+
+    def rollout(self, tokens: int, **truncation: Any) -> tuple[Rollout, Tensor]:
+        """`tokens` tokens, and vLLM's log-probs of them."""
+        length = tokens // (GENERATIONS * len(self.prompts))
+        sampling = Sampling(num_generations=GENERATIONS, max_completion_length=length, seed=3, **truncation)
+        rollout = roll_out(self.engine, self.prompts, sampling)
+        assert rollout.sampling_logps is not None
+        return rollout, rollout.sampling_logps[rollout.completion_mask].double()
+
+    def truncated(self, tokens: int, truncation: dict[str, Any]) -> dict[str, Any]:
+        """The kept mass and both ratios."""
+        rollout, vllm = self.rollout(tokens, **truncation)
+        scores = score(self.model, rollout)
+        closed = (scores["whole"] - scores["masks"]) - scores["mass"].log()
+        return {
+            "tokens": len(vllm), "mass": float(scores["mass"].mean()), "whole": ratios(scores["whole"], vllm),
+            "masks": ratios(scores["masks"], vllm), "from_closed_form": float(closed.abs().max()),
+        }  # fmt: skip
+
+    def sizes(self, tokens: int) -> dict[str, float]:
+        """Of the sets of one truncation."""
+        rollout, _ = self.rollout(tokens, **SIZES)
+        assert rollout.candidates is not None
+        sizes = rollout.candidates.sizes[rollout.completion_mask.reshape(-1)].double()
+        return {
+            "tokens": len(sizes), "mean": float(sizes.mean()), "median": float(sizes.median()),
+            "p99": float(sizes.quantile(0.99)), "max": float(sizes.max()), "alone": float((sizes == 1).double().mean()),
+        }  # fmt: skip
+
+    def correlation(self, tokens: int) -> dict[str, float]:
+        """Pearson's, between the probabilities of vLLM and of the trainer, with logits in bf16 or fp32."""
+        rollout, vllm = self.rollout(tokens)
+        scores = score(self.model, rollout)
+        return {
+            name: float(torch.corrcoef(torch.stack([vllm.exp(), scores[name].exp()]))[0, 1])
+            for name in ("bf16 logits", "whole")
+        }
+
+
+def run(
+    model: Annotated[Path, "a folder with a pretrained model"],
+    tokens: Annotated[int, "of each row, at most"] = 2048,
+) -> Iterator[Section]:
+    """The section `published`."""
+    Patches((integration, "MOST_CANDIDATES", MOST))
+    narrow = Measured(model)
+    section: Section = {"model": model.resolve().name, "ratios": {}}
+    for name, truncation in TRUNCATIONS.items():
+        section["ratios"][name] = narrow.truncated(tokens, truncation)
+        print(name, section["ratios"][name], flush=True)
+    section["sizes"] = narrow.sizes(tokens)
+    print(section["sizes"], flush=True)
+    section["correlation"] = {"bf16": narrow.correlation(tokens)}
+    del narrow
+    gc.collect()
+    section["correlation"]["fp32"] = Measured(model, fp32_head=True).correlation(tokens)
+    print(section["correlation"], flush=True)
+    yield section
+
+
+if __name__ == "__main__":
+    main("published")
