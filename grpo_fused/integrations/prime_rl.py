@@ -46,6 +46,8 @@ class FusedOutputLinear(torch.nn.Linear):
     def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.chunk_size = chunk_size
+        self.return_mask_logprobs = False
+        """whether a call with a mask returns the log-probs of all its tokens; prime-rl sets it for score centering"""
 
     def forward(  # type: ignore[override]
         self,
@@ -66,7 +68,8 @@ class FusedOutputLinear(torch.nn.Linear):
                 the log-prob is renormalised; -1 is padding. A set that lacks its label, or is empty, has no effect.
 
         Returns:
-            `{"logprobs": ..., "entropy": ...}`, `[B, S]` fp32 in nats.
+            `{"logprobs": ..., "entropy": ...}`, `[B, S]` fp32 in nats. With `return_mask_logprobs` and a mask also
+            `"mask_logprobs"`, `[B, S, K]` over the mask, differentiable; 0 at padding and where the mask has no effect.
 
         Raises:
             InputError: Labels or temperatures are missing, or have another shape.
@@ -93,8 +96,14 @@ class FusedOutputLinear(torch.nn.Linear):
                 f"{tuple(sampling_mask.shape)}"
             )
         usable = (sampling_mask == labels.unsqueeze(-1)).any(-1, keepdim=True)
-        candidates = CandidateSets.from_padded(sampling_mask.masked_fill(~usable, -1))
-        return {"logprobs": scored(candidates=candidates).logps, "entropy": out.entropies}
+        kept = sampling_mask.masked_fill(~usable, -1)
+        candidates = CandidateSets.from_padded(kept)
+        replayed = scored(candidates=candidates, alternatives=candidates if self.return_mask_logprobs else None)
+        result = {"logprobs": replayed.logps, "entropy": out.entropies}
+        if replayed.alternative_logps is not None:
+            of_mask = torch.zeros(kept.shape, device=kept.device)
+            result["mask_logprobs"] = of_mask.masked_scatter(kept != -1, replayed.alternative_logps.float())
+        return result
 
 
 class GemmaFusedOutputLinear(FusedOutputLinear):

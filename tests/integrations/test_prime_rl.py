@@ -101,7 +101,22 @@ def test_sampling_mask(name):
     kept[0, :2] = True
     want = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     plain = layer(hidden, labels, temperature)
+    assert list(got) == ["logprobs", "entropy"]
     assert_close(got["logprobs"], want, rtol=1e-5, atol=1e-5)
+    layer.return_mask_logprobs = True
+    assert list(layer(hidden, labels, temperature)) == ["logprobs", "entropy"]
+    of_mask = layer(hidden, labels, temperature, sampling_mask=mask)["mask_logprobs"]
+    effective = (mask >= 0) & (torch.arange(B * S).view(B, S, 1) > 1)
+    log_p = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    every = log_p.gather(-1, mask.clamp(min=0).long()).masked_fill(~effective, 0.0)
+    assert_close(of_mask, every, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(mask.shape)
+    for mine, theirs in zip(
+        torch.autograd.grad((of_mask * weights).sum(), (hidden, layer.weight)),
+        torch.autograd.grad((every * weights).sum(), (hidden, layer.weight), retain_graph=True),
+        strict=True,
+    ):
+        assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert torch.equal(got["entropy"], plain["entropy"])
     assert ((got["logprobs"] - plain["logprobs"]).abs() > 0.01).sum() == B * S - 2
     c = torch.randn(B, S)
