@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
+from benchmarks import graphs, learning_page, limit, ptx_profile, speed_tables, study_page, study_plots, tables
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -14,6 +14,7 @@ def _integration_step(run: Run) -> str:
 
 _ALL = (
     Study("cpu", "loss", speed_tables.speed, new_file=True),
+    Study("limit", "limit", limit.table, keeps_cases=True),
     Study("sweep", "loss", speed_tables.speed, new_file=True),
     Study("rows", "rows", tables.rows),
     Study("tune", "tune", tables.tune),
