@@ -316,10 +316,12 @@ void second_round(const Call& call, int64_t superblock, int64_t blocks) {
   const Sizes& sizes = call.sizes;
   const int64_t last = superblock + blocks - 1, vocab_rows = (blocks - 1) * plan.block_rows + plan.rows_of(last);
   const int64_t depth = ceil_div(vocab_rows, sizes.pair), step = kBlocksOfAProduct * plan.block_rows / sizes.pair;
-  // rows of W^T that stay in the second-level cache while the token panels pass; whole tiles of each micro-kernel
-  const int64_t height = std::max<int64_t>(448 * 1024 / (4 * std::min(depth, step)) / 48 * 48, 48);
+  // rows of W^T that stay in the second-level cache while the token panels pass: pairs of tiles
+  const int64_t height = std::max<int64_t>(plan.held_words / std::min(depth, step) / 32 * 32, 32);
   const int64_t strips = ceil_div(plan.hidden, height), panels = sizes.padded / kLanes;
-  const int64_t group = 8, groups = ceil_div(panels, group), tasks = strips * groups;
+  // four tasks or more for each thread
+  const int64_t group = std::clamp<int64_t>(panels * strips / (4 * thread_count()), 1, panels);
+  const int64_t groups = ceil_div(panels, group), tasks = strips * groups;
   parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t) {
     const int64_t column = task / groups * height, columns = std::min(height, plan.hidden - column);
     const int64_t first = task % groups * group;

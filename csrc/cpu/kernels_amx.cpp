@@ -38,16 +38,18 @@ void configure(int64_t rows, int64_t depth) {
   _tile_loadconfig(&shapes);
 }
 
-// The lines that the next step multiplies, from the second-level cache. Without it, in the three shapes of a head on 2
-// cores: 1.4 x the time.
-inline void prefetch(const uint32_t* from, int64_t stride) {
-  for (int64_t i = 0; i < kTile; i++) __builtin_prefetch(from + i * stride);
-}
+// Steps of the depth, a tile each, that are multiplied for all rows before the next ones: a strip of b, [16 * steps, 64],
+// has 28 KiB and stays in the first-level cache (48 KiB) while rows of a, 14 KiB at a time, pass through it.
+constexpr int64_t kStripSteps = 7;
+
+// Lines of the next panel that a step fetches: with 256 rows, all of it.
+constexpr int64_t kLine = 16, kLinesAhead = 4;
 
 // c [Tiles * rows, 32] = or += a [Tiles * rows, depth] @ b [depth, 32]: with two tiles of rows, each that is loaded is
-// multiplied twice.
+// multiplied twice. `later` is fetched to the second-level cache meanwhile.
 template <int Tiles>
-inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc, bool add) {
+inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, const uint32_t* later, float* c,
+                  int64_t ldc, bool add) {
   const int64_t a_bytes = 4 * lda, b_bytes = 4 * kLanes, c_bytes = 4 * ldc;
   float* const lower = c + kTile * ldc;
   if (add) {
@@ -63,20 +65,16 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t k = 0; k < depth; k += kTile, a += kTile, b += kTile * kLanes) {
-    const uint32_t* const next = b + kTile * kLanes;
-    _tile_loadd(6, b, b_bytes);
+  for (int64_t k = 0; k < depth; k += kTile, a += kTile, b += kTile * kLanes, later += kLinesAhead * kLine) {
     _tile_loadd(4, a, a_bytes);
-    prefetch(next, kLanes);
+    _tile_loadd(6, b, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
+    for (int64_t line = 0; line < kLinesAhead; line++) __builtin_prefetch(later + line * kLine, 0, 2);
     _tile_loadd(7, b + kTile, b_bytes);
-    prefetch(next + kTile, kLanes);
     _tile_dpbf16ps(1, 4, 7);
-    prefetch(a + kTile, lda);
     if constexpr (Tiles == 2) {
       _tile_loadd(5, a + kTile * lda, a_bytes);
       _tile_dpbf16ps(2, 5, 6);
-      prefetch(a + kTile * lda + kTile, lda);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
@@ -88,20 +86,27 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
   }
 }
 
-// A depth that is a multiple of `step`, which is at most 16.
+// A depth that is a multiple of `step`, which is at most 16. Every second strip goes from the last rows to the first,
+// whose sums the strip before has left in the cache. The next panel follows b in memory, and is fetched meanwhile.
+// docs/findings.md has the other orders that were measured.
 void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
               int64_t ldc, bool add) {
   configure(kTile, step);
-  int64_t i = 0;
-  for (; i + 2 * kTile <= rows; i += 2 * kTile) {
-    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
-      block<2>(depth, a + i * lda, lda, b + lane, c + i * ldc + lane, ldc, add);
+  const int64_t pairs = rows / (2 * kTile), steps = depth / step, strips = (steps + kStripSteps - 1) / kStripSteps;
+  const uint32_t* later = b + depth * kLanes;
+  for (int64_t strip = 0; strip < strips; strip++) {
+    const int64_t k = strip * steps / strips * step, length = (strip + 1) * steps / strips * step - k;
+    for (int64_t n = 0; n < pairs; n++) {
+      const int64_t i = 2 * kTile * (strip % 2 == 0 ? n : pairs - 1 - n);
+      for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile, later += kLinesAhead * length) {
+        block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, later, c + i * ldc + lane, ldc, add || k > 0);
+      }
     }
   }
-  for (; i < rows; i += kTile) {
+  for (int64_t i = 2 * kTile * pairs; i < rows; i += kTile) {
     if (rows - i < kTile) configure(rows - i, step);
     for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
-      block<1>(depth, a + i * lda, lda, b + lane, c + i * ldc + lane, ldc, add);
+      block<1>(depth, a + i * lda, lda, b + lane, b, c + i * ldc + lane, ldc, add);
     }
   }
 }
