@@ -23,6 +23,7 @@ struct Sizes {
   int64_t superblock;     // vocabulary blocks between two rounds of the dH product
   int64_t workers;        // of the first round
   bool dense;             // every token has a gradient
+  bool looks_ahead;       // products fetch what comes after them
   // Words of a row: of dz as a and as b, of the transposed weight. Elements of a row of gathered exponentials.
   int64_t across_stride, along_depth, transposed_stride, gathered_stride;
 
@@ -35,6 +36,8 @@ struct Sizes {
     sizes.superblock = std::clamp<int64_t>(g.superblock, 1, plan.blocks);
     sizes.workers = worker_count(sizes.superblock);
     sizes.dense = g.count == inputs.tokens;
+    // Measured (AMX, N = 1024): 0.97 x the time. With N = 128, where products are short, 1.08 x.
+    sizes.looks_ahead = sizes.padded >= 8 * kLanes;
     // with a cache line more than is used, rows do not lie in few sets of the first-level cache
     sizes.across_stride = sizes.chunk / sizes.pair + 16;
     sizes.along_depth = sizes.superblock * plan.block_rows / sizes.pair;
@@ -214,7 +217,7 @@ Exponentials exponentials_of_panel(const Call& call, WeightBlock weight, int64_t
   float* offsets = call.scratch.tile_offsets.of(worker);
   char* values = call.scratch.tile_exponentials.of(worker);
   exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel,
-                       call.scratch.tile.of(worker), {offsets, rest, nullptr}, values);
+                       call.scratch.tile.of(worker), {offsets, rest, nullptr}, values, {});
   return {values, kLanes, offsets};
 }
 
@@ -252,7 +255,7 @@ void transpose_weight(const Call& call, WeightBlock weight, int64_t rows, uint32
 }
 
 // A block's rows of dW from dz of `length` tokens: the products of all tokens are summed in fp32 and rounded once.
-void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t length, int64_t worker) {
+void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t length, int64_t worker, Ahead ahead) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const GradientInputs& g = call.gradient;
@@ -262,7 +265,7 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   for (int64_t p = 0; p < sizes.column_panels; p++) {
     float* sum = call.scratch.sums.of(worker) + p % sizes.waiting_panels() * plan.block_rows * kLanes;
     plan.multiply(rows, depth, call.scratch.across.of(worker), sizes.across_stride, columns + p * depth * kLanes, sum,
-                  kLanes, begin > 0);
+                  kLanes, begin > 0, ahead.part(p, sizes.column_panels));
     if (begin + length == sizes.padded) {
       plan.kernels->store_gradient(sum, rows, std::min(kLanes, plan.hidden - p * kLanes), g.dweight_dtype,
                                    out + p * kLanes * item, plan.hidden);
@@ -305,7 +308,11 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
           need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr, sizes.across_stride,
           need_hidden ? scratch.along.get() + (begin + lane) * sizes.along_depth + column * kLanes : nullptr, row_sums);
     }
-    if (need_weight) add_to_dweight(call, block, begin, length, worker);
+    if (!need_weight) continue;
+    // the block that this worker probably takes next, while the last tokens are multiplied
+    const bool fetches = sizes.looks_ahead && need_hidden && begin + length == sizes.padded;
+    add_to_dweight(call, block, begin, length, worker,
+                   fetches ? weight_ahead(plan, call.inputs, block + sizes.workers) : Ahead{});
   }
 }
 
@@ -322,7 +329,14 @@ void second_round(const Call& call, int64_t superblock, int64_t blocks) {
   // four tasks or more for each thread
   const int64_t group = std::clamp<int64_t>(panels * strips / (4 * thread_count()), 1, panels);
   const int64_t groups = ceil_div(panels, group), tasks = strips * groups;
-  parallel_tasks(tasks, worker_count(tasks), [&](int64_t task, int64_t) {
+  const int64_t workers = worker_count(tasks);
+  parallel_tasks(tasks, workers, [&](int64_t task, int64_t) {
+    // the rows of W^T that this worker probably takes next
+    const int64_t later = (task + workers) / groups * height, later_columns = std::min(height, plan.hidden - later);
+    Ahead next{};
+    if (sizes.looks_ahead && later != task / groups * height && later_columns > 0) {
+      next = {call.scratch.transposed.get() + later * sizes.transposed_stride, later_columns * sizes.transposed_stride};
+    }
     const int64_t column = task / groups * height, columns = std::min(height, plan.hidden - column);
     const int64_t first = task % groups * group;
     const uint32_t* transposed = call.scratch.transposed.get() + column * sizes.transposed_stride;
@@ -331,7 +345,7 @@ void second_round(const Call& call, int64_t superblock, int64_t blocks) {
         plan.multiply(columns, std::min(step, depth - k), transposed + k, sizes.transposed_stride,
                       call.scratch.along.get() + (panel * sizes.along_depth + k) * kLanes,
                       call.scratch.dhidden.get() + (panel * plan.hidden + column) * kLanes, kLanes,
-                      superblock > 0 || k > 0);
+                      superblock > 0 || k > 0, next.part(panel - first, group));
       }
     }
   });

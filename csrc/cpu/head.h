@@ -159,6 +159,9 @@ struct WeightBlock {
   int64_t stride;
 };
 
+// What `weight_block` will read, if that is the weight itself; nothing beyond the last block.
+Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);
+
 // The weight itself where its layout is that of an operand, else a copy in `buffer` [block_rows * stride].
 WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
 
@@ -169,6 +172,7 @@ inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
 
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
 void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
-                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept);
+                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept,
+                          Ahead ahead);
 
 }  // namespace grpo

@@ -1,6 +1,8 @@
 // bf16 products by AMX: tiles of 16 rows x 16 words.
 #include "gemm.h"
 
+#include <algorithm>
+
 #if defined(__x86_64__) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -42,13 +44,25 @@ void configure(int64_t rows, int64_t depth) {
 // has 28 KiB and stays in the first-level cache (48 KiB) while rows of a, 14 KiB at a time, pass through it.
 constexpr int64_t kStripSteps = 7;
 
-// Lines of the next panel that a step fetches: with 256 rows, all of it.
-constexpr int64_t kLine = 16, kLinesAhead = 4;
+constexpr int64_t kLine = 16;  // words of a cache line
+
+// Lines that each step fetches to the second-level cache: of the next panel, which follows b in memory (four are all of
+// it in a product of 256 rows), and of `ahead`.
+constexpr int64_t kPanelLines = 4;
+struct Stream {
+  const uint32_t *panel, *ahead;
+  int64_t ahead_lines;
+
+  void step() {
+    for (int64_t line = 0; line < kPanelLines; line++, panel += kLine) __builtin_prefetch(panel, 0, 2);
+    for (int64_t line = 0; line < ahead_lines; line++, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
+  }
+};
 
 // c [Tiles * rows, 32] = or += a [Tiles * rows, depth] @ b [depth, 32]: with two tiles of rows, each that is loaded is
-// multiplied twice. `later` is fetched to the second-level cache meanwhile.
+// multiplied twice.
 template <int Tiles>
-inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, const uint32_t* later, float* c,
+inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, Stream& stream, float* c,
                   int64_t ldc, bool add) {
   const int64_t a_bytes = 4 * lda, b_bytes = 4 * kLanes, c_bytes = 4 * ldc;
   float* const lower = c + kTile * ldc;
@@ -65,11 +79,11 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t k = 0; k < depth; k += kTile, a += kTile, b += kTile * kLanes, later += kLinesAhead * kLine) {
+  for (int64_t k = 0; k < depth; k += kTile, a += kTile, b += kTile * kLanes) {
     _tile_loadd(4, a, a_bytes);
     _tile_loadd(6, b, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
-    for (int64_t line = 0; line < kLinesAhead; line++) __builtin_prefetch(later + line * kLine, 0, 2);
+    stream.step();
     _tile_loadd(7, b + kTile, b_bytes);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (Tiles == 2) {
@@ -87,26 +101,26 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
 }
 
 // A depth that is a multiple of `step`, which is at most 16. Every second strip goes from the last rows to the first,
-// whose sums the strip before has left in the cache. The next panel follows b in memory, and is fetched meanwhile.
-// docs/findings.md has the other orders that were measured.
+// whose sums the strip before has left in the cache. docs/findings.md has the other orders that were measured.
 void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-              int64_t ldc, bool add) {
+              int64_t ldc, bool add, Ahead ahead) {
   configure(kTile, step);
   const int64_t pairs = rows / (2 * kTile), steps = depth / step, strips = (steps + kStripSteps - 1) / kStripSteps;
-  const uint32_t* later = b + depth * kLanes;
+  const int64_t words_a_step = ahead.count / (std::max<int64_t>(pairs, 1) * kLanes / (2 * kTile) * steps);
+  Stream stream{b + depth * kLanes, ahead.words, (words_a_step + kLine - 1) / kLine};
   for (int64_t strip = 0; strip < strips; strip++) {
     const int64_t k = strip * steps / strips * step, length = (strip + 1) * steps / strips * step - k;
     for (int64_t n = 0; n < pairs; n++) {
       const int64_t i = 2 * kTile * (strip % 2 == 0 ? n : pairs - 1 - n);
-      for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile, later += kLinesAhead * length) {
-        block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, later, c + i * ldc + lane, ldc, add || k > 0);
+      for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+        block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, stream, c + i * ldc + lane, ldc, add || k > 0);
       }
     }
   }
   for (int64_t i = 2 * kTile * pairs; i < rows; i += kTile) {
     if (rows - i < kTile) configure(rows - i, step);
     for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
-      block<1>(depth, a + i * lda, lda, b + lane, b, c + i * ldc + lane, ldc, add);
+      block<1>(depth, a + i * lda, lda, b + lane, stream, c + i * ldc + lane, ldc, add);
     }
   }
 }
@@ -114,11 +128,11 @@ void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int6
 // The tiles are configured and released in each call, which takes about 1 % of its time: whatever else uses AMX on this
 // thread configures them too.
 void multiply_amx(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc,
-                  bool add) {
+                  bool add, Ahead ahead) {
   const int64_t whole = depth / kTile * kTile;
-  if (whole > 0) multiply(rows, whole, kTile, a, lda, b, c, ldc, add);
+  if (whole > 0) multiply(rows, whole, kTile, a, lda, b, c, ldc, add, ahead);
   if (whole < depth) {
-    multiply(rows, depth - whole, depth - whole, a + whole, lda, b + whole * kLanes, c, ldc, add || whole > 0);
+    multiply(rows, depth - whole, depth - whole, a + whole, lda, b + whole * kLanes, c, ldc, add || whole > 0, {});
   }
   _tile_release();
 }
