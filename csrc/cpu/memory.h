@@ -41,7 +41,7 @@ class Buffer {
   std::unique_ptr<T, void (*)(void*)> data_;
 };
 
-// One of the same length for each worker.
+// One of the same length for each worker, or slot.
 template <class T>
 class WorkerBuffers {
  public:
