@@ -89,8 +89,6 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* bias
   check_tensor(spill, "spill", Scalar::bytes, {spill.numel()});
   check(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ",
                   spill.numel());
-  prefer_huge_pages(kept.data, kept.numel() * kept.element_size());
-  prefer_huge_pages(spill.data, spill.numel());
   const Store spilled = Store::of(data<char>(spill), spill.numel() / V, head.plan,
                                   panels - in_gradient.panels);
   inputs.bias = floats(bias, "bias", V);

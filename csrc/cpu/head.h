@@ -1,12 +1,45 @@
 // The head's two operations on plain pointers, and the plan that both use.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
 
 #include "machine.h"
-#include "memory.h"
 
 namespace grpo {
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// Uninitialised memory for vectors.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(std::aligned_alloc(64, std::max<int64_t>(round_up(count * sizeof(T), 64), 64))),
+              std::free) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  T* get() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<T, void (*)(void*)> data_;
+};
+
+// One of the same length for each worker, or slot.
+template <class T>
+class WorkerBuffers {
+ public:
+  WorkerBuffers(int64_t workers, int64_t count) : count_(count), data_(workers * count) {}
+  T* of(int64_t worker) const { return data_.get() + worker * count_; }
+
+ private:
+  int64_t count_;
+  Buffer<T> data_;
+};
 
 // Whether the rows of a tile, this many words apart, lie in few sets of the first-level cache.
 inline bool shares_cache_sets(int64_t stride) { return stride % 256 == 0; }
