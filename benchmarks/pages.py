@@ -60,6 +60,7 @@ TABLES: dict[str, Table] = {
     "training-step": training_step,
     "integration-steps": integration_steps,
     "cpu-speed": lambda folder: speed_tables.speed_of("cpu", folder),
+    "limit": of("limit"),
     "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
     "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),

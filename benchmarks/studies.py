@@ -6,6 +6,7 @@ from benchmarks import (
     alternatives,
     graphs,
     learning_page,
+    limit,
     ptx_profile,
     sampling_page,
     speed_tables,
@@ -24,6 +25,7 @@ def _integration_step(run: Run) -> str:
 
 _ALL = (
     Study("cpu", "loss", speed_tables.speed, new_file=True),
+    Study("limit", "limit", limit.table, keeps_cases=True),
     Study("sweep", "loss", speed_tables.speed, new_file=True),
     Study("rows", "rows", tables.rows),
     Study("tune", "tune", tables.tune),

@@ -19,13 +19,14 @@ from benchmarks import (
     end_to_end,
     growth,
     integration_steps,
+    limit,
     memory,
     study_plots,
     tables,
 )
 from benchmarks.problem import loss_from_logps
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import Run
+from benchmarks.results import Run, load
 from benchmarks.study import main
 from grpo_fused import engines
 from grpo_fused.engines import libraries
@@ -378,3 +379,24 @@ def test_alternatives_beside_logits(monkeypatch):
     monkeypatch.setattr(problem, "on_logits", lambda: torch.tensor(100.0))
     with pytest.raises(SystemExit, match="nothing is timed"):
         problem.check("chunked")
+
+
+@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
+def test_the_share_of_the_limit(tmp_path):
+    """Of the rate in registers, which the processor's instructions have in their order."""
+    out = tmp_path / "r.json"
+    shape = ["--hidden", "64", "--vocab", "2000", "--rounds", "1"]
+    main("limit", ["--tokens", "8", *shape, "--out", str(out)])
+    main("limit", ["--tokens", "300", *shape, "--dtype", "fp32", "--peers", "eager", "--out", str(out)])
+    run = load(out)
+    cases = run.sections["limit"]["cases"]
+    assert list(cases) == ["bf16-8-64-2000", "fp32-256-64-2000"]
+    case = cases["fp32-256-64-2000"]
+    case["limit"]["gflops"] = 1000.0
+    case["providers"]["eager"] = {"forward_backward": {"ms": {"median": 2.0}}}
+    lines = limit.table(run).splitlines()
+    share = 3 * 2 * 256 * 64 * 2000 / 2e-3 / 1e12
+    assert f"| fp32, N = 256, H = 64, V = 2000 | eager | 2 ms | {share:.2f} |  |  |" in lines
+    for row in lines[2:-2]:
+        shares = [float(row.split(" | ")[i].strip("| ")) for i in (3, 5) if "eager" not in row]
+        assert all(0.0 <= x <= 1.0 for x in shares), row

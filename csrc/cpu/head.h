@@ -37,7 +37,7 @@ class Buffer {
   std::unique_ptr<T, void (*)(void*)> data_;
 };
 
-// One of the same length for each worker.
+// One of the same length for each worker, or slot.
 template <class T>
 class WorkerBuffers {
  public:
@@ -64,6 +64,7 @@ struct Plan {
   int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache
   int64_t blocks;
   int64_t token_chunk;   // tokens whose dz stays there
+  int64_t held_words;    // of one operand of a product, which stays there while panels of the other pass
 
   static Plan of(int64_t vocab, int64_t hidden, Dtype compute);
 
@@ -209,6 +210,9 @@ struct WeightBlock {
   int64_t stride;
 };
 
+// What `weight_block` will read, if that is the weight itself; nothing beyond the last block.
+Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);
+
 // The weight itself where its layout is that of an operand, else a copy in `buffer` [block_rows * stride].
 WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
 
@@ -219,6 +223,7 @@ inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
 
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
 void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
-                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept);
+                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept,
+                          Ahead ahead);
 
 }  // namespace grpo

@@ -1,6 +1,8 @@
 // bf16 products by AMX: tiles of 16 rows x 16 words.
 #include "gemm.h"
 
+#include <algorithm>
+
 #if defined(__x86_64__) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -38,16 +40,30 @@ void configure(int64_t rows, int64_t depth) {
   _tile_loadconfig(&shapes);
 }
 
-// The lines that the next step multiplies, from the second-level cache. Without it, in the three shapes of a head on 2
-// cores: 1.4 x the time.
-inline void prefetch(const uint32_t* from, int64_t stride) {
-  for (int64_t i = 0; i < kTile; i++) __builtin_prefetch(from + i * stride);
-}
+// Steps of the depth, a tile each, that are multiplied for all rows before the next ones: a strip of b, [16 * steps, 64],
+// has 28 KiB and stays in the first-level cache (48 KiB) while rows of a, 14 KiB at a time, pass through it.
+constexpr int64_t kStripSteps = 7;
+
+constexpr int64_t kLine = 16;  // words of a cache line
+
+// Lines that each step fetches to the second-level cache: of the next panel, which follows b in memory (four are all of
+// it in a product of 256 rows), and of `ahead`.
+constexpr int64_t kPanelLines = 4;
+struct Stream {
+  const uint32_t *panel, *ahead;
+  int64_t ahead_lines;
+
+  void step() {
+    for (int64_t line = 0; line < kPanelLines; line++, panel += kLine) __builtin_prefetch(panel, 0, 2);
+    for (int64_t line = 0; line < ahead_lines; line++, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
+  }
+};
 
 // c [Tiles * rows, 32] = or += a [Tiles * rows, depth] @ b [depth, 32]: with two tiles of rows, each that is loaded is
 // multiplied twice.
 template <int Tiles>
-inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc, bool add) {
+inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, Stream& stream, float* c,
+                  int64_t ldc, bool add) {
   const int64_t a_bytes = 4 * lda, b_bytes = 4 * kLanes, c_bytes = 4 * ldc;
   float* const lower = c + kTile * ldc;
   if (add) {
@@ -64,19 +80,15 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
     _tile_zero(3);
   }
   for (int64_t k = 0; k < depth; k += kTile, a += kTile, b += kTile * kLanes) {
-    const uint32_t* const next = b + kTile * kLanes;
-    _tile_loadd(6, b, b_bytes);
     _tile_loadd(4, a, a_bytes);
-    prefetch(next, kLanes);
+    _tile_loadd(6, b, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
+    stream.step();
     _tile_loadd(7, b + kTile, b_bytes);
-    prefetch(next + kTile, kLanes);
     _tile_dpbf16ps(1, 4, 7);
-    prefetch(a + kTile, lda);
     if constexpr (Tiles == 2) {
       _tile_loadd(5, a + kTile * lda, a_bytes);
       _tile_dpbf16ps(2, 5, 6);
-      prefetch(a + kTile * lda + kTile, lda);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
@@ -88,20 +100,27 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
   }
 }
 
-// A depth that is a multiple of `step`, which is at most 16.
+// A depth that is a multiple of `step`, which is at most 16. Every second strip goes from the last rows to the first,
+// whose sums the strip before has left in the cache. docs/findings.md has the other orders that were measured.
 void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-              int64_t ldc, bool add) {
+              int64_t ldc, bool add, Ahead ahead) {
   configure(kTile, step);
-  int64_t i = 0;
-  for (; i + 2 * kTile <= rows; i += 2 * kTile) {
-    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
-      block<2>(depth, a + i * lda, lda, b + lane, c + i * ldc + lane, ldc, add);
+  const int64_t pairs = rows / (2 * kTile), steps = depth / step, strips = (steps + kStripSteps - 1) / kStripSteps;
+  const int64_t words_a_step = ahead.count / (std::max<int64_t>(pairs, 1) * kLanes / (2 * kTile) * steps);
+  Stream stream{b + depth * kLanes, ahead.words, (words_a_step + kLine - 1) / kLine};
+  for (int64_t strip = 0; strip < strips; strip++) {
+    const int64_t k = strip * steps / strips * step, length = (strip + 1) * steps / strips * step - k;
+    for (int64_t n = 0; n < pairs; n++) {
+      const int64_t i = 2 * kTile * (strip % 2 == 0 ? n : pairs - 1 - n);
+      for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+        block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, stream, c + i * ldc + lane, ldc, add || k > 0);
+      }
     }
   }
-  for (; i < rows; i += kTile) {
+  for (int64_t i = 2 * kTile * pairs; i < rows; i += kTile) {
     if (rows - i < kTile) configure(rows - i, step);
     for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
-      block<1>(depth, a + i * lda, lda, b + lane, c + i * ldc + lane, ldc, add);
+      block<1>(depth, a + i * lda, lda, b + lane, stream, c + i * ldc + lane, ldc, add);
     }
   }
 }
@@ -109,11 +128,11 @@ void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int6
 // The tiles are configured and released in each call, which takes about 1 % of its time: whatever else uses AMX on this
 // thread configures them too.
 void multiply_amx(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc,
-                  bool add) {
+                  bool add, Ahead ahead) {
   const int64_t whole = depth / kTile * kTile;
-  if (whole > 0) multiply(rows, whole, kTile, a, lda, b, c, ldc, add);
+  if (whole > 0) multiply(rows, whole, kTile, a, lda, b, c, ldc, add, ahead);
   if (whole < depth) {
-    multiply(rows, depth - whole, depth - whole, a + whole, lda, b + whole * kLanes, c, ldc, add || whole > 0);
+    multiply(rows, depth - whole, depth - whole, a + whole, lda, b + whole * kLanes, c, ldc, add || whole > 0, {});
   }
   _tile_release();
 }

@@ -26,7 +26,7 @@ struct Bf16 {
 }  // namespace
 
 PRODUCT void multiply_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                           int64_t ldc, bool add) {
+                           int64_t ldc, bool add, Ahead) {
   multiply<Bf16>(rows, depth, a, lda, b, c, ldc, add);
 }
 

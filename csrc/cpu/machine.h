@@ -12,6 +12,7 @@ struct Machine {
   const char* name;     // what multiplies bf16
   const Kernels* kernels;
   Gemm bf16;  // nullptr: bf16 inputs are widened
+  int64_t bf16_cache_bytes = 1 << 20;  // of the second level, for its products: all that have the instructions have it
 };
 
 // Probed once: the best instruction set, or what the environment variable GRPO_FUSED_ISA names.

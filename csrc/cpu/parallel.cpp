@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "head.h"
+#include "rounds.h"
 
 namespace grpo {
 namespace {
@@ -27,6 +28,17 @@ struct Job {
   int64_t tasks, workers;
 };
 
+template <class F>
+void wait_until(F&& done) {
+  for (int spins = 0; !done(); spins++) {
+    if (spins < kSpins) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
 // Helpers enter a job while it is open. The caller works on it too, closes it when no task is left, and waits for the
 // helpers that are inside only: one that the system has put aside is not waited for before it has taken a task.
 class Pool {
@@ -43,13 +55,7 @@ class Pool {
     gate_.notify_all();
     work(job, 0);
     gate_ -= kOpen;
-    for (int spins = 0; (gate_ & kInside) != 0; spins++) {
-      if (spins < kSpins) {
-        pause();
-      } else {
-        std::this_thread::yield();
-      }
-    }
+    wait_until([&] { return (gate_ & kInside) == 0; });
     return true;
   }
 
@@ -117,6 +123,10 @@ Pool& pool() {
 thread_local int64_t threads = 1;
 
 }  // namespace
+
+void wait_until_at_least(const std::atomic<int64_t>& count, int64_t wanted) {
+  wait_until([&] { return count >= wanted; });
+}
 
 void use_threads(int64_t count) { threads = count; }
 

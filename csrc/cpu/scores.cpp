@@ -16,8 +16,10 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   plan.hidden = hidden;
   plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
   plan.stride = shares_cache_sets(plan.words) ? plan.words + 16 : plan.words;
-  // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache
-  plan.block_rows = std::clamp<int64_t>(448 * 1024 / (4 * plan.words) / 32 * 32, 64, 256);
+  // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache; fp32
+  // products take 1.03 x the time if they are cut for 2 MiB
+  plan.held_words = (plan.kind == Operand::bf16 ? here.bf16_cache_bytes : 1 << 20) * 7 / 16 / 4;
+  plan.block_rows = std::clamp<int64_t>(plan.held_words / plan.words / 32 * 32, 64, 256);
   plan.blocks = ceil_div(vocab, plan.block_rows);
   plan.token_chunk = 512 * per_word(plan.kind);
   return plan;
@@ -38,18 +40,39 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
   });
 }
 
-WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
+namespace {
+
+const char* rows_of_block(const Plan& plan, const HeadInputs& inputs, int64_t block) {
+  const int64_t row_bytes = inputs.weight_stride * item_bytes(inputs.weight_dtype);
+  return static_cast<const char*>(inputs.weight) + block * plan.block_rows * row_bytes;
+}
+
+// A block of the weight that has the layout of an operand; else words of nullptr.
+WeightBlock weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   const int64_t item = item_bytes(inputs.weight_dtype), pairs = per_word(plan.kind);
-  const int64_t rows = plan.rows_of(block), stride = inputs.weight_stride / pairs;
-  const char* source = static_cast<const char*>(inputs.weight) + block * plan.block_rows * inputs.weight_stride * item;
+  const int64_t stride = inputs.weight_stride / pairs;
+  const char* source = rows_of_block(plan, inputs, block);
   const bool same_words = inputs.weight_dtype == inputs.compute && item * pairs == 4;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && inputs.weight_stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
   // the transposition takes 32 rows at a time
-  if (same_words && whole_lines && !shares_cache_sets(stride) && rows % 32 == 0) {
-    return {reinterpret_cast<const uint32_t*>(source), stride};
-  }
-  plan.kernels->pack_rows(source, inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute,
+  const bool fits = same_words && whole_lines && !shares_cache_sets(stride) && plan.rows_of(block) % 32 == 0;
+  return {fits ? reinterpret_cast<const uint32_t*>(source) : nullptr, stride};
+}
+
+}  // namespace
+
+Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block) {
+  if (block >= plan.blocks) return {};
+  const WeightBlock found = weight_in_place(plan, inputs, block);
+  return found.words == nullptr ? Ahead{} : Ahead{found.words, plan.rows_of(block) * found.stride};
+}
+
+WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
+  const WeightBlock found = weight_in_place(plan, inputs, block);
+  if (found.words != nullptr) return found;
+  const int64_t rows = plan.rows_of(block);
+  plan.kernels->pack_rows(rows_of_block(plan, inputs, block), inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute,
                           plan.kind, buffer, plan.stride);
   std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);
   return {buffer, plan.stride};
@@ -86,13 +109,14 @@ const float* limits_of_tile(const Plan& plan, const HeadInputs& inputs, int64_t 
 }  // namespace
 
 void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
-                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept) {
+                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept,
+                          Ahead ahead) {
   const int64_t rows = plan.rows_of(block), token = panel * kLanes;
   float inverse_temperature[kLanes];
   for (int64_t j = 0; j < kLanes; j++) {
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
-  plan.multiply(rows, plan.words, weight.words, weight.stride, token_panel, z, kLanes, false);
+  plan.multiply(rows, plan.words, weight.words, weight.stride, token_panel, z, kLanes, false, ahead);
   const Transform transform{inputs.bias == nullptr ? nullptr : inputs.bias + block * plan.block_rows, inputs.scale,
                             inputs.softcap, inverse_temperature,
                             limits_of_tile(plan, inputs, block, panel, z + plan.block_rows * kLanes)};
@@ -138,13 +162,15 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
     const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
     for (int64_t block = begin; block < end; block++) {
       const WeightBlock weight = weight_block(plan, inputs, block, weights.of(worker));
+      const Ahead next = weight_ahead(plan, inputs, block + 1 < end ? block + 1 : plan.blocks);
       const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
       for (int64_t panel = 0; panel < panels; panel++) {
         float statistics[3 * kLanes];
         const TileStatistics tile =
             block == begin ? partial.at(panel) : RangeStatistics{statistics, kLanes, out.with_entropy}.at(0);
         void* kept = inputs.kept_tile(plan, block, panel);
-        exponentials_of_tile(plan, inputs, weight, tokens.panel(panel), block, panel, z, tile, kept);
+        exponentials_of_tile(plan, inputs, weight, tokens.panel(panel), block, panel, z, tile, kept,
+                             next.part(panel, panels));
         if (kept != nullptr) {
           std::copy(tile.max, tile.max + kLanes, offsets + inputs.offset_at(block, panel));
         }
@@ -176,7 +202,7 @@ void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64
     const WeightBlock weight = weight_block(plan, inputs, block, weights.of(worker));
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
-      plan.multiply(rows, plan.words, weight.words, weight.stride, tokens.panel(panel), tile, kLanes, false);
+      plan.multiply(rows, plan.words, weight.words, weight.stride, tokens.panel(panel), tile, kLanes, false, {});
       plan.kernels->transpose_tile(tile, rows, count, out + token * out_stride + first, out_stride);
     }
   });

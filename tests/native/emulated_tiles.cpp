@@ -96,6 +96,6 @@ void multiply_bf16(int c, int a, int b) {
 extern "C" int multiply(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
                         int64_t ldc, bool add) {
   emulated::faults = 0;
-  grpo::multiply_amx(rows, depth, a, lda, b, c, ldc, add);
+  grpo::multiply_amx(rows, depth, a, lda, b, c, ldc, add, {a, rows * lda});
   return emulated::faults + (emulated::shapes.palette != 0);
 }

@@ -17,10 +17,13 @@ def amx(tmp_path_factory):
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
-@pytest.mark.parametrize("depth", [1, 6, 15, 16, 17, 40])
+@pytest.mark.parametrize("depth", [1, 6, 15, 16, 17, 40, 133, 261])
 def test_products_are_those_of_float64(amx, depth, add):
-    """c [rows, 64] = or += a [rows, 2 depth] @ b [2 depth, 64], two bf16 numbers a word; what lies around is NaN."""
-    for rows in (1, 16, 17, 32, 50):
+    """c [rows, 64] = or += a [rows, 2 depth] @ b [2 depth, 64], two bf16 numbers a word; what lies around is NaN.
+
+    A strip is 112 words deep: one, two and three of them, and what is left.
+    """
+    for rows in (1, 16, 17, 32, 50, 100):
         a = torch.full((rows + 16, 2 * depth + 6), torch.nan, dtype=torch.bfloat16)
         a[:rows, : 2 * depth] = torch.randn(rows, 2 * depth)
         b = torch.full((depth + 16, 64, 2), torch.nan, dtype=torch.bfloat16)

@@ -87,7 +87,7 @@ PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_
 }
 
 PRODUCT void multiply_fp32(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                           int64_t ldc, bool add) {
+                           int64_t ldc, bool add, Ahead) {
   multiply<Fp32>(rows, depth, a, lda, b, c, ldc, add);
 }
 
