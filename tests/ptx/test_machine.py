@@ -226,7 +226,9 @@ APART = f"@%p2 bra $first;\n{ARRIVE}\nbra $both;\n$first:\n{ARRIVE}\n$both:"
 
 @pytest.mark.parametrize("arrive", [ARRIVE, APART], ids=["together", "apart"])
 @pytest.mark.parametrize(
-    "options", [Options(), Options(together=False), Options(together=False, backwards=True)], ids=str
+    "options",
+    [Options(), Options(together=False), Options(together=False, backwards=True)],
+    ids=["in step", "apart", "backwards"],
 )
 def test_clusters(options, arrive):
     """Two blocks write into each other's shared memory, and wait for each other; their warps arrive together or not."""
