@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
+from benchmarks import centering_page, graphs, learning_page, ptx_profile, speed_tables, study_page, study_plots, tables
 from benchmarks.results import Run
 from benchmarks.study import Study
 
@@ -42,6 +42,7 @@ _ALL = (
     Study("learning_countdown", "learning_countdown", learning_page.countdown, learning_page.learning_plot),
     Study("learning_options", "learning_options", learning_page.options, learning_page.options_plot),
     Study("length_bias", "length_bias", learning_page.length_bias, learning_page.length_plot),
+    Study("centering", "centering", centering_page.table, centering_page.plot),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""

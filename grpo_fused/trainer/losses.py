@@ -83,5 +83,7 @@ def of_objective(policy: Policy, reference: Reference | None, part: Part) -> GRP
         impl=policy.config.impl,
     )
     assert out.entropies is not None
-    entropy = out.entropies.sum() / mask.sum()  # 0 where masked
-    return GRPOLossOutput(out.loss, out.per_token_logps, out.entropies, {"entropy": entropy})
+    means = {"entropy": out.entropies.sum() / mask.sum()}  # 0 where masked
+    if micro.sampling_logps is not None:
+        means["sampler_kl"] = ((micro.sampling_logps - out.per_token_logps) * mask).sum() / mask.sum()
+    return GRPOLossOutput(out.loss, out.per_token_logps, out.entropies, means)

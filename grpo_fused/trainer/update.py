@@ -23,7 +23,7 @@ from grpo_fused.trainer.rollout import Rollout
 
 AVERAGED = (
     "kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio",
-    "vespo/phi_seq_mean",
+    "vespo/phi_seq_mean", "sampler_kl",
 )  # fmt: skip
 """Loss metrics that are means over tokens, so that micro-batches combine by their numbers of tokens."""
 
