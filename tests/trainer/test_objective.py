@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainer.small_model import build_small_model
 from trainer.small_trainer import make_trainer
 from trainer.test_candidates import logits_of
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -119,8 +121,8 @@ class Stale(HuggingFaceEngine):
 
 def by_hand(
     model: Qwen2ForCausalLM, rollout: Rollout, advantages: Tensor, config: GRPOTrainerConfig, sampler: Qwen2ForCausalLM
-) -> Tensor:
-    """The loss from all logits of policy and sampler, by the formula."""
+) -> tuple[Tensor, float]:
+    """The loss from all logits of policy and sampler, by the formula, and the mean of log q - log p."""
     ids, mask = rollout.completion_ids, rollout.completion_mask
     everything = torch.cat([rollout.prompt_ids, ids], 1)
     attention = torch.cat([rollout.prompt_mask, mask], 1).long()
@@ -147,10 +149,11 @@ def by_hand(
             alpha = left / rest * (rest / left).clamp(max=CAP)
             coefficient = top * (coefficient - alpha * p)
         score = score - (coefficient * torch.where(q > 0, log_p, 0.0)).sum(-1)
+    apart = (log_q - log_p.detach()).gather(-1, sampled)[..., 0][mask].mean().item()
     loss = -advantages[:, None] * score * mask
     if config.loss.loss_type == "grpo":
-        return (loss.sum(1) / mask.sum(1)).mean()
-    return loss.sum() / mask.sum()
+        return (loss.sum(1) / mask.sum(1)).mean(), apart
+    return loss.sum() / mask.sum(), apart
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10**6, 30], ids=["whole", "parts"])
@@ -187,24 +190,54 @@ def test_two_steps_are_those_of_a_loop_on_logits(
     trainer.update = lambda *given: seen.append(given) or update(*given)  # type: ignore[assignment, func-returns-value]
     history = trainer.train()
     optimizer = torch.optim.AdamW(hand.parameters(), lr=RATE, weight_decay=DECAY)
-    losses = []
+    losses, apart = [], []
     for rollout, advantages in seen:
         assert advantages.any()
         for _ in range(options.get("num_iterations", 1)):
             optimizer.zero_grad()
-            loss = by_hand(hand, rollout, advantages, trainer.config, engine.model)
+            loss, kl = by_hand(hand, rollout, advantages, trainer.config, engine.model)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
+            apart.append(kl)
     assert len(losses) == 2
-    steps = [sum(losses) / 2] if len(seen) == 1 else losses
-    assert [row["loss"] for row in history] == pytest.approx(steps, abs=2e-5)
+    for name, found in (("loss", losses), ("sampler_kl", apart)):
+        steps = [sum(found) / 2] if len(seen) == 1 else found
+        assert [row[name] for row in history] == pytest.approx(steps, abs=2e-5)
+    assert apart[1] > 1e-3
     assert all(row["entropy"] > 0 for row in history)
     for name, want in hand.named_parameters():
         # AdamW moves a weight by RATE whatever its gradient: those whose gradient is rounding may go elsewhere
         got = dict(model.named_parameters())[name]
         moved = (want - got).abs() > 0.02 * RATE
         assert moved.float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+def test_an_objective_that_is_a_loss_type_trains_as_it(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss_type: Any, scope: str
+) -> None:
+    """PPO's clipped loss, by the token and by the sequence: with old log-probs, micro-batches and each average."""
+    length = {"max_completion_length": 7} if loss_type == "dr_grpo" else {}
+    shared: dict[str, Any] = {"num_iterations": 3, "learning_rate": RATE, "micro_batch_tokens": 30, "steps": 1}
+    if scope == "token":
+        level, options = {}, {"name": "vanilla", "options": {"dual_clip": None}}
+    else:
+        level, options = {"importance_sampling_level": "sequence_token"}, {"name": "gspo", "options": {"epsilon": 0.2}}
+        options["options"] |= {"epsilon_high": 0.2}
+    weights = []
+    for chosen in (
+        {"loss": GRPOLossConfig(loss_type=loss_type, **length, **level)},
+        {"loss": GRPOLossConfig(loss_type=loss_type, **length), "objective": ObjectiveOptions(**options)},
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model = build_small_model(len(tokenizer))
+        history = make_trainer(model, tokenizer, rows, [every_other], **shared, **chosen).train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        assert history[0]["grad_norm"] > 0
+    start = torch.cat([parameter.detach().flatten() for parameter in build_small_model(len(tokenizer)).parameters()])
+    assert (weights[1] - weights[0]).norm() < 0.02 * (weights[0] - start).norm()
 
 
 @pytest.mark.parametrize("name", ["icepop", "topr", "fipo", "kimi", "cross_entropy"])
