@@ -121,8 +121,8 @@ class Stale(HuggingFaceEngine):
 
 def by_hand(
     model: Qwen2ForCausalLM, rollout: Rollout, advantages: Tensor, config: GRPOTrainerConfig, sampler: Qwen2ForCausalLM
-) -> tuple[Tensor, float]:
-    """The loss from all logits of policy and sampler, by the formula, and the mean of log q - log p."""
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss from all logits of policy and sampler, by the formula, and the means of log q - log p and of entropies."""
     ids, mask = rollout.completion_ids, rollout.completion_mask
     everything = torch.cat([rollout.prompt_ids, ids], 1)
     attention = torch.cat([rollout.prompt_mask, mask], 1).long()
@@ -149,11 +149,15 @@ def by_hand(
             alpha = left / rest * (rest / left).clamp(max=CAP)
             coefficient = top * (coefficient - alpha * p)
         score = score - (coefficient * torch.where(q > 0, log_p, 0.0)).sum(-1)
-    apart = (log_q - log_p.detach()).gather(-1, sampled)[..., 0][mask].mean().item()
+    values = {
+        "sampler_kl": (log_q - log_p.detach()).gather(-1, sampled)[..., 0],
+        "entropy": -torch.where(p > 0, p * log_p.detach(), 0.0).sum(-1),
+    }
+    means = {name: value[mask].mean().item() for name, value in values.items()}
     loss = -advantages[:, None] * score * mask
     if config.loss.loss_type == "grpo":
-        return (loss.sum(1) / mask.sum(1)).mean(), apart
-    return loss.sum() / mask.sum(), apart
+        return (loss.sum(1) / mask.sum(1)).mean(), means
+    return loss.sum() / mask.sum(), means
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10**6, 30], ids=["whole", "parts"])
@@ -190,22 +194,21 @@ def test_two_steps_are_those_of_a_loop_on_logits(
     trainer.update = lambda *given: seen.append(given) or update(*given)  # type: ignore[assignment, func-returns-value]
     history = trainer.train()
     optimizer = torch.optim.AdamW(hand.parameters(), lr=RATE, weight_decay=DECAY)
-    losses, apart = [], []
+    found: list[dict[str, float]] = []
     for rollout, advantages in seen:
         assert advantages.any()
         for _ in range(options.get("num_iterations", 1)):
             optimizer.zero_grad()
-            loss, kl = by_hand(hand, rollout, advantages, trainer.config, engine.model)
+            loss, means = by_hand(hand, rollout, advantages, trainer.config, engine.model)
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
-            apart.append(kl)
-    assert len(losses) == 2
-    for name, found in (("loss", losses), ("sampler_kl", apart)):
-        steps = [sum(found) / 2] if len(seen) == 1 else found
-        assert [row[name] for row in history] == pytest.approx(steps, abs=2e-5)
-    assert apart[1] > 1e-3
-    assert all(row["entropy"] > 0 for row in history)
+            found.append({"loss": loss.item()} | means)
+    assert len(found) == 2
+    assert found[1]["sampler_kl"] > 1e-3
+    for name in found[0]:
+        steps = [step[name] for step in found]
+        wanted = [sum(steps) / 2] if len(seen) == 1 else steps
+        assert [row[name] for row in history] == pytest.approx(wanted, abs=2e-5), name
     for name, want in hand.named_parameters():
         # AdamW moves a weight by RATE whatever its gradient: those whose gradient is rounding may go elsewhere
         got = dict(model.named_parameters())[name]
