@@ -106,5 +106,5 @@ def plot(section: dict[str, Any]) -> Figure:
     rows = {sampler: row["after"] for sampler, row in section["against_tis"].items()}
     differences(last, compared, rows, section["bound"], dict.fromkeys(compared, COLORS["native"]))
     names(last, [SAMPLERS[sampler] for sampler in compared])
-    decorate(last, "Accuracy, centered less uncentered", "", "points")
+    decorate(last, "Accuracy, less TIS", "", "points")
     return figure

@@ -252,6 +252,16 @@ def test_objectives_of_other_inputs_and_scopes_train(
     assert all(row["grad_norm"] > 0 for row in trainer.train())
 
 
+def test_an_objective_gets_the_sequences_without_advantages(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    def equal(completions: list[str], **_: object) -> list[float]:
+        return [1.0] * len(completions)
+
+    trainer = make_trainer(model, tokenizer, rows, [equal], objective=ObjectiveOptions(name="cross_entropy"))
+    assert all(row["grad_norm"] > 0 for row in trainer.train())
+
+
 class Loses(HuggingFaceEngine):
     """Does not return a part of what it was asked for."""
 
