@@ -363,7 +363,7 @@ def test_options_that_do_not_go_with_an_objective(options: dict[str, Any], messa
 
 def test_vllm_records_sampled_tokens_only() -> None:
     check_for_vllm(GRPOTrainerConfig(objective=PLAIN))
-    check_for_vllm(GRPOTrainerConfig(objective=ObjectiveOptions(name="gmpo")))
+    check_for_vllm(GRPOTrainerConfig(objective=ObjectiveOptions(name="gpg"), repetition_penalty=1.1))
     for config in (GRPOTrainerConfig(objective=TOP), GRPOTrainerConfig(objective=MASK, top_p=0.9)):
         with pytest.raises(ValueError, match=r"objective .* with rollouts of vLLM, .*; got score_centered_tis\("):
             check_for_vllm(config)
