@@ -83,7 +83,7 @@ def comparison(section_name: str, run: Run) -> str:
         f"held-out problems after the warm-up, greedy; {recipe['steps']} rollouts of {recipe['prompts_per_step']} "
         f"prompts with {recipe['num_generations']} completions, "
         f"{counted(recipe['num_iterations'], 'optimizer step')} each. "
-        f"Differences are by seed; sd and differences in points. {replayed}{_runs_of(section, run)}",
+        f"Differences are by seed; sd and differences in points. {replayed}{runs_of(section, run)}",
     ])  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def options(run: Run) -> str:
             rows,
         ),
         "",
-        f"Our trainer; the rest of the recipe is that of the first table. {_runs_of(section, run)}",
+        f"Our trainer; the rest of the recipe is that of the first table. {runs_of(section, run)}",
     ])  # fmt: skip
 
 
@@ -152,11 +152,11 @@ def length_bias(run: Run) -> str:
         ),
         "",
         f"Tokens, with 95 % intervals over {len(section['wrong']['seeds'])} seeds: the mean of the last "
-        f"{section['last']} of {section['recipe']['steps']} rollouts, less the first rollout. {_runs_of(section, run)}",
+        f"{section['last']} of {section['recipe']['steps']} rollouts, less the first rollout. {runs_of(section, run)}",
     ])  # fmt: skip
 
 
-def _runs_of(section: dict[str, Any], run: Run) -> str:
+def runs_of(section: dict[str, Any], run: Run) -> str:
     """Where the statistics were made, and the commits whose code trained."""
     return f"{where(run)}; trained at {', '.join(sorted({row['commit'] for row in section['runs']}))}."
 
@@ -176,25 +176,25 @@ def learning_plot(section: dict[str, Any]) -> Figure:
     )  # fmt: skip
     rewards, accuracy, difference = figure.subplots(1, 3, width_ratios=(1, 1.2, 1))
     for x, arm in enumerate(arms):
-        curves = [_smooth(row["rewards"], SMOOTH) for row in runs[arm] if row["seed"] in shared]
-        _band(rewards, curves, ARM_COLORS[arm], ARMS[arm])
+        curves = [smooth(row["rewards"], SMOOTH) for row in runs[arm] if row["seed"] in shared]
+        band(rewards, curves, ARM_COLORS[arm], ARMS[arm])
         _points(accuracy, x, after[arm], ARM_COLORS[arm])
         accuracy.plot([x - 0.3, x + 0.3], [section["arms"][arm]["mean"]] * 2, color=INK, linewidth=1.6)
     rewards.legend(frameon=False, fontsize=8.5, loc="lower right")
     rewards.set_ylim(bottom=0.0)
     rewards.locator_params(axis="x", integer=True)
     decorate(rewards, "Reward in training", "rollout", "")
-    _names(accuracy, [ARMS[arm] for arm in arms])
+    names(accuracy, [ARMS[arm] for arm in arms])
     accuracy.set_ylim(bottom=0.0)
     percent(accuracy.yaxis)
     decorate(accuracy, "Held-out accuracy", "", "")
     others = [arm for arm in arms if arm in section["against_trl"]]
-    _differences(
+    differences(
         difference,
         {arm: {s: v - after["trl"][s] for s, v in after[arm].items() if s in after["trl"]} for arm in others},
         section["against_trl"], section["bound"], ARM_COLORS,
     )  # fmt: skip
-    _names(difference, [ARMS[arm] for arm in others])
+    names(difference, [ARMS[arm] for arm in others])
     decorate(difference, "Difference from stock TRL, by seed", "", "points")
     return figure
 
@@ -212,9 +212,9 @@ def options_plot(section: dict[str, Any]) -> Figure:
         f"{100 * section['bound']:g} points.",
     )  # fmt: skip
     axes = figure.subplots()
-    _differences(axes, values, section["against"], section["bound"], dict.fromkeys(values, COLORS["native"]))
+    differences(axes, values, section["against"], section["bound"], dict.fromkeys(values, COLORS["native"]))
     short = {"no_sets": "no sets", "gspo": "GSPO"}
-    _names(axes, [f"{short.get(name, name)}\n− {base}" for name, base in baselines.items()])
+    names(axes, [f"{short.get(name, name)}\n− {base}" for name, base in baselines.items()])
     decorate(axes, "", "", "points")
     return figure
 
@@ -227,7 +227,7 @@ def length_plot(section: dict[str, Any]) -> Figure:
     )  # fmt: skip
     for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("wrong", "right"), strict=True):
         for loss in section["weights"]:
-            curves = [_smooth(row[kind], section["last"]) for row in section["runs"] if row["loss"] == loss]
+            curves = [smooth(row[kind], section["last"]) for row in section["runs"] if row["loss"] == loss]
             for curve in curves:
                 axes.plot(range(len(curve)), curve, color=LOSS_COLORS[loss], linewidth=0.5, alpha=0.5)
             mean = [fmean(column) for column in zip(*curves, strict=True)]
@@ -237,7 +237,7 @@ def length_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
-def _band(axes: Axes, curves: list[list[float]], color: str, label: str) -> None:
+def band(axes: Axes, curves: list[list[float]], color: str, label: str) -> None:
     """Mean and standard deviation over the seeds."""
     rows = [describe(column) for column in zip(*curves, strict=True)]
     x, mean = range(1, len(rows) + 1), [row["mean"] for row in rows]
@@ -253,7 +253,7 @@ def _points(axes: Axes, x: float, values: dict[int, float], color: str, scale: f
     axes.scatter(places, [scale * values[s] for s in seeds], s=16, color=color, alpha=0.8, linewidths=0)
 
 
-def _differences(
+def differences(
     axes: Axes, values: dict[str, dict[int, float]], rows: dict[str, Any], bound: float, colors: dict[str, str]
 ) -> None:
     axes.axhspan(-100 * bound, 100 * bound, color=MUTED, alpha=0.15, linewidth=0)
@@ -264,12 +264,12 @@ def _differences(
         axes.errorbar([x + 0.34], [mean], [[mean - low], [high - mean]], fmt="o", color=INK, markersize=4, capsize=3)
 
 
-def _names(axes: Axes, names: list[str]) -> None:
+def names(axes: Axes, names: list[str]) -> None:
     axes.set_xticks(range(len(names)), [name.replace("`", "") for name in names])
     axes.set_xlim(-0.5, max(len(names), 1) - 0.5)
 
 
-def _smooth(values: list[float | None], width: int) -> list[float]:
+def smooth(values: list[float | None], width: int) -> list[float]:
     """Means of `width` rollouts; a rollout without such completions has no part in them."""
     windows = [
         [v for v in values[max(i - width + 1, 0) : i + 1] if v is not None] or [float("nan")]

@@ -89,6 +89,7 @@ TABLES: dict[str, Table] = {
     "learning-countdown": of("learning_countdown"),
     "learning-options": of("learning_options"),
     "length-bias": of("length_bias"),
+    "centering": of("centering"),
 }
 """Name of a pair of markers to the text between them."""
 
@@ -101,8 +102,8 @@ _PAGES = {
     "docs/divergence.md": ("divergence",),
     "docs/alternatives.md": ("alternatives",),
     "docs/study.md": (
-        "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "pretrained",
-        "pretrained-cut", "study-distribution",
+        "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "centering",
+        "pretrained", "pretrained-cut", "study-distribution",
     ),
 }  # fmt: skip
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}

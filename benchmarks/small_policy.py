@@ -35,7 +35,7 @@ from examples.arithmetic.warmup import warm_up
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward
 from grpo_fused.rollouts.engine import Generation, Sampling, length_mask
-from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, ObjectiveOptions
 from grpo_fused.trainer.reasoning_gym import problems
 
 ARMS = ("ours", "fused_trl", "patched_trl", "trl")
@@ -82,6 +82,12 @@ class Recipe:
     keeps_sets: bool = True
     """whether our loss takes the candidate sets of a rollout by top-p"""
     loss: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] | None = None
+    """options of `ObjectiveOptions`, in place of a loss type"""
+    lag: int = 0
+    """optimizer steps by which the sampler's weights are older than the policy's, once as many were taken"""
+    fp8: bool = False
+    """whether the sampler's weights are rounded to fp8"""
 
 
 class Trained(NamedTuple):
@@ -95,6 +101,8 @@ class Trained(NamedTuple):
     """means of the right ones; None if there are none"""
     lengths_wrong: list[float | None]
     completion_ids: list[list[list[int]]]
+    metrics: list[dict[str, float]]
+    """of each rollout, of our trainer only"""
 
 
 def sums() -> Data:
@@ -251,31 +259,37 @@ def train(
     judge = Judge(recipe, data_of(recipe.task).rows(seed, number))
     rows = [{"prompt": row["prompt"], "index": index} for index, row in enumerate(judge.rows)]
     AcceleratorState._reset_state(reset_partial_state=True)  # a process may train in fp32 and then in bf16
+    metrics: list[dict[str, float]] = []
     if arm == "ours":
-        train_ours(recipe, seed, model, judge, rows, replay)
+        metrics = train_ours(recipe, seed, model, judge, rows, replay)
     else:
         train_trl(arm, recipe, seed, model, judge, rows)
     if judge.indices != list(range(number)):
         raise RuntimeError(f"{arm} must take the {number} problems in their order; it took {judge.indices[:20]}, ...")
-    return Trained(model, judge.rewards, judge.lengths, judge.lengths_right, judge.lengths_wrong, judge.completion_ids)
+    return Trained(
+        model, judge.rewards, judge.lengths, judge.lengths_right, judge.lengths_wrong, judge.completion_ids, metrics
+    )
 
 
 def train_ours(
     recipe: Recipe, seed: int, model: Any, judge: Judge, rows: list[Row], replay: list[list[list[int]]] | None
-) -> None:
-    """In our trainer."""
+) -> list[dict[str, float]]:
+    """In our trainer; the metrics of its steps."""
     named = asdict(recipe)
-    for name in ("task", "warmup", "bf16", "keeps_sets", "loss"):
+    for name in ("task", "warmup", "bf16", "keeps_sets", "loss", "objective", "lag", "fp8"):
         del named[name]
     config = GRPOTrainerConfig(
         **named, mixed_precision="bf16" if recipe.bf16 else "no", lr_scheduler_type="linear", seed=seed,
         logging_steps=10**6, loss=GRPOLossConfig(**recipe.loss),
+        objective=None if recipe.objective is None else ObjectiveOptions(**recipe.objective),
     )  # fmt: skip
     words = tokenizer()
     engine: HuggingFaceEngine | None = None if replay is None else Replay(model, words, replay)
     if not recipe.keeps_sets:
         engine = WithoutSets(model, words)
-    GRPOTrainer(model, words, [judge], lambda index: rows[index], config, engine=engine).train()
+    if recipe.lag or recipe.fp8:
+        engine = Other(model, words, recipe.lag, fp8=recipe.fp8)
+    return GRPOTrainer(model, words, [judge], lambda index: rows[index], config, engine=engine).train()
 
 
 class Replay(HuggingFaceEngine):
@@ -290,6 +304,33 @@ class Replay(HuggingFaceEngine):
         rows = [torch.tensor(ids) for ids in next(self.rollouts)]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=sampling.pad_token_id)
         return Generation(ids, length_mask(torch.tensor([len(row) for row in rows]), ids.shape[1]), None, None)
+
+
+class Other(HuggingFaceEngine):
+    """Samples with older weights of the policy, or rounded ones."""
+
+    def __init__(self, model: Any, words: Any, lag: int, *, fp8: bool) -> None:
+        super().__init__(copy.deepcopy(model), words)
+        self.lag, self.fp8 = lag, fp8
+        self.weights: list[dict[str, Tensor]] = []
+        """of the newest syncs, the oldest first"""
+
+    def sync_weights(self, model: PreTrainedModel) -> None:
+        """Takes those of `lag` syncs ago, or the first."""
+        self.weights.append({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+        self.weights = self.weights[-1 - self.lag :]
+        self.model.load_state_dict(self.weights[0])
+        if self.fp8:
+            for module in self.model.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data = rounded_to_fp8(module.weight.data)
+
+
+def rounded_to_fp8(weight: Tensor) -> Tensor:
+    """A matrix rounded to e4m3, with a scale for each row."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / largest
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
 class WithoutSets(HuggingFaceEngine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks import (
     alternatives,
+    centering_page,
     graphs,
     learning_page,
     limit,
@@ -57,6 +58,7 @@ _ALL = (
     Study("learning_countdown", "learning_countdown", learning_page.countdown, learning_page.learning_plot),
     Study("learning_options", "learning_options", learning_page.options, learning_page.options_plot),
     Study("length_bias", "length_bias", learning_page.length_bias, learning_page.length_plot),
+    Study("centering", "centering", centering_page.table, centering_page.plot),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""

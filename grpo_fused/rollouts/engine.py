@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.rollouts.sampling import RecordedSets
+from grpo_fused.rollouts.records import RecordedDraw, Records, ScoredSets
+from grpo_fused.rollouts.sampling import Draw, RecordedSets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,8 @@ class Sampling:
     """How to sample: the options of `GRPOTrainerConfig` for a rollout engine, and the tokens that end a completion.
 
     `greedy` takes the most likely token instead, for evaluation. `seed` is for engines with their own generator: the
-    first completion's; the others have the numbers after it.
+    first completion's; the others have the numbers after it. `records` are the log-probs that the objective reads, and
+    `num_alternatives` the K of "top_k".
     """
 
     num_generations: int
@@ -34,8 +36,12 @@ class Sampling:
     pad_token_id: int = 0
     greedy: bool = False
     seed: int | None = None
+    records: Records | None = None
+    num_alternatives: int = 0
 
     def __post_init__(self) -> None:
+        if self.greedy and self.records is not None:
+            raise ValueError(f"records must be None with greedy, which draws nothing; got {self.records!r}")
         if self.truncates and self.repetition_penalty != 1:
             raise ValueError(
                 "top_p, top_k and min_p must be off with a repetition_penalty: the loss has the tokens that were "
@@ -51,6 +57,10 @@ class Sampling:
         """What samples like this in `generate`, and records the sets."""
         return RecordedSets(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
+    def draw(self) -> Draw:
+        """What draws a token in `generate`, and records what the objective reads."""
+        return Draw() if self.records is None else RecordedDraw(self.records, self.num_alternatives)
+
     @staticmethod
     def of(config: object, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
         """The sampling of a run, by its `GRPOTrainerConfig`."""
@@ -65,6 +75,7 @@ class Generation(NamedTuple):
     mask: Tensor  # [B, T] bool, True up to and including the token that ended the completion
     sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None if the policy itself sampled
     candidates: CandidateSets | None = None  # of B * T positions: the tokens that could be sampled; None: all
+    alternatives: ScoredSets | None = None  # of B * T positions, by `Sampling.records`
 
     @staticmethod
     def of_lists(
@@ -117,3 +128,8 @@ def padded_sets(rows: Sequence[CandidateSets], width: int) -> CandidateSets:
     sizes = [torch.nn.functional.pad(row.sizes, (0, width - len(row))) for row in rows]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *sizes]).cumsum(0)
     return CandidateSets(torch.cat([row.ids for row in rows]), offsets)
+
+
+def padded_scores(rows: Sequence[ScoredSets], width: int) -> ScoredSets:
+    """As `padded_sets`."""
+    return ScoredSets(padded_sets([row.sets for row in rows], width), torch.cat([row.logps for row in rows]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,16 @@ from transformers import (
 
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.heads.hidden import accepts
-from grpo_fused.rollouts.engine import Generation, Sampling, first_of_prompts, length_mask, pad_prompts, padded_sets
-from grpo_fused.rollouts.sampling import Draw
+from grpo_fused.rollouts.engine import (
+    Generation,
+    Sampling,
+    first_of_prompts,
+    length_mask,
+    pad_prompts,
+    padded_scores,
+    padded_sets,
+)
+from grpo_fused.rollouts.records import RecordedDraw, ScoredSets
 
 
 class HuggingFaceEngine:
@@ -62,33 +70,38 @@ class HuggingFaceEngine:
             order.sort(key=lambda index: -len(prompts[index]))
         repeated = [index for index in order for _ in range(sampling.num_generations)]
         size = self.batch_size or len(repeated)
-        completions: list[Tensor] = []
-        ends: list[Tensor] = []
-        sets: list[CandidateSets] = []
+        parts: list[_Part] = []
         with _as_sampler(self.model), self.autocast():
             for start in range(0, len(repeated), size):
                 batch = [prompts[index] for index in repeated[start : start + size]]
-                ids, lengths, recorded = self._generate(batch, sampling)
-                completions.append(ids)
-                ends.append(lengths)
-                sets += recorded
-        lengths = torch.cat(ends)
+                parts.append(self._generate(batch, sampling))
+        lengths = torch.cat([part.lengths for part in parts])
         width = int(lengths.max())
-        # a negative pad cuts: a batch may go on after all of its completions have ended
-        ids = torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in completions])
         mask = length_mask(lengths, width)
         as_given = sorted(range(len(repeated)), key=repeated.__getitem__)
-        candidates = padded_sets([sets[row] for row in as_given], width).to(ids.device) if sets else None
-        ids = ids.masked_fill(~mask, sampling.pad_token_id)
-        return Generation(ids[as_given], mask[as_given], None, candidates)
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> tuple[Tensor, Tensor, list[CandidateSets]]:
-        """A completion of each of n prompts: ids [n, T], lengths [n], and if the sampling truncates, candidate sets."""
+        def padded(tensors: Sequence[Tensor], value: int) -> Tensor:
+            # a negative pad cuts: a batch may go on after all of its completions have ended
+            every = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in tensors])
+            return every.masked_fill(~mask, value)[as_given]
+
+        ids = padded([part.ids for part in parts], sampling.pad_token_id)
+        logps = [part.logps for part in parts if part.logps is not None]
+        sets = [row for part in parts for row in part.candidates]
+        others = [row for part in parts for row in part.alternatives]
+        return Generation(
+            ids,
+            mask[as_given],
+            padded(logps, 0) if logps else None,
+            padded_sets([sets[row] for row in as_given], width).to(ids.device) if sets else None,
+            padded_scores([others[row] for row in as_given], width).to(ids.device) if others else None,
+        )
+
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> _Part:
+        """A completion of each of n prompts."""
         ids, mask = (tensor.to(self.model.device) for tensor in pad_prompts(prompts, sampling.pad_token_id))
-        ends, recorder = _Ends(sampling, self.tokenizer, ids), sampling.recorder()
-        processors: list[LogitsProcessor] = [] if sampling.greedy else [Draw()]
+        ends, recorder, draw = _Ends(sampling, self.tokenizer, ids), sampling.recorder(), sampling.draw()
+        processors: list[LogitsProcessor] = [] if sampling.greedy else [draw]
         if sampling.truncates:
             processors.insert(0, recorder)
         elif sampling.temperature != 1 and not sampling.greedy:
@@ -104,7 +117,11 @@ class HuggingFaceEngine:
         )
         completions = sequences[:, ids.shape[1] :]
         lengths = ends.lengths.clamp(max=completions.shape[1])
-        return completions, lengths, recorder.of_rows(lengths.tolist()) if sampling.truncates else []
+        rows = lengths.tolist()
+        sets = recorder.of_rows(rows) if sampling.truncates else []
+        if not isinstance(draw, RecordedDraw):
+            return _Part(completions, lengths, sets)
+        return _Part(completions, lengths, sets, draw.logps().to(ids.device), draw.of_rows(rows))
 
     def _prompt_cache(self, ids: Tensor, mask: Tensor) -> dict[str, Cache]:
         """The argument of `generate` for keys and values of prompts [B, P]: those of equal neighbours, computed once.
@@ -126,6 +143,16 @@ class HuggingFaceEngine:
         """Whether each layer keeps the keys and values of all tokens of a prompt."""
         kinds, window = layer_kinds(self.model), getattr(self.model.config.get_text_config(), "sliding_window", None)
         return kinds <= {"full_attention"} | ({"sliding_attention"} if window and tokens < window else set())
+
+
+class _Part(NamedTuple):
+    """Completions of n prompts."""
+
+    ids: Tensor  # [n, T]
+    lengths: Tensor  # [n]
+    candidates: list[CandidateSets]  # of each row, if the sampling truncates
+    logps: Tensor | None = None  # [n, T], if they are recorded
+    alternatives: Sequence[ScoredSets] = ()  # of each row, if they are recorded
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,5 +76,21 @@ class RecordedSets(LogitsProcessor):
 
     def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:
         """The sets of each row, as many as it has tokens."""
-        every, rows = CandidateSets.cat(self.steps), len(lengths)  # ordered by step, then by row
-        return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
+        return of_rows(CandidateSets.cat(self.steps), lengths)
+
+
+class Sets(Protocol):
+    """Of positions."""
+
+    def select(self: S, positions: Tensor) -> S:
+        """Those of some positions."""
+        ...
+
+
+S = TypeVar("S", bound=Sets)
+
+
+def of_rows(every: S, lengths: Sequence[int]) -> list[S]:
+    """The sets of each row, as many as it has tokens, of sets ordered by step and then by row."""
+    rows = len(lengths)
+    return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]

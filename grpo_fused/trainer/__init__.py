@@ -8,6 +8,7 @@ from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import CheckpointError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.loop import GRPOTrainer
+from grpo_fused.trainer.objective import ObjectiveOptions
 from grpo_fused.trainer.policy import Policy
 from grpo_fused.trainer.rollout import Rollout, roll_out
 from grpo_fused.trainer.scoring import score_completions
@@ -20,6 +21,7 @@ __all__ = [
     "Generation",
     "HuggingFaceEngine",
     "NonFiniteError",
+    "ObjectiveOptions",
     "Policy",
     "RewardFunction",
     "Rollout",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.call.options import check_number, check_options, option
 from grpo_fused.engines import Impl
 from grpo_fused.objectives.advantages import Aggregation, ScaleRewards
 from grpo_fused.objectives.corrections import ImportanceSamplingMode
+from grpo_fused.objectives.weights import Aggregation as TokenAverage
+from grpo_fused.rollouts.records import Records
+from grpo_fused.trainer.objective import ObjectiveOptions
 
 LRSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["no", "bf16", "fp16"]
@@ -76,6 +79,9 @@ class GRPOTrainerConfig:
         save_total_limit: Number of newest checkpoints to keep; None keeps all.
         impl: The engine of the loss, as in `fused_linear_grpo_loss`.
         loss: The options of the loss.
+        objective: An objective of `grpo_fused.objectives` in place of the loss type, with the sampler's log-probs if it
+            reads them. Of `loss` only `loss_type` (grpo, bnpo, dr_grpo, dapo or luspo) and `max_completion_length` may
+            then be set: they average its tokens. `importance_sampling` is for loss types only.
 
     Raises:
         ValueError: An option is out of range, or two options contradict each other.
@@ -122,6 +128,7 @@ class GRPOTrainerConfig:
     save_total_limit: int | None = option(2, least=1)
     impl: Impl = "auto"
     loss: GRPOLossConfig = field(default_factory=GRPOLossConfig)
+    objective: ObjectiveOptions | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.report_to, str):
@@ -134,17 +141,73 @@ class GRPOTrainerConfig:
         if self.eval_samples == 1:
             raise ValueError("eval_samples must be 0 (greedy only) or at least 2; got 1")
         if self.loss.kl_estimator == "exact":
-            if self.top_p < 1 or self.top_k or self.min_p:
+            if self.truncates:
                 raise ValueError(
                     "kl_estimator='exact' is over the whole vocabulary: leave top_p, top_k and min_p unset"
                 )
             if self.impl not in ("auto", "chunked", "reference"):
                 raise ValueError(f"kl_estimator='exact' runs with impl auto, chunked or reference; got {self.impl!r}")
 
+        if self.objective is not None:
+            self._check_objective(self.objective)
+
     @property
     def rollout_size(self) -> int:
         """Completions in a rollout, over all processes."""
         return self.prompts_per_step * self.num_generations
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def records(self) -> Records | None:
+        """What a rollout records of the sampler, for the objective."""
+        return None if self.objective is None else self.objective.records
+
+    @property
+    def num_alternatives(self) -> int:
+        """The tokens of a position that a rollout records for `support: top_k`."""
+        return 0 if self.objective is None else self.objective.num_alternatives
+
+    @property
+    def loss_name(self) -> str:
+        """The loss type, or the objective and how it is averaged."""
+        name = self.loss.loss_type
+        return name if self.objective is None else f"{self.objective.objective.__name__} averaged as {name}"
+
+    def _check_objective(self, objective: ObjectiveOptions) -> None:
+        loss, averages = self.loss, get_args(TokenAverage)
+        if loss.loss_type not in averages:
+            raise ValueError(
+                f"objective must come with a loss_type that averages its tokens ({', '.join(averages)}); got "
+                f"{loss.loss_type}"
+            )
+        plain = GRPOLossConfig(loss_type=loss.loss_type, max_completion_length=loss.max_completion_length)
+        if loss != plain:
+            raise ValueError(
+                "objective must come with no option of loss but loss_type and max_completion_length, since it reads "
+                f"no other; got {loss}"
+            )
+        for name in ("importance_sampling", "importance_sampling_clip"):
+            if (given := getattr(self, name)) not in (None, getattr(GRPOTrainerConfig, name)):
+                raise ValueError(f"objective must come with no {name}, which corrects loss types; got {given}")
+        if objective.records is not None and self.repetition_penalty != 1:
+            raise ValueError(
+                "objective must come with repetition_penalty 1 if it reads the sampler's log-probs, which the penalty "
+                f"changes; got {self.repetition_penalty}"
+            )
+        if objective.records == "mask" and not self.truncates:
+            raise ValueError(
+                "objective over the sampling mask must come with top_p, top_k or min_p; without them take "
+                "options: {support: top_k}"
+            )
+        if objective.records == "top_k" and self.truncates:
+            raise ValueError(
+                "objective with support top_k must come without top_p, top_k and min_p: its masses are over the whole "
+                f"vocabulary; got {self.top_p}, {self.top_k} and {self.min_p} (support mask is exact with them)"
+            )
 
 
 def check_for_vllm(config: GRPOTrainerConfig) -> None:
@@ -154,7 +217,12 @@ def check_for_vllm(config: GRPOTrainerConfig) -> None:
         ValueError: Its log-probs would be compared with others than the policy's own, or correct a loss that takes
             no such correction.
     """
-    mode, loss = config.importance_sampling, config.loss
+    if config.records in ("mask", "top_k"):
+        raise ValueError(
+            "objective must read no tokens but the sampled ones with rollouts of vLLM, whose log-probs of others are "
+            f"not recorded yet; got {config.loss_name}"
+        )
+    mode, loss = config.importance_sampling if config.objective is None else None, config.loss
     corrections = {"importance_sampling": mode, "loss.off_policy_mask_threshold": loss.off_policy_mask_threshold}
     uses = [name for name, value in corrections.items() if value is not None]
     if uses and config.repetition_penalty != 1:

@@ -84,7 +84,7 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
         "rewards": f"{means}; on random text many are 0",
         "stand-in": "a reward of 0, 1, 0, 1, ... is added, so that rewards differ",
         "advantages": f"differ from 0: rewards in a group have a standard deviation of {metrics['reward_std']:.3f}",
-        "loss": f"{recipe.loss.loss_type}, {metrics['loss']:.2e}; two optimizer steps, so that ratios differ from 1",
+        "loss": f"{recipe.loss_name}, {metrics['loss']:.2e}; two optimizer steps, so that ratios differ from 1",
         "gradient": f"norm {metrics['grad_norm']:.3f}",
         **({"evaluation": "done before and after the step"} if recipe.has_eval else {}),
         "checkpoint": "written and removed",

@@ -26,6 +26,7 @@ def evaluate(sampler: Sampler, rows: Sequence[Row], config: GRPOTrainerConfig, *
 
     Source: Chen et al., Evaluating Large Language Models Trained on Code (arXiv 2107.03374), for pass@k.
     """
+    sampling = replace(sampler.sampling, records=None)
     names, samples, accelerator = list(sampler.reward_functions), config.eval_samples, sampler.peers.accelerator
     batch_size = config.prompts_per_step // accelerator.num_processes
     mine = list(rows)[accelerator.process_index :: accelerator.num_processes]
@@ -36,12 +37,12 @@ def evaluate(sampler: Sampler, rows: Sequence[Row], config: GRPOTrainerConfig, *
     for start in range(0, most, batch_size):
         batch = mine[start : start + batch_size]
         requested = batch + [rows[0]] * (min(batch_size, most - start) - len(batch))
-        _, rewards = sampler.sample(requested, replace(sampler.sampling, greedy=True, num_generations=1))
+        _, rewards = sampler.sample(requested, replace(sampling, greedy=True, num_generations=1))
         greedy = rewards[: len(batch)].double().cpu()
         sums[0, : len(names)] += greedy.nansum(0)
         sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
-            _, rewards = sampler.sample(requested, replace(sampler.sampling, num_generations=samples))
+            _, rewards = sampler.sample(requested, replace(sampling, num_generations=samples))
             sampled = rewards[:, success].reshape(-1, samples)[: len(batch)].cpu()
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())

@@ -297,7 +297,7 @@ class GRPOTrainer:
         sampling = {"temperature": config.temperature} | changed
         return {
             "model": f"{name}, {sum(p.numel() for p in parameters):,} parameters ({trained:,} trained)",
-            "loss": f"{config.loss.loss_type}, engine {self.loss_engine}, on {self.accelerator.device}",
+            "loss": f"{config.loss_name}, engine {self.loss_engine}, on {self.accelerator.device}",
             "step": f"{config.prompts_per_step} prompts x {config.num_generations} completions of at most "
             f"{config.max_completion_length} tokens = at most {tokens:,} tokens",
             "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items()),

@@ -148,6 +148,7 @@ class RunLog:
         """With the trackers of the run."""
         if self.config.report_to:
             options = {k: v for k, v in vars(self.config).items() if isinstance(v, (bool, int, float, str))}
+            options |= {} if self.config.objective is None else {"objective": self.config.loss_name}
             name = self.config.run_name
             names = {tracker: {option: name} for tracker, option in RUN_NAMES.items() if name is not None}
             self.accelerator.init_trackers(self.config.project, options | vars(self.config.loss), names)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import CandidateSets
-from grpo_fused.rollouts.engine import RolloutEngine, Sampling, first_of_prompts, length_mask, pad_prompts
+from grpo_fused.rollouts.engine import Generation, RolloutEngine, Sampling, first_of_prompts, length_mask, pad_prompts
+from grpo_fused.rollouts.records import ScoredSets
 
 
 class Rollout(NamedTuple):
@@ -25,21 +26,22 @@ class Rollout(NamedTuple):
     completion_mask: Tensor  # [B, T] bool, True up to and including the EOS
     sampling_logps: Tensor | None = None  # [B, T] fp32, nats, by a rollout engine that is not the policy itself
     candidates: CandidateSets | None = None  # of B * T positions; None if all tokens could be sampled
+    alternatives: ScoredSets | None = None  # of B * T positions, by the sampler, for an objective that reads them
 
     def rows(self, index: slice | Tensor) -> Rollout:
         """Some of the sequences, without the columns that are padding in all of them."""
         prompts, completions = self.prompt_mask[index], self.completion_mask[index]
         first = self.prompt_ids.shape[1] - int(prompts.sum(1).max())
         width = max(int(completions.sum(1).max()), 1)
+        positions = self._positions()[index][:, :width].reshape(-1)
         return Rollout(
             self.prompt_ids[index][:, first:],
             prompts[:, first:],
             self.completion_ids[index][:, :width],
             completions[:, :width],
             None if self.sampling_logps is None else self.sampling_logps[index][:, :width],
-            None
-            if self.candidates is None
-            else self.candidates.select(self._positions()[index][:, :width].reshape(-1)),
+            None if self.candidates is None else self.candidates.select(positions),
+            None if self.alternatives is None else self.alternatives.select(positions),
         )
 
     def _positions(self) -> Tensor:
@@ -49,9 +51,12 @@ class Rollout(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name, for a file."""
-        found = self._asdict() | {"candidates": None}
+        found = self._asdict() | {"candidates": None, "alternatives": None}
         if self.candidates is not None:
             found |= {"candidate_ids": self.candidates.ids, "candidate_offsets": self.candidates.offsets}
+        if self.alternatives is not None:
+            sets, logps = self.alternatives.sets, self.alternatives.logps
+            found |= {"alternative_ids": sets.ids, "alternative_offsets": sets.offsets, "alternative_logps": logps}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> Rollout:
@@ -110,7 +115,7 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
     """
     generation = engine.generate(prompts, sampling)
     rows = len(prompts) * sampling.num_generations
-    ids, mask, logps, candidates = generation
+    ids, mask, logps, candidates, _ = generation
     if candidates is not None and len(candidates) != ids.numel():
         raise ValueError(
             f"a rollout engine must return a candidate set for each of {ids.numel()} positions; got {len(candidates)}"
@@ -129,8 +134,28 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             "a rollout engine must return a mask that is True up to each completion's end, at its first token at "
             f"least; got a mask of lengths {lengths.tolist()}"
         )
+    _check_records(generation, sampling)
     repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
-    return Rollout(*pad_prompts(repeated, sampling.pad_token_id), ids, mask, logps, candidates).to(ids.device)
+    prompt_ids, prompt_mask = pad_prompts(repeated, sampling.pad_token_id)
+    return Rollout(prompt_ids, prompt_mask, *generation).to(ids.device)
+
+
+def _check_records(generation: Generation, sampling: Sampling) -> None:
+    """What the objective reads is there: log-probs of each sampled token, and some other tokens of its position."""
+    if sampling.records is None:
+        return
+    alternatives, mask = generation.alternatives, generation.mask
+    what = "a rollout engine must return what the objective reads:"
+    if generation.sampling_logps is None:
+        raise ValueError(f"{what} sampling_logps; got none")
+    if sampling.records == "sampled":
+        return
+    if alternatives is None or len(alternatives.sets) != mask.numel():
+        got = "none" if alternatives is None else len(alternatives.sets)
+        raise ValueError(f"{what} alternatives for each of {mask.numel()} positions; got {got}")
+    lost = int((alternatives.sets.sizes[mask.reshape(-1)] == 0).sum())
+    if lost:
+        raise ValueError(f"{what} alternatives of every token; {lost} have none")
 
 
 def ending_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

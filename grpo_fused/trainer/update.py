@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,17 +12,18 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from grpo_fused import fused_linear_grpo_loss, importance_sampling_correction
+from grpo_fused import importance_sampling_correction
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.rollouts.errors import NonFiniteError
 from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.losses import Part, of_loss_type, of_objective
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.policy import Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout
 
 AVERAGED = (
     "kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio",
-    "vespo/phi_seq_mean",
+    "vespo/phi_seq_mean", "sampler_kl",
 )  # fmt: skip
 """Loss metrics that are means over tokens, so that micro-batches combine by their numbers of tokens."""
 
@@ -47,6 +47,7 @@ class Updater:
                 f"{policy.accelerator.num_processes}"
             )
         self.policy, self.reference, self.optimizer, self.config = policy, reference, optimizer, config
+        self.loss_of = of_loss_type if config.objective is None else of_objective
         self.accelerator = policy.accelerator
         self.optimizer_steps = 0
 
@@ -58,7 +59,7 @@ class Updater:
         """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
 
         Sequences whose gradient is known to be zero (equal rewards in their group, and no KL or entropy term)
-        are left out: they count in the normaliser, and cost nothing.
+        are left out: they count in the normaliser, and cost nothing. An objective gets all sequences.
 
         Args:
             rollout: B sequences.
@@ -71,8 +72,8 @@ class Updater:
         Raises:
             NonFiniteError: A loss or a gradient is NaN or infinite.
         """
-        loss = self.config.loss
-        always = loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1
+        loss, objective = self.config.loss, self.config.objective
+        always = loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1 or objective is not None
         rows = torch.arange(len(advantages)) if always else advantages.nonzero().flatten().cpu()
         window = Window.of(rollout, rows, self.accelerator)
         if window.trained_sequences == 0:
@@ -81,7 +82,9 @@ class Updater:
         estimated = self.reference if loss.kl_estimator != "exact" else None
         ref_logps = None if estimated is None else estimated.score(rollout, rows)
         old_logps, ratio, corrections = None, None, Metrics()
-        if rollout.sampling_logps is not None and self.config.importance_sampling is not None:
+        if objective is not None:
+            old_logps = self.policy.score(rollout, rows) if objective.needs_old else None
+        elif rollout.sampling_logps is not None and self.config.importance_sampling is not None:
             old_logps = self.policy.score(rollout, rows)
             ratio, corrections = self.correct_sampling(rollout, rows, old_logps, rollout.sampling_logps)
         history = []
@@ -135,7 +138,7 @@ class Updater:
         """
         config, device = self.config, self.accelerator.device
         given = {"old_per_token_logps": old_logps, "ref_per_token_logps": ref_logps, "importance_sampling_ratio": ratio}
-        tables: dict[str, Any] = {name: table for name, table in given.items() if table is not None}
+        tables = {name: table for name, table in given.items() if table is not None}
         logps = torch.zeros(rollout.completion_ids.shape, device=device)
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
@@ -144,26 +147,10 @@ class Updater:
         for position, (batch, micro) in enumerate(pieces):
             index, width = batch.to(device), micro.completion_ids.shape[1]
             share, loss_config = window.share_of(micro, config.loss)
+            rows_of_tables = {name: table[index, :width] for name, table in tables.items()}
+            part = Part(micro, advantages[index], rows_of_tables, loss_config, window.tokens)
             with self._synchronised(last=position == len(pieces) - 1), self.accelerator.autocast():
-                exact = self.reference if config.loss.kl_estimator == "exact" else None
-                reference = {} if exact is None else exact.states(micro)
-                out = fused_linear_grpo_loss(
-                    self.policy.hidden_states(micro),
-                    completion_ids=micro.completion_ids,
-                    advantages=advantages[index],
-                    completion_mask=micro.completion_mask,
-                    candidates=micro.candidates,
-                    **self.policy.head(),
-                    **{name: table[index, :width] for name, table in tables.items()},
-                    **reference,
-                    sampling_per_token_logps=(
-                        micro.sampling_logps if config.loss.off_policy_mask_threshold is not None else None
-                    ),
-                    num_items_in_batch=window.tokens if config.loss.kind.takes_items else None,
-                    temperature=config.temperature,
-                    config=loss_config,
-                    impl=config.impl,
-                )
+                out = self.loss_of(self.policy, self.reference, part)
                 # processes average their gradients: multiplied by their number, this is the sum
                 self.accelerator.backward(out.loss * (share * self.accelerator.num_processes))
             add_rows(logps, batch, out.per_token_logps)

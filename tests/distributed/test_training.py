@@ -63,6 +63,8 @@ def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list
         pytest.param("fsdp", "dapo", id="fsdp2-dapo"),
         pytest.param("plain", "dapo", id="ddp-dapo", marks=pytest.mark.full),
         pytest.param("lora", "bnpo", id="ddp-lora-bnpo", marks=pytest.mark.full),
+        pytest.param("fsdp", "centered", id="fsdp2-objective", marks=pytest.mark.full),
+        pytest.param("plain", "centered", id="ddp-objective", marks=pytest.mark.full),
     ],
 )
 def test_two_processes_equal_one(tmp_path: Path, kind: str, loss_type: str) -> None:

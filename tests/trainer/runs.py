@@ -16,9 +16,17 @@ from torch.distributed.tensor import DTensor
 from trainer.small_model import build_small_model
 
 from examples.arithmetic.model import build_tokenizer
-from grpo_fused import GRPOLossConfig
+from grpo_fused import CandidateSets, GRPOLossConfig
 from grpo_fused.rollouts.errors import DivergedError
-from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, checkpointer
+from grpo_fused.rollouts.records import ScoredSets
+from grpo_fused.trainer import (
+    Generation,
+    GRPOTrainer,
+    GRPOTrainerConfig,
+    HuggingFaceEngine,
+    ObjectiveOptions,
+    checkpointer,
+)
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 12, 123) for b in (2, 34)]
 OPTIONS: dict[str, Any] = {
@@ -50,7 +58,12 @@ class Recording:
                 length = int(torch.randint(1, sampling.max_completion_length + 1, (), generator=g))
                 rows.append(torch.randint(3, 21, (length,), generator=g).tolist())
         logps = [[-3.0 - token % 3 for token in row] for row in rows]
-        return Generation.of_lists(rows, logps, sampling.pad_token_id)
+        generation = Generation.of_lists(rows, logps, sampling.pad_token_id)
+        if sampling.records is None:
+            return generation
+        n = generation.ids.numel()
+        sets = CandidateSets(torch.tensor([3, 9, 12]).repeat(n), torch.arange(0, 3 * n + 1, 3))
+        return generation._replace(alternatives=ScoredSets(sets, torch.tensor([-1.0, -2.0, -3.0]).repeat(n)))
 
     def sync_weights(self, model: Any) -> None:
         """Does nothing: no result depends on the weights."""
@@ -110,9 +123,13 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         "engine": Recording(),
         "accelerator": accelerator,
         "micro_batch_tokens": 40,
-        "importance_sampling": "sequence_truncate",
-        "loss": GRPOLossConfig(loss_type=loss_type, beta=0.02, **more),  # type: ignore[arg-type]
     }
+    if loss_type == "centered":
+        options["objective"] = ObjectiveOptions(name="score_centered_tis", options={"support": "top_k"})
+        options["loss"] = GRPOLossConfig(loss_type="grpo")
+    else:
+        options["importance_sampling"] = "sequence_truncate"
+        options["loss"] = GRPOLossConfig(loss_type=loss_type, beta=0.02, **more)  # type: ignore[arg-type]
     trainer = make(Path(folder) / "run", save_steps=1, **options)
     assert is_sharded(trainer) == (kind == "fsdp" and accelerator.num_processes > 1)
     history = trainer.train()
