@@ -157,6 +157,8 @@ def test_too_early():
 def test_what_is_not_allowed():
     with pytest.raises(PtxError, match="48 columns of tensor memory: expected a power of 2"):
         run("", count=48)
+    with pytest.raises(PtxError, match="part of a warp"):
+        run("setp.lt.u32 %p5, %r0, 5;\n@%p5 tcgen05.wait::ld.sync.aligned;")
     with pytest.raises(PtxError, match="not freed"):
         run("bar.sync 0;\nmov.pred %p1, 0;")
     with pytest.raises(PtxError, match="after relinquish"):
