@@ -137,7 +137,7 @@ def _head_scores(inputs: cpu_library.HeadInputs, *_: Any) -> int:
 
 
 def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
-    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[5], rest[8]
+    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[6], rest[9]
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
     once = 2 * inputs.weight.numel()
     return once * (rows.shape[0] * (int(dweight.numel() > 0) + int(need_hidden)) + made_again)

@@ -21,9 +21,8 @@ HIDDEN, WEIGHT, IDS = torch.randn(2, 3, 8), torch.randn(20, 8), torch.randint(0,
         (lambda **o: fused_linear_logprobs(HIDDEN, WEIGHT, IDS, **o), "temprature"),
         (lambda **o: fused_linear_objective(HIDDEN, WEIGHT, IDS, lambda logps, _: -logps, **o), "temprature"),
         (lambda **o: fused_linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, **o), "candidates"),
-        (lambda **o: fused_linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, **o), "process_group"),
     ],
-    ids=["loss", "logprobs", "objective", "divergence-sets", "divergence-group"],
+    ids=["loss", "logprobs", "objective", "divergence-sets"],
 )
 def test_a_keyword_that_a_function_does_not_have_is_refused(call, name):
     with pytest.raises(TypeError, match=rf"fused_linear_\w+\(\) got an unexpected keyword argument '{name}'"):
