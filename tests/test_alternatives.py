@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 from helpers import ENGINES, PRECISION, frobenius_error, make_case, with_sets
 
 from grpo_fused import CandidateSets, fused_linear_logprobs, fused_linear_objective
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import alternatives as engine_of_alternatives
+from grpo_fused.engines.gradients import fp16_scale
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -279,6 +282,37 @@ def test_an_impossible_alternative(impl):
     want, got = run(case, sets, "reference"), run(case.to(dtype), sets, impl)
     for name in ("dhidden", "dweight"):
         assert frobenius_error(got[1][name], want[1][name]) <= 10 * tol, name
+
+
+def test_an_impossible_alternative_of_frozen_tensors():
+    """Without a gradient too, an objective sees a finite log-prob."""
+    hidden, weight, bias = torch.randn(3, 5), torch.randn(9, 5), torch.zeros(9)
+    bias[4] = -math.inf
+    seen = []
+
+    def objective(logps, entropies, *, alternative_logps, alternative_offsets):
+        seen.append(alternative_logps)
+        return logps
+
+    fused_linear_objective(
+        hidden, weight, torch.tensor([1, 2, 3]), objective, lm_head_bias=bias,
+        alternatives=CandidateSets(torch.tensor([4, 5]), torch.tensor([0, 1, 2, 2])),
+    )  # fmt: skip
+    assert seen[0].tolist()[0] == -1e4
+    assert seen[0].isfinite().all()
+
+
+def test_entries_are_scaled_with_the_other_derivatives():
+    """fp16 dlogits of a GPU are multiplied by a power of two, chosen so that entries do not overflow either."""
+    nothing, entries = torch.zeros(2), Entries(torch.tensor([1]), torch.tensor([3]), torch.tensor([2.0**14]))
+    found = Coefficients(Statistics(nothing, nothing, nothing, None), torch.ones(2), torch.ones(2), entries)
+    scaled = found.scaled(torch.tensor(0.25))
+    assert (scaled.dlogp == 0.25).all()
+    assert (scaled.dentropy == 0.25).all()
+    assert scaled.entries.values.tolist() == [2.0**12]
+    head = LMHead(torch.zeros(4, 2))
+    assert float(fp16_scale(head, 1.0, found.dlogp, None)) == 2.0**8
+    assert float(fp16_scale(head, 1.0, found.dlogp, None, entries)) == 2.0**-6
 
 
 @pytest.mark.parametrize("impl", ENGINES)
