@@ -261,6 +261,17 @@ def test_divergences_on_k_tokens(direction, tail):
     assert tail == "left_out" or (got > 0).all()
 
 
+def test_an_impossible_alternative_counts_as_the_lowest():
+    logps = torch.tensor([-math.inf, -1.0], dtype=torch.float64, requires_grad=True)
+    got = objectives.topk_forward_kl()(
+        torch.zeros(1, dtype=torch.float64), None, alternative_logps=logps, alternative_offsets=torch.tensor([0, 2]),
+        teacher_alternative_logps=torch.tensor([0.5, 0.5], dtype=torch.float64).log(),
+    )  # fmt: skip
+    assert float(got) == pytest.approx(0.5 * 1e4 + 0.5 + math.log(0.5))
+    got.sum().backward()
+    assert logps.grad.tolist() == pytest.approx([0.0, -0.5])
+
+
 def test_several_teachers():
     """Each with its tokens and weight; NaN where a token is none of a teacher's."""
     z, log_q, _ = distributions(1)
