@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.call.options import check_number, check_options, option
+from grpo_fused.call.options import check_choice, check_number, check_options, option
 from grpo_fused.engines import Impl
 from grpo_fused.objectives.advantages import Aggregation, ScaleRewards
 from grpo_fused.objectives.corrections import ImportanceSamplingMode
@@ -178,12 +178,8 @@ class GRPOTrainerConfig:
         return name if self.objective is None else f"{self.objective.objective.__name__} averaged as {name}"
 
     def _check_objective(self, objective: ObjectiveOptions) -> None:
-        loss, averages = self.loss, get_args(TokenAverage)
-        if loss.loss_type not in averages:
-            raise ValueError(
-                f"objective must come with a loss_type that averages its tokens ({', '.join(averages)}); got "
-                f"{loss.loss_type}"
-            )
+        loss = self.loss
+        check_choice(loss.loss_type, "objective averages its tokens by loss_type, which", TokenAverage)
         plain = GRPOLossConfig(loss_type=loss.loss_type, max_completion_length=loss.max_completion_length)
         if loss != plain:
             raise ValueError(
