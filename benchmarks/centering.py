@@ -12,7 +12,6 @@ line of `WORK/runs.jsonl`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from benchmarks.equivalence import compare, describe
 from benchmarks.learning import BOUND
 from benchmarks.results import machine
-from benchmarks.small_policy import Recipe, accuracy, data_of, read_runs, start, train
+from benchmarks.small_policy import Recipe, accuracy, add_run, data_of, read_runs, start, train
 from benchmarks.study import Section, main
 from grpo_fused import objectives
 
@@ -132,8 +131,7 @@ def run(
                 "after": accuracy(trained.model, recipe), "reward": fmean(trained.rewards), "sampler_kl": fmean(kl),
                 "rewards": trained.rewards, "kl": kl,
             }  # fmt: skip
-            with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+            add_run(file, row)
             print(f"seed {seed}, {sampler}, {name}: {row['after']}", flush=True)
             yield section_of(read_runs(file))
     yield section_of(read_runs(file))

@@ -12,7 +12,6 @@ A schedule, a normaliser, a clip or a decay that differs shows there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 from benchmarks.equivalence import statistics_of
 from benchmarks.results import machine
-from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, read_runs, start, train, weights
+from benchmarks.small_policy import ARMS, Recipe, accuracy, add_run, data_of, read_runs, start, train, weights
 from benchmarks.study import Section, main
 
 BOUND = 0.02
@@ -59,8 +58,7 @@ def measure(recipe: Recipe, seeds: dict[str, int], work: Path, first: int, missi
                     "rewards": [round(value, 4) for value in trained.rewards],
                     "lengths": [round(value, 2) for value in trained.lengths],
                 }  # fmt: skip
-            with file.open("a") as lines:
-                lines.write(json.dumps({"seed": seed, "arm": arm, "commit": machine()["commit"], **result}) + "\n")
+            add_run(file, {"seed": seed, "arm": arm, "commit": machine()["commit"], **result})
             print(f"{recipe.task}, seed {seed}, {arm}: {result.get('after', result.get('difference'))}", flush=True)
             yield section_of(recipe, read_runs(file))
     yield section_of(recipe, read_runs(file))

@@ -8,7 +8,6 @@ program continues after the last one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 from benchmarks.equivalence import compare, describe
 from benchmarks.learning import BOUND
 from benchmarks.results import machine
-from benchmarks.small_policy import Recipe, accuracy, data_of, read_runs, start, train
+from benchmarks.small_policy import Recipe, accuracy, add_run, data_of, read_runs, start, train
 from benchmarks.study import Section, main
 
 LENGTH = Recipe().max_completion_length
@@ -83,8 +82,7 @@ def run(
             recipe = replace(Recipe(), **OPTIONS[option].changes)
             after = accuracy(train("ours", recipe, seed, model).model, recipe)
             row = {"seed": seed, "option": option, "commit": machine()["commit"], "after": after}
-            with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+            add_run(file, row)
             print(f"seed {seed}, {option}: {after}", flush=True)
             yield section_of(read_runs(file))
     yield section_of(read_runs(file))

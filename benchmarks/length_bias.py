@@ -12,7 +12,6 @@ long, and rewards a right one more if it is short. A loss with one divisor for a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks.equivalence import compare, describe
 from benchmarks.results import machine
-from benchmarks.small_policy import Recipe, read_runs, start, train
+from benchmarks.small_policy import Recipe, add_run, read_runs, start, train
 from benchmarks.study import Section, main
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
 
@@ -103,8 +102,7 @@ def run(
             trained = train("ours", replace(RECIPE, loss=LOSSES[loss]), seed, model)
             lengths = {"right": trained.lengths_right, "wrong": trained.lengths_wrong}
             row = {"seed": seed, "loss": loss, "commit": machine()["commit"], "rewards": trained.rewards, **lengths}
-            with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+            add_run(file, row)
             print(f"seed {seed}, {loss}: " + ", ".join(f"{k} {change(v)}" for k, v in lengths.items()), flush=True)
             yield section_of(read_runs(file))
     yield section_of(read_runs(file))

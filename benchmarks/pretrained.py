@@ -39,7 +39,7 @@ import torch
 from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
 from benchmarks.results import load, machine
-from benchmarks.small_policy import read_runs
+from benchmarks.small_policy import add_run, read_runs
 from benchmarks.study import Section, main
 from benchmarks.study_page import PARTS
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
@@ -331,9 +331,7 @@ def measure(
     before = in_child("benchmarks.pretrained:accuracy", folder) if todo else 0.0
     for seed, arm in todo:
         result = in_child("benchmarks.pretrained:train", arm, folder, seed)
-        with file.open("a") as lines:
-            about_it = {"seed": seed, "arm": arm, "commit": machine()["commit"], "before": before}
-            lines.write(json.dumps({**about_it, **result}) + "\n")
+        add_run(file, {"seed": seed, "arm": arm, "commit": machine()["commit"], "before": before, **result})
         print(f"seed {seed}, {arm}: {before:.1%} -> {result['after']:.1%}", flush=True)
         yield {**about, **statistics_of(read_runs(file), BOUND)}
     yield {**about, **statistics_of(read_runs(file), BOUND)}

@@ -395,6 +395,12 @@ def weights(model: PreTrainedModel) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def add_run(file: Path, run: dict[str, Any]) -> None:
+    """Append a line to the runs of a file."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(run) + "\n")
+
+
 def read_runs(file: Path) -> list[dict[str, Any]]:
     """The runs that a file of JSON lines has; none if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -13,8 +13,9 @@ from helpers import PRECISION, frobenius_error, make_case
 from grpo_fused import CandidateSets, check_objective, fused_linear_divergence, fused_linear_objective, objectives
 
 RECORDED = json.loads((Path(__file__).parent / "score_centering.json").read_text())
-"""Losses and gradients by the functions of vime (2b83ea2), SkyRL (pull request 2244), torchtitan (main) and prime-rl
-(main), each run once in fp32 on the same logits of a policy and a sampler, in September 2026."""
+"""Losses and gradients by the formulas of vime (2b83ea2), a development branch of verl, torchtitan (main) and prime-rl
+(main): their functions were copied out and run once in fp32 on the same logits of a policy and a sampler, in November
+2026."""
 
 V, EVERY = 7, torch.arange(7)
 CENTERED = {
@@ -52,7 +53,7 @@ def test_top_k_gives_the_numbers_of_other_projects(name):
     log_q = torch.tensor(RECORDED["sampler_logits"], dtype=torch.float64).log_softmax(1)
     ids, targets = torch.tensor(RECORDED["top_k_ids"]), torch.tensor(RECORDED["ids"])
     projects = RECORDED["top_k"][name]
-    assert {"vime", "skyrl"} <= projects.keys()
+    assert {"vime", "verl"} <= projects.keys()
     for project, want in projects.items():
         z = torch.tensor(RECORDED["logits"], dtype=torch.float64, requires_grad=True)
         loss = call(
@@ -141,7 +142,7 @@ def test_no_correction_where_sampler_and_policy_agree(name, support):
 
 @pytest.mark.parametrize("name", list(CENTERED))
 def test_top_k_approaches_the_full_form(name):
-    """Its error is the tail's: at most that of no centering for small K, and that of the floor for K = V."""
+    """Its error is the tail's: it falls as K grows, to that of the floor for K = V."""
     errors = []
     for K in (2, 4, V - 1, V):
         worst = 0.0

@@ -375,7 +375,6 @@ def test_alternatives_beside_logits(monkeypatch):
     assert "N = 150, H = 16, V = 300" in lines[0]
     assert sum(line.startswith("| ") for line in lines) == 1 + len(found["calls"])
     problem = alternatives.Problem("cpu", 20)
-    problem.sampling = problem.sampling + 3.0  # the fused call alone gets other numbers
     monkeypatch.setattr(problem, "on_logits", lambda: torch.tensor(100.0))
     with pytest.raises(SystemExit, match="nothing is timed"):
         problem.check("chunked")

@@ -22,6 +22,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.options import check_choice
 from grpo_fused.call.outputs import ObjectiveOutput
+from grpo_fused.objective.batch import LOWEST_LOGP
 from grpo_fused.objective.custom import Objective, Scope
 from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups
@@ -126,12 +127,11 @@ def fused_linear_objective(
         check.check_alternatives(alternatives, alternative_inputs, token_ids, token_inputs)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
-        others = Alternatives() if alternatives is None else Alternatives(alternatives.ids, alternatives.offsets)
         given = [namedtuple("Inputs", x)(**x) for x in (token_inputs, dict(alternative_inputs or {}))]  # type: ignore[misc]
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
             hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, given[0], scope, with_entropy, needs, run,
-            torch.is_grad_enabled(), others, given[1],
+            torch.is_grad_enabled(), Alternatives.of(alternatives), given[1],
         )  # fmt: skip
         check.check_devices(call)
 
@@ -140,19 +140,14 @@ def fused_linear_objective(
         rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
         entropies, of_alternatives = scores.entropies if with_entropy else None, scores.alternative_logps
         if alternatives is not None and of_alternatives is not None:
-            of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=-1e4)
-        loss = (
-            evaluation_of(call, layout, rows, objective)
-            .value(
-                slice(0, len(rows)),
-                scores.logps.reshape(-1)[rows].clamp(min=-1e4),
-                None if entropies is None else entropies.reshape(-1)[rows],
-                of_alternatives,
-            )
-            .sum()
+            of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=LOWEST_LOGP)
+        shares = evaluation_of(call, layout, rows, objective).value(
+            slice(0, len(rows)),
+            scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP),
+            None if entropies is None else entropies.reshape(-1)[rows],
+            of_alternatives,
         )
-        return ObjectiveOutput(
-            loss.to(scores.logps.dtype), scores.logps.detach(), None if entropies is None else entropies.detach()
-        )
+        loss = shares.sum().to(scores.logps.dtype)
+        return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
     loss, logps, entropies, _ = LinearLoss.apply(*tensors_of(call), call, objective)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

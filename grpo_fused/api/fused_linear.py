@@ -205,12 +205,12 @@ def fused_linear_logprobs(
         layout = Layout.of(token_ids)
         lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_alternatives(alternatives, None, token_ids, ())
-        others = Alternatives() if alternatives is None else Alternatives(alternatives.ids, alternatives.offsets)
+        others = Alternatives.of(alternatives)
         call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others)
         check.check_devices(call)
 
     if run.engine == "reference":
         scores = reference.linear_logprobs(call, layout)
         return scores if with_entropy else scores._replace(entropies=None)
-    logps, entropies, others = LinearLogprobs.apply(*tensors_of(call), call)
-    return LogprobOutput(logps, entropies if with_entropy else None, None if alternatives is None else others)
+    logps, entropies, of_others = LinearLogprobs.apply(*tensors_of(call), call)
+    return LogprobOutput(logps, entropies if with_entropy else None, None if alternatives is None else of_others)

@@ -102,6 +102,11 @@ class Alternatives(NamedTuple):
     """`CandidateSets.ids`, in which a token may be several times"""
     alternative_offsets: Tensor | None = None
 
+    @classmethod
+    def of(cls, sets: CandidateSets | None) -> Alternatives:
+        """Those that the caller gave, if any."""
+        return cls() if sets is None else cls(sets.ids, sets.offsets)
+
     @property
     def sets(self) -> CandidateSets | None:
         """The tensors as the caller gave them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fused.call.layout import active_tokens, values_are_checked
+from grpo_fused.call.layout import active_tokens, offsets_of, values_are_checked
 from grpo_fused.call.options import check_integer, check_number
 
 
@@ -54,7 +54,7 @@ class CandidateSets:
     def from_padded(cls, ids: Tensor, pad: int = -1) -> CandidateSets:
         """From ids `[..., W]` of which those that equal `pad` do not count."""
         keep = ids != pad
-        return cls(ids[keep], _offsets(keep.sum(-1).reshape(-1)))
+        return cls(ids[keep], offsets_of(keep.sum(-1).reshape(-1)))
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> CandidateSets:
@@ -68,7 +68,7 @@ class CandidateSets:
         if len(sizes) and not bool(sizes.all()):
             raise ValueError(f"each row of a mask must keep a token; got none in row {int((sizes == 0).nonzero()[0])}")
         mask = mask & (sizes < mask.shape[-1]).unsqueeze(1)
-        return cls(mask.nonzero()[:, 1], _offsets(mask.sum(-1)))
+        return cls(mask.nonzero()[:, 1], offsets_of(mask.sum(-1)))
 
     @classmethod
     def from_logits(
@@ -125,7 +125,7 @@ class CandidateSets:
         """The positions of all parts, one part after the other."""
         if not parts:
             raise ValueError("expected at least one CandidateSets; got none")
-        return cls(torch.cat([part.ids for part in parts]), _offsets(torch.cat([part.sizes for part in parts])))
+        return cls(torch.cat([part.ids for part in parts]), offsets_of(torch.cat([part.sizes for part in parts])))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -151,12 +151,12 @@ class CandidateSets:
 
     def select(self, positions: Tensor) -> CandidateSets:
         """The sets of some positions (`[M]` int64), in this order."""
-        return CandidateSets(self.ids[self.places(positions)], _offsets(self.sizes[positions]))
+        return CandidateSets(self.ids[self.places(positions)], offsets_of(self.sizes[positions]))
 
     def places(self, positions: Tensor) -> Tensor:
         """`[K']` int64: where the candidates of some positions lie in `ids`."""
         sizes = self.sizes[positions]
-        starts = self.offsets[positions] - _offsets(sizes)[:-1]
+        starts = self.offsets[positions] - offsets_of(sizes)[:-1]
         return torch.repeat_interleave(starts, sizes) + torch.arange(int(sizes.sum()), device=sizes.device)
 
     def find(self, others: CandidateSets, vocab_size: int) -> Tensor:
@@ -256,7 +256,3 @@ def check_values(
                 f"{name} must be 0 where a token is alone in its candidate set; got {away} further away than 1e-3: "
                 "are they of the distribution before truncation?"
             )
-
-
-def _offsets(sizes: Tensor) -> Tensor:
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

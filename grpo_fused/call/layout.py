@@ -25,6 +25,11 @@ def segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tens
     return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
 
 
+def offsets_of(sizes: Tensor) -> Tensor:
+    """`[S + 1]` int64: where each of S parts of these sizes begins, and the last one ends."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
     """(number, None), or (1, the given tensor)."""
     return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.call.layout import segments
+from grpo_fused.call.layout import offsets_of, segments
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.candidates import score_pairs, sets_of
 from grpo_fused.engines.pairs import Pairs
@@ -110,7 +110,7 @@ class Alternatives:
         # one entry for each token of the vocabulary
         keys, order = (row * self._total + ids).sort(stable=True)
         counts = keys.unique_consecutive(return_counts=True)[1]
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        offsets = offsets_of(counts)
         first = order[offsets[:-1]]
         row, ids, logp, own = row[first], ids[first] - self._first, logp[first], segments(own[order], "sum", offsets)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.call.layout import segments
+from grpo_fused.call.layout import offsets_of, segments
 from grpo_fused.engines.base import MANY, Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import product_dtype
@@ -155,7 +155,7 @@ def add_weight_gradient(
     ids, order = ids.sort(stable=True)
     live, token = live[order], token[order]
     unique, counts = ids.unique_consecutive(return_counts=True)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    offsets = offsets_of(counts)
     factor = dproducts[live]
     if weight is not None:
         everywhere = torch.arange(tokens.ids.shape[0], device=ids.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.call.layout import Layout, values_are_checked
+from grpo_fused.call.layout import Layout, offsets_of, values_are_checked
 from grpo_fused.objective.batch import LOWEST_LOGP
 
 Scope = Literal["token", "sequence", "batch"]
@@ -178,8 +178,7 @@ def check_objective(
     if alternative_inputs is not None:
         sizes = (torch.arange(len(rows)) % 5)[torch.randperm(len(rows), generator=g)]
         sizes[-1] += 2 * len(rows) - int(sizes.sum())
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        others = CandidateSets(torch.zeros(2 * len(rows), dtype=torch.int64), offsets)
+        others = CandidateSets(torch.zeros(2 * len(rows), dtype=torch.int64), offsets_of(sizes))
         of_others = -3.0 * torch.rand(2 * len(rows), generator=g, dtype=torch.float64)
     layout = Layout(shape, shape[0], None)
     run = Evaluation(objective, flat, layout, rows, scope, with_entropy, others, alternative_inputs or {})

@@ -50,7 +50,7 @@ def score_centered_reinforce(support: Support = "mask") -> Objective:
     Args:
         support: see the table.
 
-    Source: score centering (arXiv 2609.20807); as vime and SkyRL have it ("top_k"), and prime-rl ("mask").
+    Source: score centering (arXiv 2609.20807); as vime and torchtitan have it ("top_k"), and prime-rl ("mask").
     """
     return _centered("score_centered_reinforce", support, lambda log_p, log_q: torch.ones_like(log_p), {})
 
@@ -64,8 +64,8 @@ def score_centered_tis(support: Support = "mask", cap: float = 2.0) -> Objective
         support: "mask" or "top_k".
         cap: Largest ratio, > 0.
 
-    Source: score centering (arXiv 2609.20807), its equation 14; checked against the functions of vime, SkyRL and
-    torchtitan.
+    Source: score centering (arXiv 2609.20807), its equation 14; checked against the functions of vime, torchtitan and
+    a development branch of verl.
     """
     bound = check_number(cap, "cap", above=0.0)
     return _centered("score_centered_tis", support, lambda *logs: _ratio(*logs).clamp(max=bound), {"cap": cap})
@@ -81,7 +81,8 @@ def score_centered_icepop(support: Support = "mask", low: float = 0.2, high: flo
         low: Smallest ratio that counts, > 0.
         high: Largest ratio that counts, >= `low`.
 
-    Source: score centering (arXiv 2609.20807); checked against the functions of vime and SkyRL.
+    Source: score centering (arXiv 2609.20807); checked against the functions of vime and a
+    development branch of verl.
     """
     check_band(low, high)
 

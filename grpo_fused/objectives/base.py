@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.call.layout import values_are_checked
+from grpo_fused.call.layout import offsets_of, segments, values_are_checked
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.objective.batch import LOWEST_LOGP
 from grpo_fused.objective.formulas import MAX_LOG_RATIO
@@ -63,8 +63,7 @@ class Sequences:
         if how == "max":
             largest = x.new_full(self.lengths.shape, -math.inf)
             return self.at_tokens(largest.scatter_reduce(0, self.of_token, x.detach(), "amax"))
-        # unsafe: skips a check that would synchronise; a fixed order, unlike `index_add` on CUDA
-        total = torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, axis=0, unsafe=True, initial=0)
+        total = segments(x, "sum", self.cu_seqlens)  # a fixed order, unlike `index_add` on CUDA
         return self.at_tokens(total if how == "sum" else total / self.lengths.clamp(min=1))
 
     def discounted_future(self, x: Tensor, discount: float) -> Tensor:
@@ -96,7 +95,7 @@ class Alternatives:
 
     def sum(self, x: Tensor) -> Tensor:
         """[n]: sums of `x` ([m]) over the alternatives of each token."""
-        return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, unsafe=True, initial=0)
+        return segments(x, "sum", self.offsets)
 
     def at(self, x: Tensor) -> Tensor:
         """[m]: the value of per-token `x` ([n]) at each alternative."""
@@ -106,8 +105,8 @@ class Alternatives:
         """Those of some of the tokens ([k] int64, ascending)."""
         sizes = self.offsets.diff()
         kept = torch.zeros_like(sizes, dtype=torch.bool).index_fill(0, rows, True)[self.of_token]
-        offsets = torch.cat([sizes.new_zeros(1), sizes[rows].cumsum(0)])
-        return Alternatives(self.logps[kept], offsets, {name: x[kept] for name, x in self.inputs.items()})
+        inputs = {name: x[kept] for name, x in self.inputs.items()}
+        return Alternatives(self.logps[kept], offsets_of(sizes[rows]), inputs)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.layout import offsets_of
 from grpo_fused.rollouts.sampling import Draw, of_rows
 
 Records = Literal["sampled", "mask", "top_k"]
@@ -76,4 +77,4 @@ class RecordedDraw(Draw):
 
 
 def _scored(ids: Tensor, sizes: Tensor, logps: Tensor) -> ScoredSets:
-    return ScoredSets(CandidateSets(ids, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])), logps).to("cpu")
+    return ScoredSets(CandidateSets(ids, offsets_of(sizes)), logps).to("cpu")

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused import CandidateSets
+from grpo_fused.call.layout import offsets_of
 from grpo_fused.rollouts.engine import Generation, Sampling
 from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
@@ -317,7 +318,7 @@ def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
         raise RuntimeError(f"vLLM must return a mask for each of {len(completion.token_ids)} tokens; got {len(kept)}")
     sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)
     ids = np.fromiter(chain.from_iterable(kept), dtype=np.int64, count=int(sizes.sum()))
-    return CandidateSets(torch.from_numpy(ids), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+    return CandidateSets(torch.from_numpy(ids), offsets_of(sizes))
 
 
 def _of_logprobs(completion: Any, checked: bool) -> list[list[int]]:

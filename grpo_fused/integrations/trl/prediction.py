@@ -36,6 +36,7 @@ from grpo_fused.call.calls import (
     with_tensors,
 )
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.layout import offsets_of
 
 TOLERANCE = 5e-6
 """Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""
@@ -94,7 +95,7 @@ class Prediction:
             self.used = True
             return None  # nothing to gain; and one value for each sequence would look like one for each token
         lengths = mask.sum(1)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        offsets = offsets_of(lengths)
         tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
         loss_mask = self.loss_mask.to(device)[mask] != 0
         self.used = True

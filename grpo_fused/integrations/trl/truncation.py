@@ -23,6 +23,7 @@ from trl.generation import vllm_generation
 
 from grpo_fused.call.calls import Candidates
 from grpo_fused.call.candidates import CandidateSets, check_values
+from grpo_fused.call.layout import offsets_of
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts.engine import Sampling, padded_sets
 from grpo_fused.rollouts.vllm import NO_MASKS, candidates_of, record_masks
@@ -118,8 +119,7 @@ class _Scored:
             return sets.select(mask.reshape(-1).nonzero().squeeze(1)), None
         before = len(targets) // len(mask) - mask.shape[1]  # every position, completions last
         sizes = torch.nn.functional.pad(sets.sizes.view(mask.shape), (before, 0)).view(-1)
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        return CandidateSets(sets.ids, offsets), torch.nn.functional.pad(mask, (before, 0)).view(-1)
+        return CandidateSets(sets.ids, offsets_of(sizes)), torch.nn.functional.pad(mask, (before, 0)).view(-1)
 
 
 _scored: ContextVar[_Scored | None] = ContextVar("grpo_fused_candidates", default=None)
