@@ -15,6 +15,7 @@ results.
 
 Each step's time is split by hooks: `generation` is that of `model.generate`, `body` the forward and backward passes of
 the layers, `head` what is between them (head, loss and their gradients), `other` the rest (rewards, AdamW, checks).
+Times are CPU seconds of the process (one thread: OMP_NUM_THREADS=1), so that a run's waiting for a core does not count.
 Peak memory is that of the process of a run.
 """
 
@@ -73,20 +74,20 @@ def recipe(model: Path, folder: Path, steps: int, seed: int) -> Recipe:
 
 
 class Clock:
-    """Seconds of the parts of a step, by hooks on a model and its trainer's accelerator."""
+    """CPU seconds of the parts of a step, by hooks on a model and its trainer's accelerator."""
 
     def __init__(self, model: Any, accelerator: Any, file: Path) -> None:
         self.file, self.seconds, self.generates, self.at = file, Counter[str](), False, 0.0
-        self.started = time.perf_counter()
+        self.started = time.process_time()
         generate, backward = model.generate, accelerator.backward
 
         def timed_generate(*args: Any, **kwargs: Any) -> Any:
-            self.generates, started = True, time.perf_counter()
+            self.generates, started = True, time.process_time()
             try:
                 return generate(*args, **kwargs)
             finally:
                 self.generates = False
-                self.seconds["generation"] += time.perf_counter() - started
+                self.seconds["generation"] += time.process_time() - started
 
         def timed_backward(*args: Any, **kwargs: Any) -> None:
             backward(*args, **kwargs)
@@ -99,22 +100,22 @@ class Clock:
 
     def done(self, step: int, **metrics: float) -> None:
         """Writes the line of a step and starts the next one."""
-        total = time.perf_counter() - self.started
+        total = time.process_time() - self.started
         other = total - sum(self.seconds.values())
         append_jsonl(self.file, {"step": step, "seconds": total, **self.seconds, "other": other, **metrics})
         self.restart()
 
     def restart(self) -> None:
         """Starts a step now."""
-        self.seconds, self.started = Counter(), time.perf_counter()
+        self.seconds, self.started = Counter(), time.process_time()
 
     def _passed(self, part: str) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         self.seconds[part] += now - self.at
         self.at = now
 
     def _before_body(self, *_: Any) -> None:
-        self.at = time.perf_counter()
+        self.at = time.process_time()
 
     def _after_body(self, module: Any, inputs: Any, output: Any) -> None:
         if self.generates:
