@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
+.PHONY: help demo test test-full lint trl deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -59,6 +59,11 @@ $(VENV)-$(1)/bin/python -W ignore setup.py -q build_ext --inplace
 $(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused.engines import libraries; sys.exit(libraries.missing())'
 $(2) $(VENV)-$(1)/bin/python -m pytest -q tests/with_$(1)
 endef
+
+# TRL=1.8.0 takes that release only, in place of the environment's.
+TRL ?=
+trl: $(VENV)/.dev $(VENV)/.native  ## the integration with TRL under each release that is served (about 20 minutes)
+	$(BIN)/python -m benchmarks.releases $(if $(TRL),--releases $(TRL)) $(if $(OUT),--out $(OUT))
 
 deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on two CPU processes (about 5 minutes)
 	$(call test-with,deepspeed,DS_ACCELERATOR=cpu)

@@ -84,6 +84,7 @@ TABLES: dict[str, Table] = {
     "mismatch": of("mismatch"),
     "masks": of("masks"),
     "published": of("published"),
+    "releases": of("releases"),
     "learning-sentence": learning_sentence,
     "learning": of("learning"),
     "learning-countdown": of("learning_countdown"),
@@ -100,6 +101,7 @@ _PAGES = {
     "docs/vllm.md": ("masks", "mismatch"),
     "docs/published.md": ("published",),
     "docs/divergence.md": ("divergence",),
+    "docs/versions.md": ("releases",),
     "docs/alternatives.md": ("alternatives",),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "centering",

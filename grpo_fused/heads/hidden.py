@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from grpo_fused.heads.modules import output_head, unwrap
@@ -18,6 +19,7 @@ class CapturedHeadInput:
 
     def __init__(self) -> None:
         self._inputs: list[Tensor] = []
+        self._autocast: torch.dtype | None = None
 
     @property
     def hidden_states(self) -> Tensor:
@@ -27,6 +29,16 @@ class CapturedHeadInput:
             RuntimeError: The model has not run, has run without calling its head, or has called it more than once.
         """
         return only_one(self._inputs)
+
+    def take(self) -> tuple[Tensor, torch.dtype | None]:
+        """The same, and the dtype of autocast where the head was called (None without); then the model may run again.
+
+        Raises:
+            RuntimeError: As `hidden_states`.
+        """
+        hidden_states = self.hidden_states
+        self._inputs.clear()
+        return hidden_states, self._autocast
 
 
 def only_one(inputs: list[Tensor]) -> Tensor:
@@ -48,7 +60,8 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
     miss these. As logits the model then returns a placeholder of zeros, `[B, T, 1]`.
 
     Args:
-        model: Causal LM. One pass within the `with`; wrappers (DDP, torch.compile, peft) may be called.
+        model: Causal LM. One pass within the `with`, or one before each `take()`; wrappers (DDP, torch.compile, peft)
+            may be called.
 
     Yields:
         `CapturedHeadInput`; its `hidden_states` are `[B, T, H]` in the dtype of the body.
@@ -67,6 +80,8 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
 
     def keep(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         captured._inputs.append(hidden_states)
+        device = hidden_states.device.type
+        captured._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return hidden_states.new_zeros((*hidden_states.shape[:-1], 1))
 
     with Patches((head, "forward", keep)):  # its hooks run as always

@@ -23,8 +23,20 @@ def test_known_releases(installed, monkeypatch):
 @pytest.mark.parametrize("installed", ["1.14.2", "1.17.0", "1.1", "0.29.1", "2.0.0"])
 def test_other_releases(installed, monkeypatch):
     monkeypatch.setattr(releases, "version", lambda package: installed)
-    with pytest.raises(ImportError, match=rf"knows trl 1.15.\*, 1.16.\*; found trl {installed}"):
+    with pytest.raises(
+        ImportError, match=rf"knows trl 1.15.\*, 1.16.\*; found trl {installed}. To try it all the same"
+    ):
         check_release("trl", KNOWN)
+    monkeypatch.setenv(releases.ANY_RELEASE, "1")
+    with pytest.warns(UserWarning, match=rf"found trl {installed}, which has not been tested"):
+        check_release("trl", KNOWN)
+
+
+def test_a_range_of_releases(monkeypatch):
+    monkeypatch.setattr(releases, "version", lambda package: "1.11.0")
+    with pytest.raises(ImportError, match=r"knows trl 0.29 to 1.10; found trl 1.11.0"):
+        check_release("trl", ["0.29", "1.9", "1.10", "1.0"])
+    assert releases.installed_release("trl") == (1, 11)
 
 
 def test_an_absent_package(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from integrations.trl_runs import Run, build, save_small_model, train
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.qwen2 import modeling_qwen2
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from grpo_fused.integrations import trl as ours
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
+from grpo_fused.integrations.trl.release import FUSED_HEAD, GMPO, RELEASE, WINDOWS
 
 EXACT = 1e-5
+gmpo = pytest.mark.skipif(RELEASE < GMPO, reason="TRL 1.7 has GMPOTrainer")
+fused_head = pytest.mark.skipif(RELEASE < FUSED_HEAD, reason="TRL 1.15 has the fused head")
 TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
@@ -84,6 +87,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sync-ref": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "temperature": {"temperature": 0.7, "num_iterations": 2},
 }
+
+
+OPTIONS = {field.name for field in fields(GRPOConfig)}
+LOSSES = {name: options for name, options in LOSSES.items() if options.keys() <= OPTIONS}
+SETTINGS = {name: options for name, options in SETTINGS.items() if options.keys() <= OPTIONS}  # those of this release
 
 
 def covering_runs() -> list[tuple[str, str, float, str]]:
@@ -151,8 +159,9 @@ def test_fused_trainer_is_stock_trainer(run, folder, tmp_path):
     options = run_options(*run)
     got, want = both(folder, tmp_path, **options)
     assert_same_run(got, want)
-    assert got.trainer.loss_counts.recomputed == 0, "the loss was not the predicted one"
-    assert got.trainer.loss_counts.fused == len(got.losses)
+    predicted = not (RELEASE < WINDOWS and "luspo" in run)
+    counts = got.trainer.loss_counts
+    assert (counts.fused, counts.recomputed > 0) == ((len(got.losses), False) if predicted else (0, True))
 
 
 def test_tool_mask(folder, tmp_path):
@@ -214,11 +223,14 @@ def test_mixture_of_experts(tmp_path):
     model.save_pretrained(tmp_path / "moe")
     got, want = both(tmp_path / "moe", tmp_path, **run_options("dapo", "token", 0.0, "iterations"))
     assert_same_run(got, want)
-    assert "aux_loss" in got.logs[0]
+    assert RELEASE < GMPO or "aux_loss" in got.logs[0]  # 1.7 brought both
 
 
+@gmpo
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_gmpo_twin(folder, tmp_path, beta):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
     options = {"beta": beta, "num_iterations": 2, "max_steps": 4}
     got = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, **options)
     want = train(GMPOTrainer, GMPOConfig, folder, tmp_path, **options)
@@ -276,16 +288,20 @@ def test_default_settings(folder, tmp_path):
     assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (2, 0)
 
 
+@gmpo
 def test_default_settings_of_gmpo(folder, tmp_path):
+    from trl.experimental.gmpo import GMPOConfig
+
     got = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, **default_settings(tmp_path))
     assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (2, 0)
 
 
 def test_liger_layers_on_the_cpu_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="use_liger_kernel must be False on the CPU"):
+    with pytest.raises(ValueError, match="use_liger_kernel must be False"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, use_liger_kernel=True)
 
 
+@fused_head
 def test_liger_layers_of_another_trainer_are_named(folder, tmp_path, monkeypatch):
     """A trainer that has trained with them leaves them in transformers' module, for every later model of the process."""
     pytest.importorskip("liger_kernel")
@@ -321,20 +337,21 @@ def test_an_unknown_loss_type_is_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "config_class", "loss_type", "corrected", "kept"),
+    ("trainer_class", "loss_type", "corrected", "kept"),
     [
-        (ours.FusedGRPOTrainer, GRPOConfig, "dapo", True, True),
-        (ours.FusedGRPOTrainer, GRPOConfig, "dapo", False, False),
-        (ours.FusedGRPOTrainer, GRPOConfig, "vespo", False, True),
-        (ours.FusedGMPOTrainer, GMPOConfig, "dapo", True, False),
+        ("FusedGRPOTrainer", "dapo", True, True),
+        ("FusedGRPOTrainer", "dapo", False, False),
+        ("FusedGRPOTrainer", "vespo", False, True),
+        pytest.param("FusedGMPOTrainer", "dapo", True, False, marks=gmpo),
     ],
     ids=["corrected", "not-corrected", "vespo", "gmpo"],
 )
-def test_losses_that_take_the_ratio_of_a_rollout_engine(
-    trainer_class, config_class, loss_type, corrected, kept, folder, tmp_path
-):
+def test_losses_that_take_the_ratio_of_a_rollout_engine(trainer_class, loss_type, corrected, kept, folder, tmp_path):
     """As in TRL's `_compute_loss`; a batch has the ratio where vLLM sampled."""
-    trainer = build(trainer_class, folder, tmp_path, config_class=config_class, loss_type=loss_type)
+    config_class = GRPOConfig
+    if trainer_class == "FusedGMPOTrainer":
+        from trl.experimental.gmpo import GMPOConfig as config_class
+    trainer = build(getattr(ours, trainer_class), folder, tmp_path, config_class=config_class, loss_type=loss_type)
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, corrected
     batch = {name: torch.ones(8, 5) for name in ("completion_ids", "completion_mask", "importance_sampling_ratio")}
     batch |= {"advantages": torch.ones(8), "num_items_in_batch": torch.tensor(40)}

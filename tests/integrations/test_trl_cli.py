@@ -17,7 +17,10 @@ import trl
 from integrations.trl_runs import dataset
 
 from grpo_fused.integrations.trl import FusedGRPOTrainer, cli, unpatch_trl
+from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, SCRIPTS
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
+
+needs_scripts = pytest.mark.skipif(RELEASE < SCRIPTS, reason="TRL 1.0 has the command line")
 
 REWARD = """
 import os
@@ -50,7 +53,9 @@ trl.GRPOTrainer._generate_and_score_completions = checked
 trl.GRPOTrainer.end = end
 
 def reward(completions, **_):
-    say(f"THE TRAINER IS {trl.GRPOTrainer.__name__} THE HEAD IS {utils._ChunkedLogProbFunction.__module__}")
+    new = hasattr(utils, "add_fused_lm_head")
+    head = utils._ChunkedLogProbFunction.__module__ if new else utils.selective_log_softmax.__globals__["__name__"]
+    say(f"THE TRAINER IS {trl.GRPOTrainer.__name__} THE HEAD IS {head}")
     return [len(text) % 5 for text in completions]
 """
 OPTIONS = {
@@ -83,13 +88,15 @@ def run(folder, *arguments):
     return found.stdout
 
 
+@needs_scripts
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_grpo_through_accelerate_launch(processes, folder):
     launch = ["--num_processes", str(processes), *["--multi_gpu"] * (processes > 1)]  # which a CPU allows
     output = run(folder, "-m", "grpo_fused", "trl", "grpo", *FLAGS, "--exact_truncation", *launch)
     lines = {line for line in output.splitlines() if line.startswith("THE TRAINER")}
-    assert lines == {"THE TRAINER IS FusedGRPOTrainer THE HEAD IS grpo_fused.integrations.trl.head"}
+    module = "head" if RELEASE >= FUSED_HEAD else "logits"
+    assert lines == {f"THE TRAINER IS FusedGRPOTrainer THE HEAD IS grpo_fused.integrations.trl.{module}"}
     assert (folder / "out" / "model.safetensors").exists()
     ranks = {rank: ast.literal_eval(found) for rank, found in re.findall(r"RANK (\d): ({.*?})", output)}
     assert len(ranks) == processes
@@ -113,6 +120,7 @@ def launched(argv, monkeypatch):
     return args.training_script_args
 
 
+@needs_scripts
 @pytest.mark.parametrize("command", ["sft", "grpo"])
 def test_launches_the_patch_in_place_of_the_script(command, monkeypatch):
     script, *rest = launched([command, *PLAIN], monkeypatch)
@@ -120,6 +128,7 @@ def test_launches_the_patch_in_place_of_the_script(command, monkeypatch):
     assert rest == PLAIN
 
 
+@needs_scripts
 @pytest.mark.parametrize("where", ["command-line", "file"])
 def test_options_of_the_fused_trainer_reach_it(where, tmp_path, monkeypatch):
     """What the launcher passes on is parsed again by the script, in its own process."""
@@ -145,6 +154,7 @@ def test_options_of_the_fused_trainer_reach_it(where, tmp_path, monkeypatch):
     assert (given["exact_truncation"], given["impl"], given["max_scratch_bytes"]) == (True, "chunked", 4096)
 
 
+@needs_scripts
 def test_help_lists_the_options_of_the_fused_trainer(capsys):
     with pytest.raises(SystemExit):
         cli.main(["grpo", "--help"])
@@ -152,17 +162,25 @@ def test_help_lists_the_options_of_the_fused_trainer(capsys):
     assert all(option in told for option in ("--exact_truncation", "--impl {auto,", "--max_scratch_bytes"))
 
 
+@needs_scripts
 def test_options_of_another_trainer(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["sft", *PLAIN, "--exact_truncation"])
     assert "unrecognized arguments: --exact_truncation" in capsys.readouterr().err
 
 
+@needs_scripts
 @pytest.mark.parametrize("command", ["grpo", "sft"])
 def test_a_config_that_does_not_exist(command):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--config", "nowhere.yaml"])
     assert end.value.code == "grpo-fused trl: error: --config must be a YAML file; got 'nowhere.yaml', which is none"
+
+
+def test_a_release_without_it(monkeypatch):
+    monkeypatch.setattr("grpo_fused.integrations.trl.release.RELEASE", (0, 29))
+    with pytest.raises(SystemExit, match="needs trl 1.0 or later"):
+        cli.main(["grpo"])
 
 
 def test_unknown_release(monkeypatch):

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from grpo_fused import GRPOLossConfig
 from grpo_fused.integrations.trl import FusedGRPOTrainer, FusedLogProbFunction
 from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, predict
+from grpo_fused.integrations.trl.release import RELEASE
 
 
 def problem(compact: bool):
@@ -174,7 +175,8 @@ class LongCompletions(FusedGRPOTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         g = torch.Generator().manual_seed(self.state.global_step)
         lengths = torch.randint(150, 201, (len(prompt_ids),), generator=g).tolist()
-        return [torch.randint(2, 42, (length,), generator=g).tolist() for length in lengths], None
+        ids = [torch.randint(2, 42, (length,), generator=g).tolist() for length in lengths]
+        return (ids, None) if RELEASE >= (1, 0) else (ids, None, {})
 
 
 class Altered(LongCompletions):

@@ -7,23 +7,20 @@
     from grpo_fused.integrations.trl import FusedGRPOTrainer
     trainer = FusedGRPOTrainer(...)   # in place of GRPOTrainer: loss and gradients in one pass over the head
 
-Releases of TRL whose fused head is known: see `SUPPORTED`. Importing this with another one raises.
+Releases of TRL that are known: see `SUPPORTED`. Importing this with another one raises.
 """
 
 from __future__ import annotations
 
-from grpo_fused.integrations.releases import check_release
+from typing import Any
 
-SUPPORTED = {
-    "1.15": "the same; without Triton TRL itself has no such functions, ours run",
-    "1.16": "trl.trainer.utils._ChunkedLogProbFunction, distillation_trainer._chunked_divergence_loss",
-}
-"""Release (all patch releases of it) to what of it is replaced."""
+from grpo_fused.integrations.releases import check_release
+from grpo_fused.integrations.trl.release import GMPO, RELEASE, SUPPORTED
 
 check_release("trl", SUPPORTED)
 
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, patch_trl, unpatch_trl, use_fused_head  # noqa: E402
-from grpo_fused.integrations.trl.trainer import FusedGMPOTrainer, FusedGRPOTrainer  # noqa: E402
+from grpo_fused.integrations.trl.trainer import FusedGRPOTrainer  # noqa: E402
 
 __all__ = [
     "SUPPORTED",
@@ -34,3 +31,13 @@ __all__ = [
     "unpatch_trl",
     "use_fused_head",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FusedGMPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if RELEASE < GMPO:
+        raise ImportError("FusedGMPOTrainer needs trl 1.7 or later, which has GMPOTrainer")
+    from grpo_fused.integrations.trl.gmpo import FusedGMPOTrainer
+
+    return FusedGMPOTrainer

@@ -23,8 +23,11 @@ def main(argv: list[str] | None = None) -> None:
     """
     try:
         import grpo_fused.integrations.trl  # noqa: F401  # knows which releases are supported
+        from grpo_fused.integrations.trl.release import RELEASE, SCRIPTS
     except ImportError as error:
         raise SystemExit(f"grpo-fused trl: {error}") from error
+    if RELEASE < SCRIPTS:
+        raise SystemExit("grpo-fused trl: needs trl 1.0 or later; before, call patch_trl() in a program")
     import trl
     from trl.cli import accelerate_launcher
     from trl.cli.main import main as trl_main

@@ -1,7 +1,8 @@
 """TRL's fused head replaced: same arguments, same five results, our kernels.
 
-TRL's trainers all score tokens through `trl.trainer.utils._ChunkedLogProbFunction.apply`, which they look up at every
-call. Putting `FusedLogProbFunction` there switches every trainer at once, also those that exist already.
+From 1.15 on TRL's trainers all score tokens through `trl.trainer.utils._ChunkedLogProbFunction.apply`, which they look
+up at every call. Putting `FusedLogProbFunction` there switches every trainer at once, also those that exist already.
+Before, GRPO and RLOO score by functions of logits; `logits` brings these here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.heads.patches import Patches
+from grpo_fused.integrations.trl import logits
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
+from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
 from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.truncation import announced_candidates
 from grpo_fused.integrations.trl.zero import gathered
@@ -100,10 +103,11 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     """Score tokens by our kernels in every trainer with TRL's fused head, until `unpatch_trl`; the last call counts.
 
     `DistillationTrainer` computes its divergence by `fused_linear_divergence`. TRL's other trainers compute all logits;
-    there it changes nothing.
+    there it changes nothing. Up to TRL 1.14 no trainer has a fused head: GRPO and RLOO are switched, without
+    `use_liger_kernel`.
 
-    Trainers made from now on also check, at construction, that the head which TRL reads off the model's configuration
-    is the model's (`RuntimeError` if not: TRL would be silently wrong).
+    Trainers made from now on also check, at construction, that the head which TRL (1.15) reads off the model's
+    configuration is the model's (`RuntimeError` if not: TRL would be silently wrong).
 
     Args:
         head: `FusedLogProbFunction`, or a subclass with another `impl` or `max_scratch_bytes`.
@@ -142,14 +146,24 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
 def _install() -> None:
     if _patches.names:
         return
-    from trl.trainer import distillation_trainer, utils
+    if RELEASE >= FUSED_HEAD:
+        from trl.trainer import distillation_trainer, utils
 
-    for module, name, replaces in (
-        (utils, "_ChunkedLogProbFunction", _head_in_place_of),
-        (utils, "add_fused_lm_head", _checking),  # trainers that are imported later take it from `utils`
-        (distillation_trainer, "_chunked_divergence_loss", _divergence_in_place_of),
-    ):
-        _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
+        for module, name, replaces in (
+            (utils, "_ChunkedLogProbFunction", _head_in_place_of),
+            (utils, "add_fused_lm_head", _checking),  # trainers that are imported later take it from `utils`
+            (distillation_trainer, "_chunked_divergence_loss", _divergence_in_place_of),
+        ):
+            _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
+        return
+    from trl.trainer import grpo_trainer, rloo_trainer, utils
+
+    for function in logits.FUNCTIONS:
+        if original := getattr(utils, function.__name__, None):
+            _patches.replace_everywhere(utils, function.__name__, logits.taking_head_logits(original, function))
+    for trainer in (grpo_trainer.GRPOTrainer, rloo_trainer.RLOOTrainer):
+        name = "_get_per_token_logps_and_entropies"
+        _patches.replace(trainer, name, logits.stopping_at_the_head(getattr(trainer, name), _active_head))
 
 
 def _restore() -> None:

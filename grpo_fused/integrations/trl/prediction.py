@@ -37,6 +37,7 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import offsets_of
+from grpo_fused.integrations.trl.zero import whole
 
 TOLERANCE = 5e-6
 """Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""
@@ -191,7 +192,7 @@ class PredictedLogprobs(torch.autograd.Function):
                 )
             ctx.prediction.counts.recomputed += 1
             scores = (None, None, None, None)
-        with _gathered(weight, bias):
+        with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
             dhidden, dweight, dbias = operators.linear_logprobs_gradient(
                 *flat(LogprobsGradientCall(call, *scores, None, dlogps, dentropies, None, needs))
             )
@@ -277,12 +278,3 @@ def _median_of_nonzero(x: Tensor) -> Tensor:
     """0-d: the (lower) median of those of x >= 0 that are not 0, 0 where all are; without a look at their number."""
     count = (x > 0).sum()
     return x.sort().values.take(len(x) - count + (count - 1) // 2)
-
-
-@contextlib.contextmanager
-def _gathered(weight: Tensor, bias: Tensor | None) -> Iterator[None]:
-    """The whole head under DeepSpeed ZeRO-3, as TRL does in its own backward."""
-    from trl.trainer.utils import maybe_gather_lm_head_ctx
-
-    with maybe_gather_lm_head_ctx(weight, bias):
-        yield

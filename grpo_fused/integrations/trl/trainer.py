@@ -1,4 +1,4 @@
-"""TRL's GRPO and GMPO trainers with the whole loss fused: one pass over the head in place of two.
+"""TRL's GRPO trainer with the whole loss fused: one pass over the head in place of two.
 
 The trainers stay TRL's: its `_compute_loss` makes the loss, the metrics and the adaptive entropy bonus, so that every
 option of `GRPOConfig`, and every one that a later release adds, is honoured. Ours announce what that loss is going to
@@ -8,23 +8,25 @@ be, and the head makes its gradients while it scores (see `prediction`).
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.experimental.gmpo import GMPOTrainer
 
 from grpo_fused import engines
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
+from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
 from grpo_fused.integrations.trl.truncation import ExactTruncation
 
 
-class _FusedLoss(ExactTruncation):
-    """What both trainers add to TRL's."""
+class FusedLoss(ExactTruncation):
+    """What our GRPO and GMPO trainers add to TRL's."""
 
     loss_counts: Counts
     """`fused`: losses whose gradients came with the scores; `recomputed`: those that took another pass."""
@@ -42,6 +44,11 @@ class _FusedLoss(ExactTruncation):
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
         )
         config = kwargs.get("args", args[2] if len(args) > 2 else None)
+        if config is not None and config.use_liger_kernel and RELEASE < FUSED_HEAD:
+            raise ValueError(
+                f"use_liger_kernel must be False; got True. TRL {version('trl')} then computes Liger's loss, "
+                f"and {type(self).__name__} makes the loss by its own kernels"
+            )
         if config is not None and config.use_liger_kernel and config.device.type == "cpu":
             raise ValueError(
                 "use_liger_kernel must be False on the CPU; got True. TRL then puts Liger's Triton kernels into the "
@@ -72,14 +79,19 @@ class _FusedLoss(ExactTruncation):
             self.loss_counts.recomputed += 1
         if self.loss_counts.recomputed > before and not self._warned:
             self._warned = True
-            why = (
-                "the loss is not the one expected from the options. A subclass that changes the loss does this in "
-                "every step. In a plain run only rounding can, in few steps; please report it if `recomputed` keeps "
-                "growing"
-                if self._announced
-                else "the loss was not computed from the log-probs that this trainer scored. A subclass that replaces "
-                "_compute_loss or _get_per_token_logps_and_entropies must call super()'s for the fast path"
-            )
+            if self._counts_padding():
+                why = "loss_type='luspo' counts padding before TRL 1.10, and the fused loss does not"
+            elif self._announced:
+                why = (
+                    "the loss is not the one expected from the options. A subclass that changes the loss does this in "
+                    "every step. In a plain run only rounding can, in few steps; please report it if `recomputed` "
+                    "keeps growing"
+                )
+            else:
+                why = (
+                    "the loss was not computed from the log-probs that this trainer scored. A subclass that replaces "
+                    "_compute_loss or _get_per_token_logps_and_entropies must call super()'s for the fast path"
+                )
             warnings.warn(
                 f"{type(self).__name__} computed the gradients of a step in a second pass over the lm-head: slower, "
                 f"and just as exact, so the training is right. The reason: {why}. `trainer.loss_counts` counts both "
@@ -91,9 +103,15 @@ class _FusedLoss(ExactTruncation):
 
     def predict_loss(self, inputs: dict[str, Any]) -> Prediction | None:
         """The loss that TRL will make of a batch, up to a common factor; None where it is not known."""
+        if self._counts_padding():
+            return None
         mask = inputs["completion_mask"]
         loss_mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
         config = self.loss_config()
+        items = self._num_items(inputs, config)
+        if RELEASE < WINDOWS and items is not None and config.entropy_coef:  # a sum over tokens, divided as the loss
+            share = float(loss_mask.sum() / items) * self._accumulation()
+            config = replace(config, entropy_coef=config.entropy_coef * share)
         kl, off_policy = config.beta != 0.0, config.off_policy_mask_threshold is not None
         ratio = inputs.get("importance_sampling_ratio")
         rule, corrected = LOSS_TYPES[config.loss_type].rule, self.use_vllm and self.vllm_importance_sampling_correction
@@ -110,7 +128,7 @@ class _FusedLoss(ExactTruncation):
                 "ref_per_token_logps": inputs["ref_per_token_logps"] if kl else None,
                 "sampling_per_token_logps": inputs.get("sampling_per_token_logps") if off_policy else None,
                 "importance_sampling_ratio": ratio,
-                "num_items_in_batch": self._num_items(inputs, config),
+                "num_items_in_batch": items,
             },
             self.loss_counts,
         )
@@ -137,6 +155,9 @@ class _FusedLoss(ExactTruncation):
             **{name: values[name] for name in kind.options if name in values},  # TRL has no dual_clip
         )
 
+    def _counts_padding(self) -> bool:
+        return RELEASE < WINDOWS and self.loss_type == "luspo"
+
     def _entropy_coef(self) -> float:
         """The bonus that this step applies, relative to a policy term before it is divided by accumulation steps."""
         if not getattr(self, "_entropy_bonus_enabled", False):
@@ -153,12 +174,12 @@ class _FusedLoss(ExactTruncation):
         if LOSS_TYPES[config.loss_type].average != "items":
             return None
         items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        if self.model.training:
+        if self.model.training and RELEASE >= WINDOWS:
             items = items * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return items
 
 
-class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):
+class FusedGRPOTrainer(FusedLoss, GRPOTrainer):
     """`trl.GRPOTrainer` with the loss fused: same arguments, losses, metrics and weights, and three more arguments.
 
     Args:
@@ -176,18 +197,3 @@ class FusedGRPOTrainer(_FusedLoss, GRPOTrainer):
             (`repetition_penalty`, a temperature of its own in `generation_kwargs`).
         RuntimeError: At construction, if TRL reads the head's scale or softcap wrongly for this model.
     """
-
-
-class FusedGMPOTrainer(_FusedLoss, GMPOTrainer):
-    """`trl.experimental.gmpo.GMPOTrainer` with the loss fused; see `FusedGRPOTrainer`."""
-
-    def loss_config(self) -> GRPOLossConfig:
-        """The options of the loss; TRL's GMPO applies no bias correction, no entropy bonus and no off-policy mask."""
-        return GRPOLossConfig(
-            loss_type="gmpo",
-            beta=self.beta,
-            epsilon=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            use_bias_correction_kl=GRPOLossConfig().use_bias_correction_kl,
-            top_entropy_quantile=self.top_entropy_quantile,
-        )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, ProcessorMixin
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -25,6 +25,7 @@ from grpo_fused.call.calls import Candidates
 from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.call.layout import offsets_of
 from grpo_fused.heads.patches import Patches
+from grpo_fused.integrations.trl.release import CONTINUOUS_BATCHING
 from grpo_fused.rollouts.engine import Sampling, padded_sets
 from grpo_fused.rollouts.vllm import NO_MASKS, candidates_of, record_masks
 
@@ -153,11 +154,10 @@ class ExactTruncation(GRPOTrainer):
         off = {
             "a vLLM server": self.use_vllm and not colocated,
             "vllm_tensor_parallel_size above 1": colocated and self.vllm_tensor_parallel_size > 1,
-            "use_transformers_continuous_batching": self.use_transformers_continuous_batching,
-            "tools or environments": self.tools or self.environment_factories,
+            "tools or environments": self.tools or self.environments or getattr(self, "environment_factories", None),
             "rollout_func": self.rollout_func,
-            "a vision-language model": self._is_vlm,
-        }
+            "a vision-language model": isinstance(self.processing_class, ProcessorMixin),
+        } | {name: getattr(self, name, False) for name in CONTINUOUS_BATCHING}
         if in_use := [name for name, value in off.items() if value]:
             raise ValueError(
                 "exact_truncation records what transformers' generate, or vLLM in this process, could sample in one "

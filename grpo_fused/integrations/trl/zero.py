@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer import utils
 
 from grpo_fused.heads.patches import Patches
-
-_gather = utils.maybe_gather_lm_head_ctx
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
         for module in model.modules():
             parameters = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_status")]
             if parameters and module in of_head:
-                stack.enter_context(_whole(parameters))
+                stack.enter_context(whole(*parameters))
             elif parameters:
                 patches.replace(module, "forward", _gathering(module.forward, parameters))
         yield
@@ -38,11 +36,19 @@ def gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
 def _gathering(forward: Callable[..., Any], parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def gathering_forward(*args: Any, **kwargs: Any) -> Any:
-        with _whole(parameters):
+        with whole(*parameters):
             return forward(*args, **kwargs)
 
     return gathering_forward
 
 
-def _whole(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-    return _gather(*parameters)  # any parameters, and of them those that are not whole yet
+def whole(*parameters: Tensor | None) -> AbstractContextManager[Any]:
+    """A block in which partitioned parameters are whole, as TRL's `maybe_gather_lm_head_ctx` (1.12) makes it."""
+    partitioned: dict[int, Any] = {id(p): p for p in parameters if hasattr(p, "ds_status")}  # each once: tied ones
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    apart = [p for p in partitioned.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
+    return deepspeed.zero.GatheredParameters(apart) if apart else nullcontext()

@@ -1,0 +1,141 @@
+"""`HeadLogits`, which stand for the logits of trainers before TRL 1.15. `make trl` runs those trainers themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from integrations.trl_runs import save_small_model
+from transformers import Qwen2ForCausalLM
+
+from grpo_fused.integrations.trl import FusedLogProbFunction, logits
+
+IDS = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 1, 0, 0]])
+MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+KEEP = 3
+
+
+@pytest.fixture
+def model(tmp_path):
+    return Qwen2ForCausalLM.from_pretrained(save_small_model(tmp_path / "small")).eval()
+
+
+@pytest.fixture
+def dense(model):
+    """Log-probs and entropies [B, KEEP] of the last tokens, by the model's own logits over 0.5."""
+    log_p = (model(input_ids=IDS, attention_mask=MASK).logits[:, :-1][:, -KEEP:].double() / 0.5).log_softmax(-1)
+    return log_p.gather(-1, IDS[:, -KEEP:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def stopped(model: Any, use: Any, *, keep: int | None = None, loss_type: str = "dapo", **kwargs: Any) -> Any:
+    """What `use` makes of the model's logits in a scoring method."""
+
+    def method(trainer: Any, model: Any, **_: Any) -> Any:
+        options = {} if keep is None else {"logits_to_keep": keep + 1}
+        return use(model(input_ids=IDS, attention_mask=MASK, **options).logits)
+
+    score = logits.stopping_at_the_head(method, lambda: FusedLogProbFunction)
+    return score(SimpleNamespace(loss_type=loss_type), model, **kwargs)
+
+
+def last(z: Any) -> Any:
+    return z[:, :-1, :][:, -KEEP:, :]
+
+
+@pytest.mark.parametrize("keep", [None, KEEP])
+def test_log_probs_and_entropies(keep, model, dense):
+    def use(z: Any) -> Any:
+        scored = last(z).div_(0.5)
+        log_p = logits.selective_log_softmax(scored, IDS[:, -KEEP:])
+        with torch.no_grad():
+            return log_p, logits.entropy_from_logits(scored)
+
+    found = stopped(model, use, keep=keep, compute_entropy=True)
+    counts = MASK[:, -KEEP:] != 0
+    for mine, want in zip(found, dense, strict=True):
+        torch.testing.assert_close(mine, want.masked_fill(~counts, 0.0).float(), rtol=1e-5, atol=1e-5)
+    assert found[0].requires_grad
+    assert not found[1].requires_grad
+    assert torch.is_tensor(model(input_ids=IDS).logits)  # as before
+
+
+def test_one_function_for_both(model, dense):
+    """TRL 1.14's, which divides by the temperature itself and has a mask."""
+    row_mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    for graph in (True, False):
+
+        def use(z: Any, graph: bool = graph) -> Any:
+            return logits.selective_log_softmax_and_entropy(last(z), IDS[:, -KEEP:], graph, 0.5, row_mask)
+
+        found = stopped(model, use)
+        for mine, want in zip(found, dense, strict=True):
+            counts = (MASK[:, -KEEP:] * row_mask) != 0
+            torch.testing.assert_close(mine, want.masked_fill(~counts, 0.0).float(), rtol=1e-5, atol=1e-5)
+        assert found[1].requires_grad == graph
+        one = stopped(model, lambda z: logits.selective_log_softmax(last(z), IDS[:, -KEEP:], 0.5, row_mask))
+        assert torch.equal(one, found[0])
+
+
+def test_entropies_without_log_probs(model, dense):
+    found = stopped(model, lambda z: logits.entropy_from_logits(last(z) / 0.5))
+    torch.testing.assert_close(found, dense[1].masked_fill(MASK[:, -KEEP:] == 0, 0.0).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_logits(model, dense):
+    g = torch.randn(2, KEEP, generator=torch.Generator().manual_seed(0)) * MASK[:, -KEEP:]
+    want = torch.autograd.grad((dense[0] * g).sum(), list(model.parameters()))
+    mine = stopped(model, lambda z: logits.selective_log_softmax(last(z) / 0.5, IDS[:, -KEEP:]))
+    for a, b in zip(torch.autograd.grad((mine * g).sum(), list(model.parameters())), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_is_scored_where_the_loss_counts_it(model, dense, monkeypatch):
+    for release, loss_type, everywhere in (((1, 9), "luspo", True), ((1, 10), "luspo", False), ((1, 9), "dapo", False)):
+        monkeypatch.setattr(logits, "RELEASE", release)
+        found = stopped(
+            model, lambda z: logits.selective_log_softmax(last(z) / 0.5, IDS[:, -KEEP:]), loss_type=loss_type
+        )
+        want = dense[0] if everywhere else dense[0].masked_fill(MASK[:, -KEEP:] == 0, 0.0)
+        torch.testing.assert_close(found, want.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_of_the_head(model):
+    """It ends with the model's forward, and TRL calls its functions after it."""
+
+    class Recording(FusedLogProbFunction):
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().apply(*args)
+
+    def method(trainer: Any, model: Any, on: bool) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            z = model(input_ids=IDS, attention_mask=MASK).logits
+        return logits.selective_log_softmax(z[:, :-1, :], IDS[:, 1:])
+
+    seen: list[bool] = []
+    for on in (True, False):
+        logits.stopping_at_the_head(method, lambda: Recording)(SimpleNamespace(), model, on)
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("index", [0, (0, 1), (slice(None), slice(None), 0), (..., None)], ids=str)
+def test_other_uses_are_refused(index, model):
+    with pytest.raises(TypeError, match="logits that were not computed can be sliced"):
+        stopped(model, lambda z: z[index])
+
+
+def test_trls_functions_still_take_tensors():
+    z, ids = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
+    function = logits.taking_head_logits(lambda z, ids: z.sum(), logits.selective_log_softmax)
+    assert function(z, ids) == z.sum()
+
+
+def test_without_an_active_head_the_model_makes_logits(model):
+    score = logits.stopping_at_the_head(lambda trainer, model: model(input_ids=IDS).logits, lambda: None)
+    assert score(SimpleNamespace(), model).shape == (2, 6, 42)
