@@ -8,6 +8,12 @@ import torch
 pytest.importorskip("trl")
 
 from integrations.trl_runs import build_tokenizer, dataset, save_small_model
+
+from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
+
+if RELEASE < FUSED_HEAD:
+    pytest.skip("the function has its arguments since TRL 1.15", allow_module_level=True)
+
 from trl.trainer import distillation_trainer
 from trl.trainer.distillation_trainer import DistillationConfig, DistillationTrainer
 
