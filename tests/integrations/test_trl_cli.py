@@ -27,7 +27,7 @@ import os
 import sys
 import trl
 from integrations.trl_runs import sampled_from
-from trl.trainer import utils
+from trl.trainer import grpo_trainer, utils
 
 own = trl.GRPOTrainer._generate_and_score_completions
 
@@ -54,7 +54,7 @@ trl.GRPOTrainer.end = end
 
 def reward(completions, **_):
     new = hasattr(utils, "add_fused_lm_head")
-    head = utils._ChunkedLogProbFunction.__module__ if new else utils.selective_log_softmax.__globals__["__name__"]
+    head = utils._ChunkedLogProbFunction.__module__ if new else grpo_trainer.selective_log_softmax.__globals__["__name__"]
     say(f"THE TRAINER IS {trl.GRPOTrainer.__name__} THE HEAD IS {head}")
     return [len(text) % 5 for text in completions]
 """

@@ -156,14 +156,10 @@ def _install() -> None:
         ):
             _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
         return
-    from trl.trainer import grpo_trainer, rloo_trainer, utils
+    from trl.trainer import grpo_trainer, rloo_trainer
 
-    for function in logits.FUNCTIONS:
-        if original := getattr(utils, function.__name__, None):
-            _patches.replace_everywhere(utils, function.__name__, logits.taking_head_logits(original, function))
-    for trainer in (grpo_trainer.GRPOTrainer, rloo_trainer.RLOOTrainer):
-        name = "_get_per_token_logps_and_entropies"
-        _patches.replace(trainer, name, logits.stopping_at_the_head(getattr(trainer, name), _active_head))
+    logits.stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, _active_head)
+    logits.stop_at_the_head(_patches, rloo_trainer, rloo_trainer.RLOOTrainer, _active_head)
 
 
 def _restore() -> None:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from grpo_fused.heads import CapturedHeadInput, capture_head_input, lm_head_inputs
 from grpo_fused.heads.check import LMHeadInputs
 from grpo_fused.heads.modules import unwrap
+from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
 
 type_of_head = Any  # a `FusedLogProbFunction`, see `head`
@@ -115,6 +117,19 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy,
 )  # fmt: skip
 """Of `trl.trainer.utils`, by the same names; the last one is new in 1.14."""
+
+
+def stop_at_the_head(patches: Patches, module: ModuleType, trainer: type, active_head: ActiveHead) -> None:
+    """The trainer of a module scores by our head where one is active.
+
+    The functions are replaced as its module has them: axolotl puts others into `trl.trainer.utils`, before or after the
+    module is imported.
+    """
+    for function in FUNCTIONS:
+        if original := vars(module).get(function.__name__):
+            patches.replace(module, function.__name__, taking_head_logits(original, function))
+    name = "_get_per_token_logps_and_entropies"
+    patches.replace(trainer, name, stopping_at_the_head(getattr(trainer, name), active_head))
 
 
 def taking_head_logits(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
