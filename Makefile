@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint trl axolotl deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
+.PHONY: help demo test test-full lint trl axolotl swift deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -78,6 +78,9 @@ torchtitan: $(VENV)-torchtitan/.ready  ## torchtitan's losses on the CPU, also u
 axolotl: $(VENV)-axolotl/.ready  ## axolotl's GRPO from a YAML file, on the CPU (about 4 minutes)
 	$(VENV)-axolotl/bin/python -m pip install --quiet --no-deps trl==1.9.0 axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
 	$(call test-with,axolotl)
+
+swift: $(VENV)-swift/.ready  ## ms-swift's GRPO from its command line, on the CPU (about 4 minutes)
+	$(call test-with,swift)
 
 verl: $(VENV)-verl/.ready  ## verl's fused heads, FSDP2 engine and losses on the CPU (about 3 minutes)
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
@@ -187,7 +190,7 @@ build/triton-%/.ready: $(VENV)/.torch
 	@touch $@
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm $(VENV)-axolotl build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm $(VENV)-axolotl $(VENV)-swift build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }

@@ -124,6 +124,20 @@ def test_autocast_of_the_head(model):
     assert seen == [True, False]
 
 
+def test_packed_sequences(model):
+    """ms-swift's form: no mask, and one row."""
+
+    def method(trainer: Any, model: Any) -> Any:
+        z = model(input_ids=IDS[:1]).logits[:, :-1, :]
+        with pytest.raises(TypeError, match="only their first dimension"):
+            z.squeeze(1)
+        return logits.selective_log_softmax(z.squeeze(0), IDS[0, 1:])
+
+    found = logits.stopping_at_the_head(method, lambda: FusedLogProbFunction)(SimpleNamespace(), model)
+    want = model(input_ids=IDS[:1]).logits[0, :-1].log_softmax(-1).gather(-1, IDS[0, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("index", [0, (0, 1), (slice(None), slice(None), 0), (..., None)], ids=str)
 def test_other_uses_are_refused(index, model):
     with pytest.raises(TypeError, match="logits that were not computed can be sliced"):

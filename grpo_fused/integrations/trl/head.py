@@ -94,7 +94,7 @@ _blocks = 0  # of `use_fused_head` that are running, in all threads
 _of_block: ContextVar[type[FusedLogProbFunction] | None] = ContextVar("grpo_fused_head", default=None)
 
 
-def _active_head() -> type[FusedLogProbFunction] | None:
+def active_head() -> type[FusedLogProbFunction] | None:
     """That of the running block, else that of `patch_trl`; None in a thread that only shares TRL's modules."""
     return _of_block.get() or _patched
 
@@ -158,8 +158,8 @@ def _install() -> None:
         return
     from trl.trainer import grpo_trainer, rloo_trainer
 
-    logits.stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, _active_head)
-    logits.stop_at_the_head(_patches, rloo_trainer, rloo_trainer.RLOOTrainer, _active_head)
+    logits.stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, active_head)
+    logits.stop_at_the_head(_patches, rloo_trainer, rloo_trainer.RLOOTrainer, active_head)
 
 
 def _restore() -> None:
@@ -171,14 +171,14 @@ def _head_in_place_of(chunked_logprob_function: Any) -> Any:
     class ActiveLogProbFunction:
         @staticmethod
         def apply(*args: Any) -> Any:
-            return (_active_head() or chunked_logprob_function).apply(*args)
+            return (active_head() or chunked_logprob_function).apply(*args)
 
     return ActiveLogProbFunction
 
 
 def _divergence_in_place_of(chunked_divergence_loss: Callable[..., Any]) -> Callable[..., Any]:
     def divergence_loss(*args: Any, **kwargs: Any) -> Any:
-        return (fused_divergence_loss if _active_head() else chunked_divergence_loss)(*args, **kwargs)
+        return (fused_divergence_loss if active_head() else chunked_divergence_loss)(*args, **kwargs)
 
     return divergence_loss
 
@@ -186,7 +186,7 @@ def _divergence_in_place_of(chunked_divergence_loss: Callable[..., Any]) -> Call
 def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     def add_checked_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
         add_fused_lm_head(model, *args, **kwargs)
-        if _active_head():
+        if active_head():
             check_trl_reads_the_head(model)
 
     return add_checked_fused_lm_head

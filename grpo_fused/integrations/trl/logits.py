@@ -64,6 +64,12 @@ class HeadLogits:
         self.temperature *= divisor
         return self
 
+    def squeeze(self, dim: int) -> HeadLogits:
+        """Without a first dimension of size 1, which packed sequences have."""
+        if dim != 0:
+            raise TypeError(f"logits that were not computed have only their first dimension to squeeze; got {dim}")
+        return replace(self, rows=self.rows.squeeze(0))
+
     def scores(
         self, token_ids: Tensor, row_mask: Tensor | None = None, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -164,7 +170,7 @@ def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, every
     with capture_head_input(model) as captured:
 
         def put(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            output["logits"] = _of_pass(captured, kwargs["attention_mask"], lm_head, head, with_entropy, everywhere)
+            output["logits"] = _of_pass(captured, kwargs.get("attention_mask"), lm_head, head, with_entropy, everywhere)
             return output
 
         hook = unwrap(model).register_forward_hook(put, with_kwargs=True)
@@ -176,7 +182,7 @@ def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, every
 
 def _of_pass(
     captured: CapturedHeadInput,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     lm_head: LMHeadInputs,
     head: type_of_head,
     with_entropy: bool,
@@ -185,6 +191,7 @@ def _of_pass(
     hidden_states, autocast = captured.take()
     batch, length, width = hidden_states.shape
     rows = torch.arange(batch * length, device=hidden_states.device).view(batch, length, 1)
-    follows = nn.functional.pad(attention_mask[:, 1:], (0, 1))[:, -length:] != 0  # a position scores the next token
-    scored = torch.ones_like(follows) if everywhere else follows
+    scored = torch.ones_like(rows, dtype=torch.bool)
+    if attention_mask is not None and not everywhere:  # a position scores the next token
+        scored = nn.functional.pad(attention_mask[:, 1:], (0, 1))[:, -length:] != 0
     return HeadLogits(hidden_states.reshape(-1, width), lm_head, scored.reshape(-1), rows, head, autocast, with_entropy)
