@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint trl axolotl swift deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
+.PHONY: help demo test test-full lint trl axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -82,9 +82,9 @@ axolotl: $(VENV)-axolotl/.ready  ## axolotl's GRPO from a YAML file, on the CPU 
 swift: $(VENV)-swift/.ready  ## ms-swift's GRPO from its command line, on the CPU (about 4 minutes)
 	$(call test-with,swift)
 
-verl: $(VENV)-verl/.ready  ## verl's fused heads, FSDP2 engine and losses on the CPU (about 3 minutes)
+verl: $(VENV)-verl/.ready  ## verl's fused heads, FSDP2 engine and losses on the CPU; its Megatron head where MEGATRON is (about 3 minutes)
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
-	$(call test-with,verl)
+	$(call test-with,verl,PYTHONPATH=$(abspath $(MEGATRON)))
 
 vllm: $(VENV)-vllm/.ready  ## the trainer and TRL on rollouts of vLLM itself, on a CPU (installs 3.5 GB)
 	$(call test-with,vllm)
@@ -178,6 +178,13 @@ emulate: $(VENV)/.dev  ## the Triton kernels as machine code of an MI300, in an 
 	@test -f $(TINYGRAD)/test/mockgpu/amd/emu.py || { \
 	  echo "TINYGRAD=$(TINYGRAD) is no checkout of https://github.com/tinygrad/tinygrad at $(TINYGRAD_COMMIT)"; exit 1; }
 	TRITON_INTERPRET=0 PYTHONPATH=$(abspath $(TINYGRAD)) $(BIN)/python -m pytest -q tests/with_emulator
+
+# Megatron-Core 0.18 is in its repository, not on the package index. MEGATRON is a checkout of that tag.
+MEGATRON ?= build/megatron
+megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our callbacks, on CPU processes (about 3 minutes)
+	@test -f $(MEGATRON)/megatron/core/package_info.py || { \
+	  echo "MEGATRON=$(MEGATRON) is no checkout of https://github.com/NVIDIA/Megatron-LM at core_v0.18.0"; exit 1; }
+	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q tests/with_megatron
 
 # TRITON=3.6.0 takes that version in place of the environment's.
 TRITON ?=

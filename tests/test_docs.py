@@ -28,7 +28,7 @@ API = sorted(f"docs/api/{path.name}" for path in (ROOT / "docs" / "api").glob("*
 FRAGMENTS = {
     "docs/extending.md": 1,
     "docs/faq.md": 2,
-    "docs/integrations.md": 3,
+    "docs/integrations.md": 4,
     "docs/scaling.md": 2,
     "docs/vllm.md": 1,
 }

@@ -39,7 +39,7 @@ _form: ContextVar[HeadForm | None] = ContextVar("grpo_fused_verl_head", default=
 
 
 def patch_verl() -> None:
-    """Score tokens by `fused_linear_logprobs` wherever verl's FSDP workers use fused kernels, until `unpatch_verl`.
+    """Score tokens by `fused_linear_logprobs` wherever verl's workers use fused kernels, until `unpatch_verl`.
 
     Log-probs and entropies are fp32 and differentiable, for padded, packed and Ulysses-sliced inputs. A scale or cap of
     the logits, which verl's fused forwards leave out (Gemma 2, Cohere, Granite), is applied. When verl patches a model,
@@ -48,8 +48,7 @@ def patch_verl() -> None:
     Raises:
         ImportError: verl is not installed, or is no release of `SUPPORTED`.
         ValueError, TypeError, RuntimeError: Later, when verl patches a model or runs it: a head that the fused form
-            does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on the head);
-            Megatron, whose fused forward sums the gradient of the hidden states itself.
+            does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on the head).
     """
     check_release("verl", SUPPORTED)
     if _patches.names:
@@ -108,18 +107,31 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Replaces `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`: log-probs and entropies, fp32, `[N]`.
 
+    Args:
+        hidden: `[..., H]`
+        weight: `[V, H]`, or the rank's slice of the vocabulary.
+        labels: `[...]`, ids of the whole vocabulary.
+        temperature: what logits are divided by
+        reduction: "none"
+        dist_process_group: Megatron's tensor-parallel group. As with verl's kernel, the gradients of the hidden states
+            are to be summed over its ranks, which Megatron's sequence parallelism does.
+
     Raises:
-        ValueError: A process group: Megatron's forward sums the gradient of the hidden states over it by itself. A
-            reduction other than "none".
+        ValueError: A reduction other than "none".
     """
-    if dist_process_group is not None:
-        raise ValueError(
-            "patch_verl supports verl's FSDP workers; Megatron's fused forward sums the gradient of the hidden states "
-            "over its ranks by itself: run it without patch_verl"
-        )
     if reduction != "none":
         raise ValueError(f'reduction must be "none", as in all of verl; got {reduction!r}')
-    return FusedLinearForPPO()(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if dist_process_group is None or dist_process_group.size() == 1:
+        return FusedLinearForPPO()(hidden, weight, labels, temperature)
+    if hidden.requires_grad:  # ours is the sum already, on each rank
+        hidden = hidden.view_as(hidden)
+        hidden.register_hook(lambda gradient: gradient / dist_process_group.size())
+    out = fused_linear_logprobs(
+        hidden, weight, labels, temperature=temperature, with_entropy=True, process_group=dist_process_group
+    )
+    assert out.entropies is not None
+    return out.logps, out.entropies
 
 
 def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[..., None]:
