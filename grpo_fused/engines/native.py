@@ -185,8 +185,8 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
 
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:
     """In the order of the library: by the block of the vocabulary that holds them, then by row."""
-    block = entries.ids // cpu_library.head_layout(head.weight.shape, _product_dtype(head)).block_rows
-    order = block.sort(stable=True).indices
+    block_rows = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).block_rows
+    order = (entries.ids // block_rows).to(torch.int32).sort(stable=True).indices
     return Entries(entries.rows[order], entries.ids[order], entries.values[order].to(torch.float32))
 
 
