@@ -24,7 +24,7 @@ from grpo_fused.engines.candidates import score_pairs, sets_of
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Coefficients, Entries, Statistics
 
-_BLOCKS = {"cpu": 2**13}
+_BLOCKS = {"cpu": 2**14}
 _BLOCK = 2**16
 """Alternatives that are worked on at a time, by device or elsewhere (more if a token has more): about 100 bytes of
 temporaries each, in a CPU's caches, or enough for a launch."""
@@ -138,6 +138,8 @@ class Alternatives:
 
     def _z(self, rows: Tensor) -> Tensor:
         """[m] of the alternatives of `rows` that this head has, 0 for others."""
+        if self.candidate_z is None and self.tokens.vocab is None:
+            return self._products(rows)[1]
         places, dense = self.places(rows), rows
         z = torch.zeros(len(places), dtype=self.head.statistics_dtype, device=rows.device)
         if self.candidate_z is not None:
@@ -146,9 +148,14 @@ class Alternatives:
             z[known] = self.candidate_z[self._candidates[places[known]]]
             dense = rows[~in_sets]
         if len(dense):
-            sets = sets_of(self.head, self.tokens, self.sets, dense)
-            z[torch.searchsorted(places, sets.places)] = score_pairs(self.pairs, self.head, self.tokens, sets, False).z
+            at, found = self._products(dense)
+            z[torch.searchsorted(places, at)] = found
         return z
+
+    def _products(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(places, z) of the alternatives of `rows` that this head has."""
+        sets = sets_of(self.head, self.tokens, self.sets, rows)
+        return sets.places, score_pairs(self.pairs, self.head, self.tokens, sets, False).z
 
     def _blocks(self, rows: Tensor) -> Iterator[tuple[slice, slice]]:
         """`rows` in blocks of about as many alternatives, and where these are among those of `rows`."""
