@@ -91,6 +91,7 @@ TABLES: dict[str, Table] = {
     "learning-options": of("learning_options"),
     "length-bias": of("length_bias"),
     "centering": of("centering"),
+    "centering-tail": of("centering_tail"),
 }
 """Name of a pair of markers to the text between them."""
 
@@ -102,7 +103,7 @@ _PAGES = {
     "docs/published.md": ("published",),
     "docs/divergence.md": ("divergence",),
     "docs/versions.md": ("releases",),
-    "docs/alternatives.md": ("alternatives",),
+    "docs/alternatives.md": ("centering-tail", "alternatives"),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "centering",
         "pretrained", "pretrained-cut", "study-distribution",

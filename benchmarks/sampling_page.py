@@ -17,26 +17,29 @@ TRL_7269 = {
 
 
 def masks(run: Run) -> str:
-    """Sizes of the sets, whether they are the masks, and the host's time and memory."""
+    """Sizes of the sets, whether they are the masks, and the host's memory and time."""
     section = run.sections["masks"]
 
-    def host(row: dict[str, Any]) -> str:
-        """Time for masks relative to log-probs."""
-        if "refused" in row["log-probs"]:
-            return "log-probs are refused"
-        masks, logprobs = (row[name]["vllm_us"] + row[name]["ours_us"] for name in ("masks", "log-probs"))
-        return f"{masks / logprobs:.2g}"
+    def cells(name: str, row: dict[str, Any]) -> Iterator[str]:
+        masks, logprobs = row["masks"], row.get("log-probs", {"refused": ""})
+        sizes, held = masks["size"], row["tokens"] - masks["differs"]["positions"]
+        yield name
+        yield f"{sizes['mean']:,.0f}, {sizes['median']:,.0f}, {sizes['max']:,.0f}"
+        yield f"{held} of {row['tokens']}"
+        yield f"{masks['vllm_bytes'] / 1024:,.1f}"
+        yield f"{masks['set_bytes'] / 1024:,.2f}"
+        if "refused" in logprobs:
+            yield from ("refused", "")
+            return
+        yield f"{logprobs['vllm_bytes'] / 1024:,.1f}"
+        theirs, ours = (x["vllm_us"] + x["ours_us"] for x in (logprobs, masks))
+        yield f"{theirs / ours:.3g}"
 
-    rows = (
-        (model, truncation, f"{row['size']['mean']:,.0f}, {row['size']['median']:,.0f}, {row['size']['max']:,.0f}",
-         f"{row['tokens'] - row['differs']['positions']} of {row['tokens']}",
-         f"{row['masks']['set_bytes'] / 1024:,.2f}", host(row))
-        for model, cases in section["models"].items() for truncation, row in cases.items()
-    )  # fmt: skip
     header = (
-        "| model | sampling | tokens of a set: mean, median, largest | masks that are the set of the logits "
-        "| KiB of a set | host time of masks / log-probs |"
+        "| model, sampling | tokens of a set: mean, median, largest | masks that are the set of the logits "
+        "| KiB of a token's mask | our set | log-probs | their host time / that of masks |"
     )
+    rows = (tuple(cells(name, row)) for name, row in section["cases"].items() if "masks" in row)
     return "\n".join([*grid(header, rows), "", f"V = {section['V']}; {where(run)}."])
 
 

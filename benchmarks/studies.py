@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks import (
     alternatives,
     centering_page,
+    centering_tail,
     graphs,
     learning_page,
     limit,
@@ -61,6 +62,7 @@ _ALL = (
     Study("learning_options", "learning_options", learning_page.options, learning_page.options_plot),
     Study("length_bias", "length_bias", learning_page.length_bias, learning_page.length_plot),
     Study("centering", "centering", centering_page.table, centering_page.plot),
+    Study("centering_tail", "centering_tail", centering_tail.table),
 )
 STUDIES = {study.program: study for study in _ALL}
 """Program to study, in the order in which they are drawn."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 from helpers import ENGINES, PRECISION, frobenius_error, make_case, with_sets
+from torch.profiler import ProfilerActivity, profile
 
-from grpo_fused import CandidateSets, fused_linear_logprobs, fused_linear_objective
+from grpo_fused import CandidateSets, engines, fused_linear_logprobs, fused_linear_objective, objectives
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import alternatives as engine_of_alternatives
 from grpo_fused.engines.gradients import fp16_scale
@@ -337,8 +340,9 @@ def test_cancelled_coefficients_leave_their_entries(impl):
 
 @pytest.mark.parametrize("impl", ["chunked", "native"])
 def test_many_blocks(impl, monkeypatch):
-    """Products in blocks of few alternatives, several superblocks of the vocabulary, and rows without a gradient."""
-    monkeypatch.setattr(engine_of_alternatives, "_BLOCK", 7)
+    """Blocks of few alternatives, several superblocks of the vocabulary, and rows without a gradient."""
+    monkeypatch.setattr(engine_of_alternatives, "_BLOCKS", {"cpu": 7})
+    monkeypatch.setattr(import_module("grpo_fused.engines.pairs"), "_PRODUCT_BYTES", {"cpu": 3 * 4 * 24})
     dtype, tol = PRECISION[impl]
     case = make_case(12, B=4, T=60, H=24, V=3000, extras=False)
     sets = some(case, 12, most=30)
@@ -349,6 +353,61 @@ def test_many_blocks(impl, monkeypatch):
         return loss_of(logps, entropies, advantages=advantages * (advantages > 0.3), weights=0.0 * weights, **inputs)
 
     assert_same(run(case.to(dtype), sets, impl, objective=half), run(case, sets, "reference", objective=half), tol)
+
+
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "sets"])
+@pytest.mark.parametrize("impl", ["chunked", "native"])
+def test_blocks_of_sets_entropies_and_sequences(impl, truncated, scope, monkeypatch):
+    monkeypatch.setattr(engine_of_alternatives, "_BLOCKS", {"cpu": 7})
+    dtype, tol = PRECISION[impl]
+    case = make_case(13, B=4, T=20, H=24, V=300, extras=False)
+    case = with_sets(case, whole=0.3) if truncated else case
+    sets = some(case, 13)
+
+    def objective(logps, entropies, *, cu_seqlens=None, **inputs):
+        loss = loss_of(logps, entropies, **inputs)
+        if cu_seqlens is None:
+            return loss
+        return loss * torch.cat([part.mean().expand(len(part)) for part in logps.split(cu_seqlens.diff().tolist())])
+
+    options = {"scope": scope, "with_entropy": True, "objective": objective}
+    assert_same(run(case.to(dtype), sets, impl, **options), run(case, sets, "reference", **options), tol)
+
+
+@pytest.mark.parametrize(("impl", "bytes_each"), [("native", 48), ("chunked", 24)])
+def test_an_alternative_takes_a_few_bytes(impl, bytes_each):
+    """Its entry, 20 bytes, in `native` once more in the order of the library; the rest is done in blocks."""
+    if engines.unavailable(impl, torch.device("cpu"), torch.bfloat16):
+        pytest.skip("not built")
+    N, H, V = 1024, 64, 4000
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=g).bfloat16().requires_grad_() for shape in ((N, H), (V, H)))
+    targets = torch.randint(V, (N,), generator=g)
+    inputs = {"advantages": torch.randn(N, generator=g), "sampling_per_token_logps": torch.full((N,), -8.0)}
+
+    def peak(K):
+        sets = CandidateSets(torch.randint(V, (N * K,), generator=g), torch.arange(0, N * K + 1, K))
+        others = {"sampling_alternative_logps": torch.full((N * K,), -8.0)}
+        objective = objectives.score_centered_tis("top_k")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            fused_linear_objective(
+                hidden,
+                weight,
+                targets,
+                objective,
+                inputs=inputs,
+                alternatives=sets,
+                alternative_inputs=others,
+                impl=impl,
+            ).loss.backward()
+        hidden.grad = weight.grad = None
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+        return max(accumulate(changes))
+
+    peak(1)  # the libraries' own memory
+    assert peak(128) - peak(1) < bytes_each * 127 * N
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from benchmarks import centering, centering_page, small_policy
+from benchmarks import centering, centering_page, centering_tail, small_policy
 from benchmarks.results import Run
 from benchmarks.small_policy import Other, rounded_to_fp8
 
@@ -92,6 +92,44 @@ def test_the_biases_are_those_of_the_formula(cap):
         error = (found - exact).norm(dim=1) / exact.norm(dim=1)
         assert got[name]["mean"] == pytest.approx(error.mean().item(), abs=1e-12)
     assert (got["tis"]["mean"] < 1e-12) == (cap > 1e5)
+
+
+def test_what_the_top_k_form_leaves_is_that_of_the_formula():
+    """From probabilities, without autograd, and the sampler beyond the K tokens taken to be the policy, rescaled."""
+    tail = centering_tail
+    K = 16
+    (got,) = (row for row in tail.errors(0.3) if row["K"] == K)
+    g = torch.Generator().manual_seed(0)
+    z, noise, reward = (torch.randn(tail.DRAWS, tail.VOCAB, generator=g, dtype=torch.float64) for _ in range(3))
+    reward = (reward > 0).double()
+    p, q = (3.0 * z).softmax(1), (3.0 * z + 0.3 * noise).softmax(1)
+    top = torch.zeros_like(q).scatter_(1, q.topk(K).indices, 1.0)
+    model = torch.where(top > 0, q, p * (1 - (q * top).sum(1, keepdim=True)) / (1 - (p * top).sum(1, keepdim=True)))
+    assert got["mass"] == pytest.approx((q * top).sum(1).mean().item())
+    for name, cap in (("reinforce", None), ("tis", 2.0)):
+        weight, beyond = (torch.ones_like(p) if cap is None else (p / x).clamp(max=cap) for x in (q, model))
+        mean = (q * reward).sum(1, keepdim=True)
+
+        def score(share, p=p):
+            return share - share.sum(1, keepdim=True) * p
+
+        full, approximate = (
+            score(q * weight * reward) - mean * score(x * w) for x, w in ((q, weight), (model, beyond))
+        )
+        error = (approximate - full).norm(dim=1) / full.norm(dim=1)
+        assert error.mean() > 1e-4
+        assert got[name] == pytest.approx(error.mean().item(), rel=1e-6), name
+
+
+def test_the_error_of_the_top_k_form_falls_to_nothing():
+    rows = centering_tail.errors(1.0)
+    errors = [row["reinforce"] for row in rows]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.5
+    assert errors[-1] < 1e-4
+    section = {"vocab": 256, "draws": 50, "spread": 3.0, "cap": 2.0, "rows": rows}
+    text = centering_tail.table(Run(None, ABOUT, {"centering_tail": section}))
+    assert f"| 1 | 16 | {rows[3]['mass']:.2%} | {errors[3]:.2%} | {rows[3]['tis']:.2%} |" in text
 
 
 def section() -> dict:

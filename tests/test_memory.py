@@ -7,9 +7,11 @@ import torch
 from helpers import config_id, make_case, make_config
 from recording import AllocationRecorder
 
+from grpo_fused import fused_linear_grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
 from grpo_fused.call.calls import Candidates, LMHead, LossCall, LossInputs, Needs, Run, flat
-from grpo_fused.engines import scratch
+from grpo_fused.engines import libraries, native, scratch
+from grpo_fused.engines.base import Tokens
 
 
 def call_of(case, config, scratch):
@@ -59,3 +61,33 @@ def test_default_scratch_is_what_a_call_takes(monkeypatch):
         linear_grpo_loss._init_fn(*values)
     assert 16 * 2**20 <= recorded.peak <= 40 * 2**20
     assert recorded.peak < 150 * 151936 * 4 / 2
+
+
+@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
+@pytest.mark.parametrize("last", [True, False], ids=["all", "all but one"])
+def test_native_does_not_copy_all_hidden_states(last, monkeypatch):
+    case = make_case(0, B=4, T=16, H=32, V=200, dtype=torch.bfloat16, extras=False)
+    mask = torch.ones(4, 16, dtype=torch.bool)
+    mask[-1, -1] = last
+    taken = []
+    scores = native.cpu_library.head_scores
+    monkeypatch.setattr(
+        native.cpu_library, "head_scores", lambda inputs, *rest: taken.append(inputs.hidden) or scores(inputs, *rest)
+    )
+    hidden, weight = case.hidden_states.detach().requires_grad_(), case.lm_head_weight.detach().requires_grad_()
+    fused_linear_grpo_loss(hidden, weight, case.completion_ids, torch.ones(4), mask, impl="native").loss.backward()
+    assert [x.data_ptr() == hidden.data_ptr() for x in taken] == [last]
+
+
+@pytest.mark.parametrize(
+    ("rows", "only_active", "copied"),
+    [([0, 1, 2], True, False), ([2, 1, 0], True, True), ([0, 2], True, True), ([0, 1, 2], False, True)],
+    ids=["all", "another order", "some", "masked ones"],
+)
+def test_only_all_rows_in_their_order_are_not_copied(rows, only_active, copied):
+    states, rows = torch.randn(3, 4), torch.tensor(rows)
+    mask = torch.tensor([True, only_active, True])
+    tokens = Tokens(states, torch.zeros(3, dtype=torch.int64), mask, 1.0, only_active=only_active)
+    found = native._hidden(tokens, rows)
+    assert (found is not states) == copied
+    assert torch.equal(found, (states * mask.unsqueeze(1))[rows])

@@ -29,7 +29,7 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
-from grpo_fused.engines.alternatives import Alternatives
+from grpo_fused.engines.alternatives import Alternatives, cut
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.products import rounded_bias
@@ -145,12 +145,21 @@ def run_objective(
     )  # fmt: skip
 
     def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
-        where = rows[part]
-        others = None if alternatives is None else alternatives.logps(where, stats)
-        found = evaluation(part, stats.logp, stats.entropy, others)
-        if alternatives is None or others is None or found.alternatives is None:
+        if alternatives is None:
+            found = evaluation(part, stats.logp, stats.entropy)
             return Coefficients(stats, found.logp, found.entropy)
-        return alternatives.coefficients(where, stats, others, found.logp, found.alternatives, found.entropy)
+        where, positions = rows[part], torch.arange(len(rows), device=rows.device)[part]
+
+        def of_block(block: slice, _: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+            own = stats.select(block)
+            logps = alternatives.logps_of_block(where[block], own)
+            return logps, *evaluation(positions[block], own.logp, own.entropy, logps)
+
+        if call.scope == "token":
+            return alternatives.coefficients(where, stats, of_block)
+        logps = alternatives.logps(where, stats)
+        known = cut(logps, *evaluation(part, stats.logp, stats.entropy, logps))
+        return alternatives.coefficients(where, stats, known)
 
     chunks, chunk_rows = None, _chunk_rows(engine, work)
     if call.scope == "token":
@@ -246,7 +255,7 @@ def run_logprobs_gradient(
             scores, logps = run_logprobs(engine, tokens, call.forward, alternatives)
         active = tokens.undecided[alternatives.sets.positions]
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
-        found = alternatives.coefficients(rows, scores, logps, dlogp, dlogps, dentropy)
+        found = alternatives.coefficients(rows, scores, cut(logps, dlogp, dentropy, dlogps))
     return engine.fused(_known_gradient(engine, work, scores, found, run.compact))[1]
 
 

@@ -11,7 +11,7 @@ the vocabulary, takes its place before the derivatives of a row are rounded.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,11 +24,26 @@ from grpo_fused.engines.candidates import score_pairs, sets_of
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Coefficients, Entries, Statistics
 
+_BLOCKS = {"cpu": 2**14}
 _BLOCK = 2**16
-"""Alternatives that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
+"""Alternatives that are worked on at a time, by device or elsewhere (more if a token has more): about 100 bytes of
+temporaries each, in a CPU's caches, or enough for a launch."""
+
+Differentiate = Callable[[slice, slice], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+"""Of a block of rows, and where its alternatives are among those of all: their log-probs [m], and dL/dlogp [n] of the
+targets, dL/dentropy [n] or None, dL/dlogp [m] of the alternatives."""
 
 _SURE = -0.6
 """nats; a token of more than half of the probability is the row's maximum, whatever the rounding of z is"""
+
+
+def cut(logps: Tensor, dlogp: Tensor, dentropy: Tensor | None, dlogps: Tensor | None) -> Differentiate:
+    """The blocks of what is known of all rows."""
+
+    def at(x: Tensor | None, where: slice) -> Tensor | None:
+        return None if x is None else x[where]
+
+    return lambda block, part: (logps[part], dlogp[block], at(dentropy, block), at(dlogps, part))
 
 
 class Alternatives:
@@ -57,8 +72,13 @@ class Alternatives:
 
     def logps(self, rows: Tensor, stats: Statistics) -> Tensor:
         """[m] of the alternatives of `rows`, from the rows' statistics; 0 where masked."""
-        sets = self.sets.select(rows)
-        token, z = sets.positions, self._z(rows)
+        parts = [self.logps_of_block(rows[block], stats.select(block)) for block, _ in self._blocks(rows)]
+        return torch.cat(parts) if parts else torch.empty_like(stats.logp)
+
+    def logps_of_block(self, rows: Tensor, stats: Statistics) -> Tensor:
+        """`logps` of so few rows that their temporaries are small."""
+        sets, z = self.sets.select(rows), self._z(rows)
+        token = sets.positions
         if self.tokens.vocab is not None:
             z = self.tokens.vocab.start_sum(z)()
         logp = z - stats.max[token] - stats.log_sum[token]
@@ -66,34 +86,21 @@ class Alternatives:
         is_target = sets.ids - self._first == self.tokens.ids[rows][token]
         return torch.where(self.tokens.mask[rows][token], torch.where(is_target, stats.logp[token], logp), 0.0)
 
-    def coefficients(
-        self, rows: Tensor, stats: Statistics, logps: Tensor, dlogp: Tensor, dlogps: Tensor, dentropy: Tensor | None
-    ) -> Coefficients:
-        """What gives the gradient of `rows`.
-
-        Args:
-            rows: [R] int64
-            stats: their statistics.
-            logps: [m] of their alternatives.
-            dlogp: [R] dL/dlogp of the targets.
-            dlogps: [m] of the alternatives.
-            dentropy: [R] dL/dentropy, or None.
-        """
-        sizes = self.sets.sizes[rows]
-        ends, totals, parts = sizes.cumsum(0), [], []
-        for block in self._blocks(rows):
-            begin, end = (int(ends[block.start - 1]) if block.start else 0), int(ends[block.stop - 1])
-            slope = None if dentropy is None else dentropy[block]
-            total, entries = self._of_block(
-                rows[block], stats.select(block), logps[begin:end], dlogp[block], dlogps[begin:end], slope
-            )
-            totals.append(total)
-            parts.append(entries._replace(rows=entries.rows + block.start))
-        if not parts:
-            nothing = rows.new_empty(0)
-            return Coefficients(stats, dlogp, dentropy, Entries(nothing, nothing, dlogp.new_empty(0)))
-        joined = Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        return Coefficients(stats, torch.cat(totals), dentropy, joined)
+    def coefficients(self, rows: Tensor, stats: Statistics, differentiate: Differentiate) -> Coefficients:
+        """What gives the gradient of `rows` ([R] int64, ascending), from their statistics, in blocks of rows."""
+        most = int(self.sets.sizes[rows].sum()) + len(rows)  # the targets are entries too
+        entries = Entries(rows.new_empty(most), rows.new_empty(most), stats.logp.new_empty(most))
+        sums, slopes, used = torch.empty_like(stats.logp), [], 0
+        for block, part in self._blocks(rows):
+            logps, dlogp, dentropy, dlogps = differentiate(block, part)
+            assert dlogps is not None
+            sums[block], found = self._of_block(rows[block], stats.select(block), logps, dlogp, dlogps, dentropy)
+            found = found._replace(rows=found.rows + block.start)
+            for to, values in zip(entries, found, strict=True):
+                to[used : used + len(values)] = values
+            used += len(found.rows)
+            slopes += [] if dentropy is None else [dentropy]
+        return Coefficients(stats, sums, torch.cat(slopes) if slopes else None, Entries(*(x[:used] for x in entries)))
 
     def _of_block(
         self, rows: Tensor, stats: Statistics, logps: Tensor, dlogp: Tensor, dlogps: Tensor, dentropy: Tensor | None
@@ -131,19 +138,31 @@ class Alternatives:
 
     def _z(self, rows: Tensor) -> Tensor:
         """[m] of the alternatives of `rows` that this head has, 0 for others."""
-        z = torch.zeros(len(self.sets.ids), dtype=self.head.statistics_dtype, device=rows.device)
-        dense = rows
+        if self.candidate_z is None and self.tokens.vocab is None:
+            return self._products(rows)[1]
+        places, dense = self.places(rows), rows
+        z = torch.zeros(len(places), dtype=self.head.statistics_dtype, device=rows.device)
         if self.candidate_z is not None:
             in_sets = self._in_sets[rows]
-            places, dense = self.places(rows[in_sets]), rows[~in_sets]
-            z[places] = self.candidate_z[self._candidates[places]]
-        for block in self._blocks(dense):
-            sets = sets_of(self.head, self.tokens, self.sets, dense[block])
-            z[sets.places] = score_pairs(self.pairs, self.head, self.tokens, sets, False).z
-        return z[self.places(rows)]
+            known = torch.repeat_interleave(in_sets, self.sets.sizes[rows], output_size=len(places))
+            z[known] = self.candidate_z[self._candidates[places[known]]]
+            dense = rows[~in_sets]
+        if len(dense):
+            at, found = self._products(dense)
+            z[torch.searchsorted(places, at)] = found
+        return z
 
-    def _blocks(self, rows: Tensor) -> list[slice]:
-        """`rows` in blocks of about `_BLOCK` alternatives."""
-        before = self.sets.sizes[rows].cumsum(0)
-        counts = ((before - 1).clamp(min=0) // _BLOCK).unique_consecutive(return_counts=True)[1].tolist()
-        return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+    def _products(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(places, z) of the alternatives of `rows` that this head has."""
+        sets = sets_of(self.head, self.tokens, self.sets, rows)
+        return sets.places, score_pairs(self.pairs, self.head, self.tokens, sets, False).z
+
+    def _blocks(self, rows: Tensor) -> Iterator[tuple[slice, slice]]:
+        """`rows` in blocks of about as many alternatives, and where these are among those of `rows`."""
+        ends = self.sets.sizes[rows].cumsum(0)
+        size = _BLOCKS.get(rows.device.type, _BLOCK)
+        last = ((ends - 1).clamp(min=0) // size).unique_consecutive(return_counts=True)[1].cumsum(0)
+        begin, first = 0, 0
+        for end, stop in torch.stack([last, ends[last - 1]], dim=1).tolist():
+            yield slice(begin, end), slice(first, stop)
+            begin, first = end, stop

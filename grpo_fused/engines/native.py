@@ -120,7 +120,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
     # rows of the weight may have gaps between them, elements of a row not
     adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
     return cpu_library.HeadInputs(
-        head.operand(tokens.hidden_rows(rows)).to(_product_dtype(head)).contiguous(),
+        head.operand(_hidden(tokens, rows)).to(_product_dtype(head)).contiguous(),
         head.weight if adjacent else head.weight.contiguous(),
         None if transform.bias is None else transform.bias.contiguous(),
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
@@ -129,6 +129,13 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         0.0 if head.softcap is None else float(head.softcap),
         *_sets(tokens, head, rows),
     )
+
+
+def _hidden(tokens: Tokens, rows: Tensor) -> Tensor:
+    """[K, H]: `Tokens.hidden_rows`; not a copy if they are all rows in their order."""
+    states = tokens.hidden_states
+    whole = tokens.only_active and states.dim() == 2 and len(rows) == len(states) and bool((rows.diff() == 1).all())
+    return states if whole else tokens.hidden_rows(rows)
 
 
 def _plan(head: LMHead, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
@@ -185,8 +192,8 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
 
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:
     """In the order of the library: by the block of the vocabulary that holds them, then by row."""
-    block = entries.ids // cpu_library.head_layout(head.weight.shape, _product_dtype(head)).block_rows
-    order = block.sort(stable=True).indices
+    block_rows = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).block_rows
+    order = (entries.ids // block_rows).to(torch.int32).sort(stable=True).indices
     return Entries(entries.rows[order], entries.ids[order], entries.values[order].to(torch.float32))
 
 

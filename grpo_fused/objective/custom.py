@@ -88,7 +88,7 @@ class Evaluation:
             places = self.alternatives.places(rows)
             inputs |= {name: x[places] for name, x in self.alternative_inputs.items()}
             inputs["alternative_logps"] = alternative_logps
-            inputs["alternative_offsets"] = self.alternatives.select(rows).offsets
+            inputs["alternative_offsets"] = offsets_of(self.alternatives.sizes[rows])
         scores = [x for x in (logp, entropy, alternative_logps) if x is not None]
         versions = [x._version for x in scores]
         value = self.objective(logp, entropy, **inputs)

@@ -83,13 +83,15 @@ class Generation(NamedTuple):
         logps: Sequence[Sequence[float]] | None,
         pad_token_id: int,
         candidates: Sequence[CandidateSets] | None = None,
+        alternatives: Sequence[ScoredSets] | None = None,
     ) -> Generation:
-        """From rows of different lengths; `candidates` of each row."""
+        """From rows of different lengths; `candidates` and `alternatives` of each row."""
         width = max(1, *map(len, ids))
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
         scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
         sets = None if candidates is None else padded_sets(candidates, width)
-        return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets)
+        others = None if alternatives is None else padded_scores(alternatives, width)
+        return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets, others)
 
 
 class RolloutEngine(Protocol):

@@ -9,10 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
@@ -20,17 +18,14 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_fused import CandidateSets
-from grpo_fused.call.layout import offsets_of
 from grpo_fused.rollouts.engine import Generation, Sampling
 from grpo_fused.rollouts.errors import DivergedError, PromptError
-from grpo_fused.rollouts.vllm_logprobs import KEPT_TOLERANCE, ExactLogprobs
+from grpo_fused.rollouts.vllm_logprobs import ExactLogprobs
+from grpo_fused.rollouts.vllm_outputs import MOST_CANDIDATES, most_likely, sampled_logprobs, scores_of
+from grpo_fused.rollouts.vllm_outputs import candidates_of as candidates_of
 
 OLDEST, NEWEST = "0.32", "0.33"
 """Of the releases of vLLM whose `reload_weights` takes tensors, the first and the last that were tested."""
-
-MOST_CANDIDATES = 1024
-"""Log-probs of a position that vLLM is asked for where top-p or min-p may keep any number of tokens, without masks."""
 
 NO_MASKS = "sampling distribution replay"
 """In the message of vLLM's ValueError, where its model runner or an option excludes sampling masks."""
@@ -65,7 +60,8 @@ class VLLMEngine:
     with the policy's.
 
     Where sampling is truncated, the candidate sets come from vLLM's sampling masks, which its model runner V2 has
-    (`masks`). Elsewhere they are read from log-probs, of at most 1024 tokens for each position.
+    (`masks`). Elsewhere they are read from log-probs, of at most 1024 tokens for each position, as are the log-probs of
+    other tokens than the sampled ones, where an objective reads them (`Sampling.records`).
 
     Args:
         model: Path or name of the policy, for its configuration and tokenizer.
@@ -194,7 +190,9 @@ class VLLMEngine:
         Raises:
             RuntimeError: `sync_weights` was not called: the weights are random.
             PromptError: A prompt is too long (`check_length`).
-            ValueError: A repetition penalty with `exact_logprobs`, which do not have its effect.
+            ValueError: With `exact_logprobs` a repetition penalty, whose effect they do not have, or `records` of other
+                tokens, of which they are not.
+            RuntimeError: vLLM returned a part of the tokens that could be sampled, or of their log-probs.
         """
         if not self.synced:
             raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
@@ -207,11 +205,19 @@ class VLLMEngine:
                 use_tqdm=False,
             )
         completions = [completion for output in outputs for completion in output.outputs]
+        sets, scores = None, None
+        if sampling.truncates:
+            sets = [candidates_of(completion, checked=self.exact_logprobs) for completion in completions]
+        if sampling.records == "mask" and sets is not None:
+            scores = [scores_of(completion, own) for completion, own in zip(completions, sets, strict=True)]
+        elif sampling.records == "top_k":
+            scores = [most_likely(completion, sampling.num_alternatives) for completion in completions]
         return Generation.of_lists(
             [list(completion.token_ids) for completion in completions],
             [sampled_logprobs(completion) for completion in completions],
             sampling.pad_token_id,
-            [candidates_of(one, checked=self.exact_logprobs) for one in completions] if sampling.truncates else None,
+            sets,
+            scores,
         )
 
     def _record_masks(self, recorded: bool) -> None:
@@ -229,6 +235,11 @@ class VLLMEngine:
                 "repetition_penalty must be 1 with exact_logprobs, which are without it; got "
                 f"{sampling.repetition_penalty}"
             )
+        if sampling.records in ("mask", "top_k"):
+            raise ValueError(
+                "exact_logprobs must be off where the objective reads log-probs of other tokens than the sampled ones, "
+                f"which are vLLM's own; got records {sampling.records!r}"
+            )
         temperature = 1.0 if sampling.greedy else sampling.temperature
         self.llm.collective_rpc("score_exactly", kwargs={"temperature": temperature, "truncated": sampling.truncates})
         try:
@@ -240,9 +251,12 @@ class VLLMEngine:
         """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
         seed = None if sampling.seed is None else (sampling.seed + prompt * sampling.num_generations) % 2**31
         top_k, logprobs = sampling.top_k or -1, 0  # log-probs of the sampled token only
+        if sampling.records == "top_k":
+            logprobs = min(sampling.num_alternatives, self.vocab_size)
         if sampling.truncates and self.masks:
             top_k = sampling.top_k or self.vocab_size  # vLLM wants one
-        elif sampling.truncates:  # top_k keeps all tokens that are as likely as the k-th: many, in bf16
+        if sampling.truncates and (sampling.records == "mask" or not self.masks):
+            # top_k keeps all tokens that are as likely as the k-th: many, in bf16
             most = 2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES
             logprobs = min(most, MOST_CANDIDATES, self.vocab_size)
         return self.vllm.SamplingParams(
@@ -298,45 +312,6 @@ def record_masks(llm: Any, recorded: bool) -> None:
 
     llm.collective_rpc(switch)
     llm.model_config.return_sampling_mask = recorded  # by which it checks requests
-
-
-def sampled_logprobs(completion: Any) -> list[float]:
-    """The log-prob of each sampled token; vLLM gives a dictionary by token for each position."""
-    return [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs, strict=True)]
-
-
-def candidates_of(completion: Any, *, checked: bool = False) -> CandidateSets:
-    """The tokens that could be sampled at each position: those of its sampling mask, or whose log-prob is not -inf.
-
-    Raises:
-        RuntimeError: There is no mask, and their probabilities do not sum to 1 within 1e-3: vLLM returned only a part
-            of them. Where `ExactLogprobs` checked that, a log-prob is NaN instead. Or a mask of another length.
-    """
-    mask = getattr(completion, "sampling_mask", None)
-    kept = _of_logprobs(completion, checked) if mask is None else mask.token_ids
-    if len(kept) != len(completion.token_ids):
-        raise RuntimeError(f"vLLM must return a mask for each of {len(completion.token_ids)} tokens; got {len(kept)}")
-    sizes = torch.tensor([len(position) for position in kept], dtype=torch.int64)
-    ids = np.fromiter(chain.from_iterable(kept), dtype=np.int64, count=int(sizes.sum()))
-    return CandidateSets(torch.from_numpy(ids), offsets_of(sizes))
-
-
-def _of_logprobs(completion: Any, checked: bool) -> list[list[int]]:
-    """The tokens of each position whose log-prob is not -inf."""
-    allowed = math.inf if checked else KEPT_TOLERANCE
-    kept = [
-        {token: x.logprob for token, x in position.items() if x.logprob != -math.inf}
-        for position in completion.logprobs
-    ]
-    for index, position in enumerate(kept):
-        total = math.fsum(math.exp(logprob) for logprob in position.values())
-        if not abs(total - 1.0) <= allowed:  # also if it is NaN
-            sums = "do not sum to 1" if math.isnan(total) else f"sum to {total:.4f}"
-            raise RuntimeError(
-                f"vLLM must return all tokens that could be sampled; the probabilities of {len(position)} at token "
-                f"{index} of a completion {sums}. Set top_k (at most {MOST_CANDIDATES}), or a lower top_p"
-            )
-    return [list(position) for position in kept]
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -213,11 +213,6 @@ def check_for_vllm(config: GRPOTrainerConfig) -> None:
         ValueError: Its log-probs would be compared with others than the policy's own, or correct a loss that takes
             no such correction.
     """
-    if config.records in ("mask", "top_k"):
-        raise ValueError(
-            "objective must read no tokens but the sampled ones with rollouts of vLLM, whose log-probs of others are "
-            f"not recorded yet; got {config.loss_name}"
-        )
     mode, loss = config.importance_sampling if config.objective is None else None, config.loss
     corrections = {"importance_sampling": mode, "loss.off_policy_mask_threshold": loss.off_policy_mask_threshold}
     uses = [name for name, value in corrections.items() if value is not None]

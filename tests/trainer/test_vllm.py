@@ -29,7 +29,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("vllm")
     module.__version__ = "0.32.0"
     sampler = SimpleNamespace(return_sampling_mask=True)
-    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21, "rpc": [], "masks": False}
+    calls: dict[str, Any] = {"loaded": {}, "resets": 0, "vocab_size": 21, "rpc": [], "masks": False, "kept": 99}
     calls["sampler"] = sampler
 
     class LLM:
@@ -75,7 +75,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
                         SimpleNamespace(
                             token_ids=ids,
                             logprobs=[position(token) for token in ids],
-                            sampling_mask=SimpleNamespace(token_ids=[[token, 99] for token in ids])
+                            sampling_mask=SimpleNamespace(token_ids=[[token, calls["kept"]] for token in ids])
                             if calls["masks"] and sampler.return_sampling_mask
                             else None,
                         )
@@ -144,6 +144,46 @@ def test_exact_log_probs_are_asked_for_during_a_rollout(vllm: Any) -> None:
         engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, repetition_penalty=1.1))
     with pytest.raises(ValueError, match="worker_extension_cls must not be set with exact_logprobs"):
         VLLMEngine("folder", exact_logprobs=True, worker_extension_cls="a.B")
+
+
+def test_the_most_likely_tokens_come_without_a_less_likely_sampled_one(vllm: Any) -> None:
+    """vLLM's dictionaries have it beside the K that were asked for: here 99 and the sampled token, with K = 1."""
+    sampling = Sampling(num_generations=2, max_completion_length=8, records="top_k", num_alternatives=1)
+    others = roll_out(synced_engine(), [[3]], sampling).alternatives
+    assert [vars(parameters)["logprobs"] for parameters in vllm.calls["parameters"]] == [1]
+    assert others is not None
+    assert others.sets.ids.tolist() == [99] * 5
+    assert others.logps.tolist() == [-9.0] * 5
+    assert others.sets.sizes.tolist() == [1, 1, 0, 1, 1, 1]
+    both = roll_out(synced_engine(), [[3]], replace(sampling, num_alternatives=50)).alternatives
+    assert [vars(parameters)["logprobs"] for parameters in vllm.calls["parameters"]] == [21]  # the vocabulary
+    assert both is not None
+    assert both.sets.ids.tolist() == [5, 99, 1, 99, 6, 99, 7, 99, 1, 99]
+    torch.testing.assert_close(both.logps[:4], torch.tensor([-0.5, -9.0, -0.1, -9.0]))
+
+
+def test_log_probs_of_a_mask_are_asked_for_and_all_there(vllm: Any) -> None:
+    vllm.calls["masks"] = True
+    sampling = Sampling(num_generations=2, max_completion_length=8, records="mask", top_k=2)
+    engine = synced_engine()
+    rollout = roll_out(engine, [[3]], sampling)
+    assert [vars(parameters)["logprobs"] for parameters in vllm.calls["parameters"]] == [20]
+    others = rollout.alternatives
+    assert others is not None
+    assert others.sets.ids.tolist() == [5, 99, 1, 99, 6, 99, 7, 99, 1, 99]
+    torch.testing.assert_close(others.logps[:4], torch.tensor([-0.5, -9.0, -0.1, -9.0]))
+    roll_out(engine, [[3]], replace(sampling, records=None))
+    assert [vars(parameters)["logprobs"] for parameters in vllm.calls["parameters"]] == [0]
+    vllm.calls["kept"] = 98
+    with pytest.raises(RuntimeError, match="those of 2 of 4 in a completion were not returned. Set top_k"):
+        roll_out(engine, [[3]], sampling)
+
+
+@pytest.mark.parametrize("options", [{"records": "top_k", "num_alternatives": 4}, {"records": "mask", "top_p": 0.9}])
+def test_exact_log_probs_are_not_those_of_other_tokens(vllm: Any, options: dict[str, Any]) -> None:
+    sampling = Sampling(num_generations=1, max_completion_length=8, **options)
+    with pytest.raises(ValueError, match="exact_logprobs must be off where the objective reads .*; got records '"):
+        synced_engine(exact_logprobs=True).generate([[3]], sampling)
 
 
 def test_an_engine_whose_log_probs_are_not_the_policys_is_refused(vllm: Any) -> None:
