@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import releases as matrix
+from benchmarks.results import Run
 from grpo_fused.integrations import releases
 from grpo_fused.integrations.releases import check_release
 
@@ -55,3 +59,30 @@ def test_importing_an_integration_checks_the_release(module, monkeypatch):
     monkeypatch.delitem(sys.modules, f"grpo_fused.integrations.{module}", raising=False)
     with pytest.raises(ImportError, match="found .* 0.1"):
         importlib.import_module(f"grpo_fused.integrations.{module}")
+
+
+def test_a_row_for_each_release():
+    """Of pytest's report: a failed test is named as such, and what was skipped is not served."""
+    report = ElementTree.fromstring(
+        "<testsuites><testsuite>"
+        '<testcase classname="tests.integrations.test_trl" name="a"/>'
+        '<testcase classname="tests.integrations.test_trl" name="b"/>'
+        '<testcase classname="tests.integrations.test_trl_cli" name="c"><skipped/></testcase>'
+        '<testcase classname="tests.integrations.test_trl_others" name="d"><failure/></testcase>'
+        '<testcase classname="tests.integrations.test_trl_others" name="e"/>'
+        '<testcase classname="" name="tests.integrations.test_trl_divergence"><error/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    programs = matrix.counts(report)
+    assert programs["test_trl"] == {"passed": 2, "failed": 0, "skipped": 0}
+    cases = {name: {"full": False, "programs": programs} for name in ("trl 1.10.0", "trl 1.9.2")}
+    machine = {"name": "M", "commit": "c", "dirty": False, "date": "2026-11-23"}
+    rows = matrix.table(Run(Path("f"), machine, {"releases": {"cases": cases}})).splitlines()
+    assert rows[0] == "Tests that passed, of the gate's (M, commit c, 2026-11-23):"
+    assert [row.split(" | ")[0] for row in rows[4:]] == ["| trl 1.9.2", "| trl 1.10.0"]
+    cells = rows[4].strip("| ").split(" | ")[1:]
+    of = dict(zip(matrix.PROGRAMS, cells, strict=True))
+    assert of["test_trl"] == "2"
+    assert of["test_trl_cli"] == matrix.NOT_THERE
+    assert of["test_trl_others"] == "1 of 2 failed"
+    assert of["test_trl_divergence"] == "1 of 1 failed"
