@@ -193,7 +193,7 @@ def _start_stores(warps: Warps, cells: _Cells, pc: int) -> list[tuple[int, Opera
     tensor, started = warps.block.tensor, []
     if tensor.races is not None:
         for number, warp in enumerate(warps.first + cells.chosen):
-            operation = tensor.races.start(int(warp), "tensor store").unfenced()
+            operation = tensor.races.start(int(warp), "store to tensor memory").unfenced()
             tensor.races.perform(
                 operation, tensor.addresses(cells.lanes[number][:, None], cells.columns[number]), 2, pc, write=True
             )
