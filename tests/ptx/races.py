@@ -29,10 +29,6 @@ class Operation:
     def __init__(self, agent: int, tick: int, clock: Array, fenced: Array | None) -> None:
         self.agent, self.tick, self.clock, self.fenced = agent, tick, clock, fenced
 
-    def unfenced(self) -> Operation:
-        """The same, in memory that no proxy is before."""
-        return Operation(self.agent, self.tick, self.clock, None)
-
 
 class Races:
     """The clocks of a block with `warps` warps and `size` bytes of shared memory."""

@@ -193,7 +193,7 @@ def _start_stores(warps: Warps, cells: _Cells, pc: int) -> list[tuple[int, Opera
     tensor, started = warps.block.tensor, []
     if tensor.races is not None:
         for number, warp in enumerate(warps.first + cells.chosen):
-            operation = tensor.races.start(int(warp), "store to tensor memory").unfenced()
+            operation = tensor.races.start(int(warp), "store to tensor memory")
             tensor.races.perform(
                 operation, tensor.addresses(cells.lanes[number][:, None], cells.columns[number]), 2, pc, write=True
             )
@@ -319,8 +319,8 @@ def _multiply(block: Any, shape: _Shape, a: int, b: int, place: int, keep: int, 
         for each, size in ((a, shape.rows), (b, shape.columns))
     )
     cells = (lanes[:, None], columns)
-    if operation is not None:  # no proxy is between tensor memory and the warps
-        tensor.races.perform(operation.unfenced(), tensor.addresses(*cells), 2, pc, write=True)
+    if operation is not None:
+        tensor.races.perform(operation, tensor.addresses(*cells), 2, pc, write=True)
     total = left @ right.T
     if keep:
         total = total + tensor.cells[cells].view(F32).astype(F64)

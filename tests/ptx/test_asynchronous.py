@@ -209,6 +209,8 @@ def test_cp_async():
     with pytest.raises(PtxError, match="the block ends while copies or products are on their way"):
         run_ptx(COPY.format(wait="cp.async.wait_group 1;"), source, out, options=Options())
     assert np.isnan(out.view(F32)).all(), "not there yet"
+    with pytest.raises(PtxError, match="the block ends while"):
+        run_ptx(COPY.format(wait="").replace("cp.async.commit_group;", ""), source, out, options=Options())
     with pytest.raises(PtxError, match="outside of global"):
         run_ptx(COPY.format(wait=""), source[:-1], out)
 
