@@ -25,7 +25,7 @@ class Variant:
     options: str
     """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
     even: bool
-    """whether H is a multiple of the tile; with descriptors both are the same kernel"""
+    """whether H is a multiple of the tile; with descriptors both are the same kernel, and fp32 operands always are"""
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.table}-{self.mode}-{self.options}-{'even' if self.even else 'odd'}"
@@ -38,7 +38,12 @@ class Variant:
     @property
     def hardest(self) -> bool:
         """Whether no other variant of its configuration and mode has more to do."""
-        return self.mode in ("finish", "pass") or self.even == self.config.tma
+        return self.mode in ("finish", "pass") or self.even == self.always_even
+
+    @property
+    def always_even(self) -> bool:
+        """Whether there is no variant for other H."""
+        return self.config.tma or self.dtype == "fp32"
 
     @property
     def dtype(self) -> str:
@@ -85,7 +90,7 @@ def variants() -> list[Variant]:
     for name, table in _tables().items():
         for arch, mode, options, even in itertools.product(table, MODES, ("plain", "full"), (True, False)):
             variant = Variant(arch, name, mode, options, even)
-            if arch != "interpreter" and (even or not variant.config.tma):
+            if arch != "interpreter" and (even or not variant.always_even):
                 made.append(variant)
         for arch, options in itertools.product(table, ("plain", "full")):
             if arch != "interpreter":

@@ -108,8 +108,8 @@ HEAD_CONFIGS: dict[str, HeadTable] = {
 """bf16 and fp16, by architecture."""
 
 # IEEE products run on the fp32 units, not on tensor cores; larger tiles spill there. Stages and warps are those with
-# which triton 3.6, 3.7.1 and 3.9 take no stack; with others it is 8 to 24 bytes in one of the modes. 3.8 spills one
-# register of scores on sm_90, before the loop (docs/findings.md)
+# which triton 3.6 to 3.9 take no stack where a k step is whole, as `head_launch.aligned` makes it; with others, or a
+# mask in the loop, it is 8 to 24 bytes in one of the modes
 _FP32 = HeadTable(
     plain=HeadConfig(64, 32, 32, num_warps=4, num_stages=3, store_stages=3),
     capped=HeadConfig(64, 32, 32, num_warps=4, num_stages=2, store_stages=2),

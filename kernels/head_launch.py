@@ -61,10 +61,19 @@ class Exponentials(NamedTuple):
 COLUMN_MULTIPLE = 16
 """Columns of an operand: only then are all loads 16 bytes wide, and a tensor descriptor's strides allowed."""
 
+FP32_COLUMN_MULTIPLE = 32
+"""In fp32 a k step of all GPUs: no load is masked then, and ptxas spills no register (one did with triton 3.8)."""
 
-def aligned_width(width: int) -> int:
+
+def column_multiple(dtype: torch.dtype) -> int:
+    """What the columns of operands are a multiple of."""
+    return FP32_COLUMN_MULTIPLE if dtype == torch.float32 else COLUMN_MULTIPLE
+
+
+def aligned_width(width: int, dtype: torch.dtype) -> int:
     """Columns of operands for hidden states of this width."""
-    return -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    multiple = column_multiple(dtype)
+    return -(-width // multiple) * multiple
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -72,11 +81,11 @@ def aligned(x: Tensor) -> Tensor:
 
     It is `x` itself where its rows are contiguous, of that width, and start at a multiple of 16 elements.
     """
-    rows, width = x.shape
-    whole = aligned_width(width) == width and x.stride(1) == 1 and x.stride(0) % COLUMN_MULTIPLE == 0
+    (rows, width), columns = x.shape, aligned_width(x.shape[1], x.dtype)
+    whole = columns == width and x.stride(1) == 1 and x.stride(0) % COLUMN_MULTIPLE == 0
     if whole and x.data_ptr() % 16 == 0:
         return x
-    copy = x.new_empty((rows, aligned_width(width)))
+    copy = x.new_empty((rows, columns))
     copy[:, :width] = x
     copy[:, width:] = 0.0
     return copy

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import measure, providers
+from benchmarks import kept_exponentials, measure, providers
 from benchmarks.exact import Exact, wrong
 from benchmarks.problem import Case, cross_entropy
 from benchmarks.providers import PROVIDERS, available
@@ -154,3 +154,27 @@ def test_verls_triton_kernels(name, monkeypatch):
     split = {"verl": "_split_N", "verl-separate": ""}[name]
     assert launched == {f"efficient_entropy_backward_kernel_general_d_logits{split}"}
     assert "ray" not in sys.modules
+
+
+@pytest.mark.parametrize("shape", kept_exponentials.SHAPES, ids=str)
+def test_quacks_arithmetic(shape):
+    """Its kernels between the products are Triton's: they give what `benchmarks.kept_exponentials` restates. Triton's
+    interpreter truncates to bf16 twice."""
+    quack = pytest.importorskip("quack.linear_cross_entropy")
+    case = kept_exponentials.Case.of(*shape)
+    kept = kept_exponentials.quack_epilogue(case)
+    values, strip, factor, scaled = kept_exponentials.quack_glue(case, kept)
+    got, tiles, (loss, v) = kept.values.clone(), kept.k.shape[1], torch.empty(2, len(case.targets))
+    columns = got.shape[1] // tiles
+    strips, xs = strip.new_empty(columns // 64 * tiles, len(strip)), torch.empty_like(scaled)
+    quack.lce_glue(kept.k, kept.sums, case.hidden, case.targets, kept.z_y, got, loss, strips, v, xs, columns)
+    assert torch.equal(strips, strip.repeat_interleave(columns // 64, 1).T)
+    torch.testing.assert_close(v, factor, rtol=1e-5, atol=0)
+    torch.testing.assert_close(xs, scaled, rtol=2**-6, atol=0)
+    at = case.targets.unsqueeze(1)
+    p_minus_1, restated = (x.gather(1, at).float().squeeze(1) * v for x in (got, values))
+    torch.testing.assert_close(p_minus_1, restated, rtol=2**-6, atol=2e-6)  # exp(z - lse) - 1 in fp32
+    if shape == kept_exponentials.SHAPES[-1]:  # which leaves no digit of a confident token's
+        want = kept_exponentials.exact(case).at_target
+        assert all((found / want - 1).abs().max() > 1 for found in (p_minus_1, restated))
+    assert torch.equal(got.scatter(1, at, 0), values.scatter(1, at, 0))

@@ -7,8 +7,8 @@ scores are known already (sequence-level objectives whose sequences do not fit a
 for heads with a softcap, a second product of the kernel computes dlogits directly: one write instead of a write and a
 pass.
 
-A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements,
-is copied completely: kernels with narrow loads would take longer than the copy.
+A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements
+(fp32: 32), is copied completely: kernels with narrow loads would take longer than the copy.
 
 A token's scores are bitwise the same in any batch, and the same in scoring and training.
 """
@@ -145,4 +145,4 @@ def _copies_bytes(head: LMHead) -> int:
     """Bytes for each row: hidden states gathered, then masked, then its fp32 dhidden."""
     from grpo_fused.kernels import head_launch
 
-    return head_launch.aligned_width(head.weight.shape[1]) * (2 * head.compute_dtype.itemsize + 4)
+    return head_launch.aligned_width(head.weight.shape[1], head.compute_dtype) * (2 * head.compute_dtype.itemsize + 4)

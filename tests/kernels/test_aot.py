@@ -47,13 +47,8 @@ def head_in_gate(variant) -> bool:
         return False
     return (
         str(variant) in KEY_RESOURCES
-        or (variant.mode == "score" and variant.options == "plain" and not (variant.even and variant.table == "fp32"))
-        or (
-            variant.table == "bf16"
-            and variant.mode == "dlogits"
-            and variant.options == "full"
-            and variant.even == variant.config.tma
-        )
+        or (variant.mode == "score" and variant.options == "plain")
+        or (variant.table == "bf16" and variant.mode == "dlogits" and variant.options == "full" and variant.hardest)
         or (variant.table == "bf16" and variant.mode in ("finish", "pass") and variant.options == "full")
     )
 

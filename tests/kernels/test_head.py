@@ -171,6 +171,15 @@ def test_operands_of_odd_widths_are_padded(where, monkeypatch):
         assert (w.data_ptr() == weight.data_ptr()) == (where == "nowhere")
 
 
+def test_a_k_step_of_fp32_is_whole():
+    """Its loads have no mask, with which triton 3.8 would spill a register on sm_90."""
+    wide, narrow = torch.randn(3, 48), torch.randn(3, 48, dtype=torch.bfloat16)
+    assert head_launch.aligned(wide).shape == (3, 64)
+    assert head_launch.aligned(narrow) is narrow
+    steps = {config.block_k for name, table in FP32_CONFIGS.items() if name != "interpreter" for config in table}
+    assert all(head_launch.aligned_width(1, torch.float32) % step == 0 for step in steps)
+
+
 def test_splits_cover_every_head():
     """Tiles are covered once, for any V and H; a token's partial statistics stay small; N has no effect."""
     tables = [*HEAD_CONFIGS.values(), *FP32_CONFIGS.values()]

@@ -156,14 +156,11 @@ class Block:
             group.release(("barrier", number))
         return None
 
-    def complete_all(self) -> None:
-        """What is still on its way at the end of the block arrives."""
-        while self.pending:
-            self.pending.pop(0)()
-        for copies in [
-            group.state[kind] for group in self.groups for kind in ("cp.async", "bulk") if kind in group.state
-        ]:
-            copies.finish()
+    def check_end(self) -> None:
+        """Raise if something still uses the memory of the block, which is another one's soon."""
+        copies = [group.state[kind] for group in self.groups for kind in ("cp.async", "bulk") if kind in group.state]
+        if self.pending or any(each.unfinished for each in copies):
+            raise PtxError("the block ends while copies or products are on their way")
         if self.tensor is not None and self.tensor.allocated:
             raise PtxError(f"columns of tensor memory are not freed: {self.tensor.allocated}")
 
@@ -193,7 +190,7 @@ def run(blocks: Sequence[Block], *, rounds: int = 10**7) -> None:
                 waiting[0].pending.pop(0)()
                 waiting[0].events += 1
         for block in blocks:
-            block.complete_all()
+            block.check_end()
             if block.profile is not None:
                 block.profile.add(block)
             block.groups.clear()  # they hold the block: without a cycle its memory is free at once

@@ -33,6 +33,11 @@ class _Groups:
         self.commit()
         self.wait(0)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are copies that nobody has waited for."""
+        return bool(self.open or any(self.committed))
+
     def wait(self, pending: int) -> None:
         while len(self.committed) > pending:
             for finish in self.committed.pop(0):

@@ -1,9 +1,10 @@
 """Which accesses of shared memory are in order: vector clocks, the method of race detectors.
 
-Agents are the warps, and for each warp the units that work for it: asynchronous copies, tensor copies in and out, and
-products. Of these only products of one warp are in order among themselves. `clock[w]` says up to which tick of each
-agent everything happened before warp w's next instruction. Barriers and waits join clocks. An access that may happen at the same time as another one, of which one is
-a write, is an error, in whatever order the interpreter runs them.
+Agents are the warps, and for each warp the units that work for it: asynchronous copies, tensor copies in and out,
+products, and stores to tensor memory. Of these only products of one warp are in order among themselves. `clock[w]` says
+up to which tick of each agent everything happened before warp w's next instruction. Barriers and waits join clocks. An
+access that may happen at the same time as another one, of which one is a write, is an error, in whatever order the
+interpreter runs them.
 
 Tensor copies and warpgroup products use the async proxy: of what other instructions wrote they see what came before
 `fence.proxy.async`; `fenced[w]` is the clock of that. Memory is watched in units of two bytes.
@@ -17,8 +18,8 @@ from .numbers import Array
 from .text import PtxError
 
 UNIT = 2
-UNITS = ("warp", "cp.async", "tensor load", "tensor store", "product")
-"""Kinds of agents."""
+UNITS = ("warp", "cp.async", "tensor load", "tensor store", "product", "store to tensor memory")
+"""Kinds of agents. A wait for one is a wait for what the same agent began before it."""
 ASYNC_PROXY = ("tensor load", "tensor store", "product")
 
 

@@ -104,8 +104,13 @@ def free(d: Decoder, found: re.Match[str]) -> Execute:
 
     def execute(warps: Warps, mask: Array | None) -> None:
         chosen = _whole_warps(warps, mask, "tcgen05.dealloc")
-        for column in _uniform(warps, start(warps), chosen):
-            warps.block.tensor.free(int(column), int(count(warps)[0]))
+        tensor = warps.block.tensor
+        for warp, column in zip(warps.first + chosen, _uniform(warps, start(warps), chosen), strict=True):
+            columns = column + np.arange(int(count(warps)[0]))
+            tensor.free(int(column), columns.size)
+            if tensor.races is not None:  # another block may write there now
+                places = tensor.addresses(np.arange(TENSOR_LANES)[:, None], columns).ravel()
+                tensor.races.access(places, 2, np.full(places.size, warp), warps.pc, write=True)
 
     return execute
 
@@ -147,20 +152,13 @@ def _cells(warps: Warps, found: re.Match[str], address: Array, split: int, mask:
     return _Cells(chosen, lane[:, None] + row, columns)
 
 
-def _note(warps: Warps, cells: _Cells, pc: int, *, write: bool) -> None:
+def _note(warps: Warps, cells: _Cells, pc: int) -> None:
+    """The warps read these cells now."""
     tensor = warps.block.tensor
     if tensor.races is not None and cells.chosen.size:
         places = tensor.addresses(cells.lanes[..., None], cells.columns)
         by = np.repeat(warps.first + cells.chosen, places[0].size)
-        tensor.races.access(places.ravel(), 2, by, pc, write=write)
-
-
-def _soon(warps: Warps, kind: str, finish: Finish) -> None:
-    """At the wait for this kind, or at once."""
-    if warps.block.options.late:
-        warps.state.setdefault(kind, []).append(finish)
-    else:
-        finish()
+        tensor.races.access(places.ravel(), 2, by, pc, write=False)
 
 
 @form(rf"tcgen05\.st{_ACCESS}")
@@ -172,14 +170,35 @@ def store(d: Decoder, found: re.Match[str]) -> Execute:
     def execute(warps: Warps, mask: Array | None) -> None:
         cells, pc = _cells(warps, found, place(warps), split, mask), warps.pc
         values = np.stack([np.broadcast_to(read(warps), warps.size).reshape(-1, LANES) for read in reads], -1)
+        operations = _start_stores(warps, cells, pc)
 
-        def finish() -> None:
-            _note(warps, cells, pc, write=True)
+        def move() -> None:
             warps.block.tensor.cells[cells.lanes[..., None], cells.columns] = values[cells.chosen]
 
-        _soon(warps, "tensor stores", finish)
+        def finish() -> None:
+            if warps.block.options.late:
+                move()
+            for warp, operation in operations:
+                warps.block.tensor.races.finish(warp, operation)
+
+        if not warps.block.options.late:
+            move()
+        warps.state.setdefault("tensor stores", []).append(finish)
 
     return execute
+
+
+def _start_stores(warps: Warps, cells: _Cells, pc: int) -> list[tuple[int, Operation]]:
+    """For the race detector: until their wait, stores are in order with nothing, whenever they are done."""
+    tensor, started = warps.block.tensor, []
+    if tensor.races is not None:
+        for number, warp in enumerate(warps.first + cells.chosen):
+            operation = tensor.races.start(int(warp), "store to tensor memory")
+            tensor.races.perform(
+                operation, tensor.addresses(cells.lanes[number][:, None], cells.columns[number]), 2, pc, write=True
+            )
+            started.append((int(warp), operation))
+    return started
 
 
 @form(rf"tcgen05\.ld{_ACCESS}")
@@ -198,7 +217,7 @@ def load(d: Decoder, found: re.Match[str]) -> Execute:
         def finish() -> None:
             if warps.registers[registers[0]] is not there:
                 return
-            _note(warps, cells, pc, write=False)
+            _note(warps, cells, pc)
             values = warps.block.tensor.cells[cells.lanes[..., None], cells.columns].reshape(warps.size, -1)
             for number, register in enumerate(registers):
                 warps.registers[register] = np.ascontiguousarray(values[:, number])
@@ -206,7 +225,10 @@ def load(d: Decoder, found: re.Match[str]) -> Execute:
         there = InFlight(source, finish)
         for register in registers:
             warps.registers[register] = there
-        _soon(warps, "tensor loads", finish)
+        if warps.block.options.late:
+            warps.state.setdefault("tensor loads", []).append(finish)
+        else:
+            finish()
 
     return execute
 
@@ -297,9 +319,8 @@ def _multiply(block: Any, shape: _Shape, a: int, b: int, place: int, keep: int, 
         for each, size in ((a, shape.rows), (b, shape.columns))
     )
     cells = (lanes[:, None], columns)
-    if operation is not None:  # no proxy is between tensor memory and the warps
-        unfenced = Operation(operation.agent, operation.tick, operation.clock, None)
-        tensor.races.perform(unfenced, tensor.addresses(*cells), 2, pc, write=True)
+    if operation is not None:
+        tensor.races.perform(operation, tensor.addresses(*cells), 2, pc, write=True)
     total = left @ right.T
     if keep:
         total = total + tensor.cells[cells].view(F32).astype(F64)

@@ -206,8 +206,11 @@ def test_cp_async():
         assert (out == want).all()
         with pytest.raises(PtxError, match=r"race.*cp\.async of warp 0"):
             run_ptx(COPY.format(wait="cp.async.wait_group 1;"), source, out, options=EARLY)
-    run_ptx(COPY.format(wait="cp.async.wait_group 1;"), source, out, options=Options())
+    with pytest.raises(PtxError, match="the block ends while copies or products are on their way"):
+        run_ptx(COPY.format(wait="cp.async.wait_group 1;"), source, out, options=Options())
     assert np.isnan(out.view(F32)).all(), "not there yet"
+    with pytest.raises(PtxError, match="the block ends while"):
+        run_ptx(COPY.format(wait="").replace("cp.async.commit_group;", ""), source, out, options=Options())
     with pytest.raises(PtxError, match="outside of global"):
         run_ptx(COPY.format(wait=""), source[:-1], out)
 
@@ -243,11 +246,12 @@ TENSOR = """
     {drain}
     bar.sync 0;
     st.shared.b32 [%r2+4096], 0;
+    {end}
 """
 
 
 def tensor_copy(options=LATE, bytes=1024, x=64, y=-2, init="bar.sync 0;", fence="fence.proxy.async.shared::cta;",
-                drain="cp.async.bulk.wait_group.read 0;",
+                drain="cp.async.bulk.wait_group.read 0;", end="cp.async.bulk.wait_group.read 0;",
                 wait="mbarrier.try_wait.parity.shared::cta.b64 complete, [smem+8192], 0;"):  # fmt: skip
     """(source [20, 128], the box [8, 64] as it lay in shared memory, what was copied back)."""
     source, box, back = bf16(20, 104), np.zeros((8, 64), U16), np.zeros((20, 104), U16)
@@ -255,7 +259,7 @@ def tensor_copy(options=LATE, bytes=1024, x=64, y=-2, init="bar.sync 0;", fence=
         TensorMap(BASE, (20, 104), 208, (8, 64), 2, 128),
         TensorMap(BASE + 2 * 2**24, (20, 104), 208, (8, 64), 2, 128),
     )
-    body = TENSOR.format(bytes=bytes, x=x, y=y, init=init, fence=fence, drain=drain, wait=wait)
+    body = TENSOR.format(bytes=bytes, x=x, y=y, init=init, fence=fence, drain=drain, end=end, wait=wait)
     run_ptx(body, source, box, back, threads=64, shared=8200, options=options, maps=maps)
     return source, box, back
 
@@ -281,8 +285,10 @@ def test_tensor_copies(options, x, y):
 def test_tensor_copies_too_early():
     with pytest.raises(PtxError, match="race.*tensor load of warp 0"):
         tensor_copy(EARLY, wait="mov.pred complete, -1;")
-    _, box, _ = tensor_copy(Options(), wait="mov.pred complete, -1;", fence="", drain="")
-    assert np.isnan(numbers.f32_of_bf16(box)).all()
+    for missing in ({"drain": "", "end": ""}, {"wait": "mov.pred complete, -1;"}):  # a store, and a load
+        for late in (True, False):
+            with pytest.raises(PtxError, match="the block ends while copies or products are on their way"):
+                tensor_copy(Options(late=late), **missing)
     with pytest.raises(PtxError, match="tensor store of warp 0 reads .* what warp"):
         tensor_copy(fence="")
     with pytest.raises(PtxError, match="tensor store of warp 0 reads"):

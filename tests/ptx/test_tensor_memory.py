@@ -36,9 +36,9 @@ FREE = """
 """
 
 
-def run(body, *arrays, options=LATE, count=32):
+def run(body, *arrays, options=LATE, count=32, free=FREE):
     return run_ptx(
-        ALLOCATE.format(count=count) + body + FREE.format(count=count), *arrays, threads=128, shared=32768,
+        ALLOCATE.format(count=count) + body + free.format(count=count), *arrays, threads=128, shared=32768,
         options=options,
     )  # fmt: skip
 
@@ -147,11 +147,30 @@ def test_a_register_is_there_for_those_who_read_it():
 def test_too_early():
     with pytest.raises(PtxError, match="the product of warp 0 reads .* what warp 0 writes"):
         product(proxy="")
-    assert np.isnan(product(stored="")[1]).all(), "a sum with what nobody wrote"
+    assert np.isnan(product(stored="", options=Options())[1]).all(), "a sum with what nobody wrote"
+    for options in WAYS:
+        with pytest.raises(
+            PtxError, match="the product of warp 0 writes .* what the store to tensor memory of warp 0 writes"
+        ):
+            product(stored="", options=options)
     with pytest.raises(PtxError, match="race .*reads .* what the product of warp 0 writes"):
         product(wait="", options=EARLY)
-    with pytest.raises(PtxError, match="columns 480 to 495 of tensor memory are not allocated"):
-        product(wait="", options=Options())  # it comes when they are free again
+    with pytest.raises(PtxError, match="the block ends while copies or products are on their way"):
+        product(wait="", options=Options())
+
+
+def test_memory_is_free_too_early():
+    """While other warps may still read it."""
+    body = """
+        tcgen05.st.sync.aligned.32x32b.x1.b32 [%r401], {%r0};
+        tcgen05.wait::st.sync.aligned;
+        bar.sync 0;
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r10}, [%r401];
+        tcgen05.wait::ld.sync.aligned;
+    """
+    run(body)
+    with pytest.raises(PtxError, match="race .* warp 0 writes at .*dealloc.* what warp . reads"):
+        run(body, free=FREE.replace("bar.sync 0;", ""))
 
 
 def test_what_is_not_allowed():
