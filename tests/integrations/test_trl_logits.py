@@ -124,6 +124,19 @@ def test_autocast_of_the_head(model):
     assert seen == [True, False]
 
 
+def test_several_passes(model):
+    """TRL scores a batch in parts, within one call of its method."""
+
+    def method(trainer: Any, model: Any) -> Any:
+        parts = [model(input_ids=IDS[i : i + 1], attention_mask=MASK[i : i + 1]).logits for i in range(2)]
+        return torch.cat([logits.selective_log_softmax(z[:, :-1, :], IDS[i : i + 1, 1:]) for i, z in enumerate(parts)])
+
+    found = logits.stopping_at_the_head(method, lambda: FusedLogProbFunction)(SimpleNamespace(), model)
+    log_p = model(input_ids=IDS, attention_mask=MASK).logits[:, :-1].log_softmax(-1)
+    want = log_p.gather(-1, IDS[:, 1:, None]).squeeze(-1).masked_fill(MASK[:, 1:] == 0, 0.0)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
 def test_packed_sequences(model):
     """ms-swift's form: no mask, and one row."""
 
