@@ -284,7 +284,8 @@ def test_default_settings(folder, tmp_path):
     torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=2**-6, atol=2**-8)
     apart = math.sqrt(sum((got.weights[n] - want.weights[n]).square().sum().item() for n in want.weights))
     length = math.sqrt(sum((want.weights[n] - want.initial[n]).square().sum().item() for n in want.weights))
-    assert 0 < apart <= 2**-5 * length
+    # TRL 1.15 scores by Triton kernels, whose interpreter truncates to bf16 on a CPU; ours trains as under 1.16
+    assert 0 < apart <= (2**-2 if RELEASE == (1, 15) else 2**-5) * length
     assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (2, 0)
 
 
