@@ -98,7 +98,8 @@ def table(run: Run) -> str:
 def _cell(of_file: dict[str, int]) -> str:
     if of_file["failed"]:
         return f"{of_file['failed']} of {of_file['failed'] + of_file['passed']} failed"
-    return str(of_file["passed"]) if of_file["passed"] > of_file["skipped"] else NOT_THERE
+    skipped = f", {of_file['skipped']} skipped" if of_file["skipped"] else ""
+    return f"{of_file['passed']}{skipped}" if of_file["passed"] else NOT_THERE
 
 
 if __name__ == "__main__":

@@ -73,12 +73,20 @@ def grpo_loss_processor(**options: Any) -> OutputProcessor:
 
     Raises:
         TypeError: As `logprobs_processor`.
-        ValueError: When the model runs, without labels or a mapping, or under context parallelism, which divides
-            sequences: no rank has what a loss of sequences needs.
+        ValueError: When the model runs, without labels or a mapping, or where a row is no whole sequence: under
+            context parallelism and with packed sequences.
     """
     _check(options)
 
-    def process(*, labels: Tensor | None, loss_mask: Tensor | None, context: Any, config: Any, **given: Any) -> Any:
+    def process(
+        *, labels: Tensor | None, loss_mask: Tensor | None, context: Any, config: Any, packed_seq_params: Any = None,
+        **given: Any,
+    ) -> Any:  # fmt: skip
+        if packed_seq_params is not None:
+            raise ValueError(
+                "grpo_loss_processor needs a sequence in each row; got packed_seq_params. Use logprobs_processor, and "
+                "its log-probs for the loss (grpo_loss with cu_seqlens)"
+            )
         if config.context_parallel_size > 1:
             raise ValueError(
                 f"grpo_loss_processor needs whole sequences; context_parallel_size is {config.context_parallel_size}. "

@@ -7,18 +7,19 @@ import warnings
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 ANY_RELEASE = "GRPO_FUSED_ANY_RELEASE"
 """Environment variable: 1 to try releases that are not known."""
 
 
 def installed_release(package: str) -> tuple[int, int]:
-    """(major, minor) of an installed package.
-
-    Raises:
-        PackageNotFoundError: It is not installed.
-    """
-    major, minor = version(package).split(".")[:2]
-    return int(major), int(minor)
+    """(major, minor) of an installed package; (0, 0) if it is not, which `check_release` says."""
+    try:
+        installed = Version(version(package))
+        return installed.major, installed.minor
+    except PackageNotFoundError:
+        return 0, 0
 
 
 def check_release(package: str, known: Collection[str], *, optional: bool = False) -> None:

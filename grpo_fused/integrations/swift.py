@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 from grpo_fused.integrations.trl import FusedLogProbFunction, patch_trl, unpatch_trl
@@ -31,14 +33,27 @@ def patch_swift(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None
 
     Raises:
         ImportError: ms-swift is not installed, or is no release of `SUPPORTED`.
-        TypeError: Under sequence parallelism, when tokens are scored: it divides the logits' positions in its own way.
+        ValueError: Under sequence parallelism, when tokens are scored: it divides the positions in its own way.
     """
     check_release("ms-swift", SUPPORTED)
     from swift.rlhf_trainers import grpo_trainer
 
     patch_trl(head)
-    if not _patches.names:
+    if _patches.names:
+        return
+    try:
         stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, active_head)
+        _patches.replace(grpo_trainer.GRPOTrainer, "_get_logps_via_sp", _refuse)
+    except BaseException:
+        unpatch_swift()  # all of it or nothing
+        raise
+
+
+def _refuse(trainer: Any, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"patch_swift scores whole sequences; sequence_parallel_size is {trainer.template.sequence_parallel_size}: set "
+        "it to 1, or leave patch_swift out"
+    )
 
 
 def unpatch_swift() -> None:

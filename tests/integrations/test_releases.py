@@ -40,7 +40,9 @@ def test_a_range_of_releases(monkeypatch):
     monkeypatch.setattr(releases, "version", lambda package: "1.11.0")
     with pytest.raises(ImportError, match=r"knows trl 0.29 to 1.10; found trl 1.11.0"):
         check_release("trl", ["0.29", "1.9", "1.10", "1.0"])
-    assert releases.installed_release("trl") == (1, 11)
+    for installed, release in (("1.11.0", (1, 11)), ("2.0rc1", (2, 0)), ("3", (3, 0))):
+        monkeypatch.setattr(releases, "version", lambda package, installed=installed: installed)
+        assert releases.installed_release("trl") == release
 
 
 def test_an_absent_package(monkeypatch):
@@ -49,6 +51,7 @@ def test_an_absent_package(monkeypatch):
 
     monkeypatch.setattr(releases, "version", absent)
     check_release("prime-rl", KNOWN, optional=True)
+    assert releases.installed_release("trl") == (0, 0)
     with pytest.raises(ImportError, match=r"needs trl 1.15.\*, 1.16.\* for this; it is not installed"):
         check_release("trl", KNOWN)
 
@@ -70,6 +73,8 @@ def test_a_row_for_each_release():
         '<testcase classname="tests.integrations.test_trl_cli" name="c"><skipped/></testcase>'
         '<testcase classname="tests.integrations.test_trl_others" name="d"><failure/></testcase>'
         '<testcase classname="tests.integrations.test_trl_others" name="e"/>'
+        '<testcase classname="tests.integrations.test_trl_truncation" name="f"/>'
+        '<testcase classname="tests.integrations.test_trl_truncation" name="g"><skipped/></testcase>'
         '<testcase classname="" name="tests.integrations.test_trl_divergence"><error/></testcase>'
         "</testsuite></testsuites>"
     )
@@ -83,6 +88,7 @@ def test_a_row_for_each_release():
     cells = rows[4].strip("| ").split(" | ")[1:]
     of = dict(zip(matrix.PROGRAMS, cells, strict=True))
     assert of["test_trl"] == "2"
+    assert of["test_trl_truncation"] == "1, 1 skipped"
     assert of["test_trl_cli"] == matrix.NOT_THERE
     assert of["test_trl_others"] == "1 of 2 failed"
     assert of["test_trl_divergence"] == "1 of 1 failed"

@@ -120,6 +120,24 @@ def test_patch_and_unpatch():
     assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
 
 
+def test_a_failed_patch_leaves_nothing(monkeypatch):
+    """As where a release that is not known has moved a function."""
+    from trl.trainer import distillation_trainer
+
+    before = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
+    own = distillation_trainer._chunked_divergence_loss
+    monkeypatch.delattr(distillation_trainer, "_chunked_divergence_loss")
+    for patch in (patch_trl, use_fused_head().__enter__):
+        with pytest.raises(AttributeError):
+            patch()
+        assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
+        assert head.active_head() is None
+    monkeypatch.setattr(distillation_trainer, "_chunked_divergence_loss", own, raising=False)
+    with use_fused_head():
+        assert utils._ChunkedLogProbFunction is not before[0]
+    assert (utils._ChunkedLogProbFunction, utils.add_fused_lm_head) == before
+
+
 def check_fused_head_of(model: Any) -> None:
     utils.add_fused_lm_head(model)
     check_trl_reads_the_head(model)

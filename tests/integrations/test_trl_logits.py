@@ -94,6 +94,41 @@ def test_gradients_are_those_of_the_logits(model, dense):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_under_ddp_that_looks_for_unused_parameters(model, tmp_path):
+    """transformers asks for it without activation checkpointing, and with peft. It follows what has a history."""
+    want = torch.autograd.grad(model(input_ids=IDS).logits[:, :-1].log_softmax(-1)[..., 3].sum(), model.lm_head.weight)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/gloo", rank=0, world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+        def method(trainer: Any, model: Any) -> Any:
+            z = model(input_ids=IDS, attention_mask=torch.ones_like(MASK)).logits[:, :-1, :]
+            return logits.selective_log_softmax(z, torch.full_like(IDS[:, 1:], 3))
+
+        for _ in range(2):
+            model.zero_grad()
+            logits.stopping_at_the_head(method, lambda: FusedLogProbFunction)(
+                SimpleNamespace(), parallel
+            ).sum().backward()
+            torch.testing.assert_close(model.lm_head.weight.grad, want[0], rtol=1e-4, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("seen", "keep"), [(4, 3), (8, None)])
+def test_positions_that_the_mask_does_not_know_are_refused(seen, keep):
+    with pytest.raises(ValueError, match=f"must see all 6 positions .* it saw {seen}"):
+        logits._check_length(seen, 6, keep)
+    logits._check_length(6, 6, keep)
+    logits._check_length(3, 6, 3)
+
+
+def test_ligers_loss_is_told(model):
+    score = logits.stopping_at_the_head(lambda trainer, model: None, lambda: FusedLogProbFunction)
+    with pytest.warns(UserWarning, match="use_liger_kernel=True this release of TRL makes the loss from log-probs of"):
+        score(SimpleNamespace(use_liger_kernel=True), model)
+
+
 def test_padding_is_scored_where_the_loss_counts_it(model, dense, monkeypatch):
     for release, loss_type, everywhere in (((1, 9), "luspo", True), ((1, 10), "luspo", False), ((1, 9), "dapo", False)):
         monkeypatch.setattr(logits, "RELEASE", release)

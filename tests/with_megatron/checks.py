@@ -116,6 +116,11 @@ def check_errors(tensor: int) -> None:
     divided = SimpleNamespace(context_parallel_size=2)
     with pytest.raises(ValueError, match="needs whole sequences; context_parallel_size is 2"):
         processor(labels=given["labels"], loss_mask=None, context=loss_inputs(), config=divided)
+    with pytest.raises(ValueError, match="needs a sequence in each row; got packed_seq_params"):
+        processor(
+            labels=given["labels"], loss_mask=None, context=loss_inputs(), config=model.config,
+            packed_seq_params=object(),
+        )  # fmt: skip
     given.pop("labels")
     for unlabelled in (processor, logprobs_processor()):
         with pytest.raises(ValueError, match="must be called with labels"):

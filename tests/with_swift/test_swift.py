@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,9 @@ def test_patch_and_unpatch():
     patch_swift()
     assert all(vars(grpo_trainer)[name] is not function for name, function in zip(names, before, strict=True))
     assert grpo_trainer.GRPOTrainer._get_per_token_logps_and_entropies is not own
+    divided = SimpleNamespace(template=SimpleNamespace(sequence_parallel_size=2))
+    with pytest.raises(ValueError, match="whole sequences; sequence_parallel_size is 2"):
+        grpo_trainer.GRPOTrainer._get_logps_via_sp(divided, None)
     unpatch_swift()
     assert [vars(grpo_trainer)[name] for name in names] == before
     assert grpo_trainer.GRPOTrainer._get_per_token_logps_and_entropies is own

@@ -24,7 +24,7 @@ from grpo_fused.integrations.trl.trainer import FusedGRPOTrainer  # noqa: E402
 
 __all__ = [
     "SUPPORTED",
-    "FusedGMPOTrainer",
+    *(["FusedGMPOTrainer"] if RELEASE >= GMPO else []),
     "FusedGRPOTrainer",
     "FusedLogProbFunction",
     "patch_trl",

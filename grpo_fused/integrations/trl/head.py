@@ -103,8 +103,8 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     """Score tokens by our kernels in every trainer with TRL's fused head, until `unpatch_trl`; the last call counts.
 
     `DistillationTrainer` computes its divergence by `fused_linear_divergence`. TRL's other trainers compute all logits;
-    there it changes nothing. Up to TRL 1.14 no trainer has a fused head: GRPO and RLOO are switched, without
-    `use_liger_kernel`.
+    there it changes nothing. Before TRL 1.15 it switches GRPO and RLOO, and not where they are told
+    `use_liger_kernel=True`.
 
     Trainers made from now on also check, at construction, that the head which TRL (1.15) reads off the model's
     configuration is the model's (`RuntimeError` if not: TRL would be silently wrong).
@@ -114,8 +114,8 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     """
     global _patched
     with _lock:
-        _patched = head
         _install()
+        _patched = head
 
 
 def unpatch_trl() -> None:
@@ -131,8 +131,8 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
     """`patch_trl` for a block and its thread: `with use_fused_head(): trainer.train()`."""
     global _blocks
     with _lock:
-        _blocks += 1
         _install()
+        _blocks += 1
     token = _of_block.set(head)
     try:
         yield
@@ -146,6 +146,14 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
 def _install() -> None:
     if _patches.names:
         return
+    try:
+        _replace()
+    except BaseException:
+        _patches.undo()  # all of it or nothing
+        raise
+
+
+def _replace() -> None:
     if RELEASE >= FUSED_HEAD:
         from trl.trainer import distillation_trainer, utils
 

@@ -7,6 +7,7 @@ them, divides them by the temperature and hands them to TRL's functions, which t
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class HeadLogits:
     """Stands for the logits `[..., V]` of a pass of a model, of which only log-probs and entropies are wanted.
 
     It can be sliced in all but its last dimension, and divided. A dataclass, so that DistributedDataParallel finds the
-    tensors that the loss depends on.
+    tensors that the loss depends on; it follows those that are no leaves.
     """
 
     hidden_states: Tensor
@@ -119,6 +120,10 @@ def selective_log_softmax_and_entropy(
     return logps, entropies if entropy_requires_grad else entropies.detach()
 
 
+LIGER = (
+    "grpo_fused scores the log-probs of the old policy and of the reference; with use_liger_kernel=True this release "
+    "of TRL makes the loss from log-probs of its own: set it to False"
+)
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy,
 )  # fmt: skip
@@ -156,6 +161,8 @@ def stopping_at_the_head(scoring_method: Callable[..., Any], active_head: Active
         head = active_head()
         if head is None:
             return scoring_method(trainer, model, *args, **kwargs)
+        if getattr(trainer, "use_liger_kernel", False):
+            warnings.warn(LIGER, stacklevel=2)  # shown once
         counts_padding = RELEASE < WINDOWS and getattr(trainer, "loss_type", None) == "luspo"
         with _head_logits(model, head, kwargs.get("compute_entropy", False), counts_padding):
             return scoring_method(trainer, model, *args, **kwargs)
@@ -167,10 +174,16 @@ def stopping_at_the_head(scoring_method: Callable[..., Any], active_head: Active
 def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, everywhere: bool) -> Iterator[None]:
     """`model(...)` returns `HeadLogits` in the block."""
     lm_head = lm_head_inputs(model)
+    lm_head["lm_head_weight"] = lm_head["lm_head_weight"].view_as(lm_head["lm_head_weight"])
+    if lm_head["lm_head_bias"] is not None:
+        lm_head["lm_head_bias"] = lm_head["lm_head_bias"].view_as(lm_head["lm_head_bias"])
     with capture_head_input(model) as captured:
 
         def put(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            output["logits"] = _of_pass(captured, kwargs.get("attention_mask"), lm_head, head, with_entropy, everywhere)
+            mask = kwargs.get("attention_mask")
+            output["logits"] = _of_pass(captured, mask, lm_head, head, with_entropy, everywhere)
+            if mask is not None:
+                _check_length(output["logits"].rows.shape[1], mask.shape[1], kwargs.get("logits_to_keep"))
             return output
 
         hook = unwrap(model).register_forward_hook(put, with_kwargs=True)
@@ -178,6 +191,16 @@ def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, every
             yield
         finally:
             hook.remove()
+
+
+def _check_length(length: int, width: int, kept: Any) -> None:
+    """Raise where the mask does not say which positions the head saw."""
+    if length not in (width, kept):
+        raise ValueError(
+            f"the head must see all {width} positions of the attention mask"
+            f"{f' or the last {kept}' if isinstance(kept, int) and kept else ''}; it saw {length} (virtual tokens of "
+            "prompt tuning, or a sequence that is divided over devices?)"
+        )
 
 
 def _of_pass(

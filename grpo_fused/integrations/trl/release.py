@@ -15,7 +15,8 @@ SUPPORTED = {
 
 RELEASE = installed_release("trl")
 FUSED_HEAD = (1, 15)
-"""Models score tokens in their forward, by `_ChunkedLogProbFunction`; before, trainers do by functions of logits."""
+"""Models score tokens in their forward, by `_ChunkedLogProbFunction`. Before, trainers do by functions of logits, and
+with `use_liger_kernel` in another way: by Liger's loss up to 1.13, by a function of hidden states in 1.14."""
 WINDOWS = (1, 10)
 """`num_items_in_batch` is scaled to a window of accumulation, the entropy bonus is a mean whatever the loss type, and
 `luspo` does not count padding."""

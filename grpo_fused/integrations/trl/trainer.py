@@ -46,7 +46,7 @@ class FusedLoss(ExactTruncation):
         config = kwargs.get("args", args[2] if len(args) > 2 else None)
         if config is not None and config.use_liger_kernel and RELEASE < FUSED_HEAD:
             raise ValueError(
-                f"use_liger_kernel must be False; got True. TRL {version('trl')} then computes Liger's loss, "
+                f"use_liger_kernel must be False; got True. TRL {version('trl')} then makes the loss in another way, "
                 f"and {type(self).__name__} makes the loss by its own kernels"
             )
         if config is not None and config.use_liger_kernel and config.device.type == "cpu":
