@@ -24,13 +24,15 @@ from grpo_fused.integrations.trl.trainer import FusedGRPOTrainer  # noqa: E402
 
 __all__ = [
     "SUPPORTED",
-    *(["FusedGMPOTrainer"] if RELEASE >= GMPO else []),
+    "FusedGMPOTrainer",
     "FusedGRPOTrainer",
     "FusedLogProbFunction",
     "patch_trl",
     "unpatch_trl",
     "use_fused_head",
 ]
+if RELEASE < GMPO:
+    __all__.remove("FusedGMPOTrainer")  # `import *` would ask for it
 
 
 def __getattr__(name: str) -> Any:
