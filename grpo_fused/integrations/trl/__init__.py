@@ -31,15 +31,13 @@ __all__ = [
     "unpatch_trl",
     "use_fused_head",
 ]
-if RELEASE < GMPO:
+if RELEASE >= GMPO:
+    from grpo_fused.integrations.trl.gmpo import FusedGMPOTrainer
+else:
     __all__.remove("FusedGMPOTrainer")  # `import *` would ask for it
 
 
 def __getattr__(name: str) -> Any:
-    if name != "FusedGMPOTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if RELEASE < GMPO:
+    if name == "FusedGMPOTrainer":
         raise ImportError("FusedGMPOTrainer needs trl 1.7 or later, which has GMPOTrainer")
-    from grpo_fused.integrations.trl.gmpo import FusedGMPOTrainer
-
-    return FusedGMPOTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
