@@ -36,7 +36,7 @@ PROGRAMS = {
 }
 """File of tests to what it tests."""
 ROOT = Path(__file__).resolve().parents[1]
-NOT_THERE = "not in this release"
+NOT_THERE = "not served"
 
 
 def installed(release: str) -> Path:
