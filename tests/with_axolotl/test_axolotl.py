@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 pytest.importorskip("axolotl")
 
 from integrations.trl_runs import build_tokenizer, dataset, save_small_model
+from program_runs import assert_same_run
 
 OURS = "my_code.Told"
 CODE = """
@@ -88,13 +88,7 @@ def test_a_run_is_axolotls_own(options, folder):
     got, mine, output = train(folder, "ours", trl=GRPO | options, trainer_cls=OURS)
     want, theirs, _ = train(folder, "stock", trl=GRPO | options)
     assert len(got) == len(want) == 5  # the last one is of the run
-    for a, b in zip(got, want, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-5) or math.isnan(b[name]), name  # four digits
-    assert max((theirs[name] - x).abs().max() for name, x in initial.items()) > 1e-4
-    for name, x in theirs.items():
-        torch.testing.assert_close(mine[name], x, rtol=1e-5, atol=1e-6)
+    assert_same_run(got, want, mine, theirs, initial)
     (counts,) = re.findall(r"COUNTS (\{.*?\})", output)
     assert ast.literal_eval(counts) == {"fused": 8, "recomputed": 0}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import os
 import re
 import subprocess
@@ -17,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("swift")
+
+from program_runs import assert_same_run
 
 from grpo_fused.integrations.swift import patch_swift, unpatch_swift
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
@@ -100,13 +101,7 @@ def test_a_run_is_ms_swifts_own(options, folder):
     assert "SCORED" in output
     assert "SCORED" not in other
     assert len(got) == len(want) == 4
-    for a, b in zip(got, want, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-5) or math.isnan(b[name]), name  # four digits
-    assert max((theirs[name] - x).abs().max() for name, x in initial.items()) > 1e-3
-    for name, x in theirs.items():
-        torch.testing.assert_close(mine[name], x, rtol=1e-5, atol=1e-6)
+    assert_same_run(got, want, mine, theirs, initial)
 
 
 def test_patch_and_unpatch():
