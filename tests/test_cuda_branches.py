@@ -250,12 +250,12 @@ def test_waits_for_the_device(impl, config, double):
 @pytest.mark.parametrize(
     ("impl", "config", "options", "most"),
     [
-        ("triton", CONFIGS[0], {}, 115),
-        ("triton", CONFIGS[0], {"with_metrics": False}, 87),
-        ("triton", CONFIGS[2], {}, 160),
-        ("chunked", CONFIGS[0], {}, 113),
-        ("chunked", CONFIGS[2], {}, 157),
-        ("triton", CONFIGS[0], {"compact": False}, 121),
+        ("triton", CONFIGS[0], {}, 103),
+        ("triton", CONFIGS[0], {"with_metrics": False}, 79),
+        ("triton", CONFIGS[2], {}, 147),
+        ("chunked", CONFIGS[0], {}, 87),
+        ("chunked", CONFIGS[2], {}, 144),
+        ("triton", CONFIGS[0], {"compact": False}, 109),
     ],
     ids=["triton", "no metrics", "sequence level", "chunked", "chunked sequence level", "for a graph"],
 )

@@ -259,15 +259,15 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
         )
         assert logp is not None
         result = evaluate(logp, entropy, batch, config)
+        dlogp, dentropy = result.derivatives()
         metrics = compute_metrics(result, entropy, batch, config)
-    bonus = None if entropy is None else result.dentropy
     return ObjectiveResult(
         result.loss,
         logp.view(layout.shape),
         _shaped(entropy, layout.shape, logp),
         torch.stack([metrics[name].to(torch.float32) for name in _objective_metrics(call)]),
-        result.dlogp.view(layout.shape),
-        _shaped(bonus, layout.shape, logp),
+        dlogp.view(layout.shape),
+        _shaped(dentropy, layout.shape, logp),
     )
 
 

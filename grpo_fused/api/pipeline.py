@@ -112,7 +112,7 @@ def run_loss(
         check_finite(batch.kl, "exact KL")  # type: ignore[arg-type]
     result = result or evaluate(logp, entropy, batch, config)
     if needs.any() and chunks is None:
-        dlogp, dentropy = result.dlogp, result.dentropy
+        dlogp, dentropy = result.derivatives()
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
         compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL

@@ -196,7 +196,7 @@ def grpo_loss(
     active = active_tokens(inputs.completion_mask, logps).reshape(-1)
 
     def of_active(x: Tensor | None, lowest: float = -math.inf) -> Tensor | None:
-        return None if x is None else layout.spread(x.detach().to(logps.dtype), sequence)[active].clamp(min=lowest)
+        return None if x is None else layout.per_token(x.detach().to(logps.dtype), sequence)[active].clamp(min=lowest)
 
     chosen = torch.ones_like(active[active])
     entropy = None if entropies is None else entropies.reshape(-1)[active]
@@ -205,7 +205,7 @@ def grpo_loss(
         chosen = high_entropy_tokens(entropy.detach(), config.top_entropy_quantile)
     every = Tokens(
         logps=logps.reshape(-1)[active].clamp(min=-1e4),  # an impossible token: finite, without a gradient
-        advantages=layout.spread(inputs.advantages.detach().to(logps.dtype), sequence)[active],
+        advantages=layout.per_token(inputs.advantages.detach().to(logps.dtype), sequence)[active],
         high_entropy=chosen,
         old=of_active(inputs.old_per_token_logps, -1e4),
         ref=of_active(inputs.ref_per_token_logps, -1e4),

@@ -16,7 +16,9 @@ def values_are_checked(device: torch.device) -> bool:
 
 def active_tokens(mask: Tensor | None, like: Tensor) -> Tensor:
     """bool, shaped like the ids: where the mask is not 0; all of `like` if there is none."""
-    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask != 0
+    if mask is None:
+        return torch.ones_like(like, dtype=torch.bool)
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 def segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tensor:
@@ -74,10 +76,6 @@ class Layout(NamedTuple):
             return x.dim() == 2 and x.shape[1] != 1
         return x.dim() == 1 and x.shape[0] != self.num_sequences
 
-    def spread(self, x: Tensor, sequence_ids: Tensor) -> Tensor:
-        """`[N]`: `x` flattened if it is per token, else its value for each sequence (`[B]`, `[B, 1]`) repeated."""
-        return x.reshape(-1) if x.shape == self.shape else x.reshape(-1).index_select(0, sequence_ids)
-
     def reading(self, x: Tensor) -> int:
         """How a checked `x` is read: 0 one for each sequence, 1 one for each token, 2 both are the same."""
         if self.num_tokens == 0 or x.numel() == 0:
@@ -101,10 +99,15 @@ class Layout(NamedTuple):
                 "sequences out of cu_seqlens"
             )
 
-    def per_token(self, x: Tensor) -> Tensor:
-        """[N]: the value at each token of an `x` for the call (0-d), for each sequence or for each token."""
+    def per_token(self, x: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
+        """[N]: the value at each token of an `x` for the call (0-d), for each sequence or for each token.
+
+        `sequence_ids` are those of the layout, if they are known.
+        """
         if x.dim() == 0:
             return x.expand(self.num_tokens)
         if len(self.shape) == 2:
             return (x if x.dim() == 2 else x.unsqueeze(1)).expand(self.shape).reshape(-1)
-        return x.reshape(-1) if self.cu_seqlens is None else self.spread(x, self.sequence_ids(x.device))
+        if x.shape == self.shape or self.cu_seqlens is None:
+            return x.reshape(-1)
+        return x.reshape(-1).index_select(0, self.sequence_ids(x.device) if sequence_ids is None else sequence_ids)

@@ -329,14 +329,14 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     sequence = layout.sequence_ids(device)
     active = active_tokens(inputs.completion_mask, sequence).reshape(-1)
-    _refuse("advantages", "be finite, not NaN,", ~layout.spread(inputs.advantages, sequence).isfinite(), active)
+    _refuse("advantages", "be finite, not NaN,", ~layout.per_token(inputs.advantages, sequence).isfinite(), active)
     _refuse_no_logps("old_per_token_logps", inputs.old_per_token_logps, active)
     _refuse_no_logps("ref_per_token_logps", inputs.ref_per_token_logps, active)
     if entropies is not None:
         _refuse("entropies", "be finite, not NaN,", ~entropies.isfinite(), active)
     ratio = inputs.importance_sampling_ratio
     if ratio is not None:
-        ratio = layout.spread(ratio, sequence)
+        ratio = layout.per_token(ratio, sequence)
         _refuse("importance_sampling_ratio", "be finite and >= 0", ~(ratio.isfinite() & (ratio >= 0)), active)
 
 

@@ -176,12 +176,12 @@ class TokenObjective:
         logp, entropy = stats.logp, stats.entropy
         if self.others is None or len(logp) < len(self.rows):
             known = evaluate(logp, entropy, self.batch.select(part), self.config)
-            return Coefficients(stats, known.dlogp, known.dentropy)
+            return Coefficients(stats, *known.derivatives())
         of_others = self.others.entropy
         entropies = None if of_others is None or entropy is None else of_others.index_copy(0, self.rows, entropy)
         logps = self.others.logp.index_copy(0, self.rows, logp)
         self.result = evaluate(logps, entropies, self.of_call, self.config)
-        dlogp, dentropy = self.result.dlogp, self.result.dentropy
+        dlogp, dentropy = self.result.derivatives()
         return Coefficients(stats, dlogp[self.rows], None if dentropy is None else dentropy[self.rows])
 
 

@@ -74,10 +74,10 @@ class TokenBatch:
             x = active(x)
             return None if x is None else x.clamp(min=LOWEST_LOGP)
 
-        advantages = active(layout.spread(inputs.advantages, sequence))
+        advantages = active(layout.per_token(inputs.advantages, sequence))
         assert advantages is not None
         is_ratio = inputs.importance_sampling_ratio
-        is_ratio = None if is_ratio is None else layout.spread(is_ratio, sequence)
+        is_ratio = None if is_ratio is None else layout.per_token(is_ratio, sequence)
 
         flat: dict[str, Any] = {
             "mask": mask,
@@ -92,12 +92,13 @@ class TokenBatch:
         if ranks is not None:
             flat, mine = _of_all_ranks(flat, ranks)
             num_sequences, mask, sequence = ranks.num_sequences, flat["mask"], flat["sequence"]
-        if ranks is None and layout.cu_seqlens is None:
-            width = layout.num_tokens // max(num_sequences, 1)
-            offsets = torch.arange(num_sequences + 1, device=device) * width
+        width = 0 if layout.cu_seqlens is not None or ranks is not None else layout.num_tokens // max(num_sequences, 1)
+        if width > 0:
+            offsets = torch.arange(0, layout.num_tokens + 1, width, device=device)
+            lengths = mask.view(num_sequences, width).sum(1, dtype=torch.float64)
         else:
             offsets = _offsets(sequence, num_sequences)
-        lengths = segments(mask.to(torch.float64), "sum", offsets)
+            lengths = segments(mask.to(torch.float64), "sum", offsets)
         total = lengths.sum()
         weight = _aggregation_weight(mask, sequence, lengths, total, inputs.num_items_in_batch, config)
         batch = cls(
@@ -177,14 +178,17 @@ def _aggregation_weight(
     num_items_in_batch: Tensor | None,
     config: GRPOLossConfig,
 ) -> Tensor:
-    """[R] fp64: weights w of each loss type, such that the policy loss is the sum of w * l over tokens."""
+    """[R] fp64: weights w of each loss type, such that the policy loss is the sum of w * l over tokens.
+
+    A sequence without tokens has an infinite weight, which no token gets.
+    """
     num_sequences, average = max(lengths.shape[0], 1), config.kind.average
     if average == "sequences":
-        weight = (1.0 / (lengths.clamp(min=1.0) * num_sequences)).index_select(0, sequence)
+        weight = (lengths * num_sequences).reciprocal().index_select(0, sequence)
     elif average == "items" and num_items_in_batch is not None:
-        weight = 1.0 / num_items_in_batch.to(total)
+        weight = num_items_in_batch.to(total).reciprocal()
     elif average in ("items", "tokens"):
-        weight = 1.0 / total.clamp(min=1.0)
+        weight = total.reciprocal()
     else:
         assert average in ("length", "sum")
         weight = torch.full_like(total, 1.0 / (num_sequences * (config.max_completion_length or 1)))

@@ -32,34 +32,53 @@ class Ratio(NamedTuple):
     """[R] logp - old; 0 on-policy."""
     value: Tensor
     """[R] c, at the level of the configuration."""
-    chain: Tensor
-    """[R] dc/dlogp of the token itself (token, sequence_token) or dc_s/ds (sequence)."""
+    exponent: Tensor | None
+    """[R] log c before its clamp; None if the clamp passes the gradient on (sequence_token)."""
+
+    def chain(self) -> Tensor:
+        """[R] dc/dlogp of the token itself (token, sequence_token) or dc_s/ds (sequence)."""
+        x = self.exponent
+        return self.value if x is None else torch.where(x.abs() > MAX_LOG_RATIO, 0.0, self.value)
 
 
-class Policy(NamedTuple):
-    """The policy term of each token before masks and weights: its loss, and its derivative in one of two ways."""
+class Slope(NamedTuple):
+    """The derivative of a term of each token; None where it is 0."""
 
-    loss: Tensor
-    """[R]"""
-    dratio: Tensor | None
-    """[R] dl/dc, if the loss depends on the log-prob through the ratio."""
     dlogp: Tensor | None
-    """[R] dl/dlogp, if it depends on the log-prob itself (cispo, vespo, gmpo)."""
+    """[R] in the log-prob itself (cispo, vespo, gmpo, KL)."""
+    dratio: Tensor | None
+    """[R] in the ratio c, if the term depends on the log-prob through it."""
+
+
+class Term(NamedTuple):
+    """A term of the loss of each token, before masks and weights."""
+
+    value: Tensor
+    """[R]"""
+    slope: Callable[[], Slope]
+    """Computed only where a gradient is asked for."""
     phi: Tensor | None = None
     """[R] VESPO's weight."""
 
 
+class Derivatives(NamedTuple):
+    """The derivatives of a loss."""
+
+    dlogp: Tensor
+    """[R] g = dL/dlogp; exactly 0 where masked or impossible."""
+    dentropy: Tensor | None
+    """[R] dL/dH; None without an entropy bonus."""
+
+
 class Objective(NamedTuple):
-    """Loss and coefficients of R tokens, and the inputs of the metrics."""
+    """The loss of R tokens, its derivatives, and the inputs of the metrics."""
 
     loss: Tensor
     """0-d."""
     policy_loss: Tensor
     """0-d: the loss before the entropy bonus."""
-    dlogp: Tensor
-    """[R] g = dL/dlogp; exactly 0 where masked or impossible."""
-    dentropy: Tensor | None
-    """[R] dL/dH; None without an entropy bonus."""
+    derivatives: Callable[[], Derivatives]
+    """Computed only where a gradient is asked for."""
     log_ratio: Tensor
     """[R]"""
     ratio: Tensor
@@ -84,17 +103,17 @@ class TokenLoss(NamedTuple):
 def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> TokenLoss:
     """The loss of each token, for configurations without entropies. `batch.weight` is not used.
 
-    Its derivative for an upstream gradient u ([R]) is `evaluate(...).dlogp` with `batch.weight` = u.
+    Its derivative for an upstream gradient u ([R]) is that of `evaluate(...).derivatives()` with `batch.weight` = u.
     """
     assert not config.needs_entropy
     logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), 0.0)
     ratio = _importance_ratio(logp, batch, config)
     policy = _POLICY[config.kind.rule](_Inputs(logp, ratio, None, batch, config))
     factor = _policy_factor(logp, None, batch, config)
-    loss = policy.loss if factor is None else factor * policy.loss
-    kl, _, _ = _kl(logp, ratio, batch, config)
-    if kl is not None:
-        kl = torch.where(batch.mask, kl, 0.0)
+    loss = policy.value if factor is None else factor * policy.value
+    penalty, kl = _kl(logp, ratio, batch, config), None
+    if penalty is not None:
+        kl = torch.where(batch.mask, penalty.value, 0.0)
         loss = loss + config.beta * kl
     return TokenLoss(torch.where(batch.mask, loss, 0.0), kl, ratio.value)
 
@@ -110,36 +129,38 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
     factor = _policy_factor(logp, high_entropy, batch, config)
     kept = batch.weight if factor is None else factor * batch.weight
 
-    loss = (kept * policy.loss).sum(dtype=torch.float64)
-    dratio = None if policy.dratio is None else kept * policy.dratio
-    dlogp = None if policy.dlogp is None else kept * policy.dlogp
-
-    kl, kl_dlogp, kl_dratio = _kl(logp, ratio, batch, config)
-    if kl is not None and config.beta != 0.0:
-        weight = config.beta * batch.weight
-        loss = loss + (weight * kl).sum(dtype=torch.float64)
-        dlogp = _plus(dlogp, weight, kl_dlogp)
-        dratio = _plus(dratio, weight, kl_dratio)
-
-    if config.importance_sampling_level == "sequence" and dratio is not None:
-        dsequence = batch.sequence_sum(torch.where(batch.mask, dratio, 0.0)) / batch.lengths.clamp(min=1.0)
-        dratio = batch.of_sequence(dsequence)
-    # without a ratio too: a NaN must propagate
-    dlogp = _plus(dlogp, ratio.chain, torch.zeros_like(logp) if dratio is None else dratio)
-    assert dlogp is not None
-    # the logit of an impossible token is masked: no gradient could raise it
-    dlogp = torch.where(batch.mask & ~(given < LOWEST_LOGP), dlogp, 0.0)
-
+    loss = (kept * policy.value).sum(dtype=torch.float64)
+    penalty, weight = _kl(logp, ratio, batch, config), config.beta * batch.weight if config.beta != 0.0 else None
+    if penalty is not None and weight is not None:
+        loss = loss + (weight * penalty.value).sum(dtype=torch.float64)
     bonus, dentropy = _entropy_bonus(entropy, high_entropy, batch, config)
+
+    def derivatives() -> Derivatives:
+        slope = policy.slope()
+        dlogp = None if slope.dlogp is None else kept * slope.dlogp
+        dratio = None if slope.dratio is None else kept * slope.dratio
+        if penalty is not None and weight is not None:
+            slope = penalty.slope()
+            dlogp, dratio = _plus(dlogp, weight, slope.dlogp), _plus(dratio, weight, slope.dratio)
+        if config.importance_sampling_level == "sequence" and dratio is not None:
+            dsequence = batch.sequence_sum(torch.where(batch.mask, dratio, 0.0)) / batch.lengths.clamp(min=1.0)
+            dratio = batch.of_sequence(dsequence)
+        # without a ratio too: a NaN must propagate
+        dlogp = _plus(dlogp, ratio.chain(), torch.zeros_like(logp) if dratio is None else dratio)
+        assert dlogp is not None
+        # the logit of an impossible token is masked: no gradient could raise it
+        dlogp = torch.where(batch.mask, dlogp, 0.0).masked_fill_(given < LOWEST_LOGP, 0.0)
+        return Derivatives(dlogp, dentropy)
+
+    policy_loss = loss.to(logp.dtype)
     return Objective(
-        loss=(loss - bonus).to(logp.dtype),
-        policy_loss=loss.to(logp.dtype),
-        dlogp=dlogp,
-        dentropy=dentropy,
+        loss=policy_loss if bonus is None else (loss - bonus).to(logp.dtype),
+        policy_loss=policy_loss,
+        derivatives=derivatives,
         log_ratio=ratio.log_ratio,
         ratio=ratio.value if config.delta is None else ratio.value.clamp(max=config.delta),
         phi=policy.phi,
-        kl=kl,
+        kl=None if penalty is None else penalty.value,
     )
 
 
@@ -159,9 +180,7 @@ def _importance_ratio(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -
         mean = batch.sequence_sum(torch.where(batch.mask, log_ratio, 0.0)) / batch.lengths.clamp(min=1.0)
         exponent = batch.of_sequence(mean)
     value = exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if level == "sequence_token":
-        return Ratio(log_ratio, value, value)
-    return Ratio(log_ratio, value, torch.where(exponent.abs() > MAX_LOG_RATIO, 0.0, value))
+    return Ratio(log_ratio, value, None if level == "sequence_token" else exponent)
 
 
 class _Inputs(NamedTuple):
@@ -174,24 +193,24 @@ class _Inputs(NamedTuple):
     config: GRPOLossConfig
 
 
-def _cispo(x: _Inputs) -> Policy:
+def _cispo(x: _Inputs) -> Term:
     return _weighted_logp(x.ratio.value.clamp(max=x.config.epsilon_upper) * x.batch.advantages, x.logp)
 
 
-def _vespo(x: _Inputs) -> Policy:
+def _vespo(x: _Inputs) -> Term:
     phi = _vespo_phi(x.ratio.log_ratio, x.batch, x.config)
     return _weighted_logp(phi * x.batch.advantages, x.logp)._replace(phi=phi)
 
 
-def _sapo(x: _Inputs) -> Policy:
+def _sapo(x: _Inputs) -> Term:
     c, advantages, config = x.ratio.value, x.batch.advantages, x.config
     tau = _choose(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, c.dtype)
     excess = tau * (c - 1.0)
     gate, closed = torch.sigmoid(excess), torch.sigmoid(-excess)  # 1 - gate, with its digits where the gate is near 1
-    return Policy(-4.0 / tau * gate * advantages, -4.0 * gate * closed * advantages, None)
+    return Term(-4.0 / tau * gate * advantages, lambda: Slope(None, -4.0 * gate * closed * advantages))
 
 
-def _clipped(x: _Inputs) -> Policy:
+def _clipped(x: _Inputs) -> Term:
     """PPO's clipped objective, with INTELLECT-2's delta or verl's dual clip."""
     c, advantages, config = x.ratio.value, x.batch.advantages, x.config
     low, high = 1.0 - config.epsilon, 1.0 + config.epsilon_upper
@@ -202,14 +221,18 @@ def _clipped(x: _Inputs) -> Policy:
     if config.dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
         cap_bad = config.dual_clip
-    live = c >= low if cap_bad is None else (c >= low) & (c <= cap_bad)
-    live = torch.where(advantages > 0, c <= cap_good, live)
-    return Policy(loss, torch.where(live, -advantages, 0.0), None)
+
+    def slope() -> Slope:
+        live = c >= low if cap_bad is None else (c >= low) & (c <= cap_bad)
+        live = torch.where(advantages > 0, c <= cap_good, live)
+        return Slope(None, torch.where(live, -advantages, 0.0))
+
+    return Term(loss, slope)
 
 
-def _weighted_logp(weight: Tensor, logp: Tensor) -> Policy:
+def _weighted_logp(weight: Tensor, logp: Tensor) -> Term:
     """-stopgrad(weight) * logp"""
-    return Policy(-weight * logp, None, -weight)
+    return Term(-weight * logp, lambda: Slope(-weight, None))
 
 
 def _vespo_phi(log_ratio: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
@@ -230,23 +253,28 @@ def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Ten
     return torch.full_like(condition, no, dtype=dtype).masked_fill_(condition, yes)
 
 
-def _gmpo(x: _Inputs) -> Policy:
+def _gmpo(x: _Inputs) -> Term:
     """Geometric mean of ratios clipped on one side. A token's share is the loss of its sequence over its length."""
     log_ratio, high_entropy, batch, config = x.ratio.log_ratio, x.high_entropy, x.batch, x.config
     good = batch.advantages > 0
     clipped = torch.where(good, log_ratio.clamp(max=config.epsilon_upper), log_ratio.clamp(min=-config.epsilon))
-    live = torch.where(good, log_ratio <= config.epsilon_upper, log_ratio >= -config.epsilon)
     counted = batch.mask if high_entropy is None else batch.mask & high_entropy
     count = batch.sequence_sum(counted.to(log_ratio.dtype)).clamp(min=1.0)
     mean = batch.sequence_sum(torch.where(counted, clipped, 0.0)) / count
     value = batch.of_sequence(mean.clamp(max=MAX_LOG_RATIO).exp())
-    live = live & counted & (batch.of_sequence(mean) <= MAX_LOG_RATIO)
-    # batch.weight is 1 / (n_b * B), as for KL: n_b equal shares sum to the sequence's loss; `share` scales its gradient
-    share = batch.of_sequence(batch.lengths.clamp(min=1.0) / count)
-    return Policy(-value * batch.advantages, None, torch.where(live, -share * value * batch.advantages, 0.0))
+
+    def slope() -> Slope:
+        live = torch.where(good, log_ratio <= config.epsilon_upper, log_ratio >= -config.epsilon)
+        live = live & counted & (batch.of_sequence(mean) <= MAX_LOG_RATIO)
+        # batch.weight is 1 / (n_b * B), as for KL: n_b equal shares sum to the sequence's loss, and `share` scales the
+        # gradient of each
+        share = batch.of_sequence(batch.lengths.clamp(min=1.0) / count)
+        return Slope(torch.where(live, -share * value * batch.advantages, 0.0), None)
+
+    return Term(-value * batch.advantages, slope)
 
 
-_POLICY: dict[Rule, Callable[[_Inputs], Policy]] = {
+_POLICY: dict[Rule, Callable[[_Inputs], Term]] = {
     "clip": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo,
 }  # fmt: skip
 """The policy term of each rule."""
@@ -272,29 +300,36 @@ def _policy_factor(
     return factor
 
 
-def _kl(
-    logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """KL estimate, and its derivatives in the token's log-prob and in the ratio ([R] each, None where 0)."""
-    if batch.ref is None:  # the exact KL does not depend on these two: its gradient is the engine's
-        return batch.kl, None, None
+def _kl(logp: Tensor, ratio: Ratio, batch: TokenBatch, config: GRPOLossConfig) -> Term | None:
+    """The KL estimate; None without reference log-probs."""
+    if batch.ref is None:  # the exact KL does not depend on the log-prob and the ratio: its gradient is the engine's
+        return None if batch.kl is None else Term(batch.kl, lambda: Slope(None, None))
     q = torch.where(batch.mask, batch.ref - logp, 0.0)
     if config.kl_estimator == "k3":
         bounded = q.clamp(max=MAX_LOG_RATIO)
         # beyond 20 exp continues as its tangent: with the clamp alone the gradient would change its sign
-        slope = bounded.expm1()
-        tangent = torch.where(q > bounded, slope * (q - bounded), 0.0)
-        kl, dkl, both = tangent + slope - bounded, -slope, tangent - bounded
+        steepness = bounded.expm1()
+        tangent = torch.where(q > bounded, steepness * (q - bounded), 0.0)
+        kl = tangent + steepness - bounded
+        dkl, both = lambda: -steepness, lambda: tangent - bounded  # kl + dkl, without cancellation
     elif config.kl_estimator == "k1":
-        kl, dkl, both = -q, torch.ones_like(q), 1.0 - q
+        kl = -q
+        dkl, both = lambda: torch.ones_like(q), lambda: 1.0 - q
     else:
-        kl, dkl, both = 0.5 * q * q, -q, 0.5 * q * q - q
+        kl = 0.5 * q * q
+        dkl, both = lambda: -q, lambda: kl - q
     if not (config.use_bias_correction_kl and config.kind.corrects_kl):
-        return kl, dkl, None
+        return Term(kl, lambda: Slope(dkl(), None))
+    corrected = ratio.value * kl
     if config.importance_sampling_level == "sequence":
-        return ratio.value * kl, ratio.value * dkl, kl
-    # d(c kl) = c (kl + dkl), whose exponentials cancel: simplified by hand, since next to e^20 fp32 has no digits of q
-    return ratio.value * kl, torch.where(ratio.chain == 0, ratio.value * dkl, ratio.chain * both), None
+        return Term(corrected, lambda: Slope(ratio.value * dkl(), kl))
+
+    def slope() -> Slope:
+        # d(c kl) = c (kl + dkl), whose exponentials cancel: simplified by hand, as next to e^20 fp32 has no digits of q
+        chain = ratio.chain()
+        return Slope(torch.where(chain == 0, ratio.value * dkl(), chain * both()), None)
+
+    return Term(corrected, slope)
 
 
 def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Tensor | None:
@@ -318,9 +353,9 @@ def _high_entropy_mask(entropy: Tensor | None, batch: TokenBatch, config: GRPOLo
 
 def _entropy_bonus(
     entropy: Tensor | None, high_entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig
-) -> tuple[Tensor | float, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     if config.entropy_coef == 0.0:
-        return 0.0, None
+        return None, None
     assert entropy is not None
     counted = batch.mask if high_entropy is None else high_entropy
     count = batch.total if high_entropy is None else high_entropy.sum()

@@ -53,10 +53,12 @@ def compute_metrics(
         return metrics
     # all in one reduction: a call of few tokens takes as long as its kernels take to launch
     sums = _sums([*columns.values(), *own], batch)
-    means = (sums.sum(0) / batch.total.clamp(min=1.0)).to(batch.total.dtype)
+    mean = sums.sum(0) / batch.total  # NaN without a token
+    means = torch.where(batch.total == 0, 0.0, mean).to(batch.total.dtype)
     metrics |= dict(zip(columns, means.unbind(), strict=False))
     if own:
-        found = _own_metrics(sums[:, len(columns) :], means[len(columns) :], batch, config)
+        first = len(columns)
+        found = _own_metrics(sums[:, first:], mean[first:], means[first:], batch, config)
         metrics |= dict(zip(config.kind.metrics, found, strict=True))
     return metrics
 
@@ -89,8 +91,13 @@ _VALUES: dict[Rule, Callable[[Objective, TokenBatch, GRPOLossConfig], list[Tenso
 """What the metrics of `LossType.metrics` are means of ([R] each): those clipped below and above, or one value."""
 
 
-def _own_metrics(sums: Tensor, means: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor, ...]:
-    """The metrics of `LossType.metrics`, from the sums of `_VALUES` over sequences ([B, 1 or 2]) and their means."""
+def _own_metrics(
+    sums: Tensor, mean: Tensor, means: Tensor, batch: TokenBatch, config: GRPOLossConfig
+) -> tuple[Tensor, ...]:
+    """The metrics of `LossType.metrics`, from `_VALUES`: sums over sequences ([B, 1 or 2]), means over tokens.
+
+    Without a token, `mean` (fp64) is NaN and `means` 0.
+    """
     lengths, dtype = batch.lengths.unsqueeze(1), means.dtype
     by_sequence, is_empty = sums / lengths, lengths == 0
     per_sequence = config.importance_sampling_level == "sequence" or config.kind.one_value_a_sequence
@@ -102,13 +109,11 @@ def _own_metrics(sums: Tensor, means: Tensor, batch: TokenBatch, config: GRPOLos
         return means.unbind()
     low, high = means.unbind()
     if batch.num_sequences == 0:
-        extremes = means.new_full((2,), math.nan)
+        lowest = highest = means.new_full((2,), math.nan)
     else:
-        lowest = by_sequence[:, 0].masked_fill(is_empty[:, 0], math.inf).amin()
-        highest = by_sequence[:, 1].masked_fill(is_empty[:, 0], -math.inf).amax()
-        extremes = torch.stack([lowest, highest]).to(dtype)
-        extremes = extremes.masked_fill(extremes.isinf(), math.nan)
-    return low, high, low + high, *extremes.unbind()
+        # in place of an empty sequence the mean over all tokens: it is between the extremes
+        lowest, highest = torch.where(is_empty, mean, by_sequence).to(dtype).aminmax(dim=0)
+    return low, high, low + high, lowest[0], highest[1]
 
 
 def _sums(columns: Iterable[Tensor], batch: TokenBatch) -> Tensor:

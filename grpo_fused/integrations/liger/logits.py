@@ -164,4 +164,5 @@ class _PerTokenLoss(torch.autograd.Function):
         (logps,) = ctx.saved_tensors
         weight = torch.where(ctx.batch.mask, upstream.to(logps.dtype).reshape(-1), 0.0)
         weighted = replace(ctx.batch, weight=weight)
-        return objective.evaluate(logps.reshape(-1), None, weighted, ctx.config).dlogp.view_as(logps), None, None
+        found = objective.evaluate(logps.reshape(-1), None, weighted, ctx.config).derivatives()
+        return found.dlogp.view_as(logps), None, None
