@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint trl axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
+.PHONY: help demo test test-full lint quantized trl axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -186,14 +186,18 @@ megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our cal
 	  echo "MEGATRON=$(MEGATRON) is no checkout of https://github.com/NVIDIA/Megatron-LM at core_v0.18.0"; exit 1; }
 	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q tests/with_megatron
 
+quantized: $(VENV)/.dev $(VENV)/.native build/torchao-0.18.0/.ready  ## heads that torchao has quantised, beside its own layers (a minute)
+	PYTHONPATH=$(abspath build/torchao-0.18.0) $(BIN)/python -m pytest -q tests/integrations/test_quantized.py
+
 # TRITON=3.6.0 takes that version in place of the environment's.
 TRITON ?=
 emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (some minutes)
 	TRITON_INTERPRET=0 $(if $(TRITON),PYTHONPATH=$(abspath build/triton-$(TRITON))) $(PYTEST) --full tests/with_ptx
 
-build/triton-%/.ready: $(VENV)/.torch
+build/triton-%/.ready build/torchao-%/.ready: $(VENV)/.torch
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	  $(firstword $(subst -, ,$(notdir $(@D))))==$*
 	@touch $@
 
 clean:  ## remove the files that make created

@@ -22,6 +22,7 @@ from grpo_fused.api.head import HeadOptions
 from grpo_fused.api.module import FusedLinearGRPOLoss
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.outputs import (
     AdvantageOutput,
     DivergenceOutput,
@@ -47,11 +48,13 @@ __all__ = [
     "FusedLinearGRPOLoss",
     "GRPOLossConfig",
     "GRPOLossOutput",
+    "HeadAdapter",
     "HeadOptions",
     "ImportanceSamplingOutput",
     "LogprobOutput",
     "ObjectiveOutput",
     "ParallelGroups",
+    "QuantizedWeight",
     "capture_head_input",
     "check_head",
     "check_objective",

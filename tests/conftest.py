@@ -142,5 +142,5 @@ def auto_takes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     reason = engines.unavailable(request.param, torch.device("cpu"), torch.float32)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(engines, "fastest", lambda device, dtype: request.param)
+    monkeypatch.setattr(engines, "fastest", lambda device, dtype, width: request.param)
     return request.param

@@ -129,18 +129,19 @@ def _addmm(_c: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
 
 
 def _head_products(hidden: Tensor, weight: Tensor, *_: Any) -> int:
-    return _mm(hidden, weight.T)
+    return 2 * hidden.numel() * len(weight)
 
 
 def _head_scores(inputs: cpu_library.HeadInputs, *_: Any) -> int:
-    return _mm(inputs.hidden, inputs.weight.T)
+    return 2 * inputs.hidden.numel() * len(inputs.weight)
 
 
 def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
     offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[6], rest[9]
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
-    once = 2 * inputs.weight.numel()
-    return once * (rows.shape[0] * (int(dweight.numel() > 0) + int(need_hidden)) + made_again)
+    vocab_size, width = len(inputs.weight), inputs.hidden.shape[1]
+    for_weight = dweight.shape[1] if dweight.numel() > 0 else 0
+    return 2 * vocab_size * (rows.shape[0] * (for_weight + width * int(need_hidden)) + width * made_again)
 
 
 _FLOP = {

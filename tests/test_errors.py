@@ -140,7 +140,7 @@ TYPE_ERRORS = {
                       lambda: loss(lm_head_weight=torch.zeros(V, H, dtype=torch.uint8))),
     "weight-quantised": ("quantised or packed one", lambda: loss(lm_head_weight=_quantised_weight())),
     "weight-module": ("got a module Linear: pass .* or the .weight .* of a plain head", lambda: loss(lm_head_weight=torch.nn.Linear(H, V))),
-    "weight-adapter": ("an adapter on the head must be merged or folded in first",
+    "weight-adapter": ("with lm_head_adapter for a low-rank change of it",
                        lambda: loss(lm_head_weight=_Adapter(H, V))),
     "advantages-list": ("advantages must be a torch.Tensor; got list", lambda: loss(advantages=[1.0, 2.0])),
     "advantages-int": ("advantages must be fp16, bf16, fp32 or fp64; got torch.int64",

@@ -25,21 +25,33 @@ Plan plan_of(int64_t vocab, int64_t hidden, Dtype compute) {
   return Plan::of(vocab, hidden, compute);
 }
 
-Head checked_matrices(const Tensor& hidden, const Tensor& weight) {
+WeightRows weight_rows(const Tensor& x, const char* name, Dtype dtype) {
+  check(x.size(1) <= 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous; got a stride of ", x.stride(1));
+  return {x.data, dtype, x.size(1), x.stride(0)};
+}
+
+// `base`: see HeadInputs.
+Head checked_matrices(const Tensor& hidden, const Tensor& weight, const Tensor* base) {
   check_matrix(hidden, "hidden", "[N, H]");
   check_matrix(weight, "weight", "[V, H]");
   const int64_t N = hidden.size(0), H = hidden.size(1), V = weight.size(0);
   const Dtype compute = dtype_of(hidden, "hidden");
   Head head{plan_of(V, H, compute), {}};
-  check_shape(weight, "weight", {V, H});
+  HeadInputs& inputs = head.inputs;
+  if (base != nullptr) {
+    check_matrix(*base, "base", "[V, H]");
+    check_shape(*base, "base", {V, H - weight.size(1)});
+    check(base->size(1) % 32 == 0, "base must have a multiple of 32 columns; got ", base->size(1));
+    inputs.base = weight_rows(*base, "base", base->scalar == Scalar::int8  ? Dtype::int8
+                                             : base->scalar == Scalar::fp8 ? Dtype::fp8
+                                                                           : dtype_of(*base, "base"));
+  }
+  check_shape(weight, "weight", {V, H - inputs.base.columns});
   check(hidden.is_contiguous(), "hidden must be contiguous");
-  check(H == 1 || weight.stride(1) == 1, "rows of weight must be contiguous; got a stride of ", weight.stride(1));
-  head.inputs.hidden = hidden.data;
-  head.inputs.weight = weight.data;
-  head.inputs.weight_dtype = dtype_of(weight, "weight");
-  head.inputs.compute = compute;
-  head.inputs.weight_stride = weight.stride(0);
-  head.inputs.tokens = N;
+  inputs.hidden = hidden.data;
+  inputs.weight = weight_rows(weight, "weight", dtype_of(weight, "weight"));
+  inputs.compute = compute;
+  inputs.tokens = N;
   return head;
 }
 
@@ -58,13 +70,14 @@ void add_sets(HeadInputs& inputs, const Tensor& ids, const Tensor& ranges, int64
   }
 }
 
-// `kept`: dW's storage, [V, H] of any dtype, or empty; `spill`: bytes.
-Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* bias, const Tensor& targets,
+// `kept`: dW's storage, shaped like the weight, of any dtype, or empty; `spill`: bytes.
+Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* base, const Tensor* row_scale,
+                  const Tensor* bias, const Tensor& targets,
                   const Tensor& temperature, double scale, double softcap, const Tensor* set_ids,
                   const Tensor* set_ranges, const Tensor& kept, const Tensor& spill) {
-  Head head = checked_matrices(hidden, weight);
+  Head head = checked_matrices(hidden, weight, base);
   HeadInputs& inputs = head.inputs;
-  const int64_t N = inputs.tokens, H = head.plan.hidden, V = head.plan.vocab;
+  const int64_t N = inputs.tokens, columns = inputs.weight.columns, V = head.plan.vocab;
   check_tensor(targets, "targets", Scalar::int64, {N});
   check_tensor(temperature, "temperature", Scalar::fp32, {N});
   check((set_ids == nullptr) == (set_ranges == nullptr), "set_ids and set_ranges go together");
@@ -80,17 +93,17 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* bias
   const int64_t panels = ceil_div(N, kLanes);
   Store in_gradient{nullptr, 0, 0};
   if (kept.numel() != 0) {
-    check_shape(kept, "dweight", {V, H});
+    check_shape(kept, "dweight", {V, columns});
     check(kept.is_contiguous(), "dweight must be contiguous");
     dtype_of(kept, "dweight");
-    in_gradient = Store::of(data<char>(kept), H * kept.element_size(),
-                            head.plan, panels);
+    in_gradient = Store::of(data<char>(kept), columns * kept.element_size(), head.plan, panels);
   }
   check_tensor(spill, "spill", Scalar::bytes, {spill.numel()});
   check(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ",
                   spill.numel());
   const Store spilled = Store::of(data<char>(spill), spill.numel() / V, head.plan,
                                   panels - in_gradient.panels);
+  inputs.row_scale = floats(row_scale, "row_scale", V);
   inputs.bias = floats(bias, "bias", V);
   inputs.targets = ids;
   inputs.temperature = data<float>(temperature);
@@ -181,7 +194,7 @@ API void grpo_use_isa(const char* name) { use_instruction_set(name); }
 API void grpo_use_threads(int64_t count) { use_threads(count); }
 
 // How a head is worked on, for a compute dtype that is bf16 or not. out: vocabulary rows of a block; blocks; tokens of a
-// panel; panels whose exponentials fit dW's rows of `row_bytes` and `spill_bytes`; bytes of a panel's exponentials.
+// panel; panels whose exponentials fit dW's rows of `row_bytes` and `spill_bytes`.
 API const char* grpo_head_layout(int64_t vocab, int64_t hidden, int64_t bf16, int64_t tokens, int64_t row_bytes,
                                  int64_t spill_bytes, int64_t* out) {
   return guarded([&] {
@@ -189,8 +202,7 @@ API const char* grpo_head_layout(int64_t vocab, int64_t hidden, int64_t bf16, in
     const int64_t panels = ceil_div(tokens, kLanes);
     const int64_t in_gradient = Store::of(nullptr, row_bytes, plan, panels).panels;
     const int64_t spilled = Store::of(nullptr, spill_bytes / vocab, plan, panels - in_gradient).panels;
-    const int64_t values[] = {plan.block_rows, plan.blocks, kLanes, in_gradient + spilled,
-                              kLanes * vocab * plan.kept_size()};
+    const int64_t values[] = {plan.block_rows, plan.blocks, kLanes, in_gradient + spilled};
     std::copy(std::begin(values), std::end(values), out);
   });
 }
@@ -206,29 +218,32 @@ API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t bf16, i
   });
 }
 
-API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, const Tensor* out) {
+API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, const Tensor* base, const Tensor* out) {
   return guarded([&] {
-    const Head head = checked_matrices(*hidden, *weight);
+    const Head head = checked_matrices(*hidden, *weight, base);
     const LogitRows rows = logit_rows(*out, "out");
     check_shape(*out, "out", {head.inputs.tokens, head.plan.vocab});
     if (head.inputs.tokens > 0) multiply_head(head.plan, head.inputs, rows.data, rows.stride);
   });
 }
 
-API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, const Tensor* bias, const Tensor* targets,
+API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, const Tensor* base,
+                                 const Tensor* row_scale, const Tensor* bias, const Tensor* targets,
                                  const Tensor* temperature, double scale, double softcap, const Tensor* set_ids,
                                  const Tensor* set_ranges, int64_t with_entropy, const Tensor* kept,
                                  const Tensor* spill, const Tensor* statistics, const Tensor* offsets) {
   return guarded([&] {
     const Head head =
-        checked_head(*hidden, *weight, bias, *targets, *temperature, scale, softcap, set_ids, set_ranges, *kept, *spill);
+        checked_head(*hidden, *weight, base, row_scale, bias, *targets, *temperature, scale, softcap, set_ids, set_ranges,
+                     *kept, *spill);
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     if (head.inputs.tokens > 0) score_head(head.plan, head.inputs, out, data<float>(*offsets));
   });
 }
 
-API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, const Tensor* bias, const Tensor* targets,
+API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, const Tensor* base,
+                                   const Tensor* row_scale, const Tensor* bias, const Tensor* targets,
                                    const Tensor* temperature, double scale, double softcap, const Tensor* set_ids,
                                    const Tensor* set_ranges, const Tensor* statistics, const Tensor* offsets,
                                    const Tensor* rows, const Tensor* dlogp, const Tensor* dentropy,
@@ -236,8 +251,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
                                    const Tensor* dweight, const Tensor* spill, int64_t superblock,
                                    const Tensor* dhidden, const Tensor* dbias) {
   return guarded([&] {
-    const Head head = checked_head(*hidden, *weight, bias, *targets, *temperature, scale, softcap, set_ids, set_ranges,
-                                   *dweight, *spill);
+    const Head head = checked_head(*hidden, *weight, base, row_scale, bias, *targets, *temperature, scale, softcap,
+                                   set_ids, set_ranges, *dweight, *spill);
     const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab, count = rows->numel();
     const Statistics known = rows_of(*statistics, "statistics", N, true);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});

@@ -11,7 +11,7 @@
 
 namespace grpo {
 
-enum class Scalar : int64_t { other = -1, fp32, bf16, fp16, int64, bytes };
+enum class Scalar : int64_t { other = -1, fp32, bf16, fp16, int64, bytes, int8, fp8 };
 
 // A tensor on the CPU. The sizes and strides (in elements) of more than two dimensions are left out.
 struct Tensor {
@@ -23,7 +23,14 @@ struct Tensor {
   int64_t size(int64_t d) const { return sizes[d]; }
   int64_t stride(int64_t d) const { return strides[d]; }
   int64_t numel() const { return dim == 0 ? 1 : dim == 1 ? sizes[0] : sizes[0] * sizes[1]; }
-  int64_t element_size() const { return scalar == Scalar::int64 ? 8 : scalar == Scalar::fp32 ? 4 : scalar == Scalar::bytes ? 1 : 2; }
+  int64_t element_size() const {
+    switch (scalar) {
+      case Scalar::int64: return 8;
+      case Scalar::fp32: return 4;
+      case Scalar::bytes: case Scalar::int8: case Scalar::fp8: return 1;
+      default: return 2;
+    }
+  }
   bool is_contiguous() const {
     int64_t next = 1;
     for (int64_t d = dim - 1; d >= 0; next *= sizes[d--]) {

@@ -40,7 +40,7 @@ struct Sizes {
     sizes.padded = round_up(g.count, kLanes);
     sizes.chunk = std::min(plan.token_chunk, sizes.padded);
     sizes.pair = per_word(plan.kind);
-    sizes.column_panels = ceil_div(plan.hidden, kLanes);
+    sizes.column_panels = ceil_div(inputs.weight.columns, kLanes);
     sizes.superblock = std::clamp<int64_t>(g.superblock, 1, plan.blocks);
     sizes.slots = slots_of(sizes.superblock);
     sizes.workers = worker_count(plan.blocks);
@@ -78,9 +78,9 @@ class Lanes {
 
   int64_t target(int64_t i) const { return targets_.get()[i]; }
 
-  GradientLanes at(int64_t lane, const float* offset, const int32_t* target) const {
+  GradientLanes at(int64_t lane, const float* offset, const int32_t* target, const float* row_scale) const {
     return {offset,   of(0) + lane, of(1) + lane, of(2) + lane, of(3) + lane, entropy_ ? of(4) + lane : nullptr,
-            of(5) + lane, of(6) + lane, target, softcap_};
+            of(5) + lane, of(6) + lane, target, softcap_, row_scale};
   }
 
  private:
@@ -141,7 +141,7 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
                                 const Sizes& sizes) {
   const int64_t padded = g.dweight == nullptr ? 0 : sizes.padded, width = sizes.column_panels * kLanes;
   const int64_t chunks = ceil_div(padded, sizes.chunk), workers = worker_count(chunks), words = width / sizes.pair;
-  const int64_t row_bytes = plan.hidden * item_bytes(inputs.compute);
+  const int64_t item = item_bytes(inputs.compute);
   Buffer<uint32_t> columns(padded / sizes.pair * width);
   const WorkerBuffers<uint32_t> packed(workers, sizes.chunk * words);
   parallel_tasks(chunks, workers, [&](int64_t task, int64_t worker) {
@@ -153,8 +153,9 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
         std::fill(to, to + words, 0u);
         continue;
       }
-      const char* row = static_cast<const char*>(inputs.hidden) + g.rows[first + i] * row_bytes;
-      plan.kernels->pack_rows(row, inputs.compute, plan.hidden, 1, plan.hidden, inputs.compute, plan.kind, to, words);
+      const int64_t at = g.rows[first + i] * plan.hidden + inputs.base.columns;
+      plan.kernels->pack_rows(static_cast<const char*>(inputs.hidden) + at * item, inputs.compute, plan.hidden, 1,
+                              inputs.weight.columns, inputs.compute, plan.kind, to, words, words);
     }
     uint32_t* out = columns.get() + first / sizes.pair * width;
     for (int64_t p = 0; p < sizes.column_panels; p++, out += count / sizes.pair * kLanes) {
@@ -314,7 +315,8 @@ void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_
   const int64_t pair = call.sizes.pair, size = 4 / pair;
   for (int64_t k = range.begin; k < range.end; k++) {
     const int64_t row = entries.ids[k] - first_row, lane = entries.tokens[k] - first_token;
-    const float value = entries.values[k];
+    const float* const scale = call.inputs.row_scale;
+    const float sum = entries.values[k], value = scale == nullptr ? sum : sum * scale[first_row + row];
     const uint16_t narrow = bf16_of(value);
     const void* const word = pair == 2 ? static_cast<const void*>(&narrow) : &value;
     if (across != nullptr) {
@@ -323,7 +325,7 @@ void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_
     if (along != nullptr) {
       std::memcpy(reinterpret_cast<char*>(along + row / pair * kLanes + lane) + row % pair * size, word, size);
     }
-    if (row_sums != nullptr) row_sums[row] += value;
+    if (row_sums != nullptr) row_sums[row] += sum;
   }
 }
 
@@ -334,14 +336,15 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   const GradientInputs& g = call.gradient;
   const int64_t rows = plan.rows_of(block), item = item_bytes(g.dweight_dtype), depth = length / sizes.pair;
   const uint32_t* columns = call.columns.get() + begin / sizes.pair * sizes.column_panels * kLanes;
-  char* out = static_cast<char*>(g.dweight) + block * plan.block_rows * plan.hidden * item;
+  const int64_t width = call.inputs.weight.columns;
+  char* out = static_cast<char*>(g.dweight) + block * plan.block_rows * width * item;
   for (int64_t p = 0; p < sizes.column_panels; p++) {
     float* sum = call.scratch.sums.of(worker) + p % sizes.waiting_panels() * plan.block_rows * kLanes;
     plan.multiply(rows, depth, call.scratch.across.of(worker), sizes.across_stride, columns + p * depth * kLanes, sum,
                   kLanes, begin > 0, ahead.part(p, sizes.column_panels));
     if (begin + length == sizes.padded) {
-      plan.kernels->store_gradient(sum, rows, std::min(kLanes, plan.hidden - p * kLanes), g.dweight_dtype,
-                                   out + p * kLanes * item, plan.hidden);
+      plan.kernels->store_gradient(sum, rows, std::min(kLanes, width - p * kLanes), g.dweight_dtype,
+                                   out + p * kLanes * item, width);
     }
   }
 }
@@ -361,6 +364,7 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
     weight = weight_block(plan, call.inputs, block, scratch.weight.of(worker));
   }
   if (need_hidden) transpose_weight(call, weight, rows, scratch.transposed.of(superblock % sizes.slots) + column);
+  const float* const row_scale = call.inputs.row_scale == nullptr ? nullptr : call.inputs.row_scale + first;
   float* row_sums = g.dbias == nullptr ? nullptr : g.dbias + first;
   if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);
   const EntryRange entries = entries_of_block(call, block);
@@ -383,8 +387,8 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
       const EntryRange here = entries_of_panel(call, entries, begin + lane);
       clear_exponentials(call, here, begin + lane, first, tile);
       plan.kernels->gradient_tile(tile.values, plan.kept, tile.stride, rows, plan.kind,
-                                  call.lanes.at(begin + lane, tile.offsets, targets), dz, sizes.across_stride, dz_along,
-                                  row_sums);
+                                  call.lanes.at(begin + lane, tile.offsets, targets, row_scale), dz,
+                                  sizes.across_stride, dz_along, row_sums);
       put_entries(call, here, begin + lane, first, dz, dz_along, row_sums);
     }
     if (!need_weight) continue;

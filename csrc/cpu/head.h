@@ -92,12 +92,22 @@ struct Store {
   }
 };
 
-// The inputs that both operations share. All rows are contiguous; those of the weight are `weight_stride` apart.
+// Rows of a weight; each is contiguous, and they are `stride` elements apart.
+struct WeightRows {
+  const void* data;
+  Dtype dtype;
+  int64_t columns, stride;
+
+  const void* row(int64_t index) const { return static_cast<const char*>(data) + index * stride * item_bytes(dtype); }
+};
+
+// The inputs that both operations share. A row of the head is that of `base`, then that of `weight`. `base` has no
+// gradient, perhaps no columns, and may be quantised.
 struct HeadInputs {
-  const void* hidden;  // [tokens, hidden] in the compute dtype
-  const void* weight;  // [vocab, hidden]
-  Dtype weight_dtype, compute;
-  int64_t weight_stride;
+  const void* hidden;  // [tokens, hidden] in the compute dtype, contiguous
+  WeightRows base, weight;
+  Dtype compute;
+  const float* row_scale;  // [vocab] or nullptr: products are multiplied by it
   const float* bias;       // [vocab] or nullptr
   const int64_t* targets;  // [tokens]
   const float* temperature;  // [tokens]
@@ -158,7 +168,7 @@ struct GradientInputs {
   Statistics statistics;
   const float* offsets;     // [blocks, kept panels * 64] as scoring wrote them
   int64_t superblock;       // blocks between two rounds of the dH product
-  void* dweight;            // [vocab, hidden] or nullptr
+  void* dweight;            // [vocab, columns of `weight`] or nullptr
   Dtype dweight_dtype;
   float* dhidden;           // [count, hidden] or nullptr
   float* dbias;             // [vocab] or nullptr

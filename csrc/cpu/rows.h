@@ -13,8 +13,9 @@ enum class Operand { fp32, bf16 };
 
 inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
 
-// z = softcap(scale * (product + bias)) / temperature
+// z = softcap(scale * (row_scale * product + bias)) / temperature
 struct Transform {
+  const float* row_scale;  // [rows] of the tile, or nullptr
   const float* bias;  // [rows] of the tile, or nullptr
   float scale;
   float softcap;                     // 0: none
@@ -41,6 +42,7 @@ struct GradientLanes {
   const float* target_value;    // dL/d(product) at the target
   const int32_t* target;        // row of the tile that is the target; out of range for most tokens
   float softcap;                // 0: none
+  const float* row_scale;       // [rows] of the tile, or nullptr: see Transform
 };
 
 // A row of logits: its maximum, the sum of exp(z - max) without the maximum's own 1, and that of exp(z - max) (z - max).
@@ -67,9 +69,10 @@ struct Kernels {
   // total = total and tile together, in this order.
   void (*merge_tile)(const TileStatistics& total, const TileStatistics& tile);
 
-  // dL/d(product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
-  // `across` (nullptr: not wanted): row-major over tokens, `across_stride` words a row: a of the dW product.
-  // `along` (nullptr: not wanted): [rows in words, 64]: b of the dH product.
+  // dL/d(row_scale * product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
+  // `across` (nullptr: not wanted): times row_scale, row-major over tokens, `across_stride` words a row: a of the dW
+  // product.
+  // `along` (nullptr: not wanted): times row_scale, [rows in words, 64]: b of the dH product.
   // `row_sums` (nullptr: not wanted): sums over the tokens are added, [rows].
   void (*gradient_tile)(const void* kept, Dtype kept_dtype, int64_t stride, int64_t rows, Operand kind,
                         const GradientLanes& lanes, uint32_t* across, int64_t across_stride, uint32_t* along,
@@ -79,9 +82,10 @@ struct Kernels {
   // beyond.
   void (*compress_tile)(const void* tile, int64_t rows, Dtype dtype, uint64_t mask, void* out, int64_t out_stride);
 
-  // Rows of any dtype, rounded to `compute` and written as words; zeros up to `words` a row. The depth may be odd.
+  // Rows of any dtype, rounded to `compute` and written as words; zeros up to `words` a row, which begin `stride` words
+  // apart. The depth may be odd.
   void (*pack_rows)(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
-                    Operand kind, uint32_t* out, int64_t words);
+                    Operand kind, uint32_t* out, int64_t words, int64_t stride);
 
   // out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
   void (*transpose_panel)(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);

@@ -34,7 +34,7 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
     uint32_t* packed = rows.of(worker);
     plan.kernels->pack_rows(static_cast<const char*>(inputs.hidden) + token * row_bytes, inputs.compute, plan.hidden,
-                            count, plan.hidden, inputs.compute, plan.kind, packed, plan.words);
+                            count, plan.hidden, inputs.compute, plan.kind, packed, plan.words, plan.words);
     std::fill(packed + count * plan.words, packed + kLanes * plan.words, 0u);
     plan.kernels->transpose_panel(packed, plan.words, plan.words, words_.get() + task * size_);
   });
@@ -42,22 +42,17 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
 
 namespace {
 
-const char* rows_of_block(const Plan& plan, const HeadInputs& inputs, int64_t block) {
-  const int64_t row_bytes = inputs.weight_stride * item_bytes(inputs.weight_dtype);
-  return static_cast<const char*>(inputs.weight) + block * plan.block_rows * row_bytes;
-}
-
 // A block of the weight that has the layout of an operand; else words of nullptr.
 WeightBlock weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) {
-  const int64_t item = item_bytes(inputs.weight_dtype), pairs = per_word(plan.kind);
-  const int64_t stride = inputs.weight_stride / pairs;
-  const char* source = rows_of_block(plan, inputs, block);
-  const bool same_words = inputs.weight_dtype == inputs.compute && item * pairs == 4;
-  const bool whole_lines = plan.hidden % (16 * pairs) == 0 && inputs.weight_stride % (16 * pairs) == 0 &&
+  const WeightRows& weight = inputs.weight;
+  const int64_t item = item_bytes(weight.dtype), pairs = per_word(plan.kind), stride = weight.stride / pairs;
+  const void* source = weight.row(block * plan.block_rows);
+  const bool same_words = weight.columns == plan.hidden && weight.dtype == inputs.compute && item * pairs == 4;
+  const bool whole_lines = plan.hidden % (16 * pairs) == 0 && weight.stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
   // the transposition takes 32 rows at a time
   const bool fits = same_words && whole_lines && !shares_cache_sets(stride) && plan.rows_of(block) % 32 == 0;
-  return {fits ? reinterpret_cast<const uint32_t*>(source) : nullptr, stride};
+  return {fits ? static_cast<const uint32_t*>(source) : nullptr, stride};
 }
 
 }  // namespace
@@ -72,8 +67,13 @@ WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t blo
   const WeightBlock found = weight_in_place(plan, inputs, block);
   if (found.words != nullptr) return found;
   const int64_t rows = plan.rows_of(block);
-  plan.kernels->pack_rows(rows_of_block(plan, inputs, block), inputs.weight_dtype, inputs.weight_stride, rows, plan.hidden, inputs.compute,
-                          plan.kind, buffer, plan.stride);
+  int64_t word = 0;
+  for (const WeightRows& part : {inputs.base, inputs.weight}) {
+    if (part.columns == 0) continue;
+    plan.kernels->pack_rows(part.row(block * plan.block_rows), part.dtype, part.stride, rows, part.columns,
+                            inputs.compute, plan.kind, buffer + word, plan.stride - word, plan.stride);
+    word += part.columns / per_word(plan.kind);
+  }
   std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);
   return {buffer, plan.stride};
 }
@@ -117,8 +117,10 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBloc
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
   plan.multiply(rows, plan.words, weight.words, weight.stride, token_panel, z, kLanes, false, ahead);
-  const Transform transform{inputs.bias == nullptr ? nullptr : inputs.bias + block * plan.block_rows, inputs.scale,
-                            inputs.softcap, inverse_temperature,
+  const int64_t first = block * plan.block_rows;
+  const Transform transform{inputs.row_scale == nullptr ? nullptr : inputs.row_scale + first,
+                            inputs.bias == nullptr ? nullptr : inputs.bias + first, inputs.scale, inputs.softcap,
+                            inverse_temperature,
                             limits_of_tile(plan, inputs, block, panel, z + plan.block_rows * kLanes)};
   plan.kernels->score_tile(z, rows, transform, out, plan.kept, kept);
 }

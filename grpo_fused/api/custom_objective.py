@@ -19,6 +19,7 @@ from grpo_fused.api.pipeline import evaluation_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import Alternatives, CustomCall, tensors_of
 from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.options import check_choice
 from grpo_fused.call.outputs import ObjectiveOutput
@@ -46,7 +47,7 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
 @eager  # an operator takes no function
 def fused_linear_objective(
     hidden_states: Tensor,
-    lm_head_weight: Tensor,
+    lm_head_weight: Tensor | QuantizedWeight,
     token_ids: Tensor,
     objective: Objective,
     mask: Tensor | None = None,
@@ -122,7 +123,7 @@ def fused_linear_objective(
         else:
             check.check_ids(token_ids, cu_seqlens, "token_ids")
         layout = Layout.of(token_ids, cu_seqlens)
-        lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
+        hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_objective_inputs(token_inputs, layout)
         check.check_alternatives(alternatives, alternative_inputs, token_ids, token_inputs)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:

@@ -14,6 +14,7 @@ from grpo_fused.api.autograd import LinearLoss
 from grpo_fused.api.head import HeadOptions, LogitOptions, beside, check_names, head_of, needs_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import DivergenceCall, tensors_of
+from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.call.outputs import DivergenceOutput
@@ -26,7 +27,7 @@ DivergenceImpl = Literal["auto", "chunked", "reference"]
 
 def fused_linear_divergence(
     hidden_states: Tensor,
-    lm_head_weight: Tensor,
+    lm_head_weight: Tensor | QuantizedWeight,
     other_hidden_states: Tensor | None = None,
     other_lm_head_weight: Tensor | None = None,
     mask: Tensor | None = None,
@@ -114,7 +115,9 @@ def fused_linear_divergence(
         tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
         layout = Layout.of(tokens)
         options = cast(HeadOptions, {**head, "impl": "chunked" if impl == "auto" else impl})
-        lm_head, _, run = head_of(hidden_states, lm_head_weight, tokens, mask, layout, options, names=("mask", "mask"))
+        hidden_states, lm_head, _, run = head_of(
+            hidden_states, lm_head_weight, tokens, mask, layout, options, names=("mask", "mask")
+        )
         check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
         other = None
         is_there = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]

@@ -15,6 +15,7 @@ from grpo_fused.call import validation as check
 from grpo_fused.call.calls import Alternatives, LogprobsCall, LossCall, LossInputs, tensors_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.objective.metrics import loss_metric_names
@@ -25,7 +26,7 @@ _DEFAULT_CONFIG = GRPOLossConfig()
 
 def fused_linear_grpo_loss(
     hidden_states: Tensor,
-    lm_head_weight: Tensor,
+    lm_head_weight: Tensor | QuantizedWeight,
     completion_ids: Tensor,
     advantages: Tensor,
     completion_mask: Tensor | None = None,
@@ -107,7 +108,7 @@ def fused_linear_grpo_loss(
     with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
         check.check_ids(completion_ids, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
-        lm_head, candidates, run = head_of(
+        hidden_states, lm_head, candidates, run = head_of(
             hidden_states, lm_head_weight, completion_ids, completion_mask, layout, head,
             names=("completion_ids", "completion_mask"),
         )  # fmt: skip
@@ -158,7 +159,7 @@ def fused_linear_grpo_loss(
 
 def fused_linear_logprobs(
     hidden_states: Tensor,
-    lm_head_weight: Tensor,
+    lm_head_weight: Tensor | QuantizedWeight,
     token_ids: Tensor,
     mask: Tensor | None = None,
     *,
@@ -203,7 +204,7 @@ def fused_linear_logprobs(
     with nullcontext() if process_group is None else refusing_together(process_group):
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)
-        lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
+        hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_alternatives(alternatives, None, token_ids, ())
         others = Alternatives.of(alternatives)
         call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others)

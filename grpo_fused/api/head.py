@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fused import engines
+from grpo_fused.api.composed import composed
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import Candidates, LMHead, Needs, Run
 from grpo_fused.call.candidates import CandidateSets, may_need_whole_head
+from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_integer
 from grpo_fused.engines import Impl
@@ -24,6 +27,7 @@ class LogitOptions(TypedDict, total=False):
     """Keyword arguments of `fused_linear_divergence`: see `HeadOptions`, which has all of them."""
 
     lm_head_bias: Tensor | None
+    lm_head_adapter: HeadAdapter | Sequence[HeadAdapter] | None
     temperature: float | Tensor
     logit_scale: float
     softcap: float | None
@@ -39,6 +43,8 @@ class HeadOptions(LogitOptions, total=False):
 
     Args:
         lm_head_bias: `[V]`; default None.
+        lm_head_adapter: `HeadAdapter`, or several: the weight is W + scale * B A with W frozen. Gradients go to A and
+            B, without a tensor of the size of W. On `native`, `chunked`, `cuda` and `reference`.
         temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token; default 1.
         logit_scale: factor on the logits, before the cap; default 1.
         softcap: c in `c * tanh(logits / c)`, > 0; default None.
@@ -76,14 +82,14 @@ def check_names(function: str, options: Mapping[str, object], *refused: str) -> 
 
 def head_of(
     hidden_states: Tensor,
-    lm_head_weight: Tensor,
+    lm_head_weight: Tensor | QuantizedWeight,
     token_ids: Tensor,
     mask: Tensor | None,
     layout: Layout,
     options: HeadOptions,
     names: tuple[str, str] = ("token_ids", "mask"),
-) -> tuple[LMHead, Candidates, Run]:
-    """The head of a call, its candidate sets and how it runs, checked, with the engine that `impl` chooses.
+) -> tuple[Tensor, LMHead, Candidates, Run]:
+    """What a call multiplies, its candidate sets and how it runs, checked, with the engine that `impl` chooses.
 
     Args:
         layout: that of the token ids, which are checked already.
@@ -92,24 +98,36 @@ def head_of(
     group, bias = options.get("process_group"), options.get("lm_head_bias")
     temperature, logit_scale = options.get("temperature", 1.0), options.get("logit_scale", 1.0)
     softcap, max_scratch_bytes = options.get("softcap"), options.get("max_scratch_bytes")
-    lm_head_weight = whole(lm_head_weight, group)
+    if not isinstance(lm_head_weight, QuantizedWeight):
+        lm_head_weight = whole(lm_head_weight, group)
     bias = None if bias is None else whole(bias, group)
+    given = options.get("lm_head_adapter") or ()
+    adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
     check.check_head(hidden_states, lm_head_weight, bias, token_ids, names[0])
+    has_slices = ParallelGroups.of(group).vocab is not None
+    check.check_adapters(adapters, hidden_states, lm_head_weight, has_group=has_slices)
+    adapters = tuple(replace(x, a=whole(x.a, group), b=whole(x.b, group)) for x in adapters)
     check.check_mask(mask, token_ids, names[1])
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     if max_scratch_bytes is not None:
         check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
-    compute = compute_dtype(hidden_states, lm_head_weight)
-    engine = engines.choose(options.get("impl", "auto"), hidden_states.device, compute, lm_head_weight.shape[1])
+    is_plain = isinstance(lm_head_weight, Tensor) and not adapters
+    compute = compute_dtype(hidden_states, lm_head_weight if isinstance(lm_head_weight, Tensor) else hidden_states)
+    impl, width = options.get("impl", "auto"), hidden_states.shape[-1]
+    engine = engines.choose(impl, hidden_states.device, compute, width, plain=is_plain)
     if engine == "reference" and group is not None:
         raise ValueError("impl='reference' supports one process only; got a process_group")
     sets, candidates = options.get("candidates"), Candidates()
     if sets is not None:
-        most = engines.largest_sparse_set(engine, len(lm_head_weight))
+        most = engines.largest_sparse_set(engine, lm_head_weight.shape[0])
         any_whole = may_need_whole_head(sets, token_ids, mask, most) or group is not None
         candidates = Candidates(sets.ids, sets.offsets, any_whole)
+    weight = lm_head_weight if isinstance(lm_head_weight, Tensor) else lm_head_weight.values
+    head = LMHead(weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute)
+    head, hidden_states = composed(head, lm_head_weight, adapters, hidden_states, mask)
     return (
-        LMHead(lm_head_weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute),
+        hidden_states,
+        head,
         candidates,
         Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group)),
     )

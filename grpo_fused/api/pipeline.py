@@ -97,9 +97,7 @@ def run_loss(
         # the only chunk's coefficients are those of the call: then the objective is evaluated once
         once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
         objective = TokenObjective(local_batch, rows.gradient, config, scores if once else None)
-        statistics, gradients = engine.fused(
-            replace(work, chunks=chunks, coefficients=objective, whole_chunks=config.needs_sequence)
-        )
+        statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective))
         _place(statistics, rows.gradient, tokens, scores)
         _place_divergence(gradients, rows.gradient, divergence)
         result = objective.result
@@ -168,7 +166,7 @@ def run_objective(
         counts = torch.bincount(layout.sequence_ids(rows.device)[rows], minlength=layout.num_sequences)
         chunks = sequence_chunks(counts.tolist(), chunk_rows)
     if needs.any() and chunks is not None:
-        work = replace(work, chunks=chunks, coefficients=coefficients, whole_chunks=call.scope != "token")
+        work = replace(work, chunks=chunks, coefficients=coefficients)
         statistics, gradients = engine.fused(work)
         _place(statistics, rows, tokens, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})

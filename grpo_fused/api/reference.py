@@ -43,7 +43,12 @@ def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
     dtype = torch.promote_types(compute, torch.float32)
     by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
-        logits = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0) @ weight.to(compute).to(dtype).T
+        states = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0)
+        logits = states[..., head.base_width :] @ weight.to(compute).to(dtype).T
+        if head.base is not None:
+            logits = logits + states[..., : head.base_width] @ head.base.to(compute).to(dtype).T
+        if head.row_scale is not None:
+            logits = logits * head.row_scale
         if bias is not None:
             logits = logits + bias.to(compute if by_autocast else dtype).to(dtype)
         logits = logits * head.logit_scale

@@ -49,10 +49,13 @@ class LossInputs(NamedTuple):
 
 
 class LMHead(NamedTuple):
-    """An lm head: z = softcap * tanh(logit_scale * (h W^T + b) / softcap) / temperature."""
+    """An lm head: z = softcap * tanh(logit_scale * (h W^T + b) / softcap) / temperature.
+
+    W has the columns of `base`, then those of `weight`, its rows multiplied by `row_scale`.
+    """
 
     weight: Tensor
-    """[V, H]"""
+    """[V, H], or fewer columns with a base"""
     bias: Tensor | None = None
     """[V]"""
     logit_scale: float = 1.0
@@ -63,6 +66,20 @@ class LMHead(NamedTuple):
     """else as given: 0-d, one for each sequence, or one for each token"""
     compute_dtype: torch.dtype = torch.float32
     """hidden states and weight are rounded to it first: their promoted dtype, or autocast's"""
+    base: Tensor | None = None
+    """[V, B] columns without a gradient, in floating point, or int8 or fp8 (then they are exact in `compute_dtype`)"""
+    row_scale: Tensor | None = None
+    """[V] of the statistics dtype"""
+
+    @property
+    def base_width(self) -> int:
+        """B"""
+        return 0 if self.base is None else self.base.shape[1]
+
+    @property
+    def width(self) -> int:
+        """H"""
+        return self.base_width + self.weight.shape[1]
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +94,11 @@ class LMHead(NamedTuple):
     def operand(self, x: Tensor) -> Tensor:
         """Hidden states or rows of the weight in the dtype of the computation."""
         return x.to(self.compute_dtype)
+
+    def rows(self, where: slice | Tensor) -> Tensor:
+        """[K, H]: rows of base and weight in the dtype of the computation, without `row_scale`."""
+        own = self.operand(self.weight[where])
+        return own if self.base is None else torch.cat([self.operand(self.base[where]), own], dim=1)
 
 
 class Candidates(NamedTuple):

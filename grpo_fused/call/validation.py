@@ -7,7 +7,7 @@ reading them would synchronise, so they are checked only if `GRPO_FUSED_DEBUG=1`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.candidates import CandidateSets, check_alternative_values, check_sets, check_values
 from grpo_fused.call.config import GRPOLossConfig
+from grpo_fused.call.head_parts import BYTES, HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, active_tokens, values_are_checked
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_number
@@ -48,6 +49,7 @@ _FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
 _INTEGER = _Kind(
     "have an integer dtype", lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 )
+_BYTE = _Kind("be int8 or float8_e4m3fn", lambda dtype: dtype in BYTES)
 _OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
 _ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
 
@@ -86,10 +88,18 @@ def check_logits(logits: Tensor, token_ids: Tensor) -> None:
 
 
 def check_head(
-    hidden_states: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None, token_ids: Tensor, ids_name: str
+    hidden_states: Tensor,
+    lm_head_weight: Tensor | QuantizedWeight,
+    lm_head_bias: Tensor | None,
+    token_ids: Tensor,
+    ids_name: str,
 ) -> None:
     """Hidden states [*ids, H], weight [V, H], bias [V]."""
-    _check_head_weight(lm_head_weight)
+    if isinstance(lm_head_weight, QuantizedWeight):
+        _check_quantized(lm_head_weight)
+        lm_head_weight = lm_head_weight.values
+    else:
+        _check_head_weight(lm_head_weight)
     _check(hidden_states, "hidden_states", _FLOAT, (*token_ids.shape, "H"), beside=ids_name)
     _check_shape(lm_head_weight, "lm_head_weight", ("V", hidden_states.shape[-1]), beside="hidden_states")
     if 0 in lm_head_weight.shape:
@@ -98,20 +108,58 @@ def check_head(
         _check(lm_head_bias, "lm_head_bias", _FLOAT, tuple(lm_head_weight.shape[:1]))
 
 
+def _check_quantized(weight: QuantizedWeight) -> None:
+    """Values [V, H] of one byte, and a finite scale for each row; nothing that a gradient is wanted of."""
+    _check(weight.values, "lm_head_weight.values", _BYTE, ("V", "H"))
+    rows = weight.values.shape[0]
+    _check(weight.scale, "lm_head_weight.scale", _FLOAT, (rows,), (rows, 1), beside="lm_head_weight.values")
+    if weight.values.requires_grad or weight.scale.requires_grad:
+        raise ValueError("a quantised lm_head_weight must be frozen; got values or a scale that require a gradient")
+    if values_are_checked(weight.scale.device) and not (weight.scale.isfinite() & (weight.scale != 0)).all():
+        raise ValueError("lm_head_weight.scale must be finite and not 0 (1 does for a row of zeros); got 0, inf or NaN")
+
+
+def check_adapters(
+    adapters: Sequence[HeadAdapter], hidden_states: Tensor, weight: Tensor | QuantizedWeight, *, has_group: bool
+) -> None:
+    """A [r, H] and B [V, r] of each, beside a checked frozen weight [V, H]; dropout in [0, 1), none for slices of V."""
+    for adapter in adapters:
+        if not isinstance(adapter, HeadAdapter):
+            raise TypeError(f"lm_head_adapter must be HeadAdapter or a sequence of them; got {type(adapter).__name__}")
+        _check(adapter.a, "lm_head_adapter.a", _FLOAT, ("r", hidden_states.shape[-1]), beside="hidden_states")
+        rank = adapter.a.shape[0]
+        _check(adapter.b, "lm_head_adapter.b", _FLOAT, (weight.shape[0], rank), beside="lm_head_weight and a")
+        check_number(adapter.scale, "lm_head_adapter.scale")
+        check_number(adapter.dropout, "lm_head_adapter.dropout")
+        if not 0.0 <= adapter.dropout < 1.0:
+            raise ValueError(f"lm_head_adapter.dropout must be in [0, 1); got {adapter.dropout}")
+        if has_group and adapter.dropout > 0.0:
+            raise ValueError(
+                "ranks that hold slices of the vocabulary would drop different states; got "
+                f"lm_head_adapter.dropout={adapter.dropout} and a process_group: set it to 0"
+            )
+    if adapters and isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "lm_head_weight must be frozen beside lm_head_adapter, which trains a low-rank change of it; got one that "
+            "requires a gradient: detach() it, or fold the adapter in"
+        )
+
+
 def _check_head_weight(weight: Any) -> None:
     """A plain tensor, not a module, nor a packed or sharded tensor."""
     if isinstance(weight, torch.nn.Module):
         raise TypeError(
             f"lm_head_weight must be a tensor [V, H]; got a module {type(weight).__name__}: pass "
-            "**lm_head_inputs(model), or the .weight (and .bias) of a plain head; an adapter on the head must be "
-            "merged or folded in first"
+            "**lm_head_inputs(model), or the .weight (and .bias) of a plain head, with lm_head_adapter for a low-rank "
+            "change of it"
         )
     if isinstance(weight, Tensor) and (
         weight.is_quantized or hasattr(weight, "quant_state") or not weight.is_floating_point()
     ):
         raise TypeError(
             "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised or packed one "
-            f"({type(weight).__name__}, {weight.dtype}); dequantise it first"
+            f"({type(weight).__name__}, {weight.dtype}): pass QuantizedWeight(values, scale) for int8 or fp8 with one "
+            "scale a row, else dequantise it first"
         )
     _check(weight, "lm_head_weight", _FLOAT)
     if hasattr(weight, "ds_shape") and weight.numel() == 0:

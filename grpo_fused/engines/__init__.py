@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from grpo_fused.engines import choice, cuda_rows, libraries, native, triton
+from grpo_fused.engines import choice, cpu_library, cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.pairs import NativePairs, Pairs, TritonPairs
@@ -24,12 +24,13 @@ _ENGINES: dict[str, Engine] = {
 }
 
 
-def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int) -> str:
+def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, *, plain: bool = True) -> str:
     """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
     That is `native` on a CPU that it supports, else `chunked`; if `native` would run but was not built, one warning
     says so. On a GPU it is `chunked` or `triton`, by architecture and `width`, the H of the hidden states: see
-    `grpo_fused.engines.choice`. Name `triton` if scores must be bitwise independent of the batch.
+    `grpo_fused.engines.choice`. Name `triton` if scores must be bitwise independent of the batch. For a head that is
+    not `plain`, with an adapter or a quantised weight, it is `chunked` in place of an engine that takes none.
 
     Raises:
         ValueError: `impl` is not the name of an implementation.
@@ -42,8 +43,9 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int) -> 
         # a traced warning would break the graph of torch.compile
         if reason is not None and reason == libraries.missing() and not torch.compiler.is_compiling():
             _warn_once(reason)
-        return fastest(device, dtype, width)
-    reason = unavailable(impl, device, dtype)
+        name = fastest(device, dtype, width)
+        return name if plain or _takes_plain_weights_only(name, width) is None else "chunked"
+    reason = unavailable(impl, device, dtype) or (None if plain else _takes_plain_weights_only(impl, width))
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
     return impl
@@ -86,6 +88,16 @@ def largest_sparse_set(name: str, vocab_size: int) -> int:
     Only `native` has a mask for them there.
     """
     return vocab_size // 8 if name == "native" else vocab_size
+
+
+def _takes_plain_weights_only(name: str, width: int) -> str | None:
+    """Why an engine cannot run a head with an adapter or a quantised weight, on H = `width`, or None if it can."""
+    if name == "triton":
+        return "the triton engine takes no adapter and no quantised weight"
+    if name == "native" and width % cpu_library.BASE_COLUMNS != 0:
+        most = cpu_library.BASE_COLUMNS
+        return f"native takes an adapter or a quantised weight where H is a multiple of {most}; it is {width}"
+    return None
 
 
 def engine(name: str) -> Engine:

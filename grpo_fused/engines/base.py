@@ -206,8 +206,6 @@ class Work:
     needs: Needs = NO_GRADIENT
     known: Statistics | None = None
     """the scores of `rows` if they are known: an engine may use them, or compute them again"""
-    whole_chunks: bool = False
-    """whether a chunk's coefficients need the whole chunk: it must not be split"""
     divergence_weights: Tensor | None = None
     """[N] dL/dD of each position, 0 where masked: of an engine that computes divergences"""
     skip_zeros: bool = False

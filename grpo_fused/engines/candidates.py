@@ -20,6 +20,8 @@ from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 _BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
+_BLOCK_COPIED = 2**13
+"""The same where their rows of the head are copied, H numbers each."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class CandidateEngine:
         assert tokens.candidates is not None
         hidden, worked = gradients.hidden, gradients.tokens
         if needs.need_hidden and hidden is None:
-            shape = (tokens.ids.shape[0], head.weight.shape[1])
+            shape = (tokens.ids.shape[0], head.width)
             hidden = torch.zeros(shape, dtype=product_dtype(head), device=out.logp.device)
         dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
         for block in _blocks(work, sparse):
@@ -117,8 +119,9 @@ class CandidateEngine:
 
 def score_pairs(pairs: Pairs, head: LMHead, tokens: Tokens, sets: Sets, with_entropy: bool) -> Scores:
     """Products of the tokens of some sets with the weight's rows in them."""
-    hidden = head.operand(tokens.hidden_rows(sets.rows)).contiguous()
-    return pairs.scores(hidden, *_chosen_rows(head, sets.ids), sets, with_entropy)
+    matrix, index = _chosen_rows(head, sets.ids)
+    hidden = head.operand(tokens.hidden_rows(sets.rows)).to(matrix.dtype).contiguous()
+    return pairs.scores(hidden, matrix, index, sets, with_entropy)
 
 
 def _put(entries: Entries, sets: Sets, vocab_size: int, derivatives: Tensor) -> None:
@@ -159,8 +162,9 @@ def add_weight_gradient(
     factor = dproducts[live]
     if weight is not None:
         everywhere = torch.arange(tokens.ids.shape[0], device=ids.device)
-        hidden = head.operand(tokens.hidden_rows(everywhere)).contiguous()
-        pairs.add_sums(weight, unique, hidden, token, factor, offsets)
+        hidden = head.operand(tokens.hidden_rows(everywhere))[:, head.base_width :].contiguous()
+        scaled = factor if head.row_scale is None else factor * head.row_scale[ids]
+        pairs.add_sums(weight, unique, hidden, token, scaled, offsets)
     if bias is not None:
         bias.index_add_(0, unique, segments(factor, "sum", offsets).to(bias.dtype))
 
@@ -171,7 +175,8 @@ def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
     if len(rows) == 0:
         return []
     before = work.tokens.candidates.sizes[work.rows[rows]].cumsum(0)
-    counts = (before // _BLOCK_CANDIDATES).unique_consecutive(return_counts=True)[1]
+    size = _BLOCK_CANDIDATES if work.head.base is None else _BLOCK_COPIED
+    counts = (before // size).unique_consecutive(return_counts=True)[1]
     return list(rows.split(counts.tolist()))
 
 
@@ -194,9 +199,13 @@ def _of_whole_head(work: Work, others: Tensor) -> Work:
 
 
 def _chosen_rows(head: LMHead, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(matrix, rows of it): the weight itself, or a copy of the rows at `ids` in the dtype of the computation."""
+    """(matrix, rows of it): the weight itself, or a copy of the rows at `ids` in the dtype of the computation.
+
+    Rows with a scale are fp32 (fp64 in fp64).
+    """
     weight = head.weight
-    if weight.dtype == head.compute_dtype and (weight.stride(1) == 1 or weight.shape[1] == 1):
+    if head.base is None and weight.dtype == head.compute_dtype and (weight.stride(1) == 1 or weight.shape[1] == 1):
         return weight, ids
     unique, index = ids.unique(return_inverse=True)
-    return head.operand(weight[unique]).contiguous(), index
+    rows = head.rows(unique)
+    return (rows if head.row_scale is None else rows * head.row_scale[unique].unsqueeze(1)).contiguous(), index

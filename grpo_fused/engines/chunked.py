@@ -86,7 +86,7 @@ class _Plan(NamedTuple):
         device, budget = head.weight.device.type, budget // heads
         dtype = head.statistics_dtype
         temporaries, row_bytes = rows(head.weight.device, dtype).temporaries, dtype.itemsize * padded(head.vocab_size)
-        widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.weight.numel()) if device == "cpu" else 0
+        widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.vocab_size * head.width) if device == "cpu" else 0
         block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
         chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
         if chunk_rows > _ROW_MULTIPLE:

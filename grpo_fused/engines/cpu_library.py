@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
+_SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4, torch.int8: 5,
+            torch.float8_e4m3fn: 6}  # fmt: skip
 _FUNCTIONS = (
     "missing", "instruction_set", "head_layout", "scratch_plan", "head_products", "head_scores", "head_gradient",
     "logit_statistics", "logit_divergence", "set_scores", "set_derivatives", "add_segment_sums",
 )  # fmt: skip
 """those that return a text, or NULL"""
+
+BASE_COLUMNS = 32
+"""The columns of a base are a multiple of it."""
 
 _library: Any = None
 
@@ -58,15 +62,13 @@ class HeadLayout(NamedTuple):
     """tokens of a panel: exponentials are stored for whole panels"""
     kept_panels: int
     """panels whose exponentials fit the memory that was named"""
-    panel_bytes: int
-    """of the exponentials of a panel"""
 
 
 def head_layout(
-    weight_shape: torch.Size, compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
+    head_shape: tuple[int, int], compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
 ) -> HeadLayout:
-    """For a head [V, H] in a compute dtype; `kept` is dW's storage [V, H] or empty."""
-    values = _numbers("head_layout", 5, *_of_head(weight_shape, compute, tokens, kept), spill_bytes)
+    """For a head [V, H] in a compute dtype; `kept` is dW's storage or empty."""
+    values = _numbers("head_layout", 4, *_of_head(head_shape, compute, tokens, kept), spill_bytes)
     return HeadLayout(*values)
 
 
@@ -83,14 +85,16 @@ class ScratchPlan(NamedTuple):
     """tokens whose exponentials are kept; those of others are computed again"""
 
 
-def scratch_plan(weight_shape: torch.Size, compute: torch.dtype, tokens: int, kept: Tensor, budget: int) -> ScratchPlan:
+def scratch_plan(
+    head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor, budget: int
+) -> ScratchPlan:
     """For scores and gradient of so many tokens, with torch's number of threads."""
-    return ScratchPlan(*_numbers("scratch_plan", 4, *_of_head(weight_shape, compute, tokens, kept), budget))
+    return ScratchPlan(*_numbers("scratch_plan", 4, *_of_head(head_shape, compute, tokens, kept), budget))
 
 
-def head_products(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [N, V] fp32 = hidden [N, H] @ weight [V, H]^T."""
-    _call("head_products", hidden, weight, out)
+def head_products(hidden: Tensor, weight: Tensor, base: Tensor | None, out: Tensor) -> None:
+    """out [N, V] fp32 = hidden [N, H] @ [base, weight]^T."""
+    _call("head_products", hidden, weight, base, out)
 
 
 class HeadInputs(NamedTuple):
@@ -99,7 +103,11 @@ class HeadInputs(NamedTuple):
     hidden: Tensor
     """[N, H] in the compute dtype"""
     weight: Tensor
-    """[V, H]"""
+    """[V, H], or fewer columns with a base"""
+    base: Tensor | None
+    """[V, B]: the first columns of the head, perhaps in int8 or fp8"""
+    row_scale: Tensor | None
+    """[V] fp32: what products are multiplied by"""
     bias: Tensor | None
     """[V] fp32"""
     targets: Tensor
@@ -118,7 +126,7 @@ class HeadInputs(NamedTuple):
 def head_scores(inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Tensor) -> tuple[Tensor, Tensor]:
     """One product: statistics [4, N], and the offsets of the exponentials that go to `kept` and `spill`."""
     hidden = inputs.hidden
-    layout = head_layout(inputs.weight.shape, hidden.dtype, len(hidden), kept, spill.numel())
+    layout = head_layout((len(inputs.weight), hidden.shape[-1]), hidden.dtype, len(hidden), kept, spill.numel())
     statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
     offsets = statistics.new_empty((layout.blocks, layout.kept_panels * layout.panel_tokens))
     _call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets)
@@ -227,6 +235,6 @@ def _numbers(name: str, count: int, *arguments: int) -> list[int]:
     return list(out)
 
 
-def _of_head(weight_shape: torch.Size, compute: torch.dtype, tokens: int, kept: Tensor | None) -> tuple[int, ...]:
+def _of_head(head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor | None) -> tuple[int, ...]:
     row_bytes = 0 if kept is None or kept.numel() == 0 else kept.shape[1] * kept.element_size()
-    return (*weight_shape, compute == torch.bfloat16, tokens, row_bytes)
+    return (*head_shape, compute == torch.bfloat16, tokens, row_bytes)

@@ -45,7 +45,7 @@ class GradientSums:
         self.dtype = weight_dtype
         self.rows = 0
         hidden, weight = tokens.hidden_states, head.weight
-        shape = (tokens.ids.shape[0], weight.shape[1])
+        shape = (tokens.ids.shape[0], head.width)
         self.hidden = torch.zeros(shape, dtype=product_dtype(head), device=hidden.device) if needs.need_hidden else None
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and a function that returns their dH summed over the ranks"""
@@ -62,12 +62,17 @@ class GradientSums:
         Args:
             rows: [K] int64, positions.
             hidden: [K, H], their states as the head product takes them.
-            dlogits: [K, V]
+            dlogits: [K, V]; multiplied by the head's `row_scale` here.
             scale: what dlogits are multiplied by, a power of two, or None.
             factor: [K] fp32, what they are still to be multiplied by, or None (see `takes_factors`).
         """
         self.rows += rows.shape[0]
         self._finish_sum()  # of the previous chunk: only one chunk's dH is held at a time
+        if self.bias is not None:
+            dbias = dlogits.sum(dim=0, dtype=self.bias.dtype) if factor is None else _weighted_sum(dlogits, factor)
+            self.bias += dbias if scale is None else dbias / scale
+        if self.head.row_scale is not None:
+            dlogits *= self.head.row_scale
         if self.hidden is not None:
             dhidden = hidden_gradient(self.head, dlogits)
             if scale is not None:
@@ -85,9 +90,6 @@ class GradientSums:
             if self.weight is None:
                 self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
             accumulate_weight_gradient(self.head, self.weight, dlogits, hidden, first=first, scale=scale)
-        if self.bias is not None:
-            dbias = dlogits.sum(dim=0, dtype=self.bias.dtype) if factor is None else _weighted_sum(dlogits, factor)
-            self.bias += dbias if scale is None else dbias / scale
 
     def _finish_sum(self) -> None:
         if self.pending is not None and self.hidden is not None:

@@ -7,8 +7,6 @@ the first coefficient is needed, and rows without a coefficient cost no gradient
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -70,7 +68,7 @@ class NativeEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        shape = (tokens.ids.shape[0], head.weight.shape[1])
+        shape = (tokens.ids.shape[0], head.width)
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
         dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
         dhidden = head.weight.new_zeros(shape, dtype=product_dtype(head)) if needs.need_hidden else None
@@ -78,9 +76,7 @@ class NativeEngine:
         kept = head.weight.new_empty(0) if dweight is None else dweight
         budget = _budget(work.max_scratch_bytes, kept)
         worked, scores = 0, []
-        # ranks with other slices would split at other rows
-        cut = work if tokens.vocab is not None else replace(work, chunks=_parts(work, budget))
-        for part, rows in cut.parts():
+        for part, rows in work.parts():
             plan = _plan(head, part.stop - part.start, kept, budget)
             inputs, spill = _inputs(work, rows), head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8)
             table, offsets = cpu_library.head_scores(inputs, work.with_entropy, kept, spill)
@@ -117,11 +113,11 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
     head, tokens = work.head, work.tokens
     transform = tokens.transform(head, rows)
     temperatures, temperature, scale, _ = transform.numbers
-    # rows of the weight may have gaps between them, elements of a row not
-    adjacent = head.weight.stride(1) == 1 or head.weight.shape[1] == 1
     return cpu_library.HeadInputs(
         head.operand(_hidden(tokens, rows)).to(_product_dtype(head)).contiguous(),
-        head.weight if adjacent else head.weight.contiguous(),
+        _with_adjacent_columns(head.weight),
+        None if head.base is None else _with_adjacent_columns(head.base),
+        None if head.row_scale is None else head.row_scale.contiguous(),
         None if transform.bias is None else transform.bias.contiguous(),
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
         torch.full(rows.shape, temperature, device=rows.device) if temperatures is None else temperatures,
@@ -129,6 +125,11 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         0.0 if head.softcap is None else float(head.softcap),
         *_sets(tokens, head, rows),
     )
+
+
+def _with_adjacent_columns(x: Tensor) -> Tensor:
+    """Rows of a weight may have gaps between them, elements of a row not."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def _hidden(tokens: Tokens, rows: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def _hidden(tokens: Tokens, rows: Tensor) -> Tensor:
 
 
 def _plan(head: LMHead, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
-    return cpu_library.scratch_plan(head.weight.shape, _product_dtype(head), count, kept, budget)
+    return cpu_library.scratch_plan((head.vocab_size, head.width), _product_dtype(head), count, kept, budget)
 
 
 def _sets(tokens: Tokens, head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -168,31 +169,17 @@ def _budget(max_scratch_bytes: int | None, kept: Tensor) -> int:
     return default if max_scratch_bytes is None else max_scratch_bytes
 
 
-def _parts(work: Work, budget: int) -> tuple[slice, ...]:
-    """The chunks; if there is no dW to hold exponentials, split to fit scratch, if the coefficients allow it."""
-    head = work.head
-    if work.needs.need_weight or work.whole_chunks:
-        return work.chunks
-    layout = cpu_library.head_layout(head.weight.shape, _product_dtype(head))
-    rows = max(budget // 2 // layout.panel_bytes, 1) * layout.panel_tokens
-    return tuple(
-        slice(start, min(start + rows, chunk.stop))
-        for chunk in work.chunks
-        for start in range(chunk.start, chunk.stop, rows)
-    )
-
-
 def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
     """[K] int64: rows with a gradient; all rows if leaving some out would not save a panel."""
     has = coefficients.any_of_row()
     rows = has.nonzero().squeeze(1)
-    tokens = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).panel_tokens
+    tokens = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).panel_tokens
     return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
 
 
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:
     """In the order of the library: by the block of the vocabulary that holds them, then by row."""
-    block_rows = cpu_library.head_layout(head.weight.shape, _product_dtype(head)).block_rows
+    block_rows = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).block_rows
     order = (entries.ids // block_rows).to(torch.int32).sort(stable=True).indices
     return Entries(entries.rows[order], entries.ids[order], entries.values[order].to(torch.float32))
 

@@ -137,7 +137,7 @@ def rounded_bias(hidden_states: Tensor, head: LMHead) -> LMHead:
 
 def rounded_weight(head: LMHead) -> LMHead:
     """The head with its weight in the compute dtype where products take it whole; made once for a call."""
-    return head._replace(weight=head.operand(head.weight)) if has_fp32_output(head) else head
+    return head._replace(weight=head.operand(head.weight)) if has_fp32_output(head) and head.base is None else head
 
 
 def transform(head: LMHead, temperature: Tensor | float = 1.0) -> Transform:
@@ -149,7 +149,7 @@ def transform(head: LMHead, temperature: Tensor | float = 1.0) -> Transform:
 def gradient_dtype(head: LMHead) -> torch.dtype:
     """Operand dtype of the two gradient products."""
     weight, compute = head.weight, head.compute_dtype
-    converts = weight.dtype != compute  # block by block: their products must not be rounded
+    converts = head.base is not None or weight.dtype != compute  # block by block: their products must not be rounded
     if not has_fp32_output(head) and (converts or not has_products_in(compute, weight.device)):
         return head.statistics_dtype
     return compute
@@ -163,28 +163,32 @@ def product_dtype(head: LMHead) -> torch.dtype:
 def has_native_logits(head: LMHead) -> bool:
     """Whether the C++ library multiplies them: narrow operands, without widened copies."""
     narrow, weight = head.compute_dtype in (torch.bfloat16, torch.float16), head.weight
-    adjacent = weight.stride(1) == 1 or weight.shape[1] == 1
-    return narrow and adjacent and weight.device.type == "cpu" and libraries.cpu_available() is None
+    adjacent = all(x is None or x.stride(1) == 1 or x.shape[1] <= 1 for x in (head.base, weight))
+    fits = adjacent and head.base_width % cpu_library.BASE_COLUMNS == 0
+    return narrow and fits and weight.device.type == "cpu" and libraries.cpu_available() is None
 
 
 def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
-    """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ weight^T; row work adds the bias."""
-    if has_fp32_output(head):
-        torch.mm(hidden, head.operand(head.weight).T, out_dtype=torch.float32, out=out)
-    elif has_native_logits(head):
-        cpu_library.head_products(hidden.contiguous(), head.weight, out)
+    """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ W^T; row work adds the bias."""
+    if has_native_logits(head):
+        cpu_library.head_products(hidden.contiguous(), head.weight, head.base, out)
+    elif has_fp32_output(head):
+        for block in _blocks(head, head.compute_dtype):
+            torch.mm(hidden, _block(head, block, head.compute_dtype).T, out_dtype=torch.float32, out=out[:, block])
     else:
         wide = hidden.to(head.statistics_dtype)
         for block in _blocks(head, head.statistics_dtype):
             torch.mm(wide, _block(head, block, head.statistics_dtype).T, out=out[:, block])
+    if head.row_scale is not None:
+        out *= head.row_scale
 
 
 def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
-    """[C, H] = dlogits [C, V] (gradient dtype) @ weight."""
+    """[C, H] = dlogits [C, V] (gradient dtype) @ [base, weight]."""
     blocks = list(_blocks(head, gradient_dtype(head)))
     if len(blocks) == 1:
         return _product(head, dlogits, _block(head, blocks[0], gradient_dtype(head)))
-    total = dlogits.new_zeros((dlogits.shape[0], head.weight.shape[1]), dtype=head.statistics_dtype)
+    total = dlogits.new_zeros((dlogits.shape[0], head.width), dtype=head.statistics_dtype)
     for block in blocks:
         total += _product(head, dlogits[:, block], _block(head, block, gradient_dtype(head)))
     return total
@@ -193,11 +197,11 @@ def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
 def accumulate_weight_gradient(
     head: LMHead, out: Tensor, dlogits: Tensor, hidden: Tensor, *, first: bool, scale: Tensor | None = None
 ) -> None:
-    """out [V, H] = or += dlogits^T [V, C] @ hidden [C, H] / scale.
+    """out (shaped like the weight) = or += dlogits^T [V, C] @ the last columns of hidden [C, H] / scale.
 
     The first chunk is written, not added; if others follow, `out` must be of the statistics dtype.
     """
-    hidden = hidden.to(gradient_dtype(head))
+    hidden = hidden[:, head.base_width :].to(gradient_dtype(head))
     if scale is None and dlogits.dtype == out.dtype:
         torch.addmm(out, dlogits.T, hidden, beta=0 if first else 1, out=out)
     elif scale is None and has_fp32_output(head) and out.dtype == torch.float32:
@@ -223,7 +227,7 @@ def _product(head: LMHead, a: Tensor, b: Tensor) -> Tensor:
 
 def _blocks(head: LMHead, dtype: torch.dtype) -> Iterator[slice]:
     """Slices of the vocabulary: one if the weight is used without conversion to `dtype`, else blocks to convert."""
-    if has_fp32_output(head) or head.weight.dtype == dtype == head.compute_dtype:
+    if head.base is None and (has_fp32_output(head) or head.weight.dtype == dtype == head.compute_dtype):
         yield slice(0, head.vocab_size)
         return
     for start in range(0, head.vocab_size, _block_rows(head)):
@@ -232,10 +236,8 @@ def _blocks(head: LMHead, dtype: torch.dtype) -> Iterator[slice]:
 
 def _block_rows(head: LMHead) -> int:
     size = VOCAB_BLOCK_BYTES_CUDA if head.weight.is_cuda else VOCAB_BLOCK_BYTES
-    return max(size // (4 * max(head.weight.shape[1], 1)), 256)
+    return max(size // (4 * max(head.width, 1)), 256)
 
 
 def _block(head: LMHead, block: slice, dtype: torch.dtype) -> Tensor:
-    if has_fp32_output(head):
-        return head.operand(head.weight)[block].to(dtype)
-    return head.operand(head.weight[block]).to(dtype)
+    return head.rows(block).to(dtype)

@@ -13,17 +13,19 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fused.api import fused_linear_logprobs
+from grpo_fused.call.head_parts import BYTES, HeadAdapter, QuantizedWeight
 from grpo_fused.engines.accuracy import logp_bound
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts, only_one
-from grpo_fused.heads.modules import adapter_state, head_tensors, output_head, unwrap
+from grpo_fused.heads.modules import HeadParts, adapter_state, head_parts, output_head, unwrap
 from grpo_fused.heads.patches import Patches
 
 NUM_TOKENS = 8
@@ -36,8 +38,9 @@ _verified: weakref.WeakKeyDictionary[nn.Module, dict[object, HeadForm]] = weakre
 class LMHeadInputs(TypedDict):
     """The keyword arguments of the fused functions that describe a head."""
 
-    lm_head_weight: Tensor
+    lm_head_weight: Tensor | QuantizedWeight
     lm_head_bias: Tensor | None
+    lm_head_adapter: tuple[HeadAdapter, ...]
     logit_scale: float
     softcap: float | None
 
@@ -47,9 +50,9 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
         fused_linear_logprobs(head_hidden_states(model, ids)[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model))
 
-    gives the model's own log-probs, computed in fp32. Call it for each pass: the weight of a head with an unmerged LoRA
-    adapter is a new tensor, W + s B A, whose graph lives for one backward. After the first call the check is a look-up,
-    repeated when the head's shape or dtype, its config fields, or its active adapters change.
+    gives the model's own log-probs, computed in fp32. Call it for each pass: adapters may have been switched. After the
+    first call the check is a look-up, repeated when the head's shape or dtype, its config fields, or its active
+    adapters change.
 
     Args:
         model: A Hugging Face causal LM, or any module with `get_output_embeddings()` (or `lm_head`), perhaps a
@@ -60,20 +63,21 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
     Returns:
         `lm_head_weight` `[V, H]` and `lm_head_bias` `[V]` or None: the model's own parameters (a view of the first rows
-        where the model drops the others' logits), or new fp32 tensors with adapters folded in; differentiable.
-        `logit_scale`, a float, and `softcap`, a float or None.
+        where the model drops the others' logits); int8 or fp8 with one scale a row is a `QuantizedWeight`.
+        `lm_head_adapter`: the unmerged LoRA adapters that are active, with their own parameters. `logit_scale`, a
+        float, and `softcap`, a float or None.
 
     Raises:
-        TypeError: No single head; a weight that is quantised, packed or sharded.
+        TypeError: No single head; a weight that is quantised in another form, packed or sharded.
         ValueError: A head that the linear form does not express (the message has the model's values); an adapter
-            that cannot be folded in; an encoder-decoder.
+            that is not W + s B A; an encoder-decoder.
         RuntimeError: The model does not call its head, or calls it more than once.
     """
     inner = unwrap(model)
     head = output_head(inner)
-    weight, bias = head_tensors(head)
-    form = _confirmed(inner, head, weight, bias) if check else candidate_forms(inner, weight.shape[0])[0]
-    return _inputs(form, weight, bias)
+    parts = head_parts(head)
+    form = _confirmed(inner, head, parts) if check else candidate_forms(inner, parts.weight.shape[0])[0]
+    return _inputs(form, parts)
 
 
 def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, cached: bool = True) -> HeadForm:
@@ -102,20 +106,21 @@ def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, 
     """
     inner = unwrap(model)
     head = output_head(inner)
-    return _confirmed(inner, head, *head_tensors(head), inputs=inputs, cached=cached)
+    return _confirmed(inner, head, head_parts(head), inputs=inputs, cached=cached)
 
 
 @torch.no_grad()
 def _confirmed(
     inner: nn.Module,
     head: nn.Module,
-    weight: Tensor,
-    bias: Tensor | None,
+    parts: HeadParts,
     inputs: Mapping[str, object] | None = None,
     cached: bool = True,
 ) -> HeadForm:
+    weight = _values(parts)
+    parts = parts._replace(adapters=tuple(replace(adapter, dropout=0.0) for adapter in parts.adapters))
     forms = candidate_forms(inner, weight.shape[0])
-    has_bias = None if bias is None else bias.dtype
+    has_bias = None if parts.bias is None else parts.bias.dtype
     key = (tuple(forms), weight.shape, weight.dtype, weight.device, has_bias, adapter_state(head))
     known = _verified.setdefault(inner, {})
     if cached and key in known:
@@ -124,11 +129,11 @@ def _confirmed(
     problems = []
     with undisturbed(inner):
         for form in forms:
-            rows, logits = _run_own_head(inner, head, weight, form, inputs)
-            if problem := _disagreement(rows, logits, weight, bias, form):
+            rows, logits = _run_own_head(inner, head, parts, form, inputs)
+            if problem := _disagreement(rows, logits, parts, form):
                 problems.append(problem)
                 continue
-            _check_fused(rows, logits, weight, bias, form)
+            _check_fused(rows, logits, parts, form)
             known[key] = form
             return form
     raise ValueError(
@@ -138,17 +143,29 @@ def _confirmed(
     )
 
 
-def _inputs(form: HeadForm, weight: Tensor, bias: Tensor | None) -> LMHeadInputs:
+def _inputs(form: HeadForm, parts: HeadParts) -> LMHeadInputs:
+    weight, bias, adapters = parts
     if form.vocab_size < weight.shape[0]:
-        weight, bias = weight[: form.vocab_size], None if bias is None else bias[: form.vocab_size]
-    return LMHeadInputs(lm_head_weight=weight, lm_head_bias=bias, logit_scale=form.logit_scale, softcap=form.softcap)
+        kept = slice(0, form.vocab_size)
+        weight, bias = weight[kept], None if bias is None else bias[kept]
+        adapters = tuple(replace(adapter, b=adapter.b[kept]) for adapter in adapters)
+    return LMHeadInputs(
+        lm_head_weight=weight, lm_head_bias=bias, lm_head_adapter=adapters, logit_scale=form.logit_scale,
+        softcap=form.softcap,
+    )  # fmt: skip
+
+
+def _values(parts: HeadParts) -> Tensor:
+    """The numbers of the weight, quantised or not."""
+    return parts.weight.values if isinstance(parts.weight, QuantizedWeight) else parts.weight
 
 
 def _run_own_head(
-    model: nn.Module, head: nn.Module, weight: Tensor, form: HeadForm, inputs: Mapping[str, object]
+    model: nn.Module, head: nn.Module, parts: HeadParts, form: HeadForm, inputs: Mapping[str, object]
 ) -> tuple[Tensor, Tensor]:
     """[T, H] in fp32, the head's input, and [T, V], the model's logits for it."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    weight = _values(parts)
+    wide = torch.promote_types(weight.dtype, torch.float32) if weight.dtype not in BYTES else torch.float32
     name = next((name for name, module in model.named_modules() if module is head), None)
     if name is None:
         raise RuntimeError(f"the output head of {type(model).__name__} must be one of its modules; it is not")
@@ -162,7 +179,7 @@ def _run_own_head(
             got = len(args) + len(kwargs)
             raise RuntimeError(f"the model must call its head with the hidden states alone; got {got} arguments")
         with torch.autocast(weight.device.type, enabled=False):
-            rows.append(_rows(args[0].to(wide), weight, form))
+            rows.append(_rows(args[0].to(wide), parts, form))
             output: Tensor = own_forward(rows[-1].view(args[0].shape))
         return output
 
@@ -180,7 +197,7 @@ def _run_own_head(
     return only_one(rows), logits.reshape(-1, logits.shape[-1])
 
 
-def _rows(states: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
+def _rows(states: Tensor, parts: HeadParts, form: HeadForm) -> Tensor:
     """[T, H]: the model's own states and random ones in turn, scaled to logits of all sizes in the check."""
     states = states.reshape(-1, states.shape[-1])
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +205,7 @@ def _rows(states: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
     usable = states.isfinite().all(-1) & (states != 0).any(-1)
     usable[1::2] = False
     rows = torch.where(usable.unsqueeze(-1), states, rows)
-    largest = _products(rows, weight, None).abs().amax(-1) * abs(form.logit_scale)
+    largest = _products(rows, parts._replace(bias=None)).abs().amax(-1) * abs(form.logit_scale)
     cap = 16.0 if form.softcap is None else form.softcap
     # the first row stays as large as the model made it
     peaks = itertools.cycle([float(largest[0]), *PEAKS, 0.5 * cap, 2.0 * cap])
@@ -196,11 +213,15 @@ def _rows(states: Tensor, weight: Tensor, form: HeadForm) -> Tensor:
     return rows * gains.where(largest > 0, 1.0).unsqueeze(-1)
 
 
-def _products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _products(rows: Tensor, parts: HeadParts) -> Tensor:
     """[T, V] = rows W^T + b in the precision of the rows; the weight is converted block by block."""
     block = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
-    products = torch.cat([rows @ w.to(rows.dtype).T for w in weight.split(block)], dim=-1)
-    return products if bias is None else products + bias
+    products = torch.cat([rows @ w.to(rows.dtype).T for w in _values(parts).split(block)], dim=-1)
+    if isinstance(parts.weight, QuantizedWeight):
+        products = products * parts.weight.scale.to(rows.dtype).reshape(-1)
+    for adapter in parts.adapters:
+        products = products + adapter.scale * (rows @ adapter.a.to(rows.dtype).T) @ adapter.b.to(rows.dtype).T
+    return products if parts.bias is None else products + parts.bias
 
 
 def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
@@ -248,12 +269,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _disagreement(rows: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm) -> str | None:
+def _disagreement(rows: Tensor, logits: Tensor, parts: HeadParts, form: HeadForm) -> str | None:
     """None if the model's logits are those of the form, else how they differ."""
-    head = _inputs(form, weight, bias)
+    head = _inputs(form, parts)
     if logits.shape != (len(rows), form.vocab_size):
         return f"logits of shape {tuple(logits.shape)}, expected {(len(rows), form.vocab_size)}"
-    products = _products(rows, head["lm_head_weight"], head["lm_head_bias"]).double()
+    kept = HeadParts(head["lm_head_weight"], head["lm_head_bias"], head["lm_head_adapter"])
+    products = _products(rows, kept).double()
     expected = products * form.logit_scale
     if form.softcap is not None:
         expected = form.softcap * (expected / form.softcap).tanh()
@@ -275,13 +297,13 @@ def _allowed(logits: Tensor) -> Tensor:
     return logits.new_tensor([logp_bound(largest) for largest in logits.abs().amax(-1).tolist()])
 
 
-def _check_fused(rows: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm) -> None:
+def _check_fused(rows: Tensor, logits: Tensor, parts: HeadParts, form: HeadForm) -> None:
     """The fused function itself, for the likeliest, the least likely and random tokens of each row."""
     log_probs = logits.double().log_softmax(-1)
     generator = torch.Generator().manual_seed(0)
     anything = torch.randint(form.vocab_size, (2, len(rows)), generator=generator).to(rows.device)
     ids = torch.stack([log_probs.argmax(-1), log_probs.argmin(-1), *anything])
-    fused = fused_linear_logprobs(rows.expand(len(ids), -1, -1), token_ids=ids, **_inputs(form, weight, bias)).logps
+    fused = fused_linear_logprobs(rows.expand(len(ids), -1, -1), token_ids=ids, **_inputs(form, parts)).logps
     error = (fused.double() - log_probs.gather(-1, ids.T).T).abs().amax(0)
     if not (error <= _allowed(logits.double())).all():
         raise ValueError(

@@ -1,13 +1,14 @@
-"""The head of a model: which module it is, and the weight and bias that it multiplies by, adapters included."""
+"""The head of a model: which module it is, and what it multiplies by: weight, bias and adapters."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.validation import FLOATS
+from grpo_fused.heads.quantized import quantized_weight
 
 _OWN = ("weight", "bias", "parametrizations")
 """Parameters whose values reach the logits through `head.weight` and `head.bias`."""
@@ -41,18 +42,25 @@ def output_head(model: nn.Module) -> nn.Module:
     return head
 
 
-def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The head's current weight [V, H] and bias [V] (or None).
+class HeadParts(NamedTuple):
+    """What a head multiplies by: logits = h (W + sum of scale * B A)^T + b."""
 
-    An unmerged LoRA adapter is folded in: W + s B A as one new tensor of at least fp32, differentiable in A and B (and
-    in W, unless frozen). Lower precision would round the adapter away.
+    weight: Tensor | QuantizedWeight
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+    adapters: tuple[HeadAdapter, ...] = ()
+
+
+def head_parts(head: nn.Module) -> HeadParts:
+    """The head's current weight, bias and unmerged LoRA adapters.
 
     Raises:
-        ValueError: An adapter that cannot be folded in, or a weight that is not [V, H], or not in memory.
-        TypeError: A weight that is not a plain floating-point tensor: quantised, packed or sharded.
+        ValueError: An adapter that is not W + s B A, or a weight that is not [V, H], or not in memory.
+        TypeError: A weight that is quantised in another form than `QuantizedWeight`'s, packed or sharded.
     """
     if _is_saved_module(head):
-        return head_tensors(_active_copy(head))
+        return head_parts(_active_copy(head))
     if hasattr(head, "base_layer"):
         return _adapted(head)
     if hasattr(head, "original_module"):  # peft's other training wrapper: single rows of the weight are trained
@@ -60,6 +68,8 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
             f"an lm head under {type(head).__name__} computes with replaced rows, which lm_head_inputs does not "
             "express; merge them first (peft: merge_and_unload)"
         )
+    if (found := quantized_weight(head)) is not None:
+        return HeadParts(found, getattr(head, "bias", None))
     # An adapter of an unknown kind usually starts at zero: no comparison would show it before it is trained.
     further = [name for name, _ in head.named_parameters() if name.split(".")[0] not in _OWN]
     if further:
@@ -76,7 +86,7 @@ def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     bias = None if getattr(head, "bias", None) is None else _plain(head.bias, "bias", head)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"the bias of an lm head must be [{weight.shape[0]}]; got shape {tuple(bias.shape)}")
-    return weight, bias
+    return HeadParts(weight, bias)
 
 
 def adapter_state(head: nn.Module) -> tuple[object, ...]:
@@ -109,9 +119,9 @@ def _active_copy(wrapper: Any) -> nn.Module:
     return wrapper.modules_to_save[active[0]]
 
 
-def _adapted(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The tensors of a head that peft has wrapped."""
-    base = head_tensors(layer.base_layer)
+def _adapted(layer: Any) -> HeadParts:
+    """The parts of a head that peft has wrapped."""
+    parts = head_parts(layer.base_layer)
     merged = bool(getattr(layer, "merged_adapters", ()))
     disabled = bool(getattr(layer, "disable_adapters", False))
     if disabled and merged:  # its forward would unmerge, and so change the weight that is read here
@@ -126,21 +136,14 @@ def _adapted(layer: Any) -> tuple[Tensor, Tensor | None]:
         active = [name for name in active if name in lora]
     for name in active:
         _check_plain_lora(layer, name)
-    return _folded(layer, *base, active) if active else base
-
-
-def _folded(layer: Any, weight: Tensor, bias: Tensor | None, active: list[str]) -> tuple[Tensor, Tensor | None]:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    for name in active:
-        dtype = torch.promote_types(dtype, layer.lora_A[name].weight.dtype)
-    weight = weight.to(dtype, copy=True)  # the one extra weight: everything else is added in place
-    for name in active:
         a, b, scale = layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])
-        weight = weight.addmm_(b.weight.to(dtype), a.weight.to(dtype), alpha=scale)
+        dropout = layer.lora_dropout[name]  # an Identity where it is 0
+        rate = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
+        parts = parts._replace(adapters=(*parts.adapters, HeadAdapter(a.weight, b.weight, scale, rate)))
         if b.bias is not None:  # lora_bias=True
-            extra = b.bias.to(dtype) * scale
-            bias = extra if bias is None else bias.to(dtype) + extra
-    return weight, bias
+            extra = b.bias * scale
+            parts = parts._replace(bias=extra if parts.bias is None else parts.bias + extra)
+    return parts
 
 
 def _check_plain_lora(layer: Any, name: str) -> None:
@@ -153,13 +156,6 @@ def _check_plain_lora(layer: Any, name: str) -> None:
         raise ValueError(
             f"adapter {name!r} on the lm head is a {got}, not a plain LoRA W + s B A of two nn.Linear; merge it first "
             "(peft: merge_and_unload), or leave the head out of target_modules"
-        )
-    dropout = layer.lora_dropout[name]
-    p = float(getattr(dropout, "p", 0.0))  # peft puts an Identity where it is 0
-    if dropout.training and p > 0:
-        raise ValueError(
-            f"adapter {name!r} on the lm head has lora_dropout={p} in training mode: its output is random, and no "
-            "weight gives it; set lora_dropout to 0, or put the model in eval mode"
         )
 
 

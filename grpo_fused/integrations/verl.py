@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_fused import fused_linear_logprobs
+from grpo_fused import HeadAdapter, fused_linear_logprobs
 from grpo_fused.heads import HeadForm, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.form import candidate_forms
-from grpo_fused.heads.modules import output_head
+from grpo_fused.heads.modules import head_parts, output_head
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 
@@ -36,19 +38,21 @@ _patches = Patches()
 _forwards: dict[type, Patches] = {}
 """Of a class of models the one of its forward, on top of what verl has put there last."""
 _form: ContextVar[HeadForm | None] = ContextVar("grpo_fused_verl_head", default=None)
+_adapters: ContextVar[tuple[HeadAdapter, ...]] = ContextVar("grpo_fused_verl_adapters", default=())
 
 
 def patch_verl() -> None:
     """Score tokens by `fused_linear_logprobs` wherever verl's workers use fused kernels, until `unpatch_verl`.
 
     Log-probs and entropies are fp32 and differentiable, for padded, packed and Ulysses-sliced inputs. A scale or cap of
-    the logits, which verl's fused forwards leave out (Gemma 2, Cohere, Granite), is applied. When verl patches a model,
-    its head is compared with the model's own forward.
+    the logits, which verl's fused forwards leave out (Gemma 2, Cohere, Granite), is applied; so is LoRA on the head,
+    which they would never train. When verl patches a model, its head is compared with the model's own forward.
 
     Raises:
         ImportError: verl is not installed, or is no release of `SUPPORTED`.
         ValueError, TypeError, RuntimeError: Later, when verl patches a model or runs it: a head that the fused form
-            does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on the head).
+            does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on it that is
+            no LoRA).
     """
     check_release("verl", SUPPORTED)
     if _patches.names:
@@ -81,9 +85,10 @@ class FusedLinearForPPO(nn.Module):
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies in fp32, each shaped like input_ids `[..., T]`, of states `[..., T, H]`."""
-        form = _form.get() or HeadForm(1.0, None, vocab_weights.shape[0])
+        form, adapters = _form.get() or HeadForm(1.0, None, vocab_weights.shape[0]), _adapters.get()
         if form.vocab_size < vocab_weights.shape[0]:
             vocab_weights = vocab_weights[: form.vocab_size]
+            adapters = tuple(replace(adapter, b=adapter.b[: form.vocab_size]) for adapter in adapters)
         out = fused_linear_logprobs(
             hidden_states,
             vocab_weights,
@@ -92,6 +97,7 @@ class FusedLinearForPPO(nn.Module):
             logit_scale=form.logit_scale,
             softcap=form.softcap,
             with_entropy=True,
+            lm_head_adapter=adapters,
         )
         assert out.entropies is not None
         return out.logps, out.entropies
@@ -151,21 +157,25 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
     return patch_checked_forward
 
 
+@contextmanager
+def _head_of(model: Any, form: HeadForm | None) -> Iterator[None]:
+    """`FusedLinearForPPO`, which gets the weight alone, knows the rest of the model's head."""
+    known = _form.set(form)
+    adapters = _adapters.set(head_parts(model.lm_head).adapters if hasattr(model.lm_head, "base_layer") else ())
+    try:
+        yield
+    finally:
+        _form.reset(known)
+        _adapters.reset(adapters)
+
+
 def _with_form(verl_forward: Callable[..., Any], model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """verl's forward, which hands its head the weight alone, with the rest of the head known."""
 
     @functools.wraps(verl_forward)
     def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self.lm_head, "base_layer"):
-            raise ValueError(
-                "verl's fused forward multiplies by the weight under the adapter on the head, and would never train "
-                "the adapter: leave the head out of target_modules"
-            )
-        token = _form.set(getattr(self, "_grpo_fused_form", None))
-        try:
+        with _head_of(self, getattr(self, "_grpo_fused_form", None)):
             return verl_forward(self, *args, **kwargs)
-        finally:
-            _form.reset(token)
 
     fused_forward.model_forward = model_forward  # type: ignore[attr-defined]
     return fused_forward
@@ -191,12 +201,8 @@ def _read_head(model: nn.Module, model_forward: Callable[..., Any], verl_forward
         want = fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps
     if confirmed[:3] != form[:3]:  # the ranks without weights take the first
         raise ValueError(f"the head of {name} is {confirmed}, which is not the usual meaning of its config: {form}")
-    token = _form.set(form)
-    try:
-        with undisturbed(model):
-            got = verl_forward(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
-    finally:
-        _form.reset(token)
+    with undisturbed(model), _head_of(model, form):
+        got = verl_forward(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
     if not torch.allclose(got.view(ids.shape)[:, :-1], want, rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"verl's fused forward takes the backbone's last hidden states, and {name} does something to them before "

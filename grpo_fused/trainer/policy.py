@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.call.head_parts import dense_weight
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Rollout, micro_batches
@@ -40,7 +41,8 @@ class Policy:
         self.unwrapped = model
         self.model: nn.Module = model
         self._form = lm_head_inputs(model)
-        self._is_whole = self._form["lm_head_weight"] is model.get_output_embeddings().weight
+        is_whole = self._form["lm_head_weight"] is model.get_output_embeddings().weight
+        self._is_plain = is_whole and not self._form["lm_head_adapter"]
         if config.share_prompts:
             check_shared_prompts(model, self._separate_states)
 
@@ -55,11 +57,11 @@ class Policy:
         self.model = self.accelerator.prepare_model(self.unwrapped, evaluation_mode=True)
 
     def head(self) -> dict[str, Any]:
-        """Keywords of the fused functions. Call it for each pass: a folded adapter's graph exists for one backward."""
+        """Keywords of the fused functions. Call it for each pass: an adapter may have been switched."""
         head = self.unwrapped.get_output_embeddings()
         if not isinstance(head.weight, DTensor):
             return dict(lm_head_inputs(self.unwrapped))
-        if not self._is_whole:
+        if not self._is_plain:
             raise ValueError("FSDP shards the head: it must not drop rows or carry an adapter; this one does")
         return dict(self._form) | {"lm_head_weight": head.weight, "lm_head_bias": getattr(head, "bias", None)}
 
@@ -145,10 +147,10 @@ class Reference:
         frozen = (copy.deepcopy(policy.unwrapped) if model is None else model).requires_grad_(False).eval()
         self.policy = Policy(frozen, policy.accelerator, policy.config)
         ours, theirs = policy.head(), self.policy.head()
-        if (shapes := [len(head["lm_head_weight"]) for head in (ours, theirs)])[0] != shapes[1]:
+        if (shapes := [head["lm_head_weight"].shape[0] for head in (ours, theirs)])[0] != shapes[1]:
             raise ValueError(f"policy and reference_model must have the same vocabulary; got {shapes} rows")
         if policy.config.loss.kl_estimator == "exact":
-            forms = [{name: x for name, x in head.items() if not isinstance(x, Tensor)} for head in (ours, theirs)]
+            forms = [{name: head[name] for name in ("logit_scale", "softcap")} for head in (ours, theirs)]
             if forms[0] != forms[1]:
                 raise ValueError(f"kl_estimator='exact' needs heads with the same scale and softcap; got {forms}")
         self.policy.prepare_frozen()
@@ -165,7 +167,7 @@ class Reference:
             head = self.policy.head()
             return {
                 "ref_hidden_states": self.policy.hidden_states(rollout),
-                "ref_lm_head_weight": head["lm_head_weight"].detach(),
+                "ref_lm_head_weight": dense_weight(head["lm_head_weight"], head.get("lm_head_adapter", ())),
                 "ref_lm_head_bias": None if head.get("lm_head_bias") is None else head["lm_head_bias"].detach(),
             }
 

@@ -9,7 +9,9 @@ from helpers import Case, Result, pack
 
 from grpo_fused import (
     GRPOLossConfig,
+    HeadAdapter,
     ParallelGroups,
+    QuantizedWeight,
     fused_linear_divergence,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
@@ -63,6 +65,22 @@ def vocab_logprobs(rank: int, group: Any, case: Case, impl: str, sizes: list[int
     )
     (out.logps.sin().sum() + (out.entropies * 0.3).sum()).backward()
     arrays = {"logps": out.logps, "entropies": out.entropies, "dhidden": hidden.grad, "dweight": weight.grad}
+    return {name: x.detach().double().numpy() for name, x in arrays.items()}
+
+
+def vocab_parts(
+    rank: int, group: Any, tensors: dict[str, torch.Tensor], scale: torch.Tensor | None, impl: str, sizes: list[int]
+) -> dict:
+    """Log-probs with an adapter, on slices of a weight that is quantised if it has a scale."""
+    part = slices(sizes)[rank]
+    hidden, a = (tensors[name].clone().requires_grad_() for name in ("hidden", "a"))
+    b, weight = tensors["b"][part].clone().requires_grad_(), tensors["weight"][part]
+    out = fused_linear_logprobs(
+        hidden, weight if scale is None else QuantizedWeight(weight, scale[part]), tensors["ids"], tensors["mask"],
+        lm_head_adapter=HeadAdapter(a, b, 0.7), impl=impl, process_group=group, with_entropy=True,
+    )  # fmt: skip
+    (out.logps.sin().sum() + (out.entropies * 0.3).sum()).backward()
+    arrays = {"logps": out.logps, "entropies": out.entropies, "dhidden": hidden.grad, "da": a.grad, "db": b.grad}
     return {name: x.detach().double().numpy() for name, x in arrays.items()}
 
 

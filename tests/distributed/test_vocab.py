@@ -14,6 +14,7 @@ from distributed.jobs import (
     vocab_divergence,
     vocab_logprobs,
     vocab_loss,
+    vocab_parts,
 )
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
@@ -93,6 +94,33 @@ def test_logprobs_are_those_of_one_process(impl, workers):
         close(got["entropies"], out.entropies.detach().numpy(), tol, "entropies")
         close(got["dhidden"], hidden.grad.numpy(), tol, "dhidden")
         close(got["dweight"], weight.grad[slices(sizes)[rank]].numpy(), tol, "dweight")
+
+
+@pytest.mark.parametrize("impl", [name for name in ENGINES if name != "triton"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_adapters_and_quantised_slices(quantized, impl, workers):
+    case = make_case(5, H=32).to(torch.float32)
+    sizes, generator = [10, 12, 7], torch.Generator().manual_seed(0)
+    weight, scale = case.lm_head_weight.detach(), None
+    if quantized:
+        scale = weight.abs().amax(1) / 127
+        weight = (weight / scale.unsqueeze(1)).round().to(torch.int8)
+    tensors = {
+        "hidden": case.hidden_states.detach(), "weight": weight, "ids": case.completion_ids,
+        "mask": case.completion_mask, "a": torch.randn(3, 32, generator=generator),
+        "b": torch.randn(sum(sizes), 3, generator=generator),
+    }  # fmt: skip
+    hidden, a, b = (tensors[name].double().requires_grad_() for name in ("hidden", "a", "b"))
+    dense = (weight.double() if scale is None else weight.double() * scale.double().unsqueeze(1)) + 0.7 * b @ a
+    out = fused_linear_logprobs(
+        hidden, dense, case.completion_ids, case.completion_mask, with_entropy=True, impl="reference"
+    )
+    (out.logps.sin().sum() + (out.entropies * 0.3).sum()).backward()
+    for rank, got in enumerate(workers.run(vocab_parts, 3, tensors, scale, impl, sizes)):
+        close(got["logps"], out.logps.detach().numpy(), 2e-5, "logps")
+        close(got["entropies"], out.entropies.detach().numpy(), 2e-5, "entropies")
+        for name, whole in (("dhidden", hidden.grad), ("da", a.grad), ("db", b.grad[slices(sizes)[rank]])):
+            close(got[name], whole.numpy(), 2e-5, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

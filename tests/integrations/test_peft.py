@@ -1,4 +1,4 @@
-"""Adapters of peft: on the backbone, on the head, merged, disabled; folded in exactly or refused."""
+"""Adapters of peft: on the backbone, on the head, merged, disabled; expressed exactly or refused."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def test_gradients_reach_the_adapter_and_not_the_frozen_weight() -> None:
 
 @pytest.mark.parametrize("widen", [True, False], ids=["fp32-adapter", "bf16-adapter"])
 def test_a_bf16_model_does_not_round_the_adapter_away(widen: bool) -> None:
-    """Adapters of fp32 over bf16, as peft makes them, or of bf16: W + s B A in bf16 would round both."""
+    """Adapters of fp32 over bf16, as peft makes them, or of bf16: h (s B A)^T has its digits, and W is not copied."""
     model, ids = adapted(dtype=torch.bfloat16), token_ids()
     if not widen:
         model.bfloat16()
     layer = model.get_output_embeddings()
     inputs = lm_head_inputs(model)
-    assert (inputs["lm_head_weight"].dtype, layer.base_layer.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert inputs["lm_head_weight"] is layer.base_layer.weight
     a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
     exact = layer.base_layer.weight.double() + layer.scaling["default"] * b @ a
     with torch.no_grad():
@@ -120,6 +120,12 @@ def test_a_bf16_model_does_not_round_the_adapter_away(widen: bool) -> None:
         rounded = log_probs(hidden_states.double() @ exact.bfloat16().double().T, ids)
         torch.testing.assert_close(fused(model, ids).double(), want, rtol=0, atol=3e-4)
     assert (rounded - want).abs().max() > 1e-2
+
+
+def test_dropout_in_training_mode() -> None:
+    model = adapted(lora_dropout=0.5).train()
+    assert [adapter.dropout for adapter in lm_head_inputs(model)["lm_head_adapter"]] == [0.5]
+    assert [adapter.dropout for adapter in lm_head_inputs(model.eval())["lm_head_adapter"]] == [0.0]
 
 
 def test_several_adapters_and_their_switches() -> None:
@@ -180,9 +186,6 @@ def test_heads_that_no_weight_expresses_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             lm_head_inputs(adapted(**options))
-    model = adapted(lora_dropout=0.5).train()
-    with pytest.raises(ValueError, match=r"lora_dropout=0.5 in training mode"):
-        lm_head_inputs(model)
     for config in (
         IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
         VeraConfig(target_modules=["lm_head"], r=4),
@@ -195,9 +198,9 @@ def test_heads_that_no_weight_expresses_are_refused() -> None:
 
 
 def test_a_module_in_place_of_its_weight_is_refused() -> None:
-    """The fused functions themselves refuse a head whose adapter was not folded in."""
+    """The fused functions themselves refuse a head whose adapter would be lost."""
     model, ids = adapted(), token_ids()
-    with pytest.raises(TypeError, match="an adapter on the head must be merged"):
+    with pytest.raises(TypeError, match="with lm_head_adapter for a low-rank change"):
         fused_linear_logprobs(head_hidden_states(model, ids), model.get_output_embeddings(), ids)
 
 
@@ -217,7 +220,7 @@ def test_the_check_does_not_change_the_adapters() -> None:
 
 
 def test_the_trainer_trains_an_adapted_head() -> None:
-    """Two micro-batches: each folds the adapter in again, since a graph exists for one backward."""
+    """Two micro-batches add up."""
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
 
@@ -240,3 +243,25 @@ def test_the_trainer_trains_an_adapted_head() -> None:
     for whole, halves in zip(*gradients, strict=True):
         assert whole.abs().max() > 0
         torch.testing.assert_close(halves, whole, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_model", [False, True], ids=["without-its-adapter", "another-model"])
+def test_the_exact_kl_towards_a_reference_with_an_adapter(own_model: bool) -> None:
+    """Of the policy without its adapter, or of another model with an adapter on its head."""
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    from grpo_fused import GRPOLossConfig
+    from grpo_fused.trainer import GRPOTrainerConfig, Policy, Rollout
+    from grpo_fused.trainer.policy import Reference
+
+    model, other = adapted(), adapted(r=2)
+    config = GRPOTrainerConfig(loss=GRPOLossConfig(beta=0.1, kl_estimator="exact"))
+    reference = Reference(Policy(model, Accelerator(), config), other if own_model else None)
+    ids, mask = token_ids(shape=(4, 3)), torch.ones(4, 3, dtype=torch.bool)
+    given = reference.states(Rollout(prompt_ids=ids, prompt_mask=mask, completion_ids=ids + 1, completion_mask=mask))
+    with torch.no_grad():
+        head = (other if own_model else model).get_output_embeddings()
+        want = (head if own_model else head.base_layer)(given["ref_hidden_states"])
+        got = given["ref_hidden_states"] @ given["ref_lm_head_weight"].T
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))

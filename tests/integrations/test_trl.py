@@ -207,6 +207,20 @@ def test_lora(folder, tmp_path, beta):
     assert not any("lm_head" in name for name in want.weights)
 
 
+@pytest.mark.skipif(RELEASE >= FUSED_HEAD, reason="TRL refuses it, since its own head would not train it")
+def test_lora_on_the_head(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def config():
+        return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+
+    options = run_options("dapo", "token", 0.1, "iterations") | {"learning_rate": 0.1}
+    got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
+    want = train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
+    assert_same_run(got, want)
+    assert any("lm_head" in name for name in want.weights)
+
+
 def test_mixture_of_experts(tmp_path):
     """The router's auxiliary loss joins the fused one."""
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -26,6 +26,7 @@ from grpo_fused.integrations.trl import (
     unpatch_trl,
     use_fused_head,
 )
+from grpo_fused.integrations.trl.adapters import remember
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 
 
@@ -196,15 +197,35 @@ def test_async_grpo_checks_the_head(tmp_path, monkeypatch):
     assert checked[0].config._attn_implementation not in ("eager", "sdpa")
 
 
-def test_adapter_on_the_head_is_refused(tmp_path):
+def test_an_adapter_on_the_head_is_trained(tmp_path):
+    """TRL passes the weight under it, which is all that its own head multiplies by."""
     peft = pytest.importorskip("peft")
     folder = save_small_model(tmp_path / "small")
     from transformers import Qwen2ForCausalLM
 
     config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(folder), config)
-    with pytest.raises(RuntimeError, match="leave the head out of target_modules"):
-        check_trl_reads_the_head(model)
+    model = peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(folder, tie_word_embeddings=False), config)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.lora_B["default"].weight.normal_()
+    remember(head)
+    hidden, targets = torch.randn(7, head.weight.shape[1], requires_grad=True), torch.arange(7)
+    want = head(hidden).log_softmax(-1)
+    entropy = -(want.exp() * want).sum(-1)
+    got = FusedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 16)
+    torch.testing.assert_close(got[0], want.gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(got[1], entropy, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got[4].bool(), want.argmax(-1) == targets)
+    leaves = [hidden, head.lora_A["default"].weight, head.lora_B["default"].weight]
+    wanted = want.gather(1, targets.unsqueeze(1)).sum()
+    for x, y in zip(torch.autograd.grad(got[0].sum(), leaves), torch.autograd.grad(wanted, leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+    with model.disable_adapter():
+        base = FusedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 16)[0]
+        torch.testing.assert_close(
+            base, head(hidden).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4
+        )
+    assert (base - got[0]).abs().max() > 0.05
 
 
 def test_threads_and_nested_blocks_keep_their_own_head():

@@ -15,7 +15,7 @@ N, H, V = 70, 40, 300
 
 def scores(**changes):
     arguments = {
-        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": None, "targets": torch.randint(0, V, (N,)),
+        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "base": None, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
         "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
         "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
     }  # fmt: skip
@@ -225,12 +225,12 @@ def test_products_are_those_of_float64(dtype, isa):
         for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
             hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
             out = torch.full((n, v + 2), 7.0)
-            cpu_library.head_products(hidden, weight, out[:, :v])
+            cpu_library.head_products(hidden, weight, None, out[:, :v])
             want = hidden.double() @ weight.double().T
             torch.testing.assert_close(out[:, :v].double(), want, rtol=0.0, atol=1e-5 * h**0.5)
             assert (out[:, v:] == 7).all()
             last = torch.empty(1, v)
-            cpu_library.head_products(hidden[-1:].contiguous(), weight, last)
+            cpu_library.head_products(hidden[-1:].contiguous(), weight, None, last)
             assert torch.equal(last[0], out[-1, :v])
     finally:
         cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
@@ -244,7 +244,7 @@ def test_strides_of_a_single_row_or_column_are_any(hidden_size):
     assert hidden.is_contiguous()
     assert hidden.stride(0) == hidden_size + 1
     assert weight.stride() == ((1, V) if hidden_size == 1 else (H, 1))
-    cpu_library.head_products(hidden, weight, out)
+    cpu_library.head_products(hidden, weight, None, out)
     torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
 
 
@@ -276,10 +276,10 @@ def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gra
 )
 def test_products_refuse_a_wrong_result(out, message):
     with pytest.raises(RuntimeError, match=message):
-        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), out)
+        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), None, out)
 
 
 def test_tensors_elsewhere_are_refused():
     """Their pointers are none of this process's memory; with no token, the library would not use them."""
     with pytest.raises(RuntimeError, match="all tensors must be on the CPU; got one on meta"):
-        cpu_library.head_products(torch.empty(0, H, device="meta"), torch.randn(V, H), torch.empty(0, V))
+        cpu_library.head_products(torch.empty(0, H, device="meta"), torch.randn(V, H), None, torch.empty(0, V))

@@ -89,7 +89,7 @@ def configuration(stage: int) -> dict[str, Any]:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Logged losses and gradient norms, the weights before and after, and how often the gradients were recomputed."""
     forget_deepspeed()
-    engines.fastest = FASTEST if case.impl == "auto" else lambda device, dtype: case.impl
+    engines.fastest = FASTEST if case.impl == "auto" else lambda device, dtype, width: case.impl
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     altered = case.program in ("stock-altered", "recomputed")
     bases = [Rollouts, *([AnotherMask] if altered else [])]

@@ -14,7 +14,7 @@ from grpo_fused.trainer import GRPOTrainer
 
 def take(impl: str) -> None:
     """The engine of impl="auto" in this process."""
-    engines.fastest = lambda device, dtype: impl
+    engines.fastest = lambda device, dtype, width: impl
 
 
 def example(options: dict[str, Any]) -> None:

@@ -239,7 +239,7 @@ class Decoder(nn.Module):
 
 def steps(rank: int, path: str, bf16: bool, impl: str):
     """A validation and two steps of two batches, with torchtitan's wrapper and ours: losses and whole weights."""
-    engines.fastest = lambda device, dtype: impl
+    engines.fastest = lambda device, dtype, width: impl
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     results = []
     for wrapper in wrappers("grpo"):

@@ -113,7 +113,7 @@ def main(path: str) -> None:
     wants = [step(path, False, *case) for case in cases]  # first: verl's fused forward stays in the class of the model
     patch_verl()
     for impl in dict.fromkeys([engines.fastest(torch.device("cpu"), torch.float32, 64), "chunked"]):
-        engines.fastest = lambda device, dtype, impl=impl: impl
+        engines.fastest = lambda device, dtype, width, impl=impl: impl
         for case, want in zip(cases, wants, strict=True):
             got = step(path, True, *case)
             assert len(got[0]) == len(want[0]) == 2

@@ -154,27 +154,22 @@ def test_models_that_verl_misreads_are_refused(patched):
         scored(bent, "torch")
 
 
-def test_adapter_on_the_head_is_refused(patched):
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_lora(target, patched, auto_takes):
+    """On the head too, which verl's own forwards would never train: the gradients are those of the unfused forward."""
     import peft
 
     model = build()
-    monkey_patch.patch_forward_with_backends(model, True, "torch")
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="leave the head out of target_modules"):
-        wrapped(input_ids=IDS, return_dict=True)
-
-
-def test_lora_elsewhere(patched, auto_takes):
-    import peft
-
-    model = build()
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        want = wrapped(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
-        monkey_patch.patch_forward_with_backends(model, True, "torch")
-        got = wrapped(input_ids=IDS, return_dict=True).log_probs[:, :-1]
+    want = wrapped(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
+    monkey_patch.patch_forward_with_backends(model, True, "torch")
+    got = wrapped(input_ids=IDS, return_dict=True).log_probs[:, :-1]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    leaves = [p for p in wrapped.parameters() if p.requires_grad]
+    assert len(leaves) >= 2
+    for x, y in zip(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
 def test_ranks_without_weights(patched):

@@ -73,18 +73,22 @@ void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& l
   };
   for (int64_t r = 0; r < rows; r += per_word(Kind)) {
     const bool paired = Kind == Operand::bf16 && r + 1 < rows;
+    const Floats scale = all(lanes.row_scale == nullptr ? 1.0f : lanes.row_scale[r]);
+    const Floats next_scale = all(lanes.row_scale == nullptr || !paired ? 1.0f : lanes.row_scale[r + 1]);
     Floats sum = all(0.0f), next_sum = all(0.0f);
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; j++) {
       const int64_t lane = kWidth * j;
-      const Floats first = at(r, j);
+      Floats first = at(r, j);
       sum = sum + first;
+      first = first * scale;
       if constexpr (Kind == Operand::fp32) {
         if (across != nullptr) store(across + r * across_stride + lane, (Words)first);
         if (along != nullptr) store(along + r * kLanes + lane, (Words)first);
       } else {
-        const Floats second = paired ? at(r + 1, j) : all(0.0f);
+        Floats second = paired ? at(r + 1, j) : all(0.0f);
         next_sum = next_sum + second;
+        second = second * next_scale;
         const Words low = bf16_words(first), high = bf16_words(second);
         if (along != nullptr) store(along + r / 2 * kLanes + lane, low | high << 16);
         if (across != nullptr) {

@@ -62,11 +62,22 @@ inline Words bf16_words(Floats x) {
 
 inline Floats from_bf16(Halves x) { return (Floats)(widen(x) << 16); }
 
+inline Floats from_int8(Bytes x) { return from_int((Words)((Ints)(widen(x) << 24) >> 24)); }
+
+// fp8 with 4 bits of exponent (e4m3fn: no infinity; all other bits set is NaN), by way of fp16, whose exponents are 8 larger.
+inline Floats from_fp8(Bytes x) {
+  const Words bits = widen(x), magnitude = bits & all_words(0x7f);
+  const Floats number = from_fp16(narrow((bits & all_words(0x80)) << 8 | magnitude << 7)) * all(256.0f);
+  return select(equal(magnitude, all_words(0x7f)), (Floats)all_words(0x7fc00000), number);
+}
+
 // A vector of numbers of any type, of which `count` are there: see `load_first`.
 inline __attribute__((always_inline)) Floats load_as(const void* from, Dtype dtype, int64_t at, int64_t count) {
   switch (dtype) {
     case Dtype::fp32: return load_first(static_cast<const float*>(from) + at, count);
     case Dtype::bf16: return from_bf16(load_first(static_cast<const uint16_t*>(from) + at, count));
+    case Dtype::int8: return from_int8(load_first(static_cast<const uint8_t*>(from) + at, count));
+    case Dtype::fp8: return from_fp8(load_first(static_cast<const uint8_t*>(from) + at, count));
     default: return from_fp16(load_first(static_cast<const uint16_t*>(from) + at, count));
   }
 }

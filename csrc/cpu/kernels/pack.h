@@ -25,11 +25,11 @@ inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, 
 }
 
 void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
-               Operand kind, uint32_t* out, int64_t words) {
+               Operand kind, uint32_t* out, int64_t words, int64_t stride) {
   const int64_t item = item_bytes(dtype);
   const bool same_words = dtype == compute && item * per_word(kind) == 4;
   for (int64_t r = 0; r < rows; r++) {
-    uint32_t* to = out + r * words;
+    uint32_t* to = out + r * stride;
     if (same_words) {
       char* bytes = reinterpret_cast<char*>(to);
       __builtin_memcpy(bytes, static_cast<const char*>(source) + r * source_stride * item, depth * item);

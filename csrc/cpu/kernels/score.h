@@ -9,9 +9,10 @@ constexpr float kLowest = -3.4028234e38f;
 void to_logits(float* z, int64_t rows, const Transform& t, const Floats* factor) {
   for (int64_t r = 0; r < rows; r++) {
     const Floats bias = all(t.bias == nullptr ? 0.0f : t.bias[r]);
+    const Floats row_scale = all(t.row_scale == nullptr ? 1.0f : t.row_scale[r]);
     for (int j = 0; j < kVectors; j++) {
       float* at = z + r * kLanes + kWidth * j;
-      Floats x = load(at) + bias;
+      Floats x = multiply_add(load(at), row_scale, bias);
       if (t.softcap != 0.0f) x = tanh_of(x * all(t.scale / t.softcap)) * all(t.softcap);
       store(at, x * factor[j]);
     }
@@ -62,7 +63,7 @@ void dispatch(const float* z, int64_t rows, const Floats* max, const TileStatist
 
 void score_tile(float* z, int64_t rows, const Transform& t, const TileStatistics& out, Dtype dtype, void* kept) {
   Floats factor[kVectors], max[kVectors];
-  bool identity = t.bias == nullptr && t.softcap == 0.0f;
+  bool identity = t.row_scale == nullptr && t.bias == nullptr && t.softcap == 0.0f;
   for (int j = 0; j < kVectors; j++) {
     factor[j] = load(t.inverse_temperature + kWidth * j);
     if (t.softcap == 0.0f) factor[j] = factor[j] * all(t.scale);

@@ -13,8 +13,12 @@ constexpr int kProductRows = 6, kProductVectors = 2;
 
 using Floats = __m256;
 using Halves = __m128i;
+struct Bytes {
+  __m128i low;  // 8 of them
+};
 using Mask = __m256;
 typedef uint32_t Words __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
 
 // There are no bf16 products: operands are fp32.
 inline bool holds_pairs(Operand) { return false; }
@@ -25,6 +29,7 @@ inline Words all_words(uint32_t x) { return (Words)_mm256_set1_epi32(static_cast
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
 inline Words load(const uint32_t* from) { return (Words)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline Halves load(const uint16_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+inline Bytes load(const uint8_t* from) { return {_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))}; }
 inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
 inline void store(uint32_t* to, Words x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)x); }
 inline void store(uint16_t* to, Halves x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
@@ -40,6 +45,12 @@ inline Floats load_first(const float* from, int64_t count) {
 inline Halves load_first(const uint16_t* from, int64_t count) {
   if (count >= kWidth) return load(from);
   uint16_t lanes[kWidth] = {};
+  for (int64_t i = 0; i < count; i++) lanes[i] = from[i];
+  return load(lanes);
+}
+inline Bytes load_first(const uint8_t* from, int64_t count) {
+  if (count >= kWidth) return load(from);
+  uint8_t lanes[kWidth] = {};
   for (int64_t i = 0; i < count; i++) lanes[i] = from[i];
   return load(lanes);
 }
@@ -86,6 +97,7 @@ inline float sum_of(Floats x) {
 }
 
 inline Words widen(Halves x) { return (Words)_mm256_cvtepu16_epi32(x); }
+inline Words widen(Bytes x) { return (Words)_mm256_cvtepu8_epi32(x.low); }
 inline Halves narrow(Words x) {
   const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
   return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));

@@ -16,8 +16,10 @@ constexpr int kProductRows = 6, kProductVectors = 4;
 
 using Floats = __m512;
 using Halves = __m256i;  // fp16 or bf16
+using Bytes = __m128i;
 using Mask = __mmask16;
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
 
 inline bool holds_pairs(Operand kind) { return kind == Operand::bf16; }
 
@@ -27,6 +29,7 @@ inline Words all_words(uint32_t x) { return (Words)_mm512_set1_epi32(static_cast
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline Words load(const uint32_t* from) { return (Words)_mm512_loadu_si512(from); }
 inline Halves load(const uint16_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline Bytes load(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline void store(uint32_t* to, Words x) { _mm512_storeu_si512(to, (__m512i)x); }
 inline void store(uint16_t* to, Halves x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
@@ -39,6 +42,9 @@ inline Floats load_first(const float* from, int64_t count) {
 }
 inline Halves load_first(const uint16_t* from, int64_t count) {
   return count >= kWidth ? load(from) : _mm256_maskz_loadu_epi16(first_lanes(count), from);
+}
+inline Bytes load_first(const uint8_t* from, int64_t count) {
+  return count >= kWidth ? load(from) : _mm_maskz_loadu_epi8(first_lanes(count), from);
 }
 inline void store_first(float* to, int64_t count, Floats x) {
   count >= kWidth ? store(to, x) : _mm512_mask_storeu_ps(to, first_lanes(count), x);
@@ -77,6 +83,7 @@ inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 
 // Between words and their low halves.
 inline Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32(x); }
+inline Words widen(Bytes x) { return (Words)_mm512_cvtepu8_epi32(x); }
 inline Halves narrow(Words x) { return _mm512_cvtepi32_epi16((__m512i)x); }
 
 inline Floats from_fp16(Halves x) { return _mm512_cvtph_ps(x); }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import fused_linear_divergence
+from grpo_fused.integrations.trl.adapters import adapters_of
 
 
 def fused_divergence_loss(
@@ -54,6 +55,7 @@ def fused_divergence_loss(
                 f"the {name}'s head is partitioned by FSDP2 or DeepSpeed ZeRO-3, which has not been run with this "
                 "divergence: call unpatch_trl() before DistillationTrainer trains"
             )
+    student_lm_head_bias, adapters = adapters_of(student_lm_head_weight, student_lm_head_bias)
     mask = completion_mask != 0
     active = mask.sum()
     divisor = active if num_items_in_batch is None else num_items_in_batch
@@ -69,6 +71,7 @@ def fused_divergence_loss(
         weights=mask.to(torch.float32) / (divisor.to(mask.device) if isinstance(divisor, Tensor) else divisor),
         temperature=temperature,
         lm_head_bias=student_lm_head_bias,
+        lm_head_adapter=adapters,
         logit_scale=student_logit_scale,
         softcap=student_final_logit_softcapping,
         other_lm_head_bias=teacher_lm_head_bias,

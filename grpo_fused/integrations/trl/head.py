@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
+from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, LogprobsCall, Run
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
@@ -24,6 +25,7 @@ from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl import logits
+from grpo_fused.integrations.trl.adapters import adapters_of, remember
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
@@ -71,10 +73,13 @@ class FusedLogProbFunction:
             cap and temperature, and whether the target is the first maximum, which take one more head product if asked
             for. None for what is not.
         """
-        compute = compute_dtype(hidden, weight)
+        compute, (bias, adapters) = compute_dtype(hidden, weight), adapters_of(weight, bias)
         head = LMHead(weight, bias, float(logit_scale), final_logit_softcapping, float(temperature), None, compute)
         candidates, mask = announced_candidates(targets, head.vocab_size)
-        run = Run(engines.choose(cls.impl, hidden.device, compute, weight.shape[1]), cls.max_scratch_bytes)
+        engine = engines.choose(cls.impl, hidden.device, compute, weight.shape[1], plain=not adapters)
+        run = Run(engine, cls.max_scratch_bytes)
+        head, hidden = composed(head, weight, adapters, hidden, mask)
+        weight = head.weight
         call = LogprobsCall(hidden, head, targets, mask, candidates, "entropy" in outputs, run)
         logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, current_prediction())
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
@@ -224,11 +229,7 @@ def check_trl_reads_the_head(model: Any) -> None:
             "use_liger_kernel=True, in any trainer, puts them into transformers for the whole process: start a new "
             "process with use_liger_kernel=False"
         )
-    if hasattr(module, "base_layer") and not module.merged:
-        raise RuntimeError(
-            f"TRL's fused head multiplies by the weight under the adapter on the head of {name}, and would never train "
-            "the adapter: leave the head out of target_modules"
-        )
+    remember(module)  # TRL's own head would never train an adapter on it
     base: Any = unwrap(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     with gathered(base, module):

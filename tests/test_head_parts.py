@@ -1,0 +1,347 @@
+"""Heads with low-rank adapters and quantised weights, against fp64 with the weight that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fused import (
+    CandidateSets,
+    GRPOLossConfig,
+    HeadAdapter,
+    QuantizedWeight,
+    engines,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    fused_linear_objective,
+)
+from grpo_fused.api import operators
+
+B, T, H, V, R = 3, 37, 64, 1000, 5
+FORMATS = ("plain", "int8", "fp8")
+IMPLS = ("native", "chunked", "reference")
+LOGPS = {torch.bfloat16: 1e-4, torch.float32: 4e-6, torch.float16: 2e-5}
+GRADIENT = {torch.bfloat16: 5e-3, torch.float32: 4e-6, torch.float16: 1e-3}
+"""relative, by Frobenius norms; adapters have the dtype of the hidden states or fp32"""
+
+
+def quantized(weight: Tensor, name: str) -> Tensor | QuantizedWeight:
+    if name == "plain":
+        return weight
+    weight = weight.float()
+    most, dtype = (127, torch.int8) if name == "int8" else (448, torch.float8_e4m3fn)
+    scale = weight.abs().amax(1, keepdim=True) / most
+    values = weight / scale
+    return QuantizedWeight((values.round() if name == "int8" else values).to(dtype), scale)
+
+
+class Case(NamedTuple):
+    hidden: Tensor
+    weight: Tensor | QuantizedWeight
+    adapters: tuple[HeadAdapter, ...]
+    ids: Tensor
+    mask: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.hidden, *(x for adapter in self.adapters for x in (adapter.a, adapter.b))]
+
+    def exact(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Leaves in fp64, hidden states among them, and the dense weight as a function of the leaves."""
+        leaves = [x.detach().double().requires_grad_() for x in self.leaves]
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dequantize(torch.float64)
+        weight = weight.detach().double()
+        for adapter, a, b in zip(self.adapters, leaves[1::2], leaves[2::2], strict=True):
+            weight = weight + adapter.scale * b @ a
+        return leaves, leaves[0], weight
+
+
+def case_of(
+    name: str = "plain", dtype: torch.dtype = torch.float32, adapters: int = 1, of: torch.dtype | None = None,
+    width: int = H, vocab: int = V, seed: int = 0,
+) -> Case:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(*shape, generator=generator)
+
+    made = tuple(
+        HeadAdapter(
+            normal(R + k, width, scale=1 / 8).to(of or dtype).requires_grad_(),
+            normal(vocab, R + k, scale=1 / 4).to(of or dtype).requires_grad_(),
+            0.7 + k,
+        )
+        for k in range(adapters)
+    )
+    return Case(
+        normal(B, T, width).to(dtype).requires_grad_(),
+        quantized(normal(vocab, width, scale=width**-0.5).to(dtype), name),
+        made,
+        torch.randint(vocab, (B, T), generator=generator),
+        torch.rand(B, T, generator=generator) > 0.2,
+    )
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def sets_of(kept: Tensor) -> CandidateSets:
+    """Those of a mask [N, V], of which rows may be empty."""
+    return CandidateSets(kept.nonzero()[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)]))
+
+
+def assert_close(found: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> None:
+    for x, y in zip(found, want, strict=True):
+        assert float((x.double() - y).norm() / y.norm()) < GRADIENT[dtype]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.7}, {"softcap": 6.0}, {"logit_scale": 0.5, "temperature": 1.3}, {"lm_head_bias": True},
+]  # fmt: skip
+CONFIGS = [
+    GRPOLossConfig(), GRPOLossConfig(importance_sampling_level="sequence"), GRPOLossConfig(entropy_coef=0.05),
+    GRPOLossConfig(loss_type="cispo", epsilon_high=3.0), GRPOLossConfig(top_entropy_quantile=0.5),
+]  # fmt: skip
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("of", [None, torch.float32], ids=["narrow-adapter", "fp32-adapter"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_loss_is_that_of_the_dense_weight(name, dtype, of, count, impl):
+    case = case_of(name, dtype, count, of)
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(B, generator=generator)
+    old = -6 + 0.1 * torch.randn(B, T, generator=generator)
+    bias = 0.3 * torch.randn(V, generator=generator)
+    # every option and every kind of objective, with no temperature and no bias too
+    for options, config in zip(OPTIONS, CONFIGS, strict=True):
+        leaves, hidden, weight = case.exact()
+        own, exact = dict(options), dict(options)
+        inputs, want_inputs = case.leaves, leaves
+        if "lm_head_bias" in options:
+            own["lm_head_bias"] = bias.clone().requires_grad_()
+            exact["lm_head_bias"] = bias.double().requires_grad_()
+            inputs, want_inputs = [*inputs, own["lm_head_bias"]], [*leaves, exact["lm_head_bias"]]
+        out = fused_linear_grpo_loss(
+            case.hidden, case.weight, case.ids, advantages, case.mask, old_per_token_logps=old, config=config,
+            impl=impl, lm_head_adapter=case.adapters, **own,
+        )  # fmt: skip
+        want = fused_linear_grpo_loss(
+            hidden, weight, case.ids, advantages.double(), case.mask, old_per_token_logps=old.double(), config=config,
+            impl="reference", **exact,
+        )  # fmt: skip
+        assert float((out.per_token_logps - want.per_token_logps).abs().max()) < LOGPS[dtype]
+        assert_close(gradients(out.loss, inputs), gradients(want.loss, want_inputs), dtype)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_candidates_and_alternatives(name, impl, whole):
+    """Sets of some tokens, of all, and one beyond V/8, which is worked on the whole head."""
+    case = case_of(name, torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    kept = torch.rand(B * T, V, generator=generator) < 0.02
+    kept[0] = torch.rand(V, generator=generator) < 0.5
+    kept[torch.arange(B * T), case.ids.reshape(-1)] = True
+    if whole:
+        kept[1::3] = False
+    sets = sets_of(kept)
+    others = sets_of(torch.where(kept.any(1, keepdim=True), kept, kept[:1]) & (torch.arange(V) % 3 == 0))
+    leaves, hidden, weight = case.exact()
+    found = []
+    for h, w, adapters, how in ((case.hidden, case.weight, case.adapters, impl), (hidden, weight, (), "reference")):
+        options = {"impl": how, "lm_head_adapter": adapters, "candidates": sets}
+        out = fused_linear_logprobs(h, w, case.ids, case.mask, with_entropy=True, alternatives=others, **options)
+        at = torch.linspace(-1, 1, B * T, dtype=h.dtype).view(B, T)
+        loss = (out.logps * at).sum() + 0.1 * (out.entropies * at).sum() + 0.01 * out.alternative_logps.sum()
+        inputs = case.leaves if how == impl and h is case.hidden else leaves
+        found.append((out, gradients(loss, inputs)))
+    (out, got), (want, exact) = found
+    for field in ("logps", "entropies", "alternative_logps"):
+        assert float((getattr(out, field) - getattr(want, field)).abs().max()) < 5e-5, field
+    assert_close(got, exact, torch.bfloat16)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scope", ["token", "sequence", "batch"])
+def test_objectives_and_divergences(name, scope):
+    case = case_of(name)
+
+    def objective(logps, entropies, **_):
+        return -logps.exp() * logps
+
+    for function in (
+        lambda h, w, adapters: fused_linear_objective(h, w, case.ids, objective, case.mask, scope=scope,
+                                                      lm_head_adapter=adapters),
+        lambda h, w, adapters: fused_linear_divergence(h, w, h.detach().roll(1, 0), torch.eye(V, H, dtype=h.dtype),
+                                                       case.mask, lm_head_adapter=adapters),
+    ):  # fmt: skip
+        leaves, hidden, weight = case.exact()
+        out, want = function(case.hidden, case.weight, case.adapters), function(hidden, weight, ())
+        torch.testing.assert_close(out.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
+        assert_close(gradients(out.loss, case.leaves), gradients(want.loss, leaves), torch.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_every_number_of_a_format(dtype, impl):
+    """All 256 of a byte, under small and large scales; NaN stays NaN."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    is_nan = numbers.float().isnan()
+    assert int(is_nan.sum()) == (2 if dtype == torch.float8_e4m3fn else 0)
+    shift = torch.arange(64).unsqueeze(1) + torch.arange(256)
+    values = torch.where(is_nan, 0, numbers.view(torch.uint8))[shift % 256].view(dtype)
+    weight = QuantizedWeight(values, torch.logspace(-6, -1, 64))
+    states = torch.eye(256, dtype=torch.bfloat16)  # each picks a column
+    want = weight.dequantize(torch.float64).T.log_softmax(1)[:, 7]
+    got = fused_linear_logprobs(states, weight, torch.full((256,), 7), impl=impl).logps
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-5)
+    for nan in numbers[is_nan]:
+        values = values.clone()
+        values[3, 5] = nan
+        got = fused_linear_logprobs(states[:2], QuantizedWeight(values, weight.scale), torch.tensor([1, 3]), impl=impl)
+        assert got.logps.isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["chunked", "native"])
+def test_no_tensor_of_the_size_of_the_weight(impl):
+    """Beyond results, memory grows with r and not with H."""
+    from recording import CostRecorder
+
+    case = case_of("int8", torch.bfloat16, width=2048, vocab=4000)
+    with CostRecorder() as recorder:
+        out = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters, impl=impl)
+        gradients(out.logps.sum(), case.leaves)
+    assert recorder.largest < 4000 * 2048, recorder.largest
+
+
+def test_scores_do_not_depend_on_the_batch():
+    case = case_of("int8", torch.bfloat16)
+    options = {"lm_head_adapter": case.adapters, "impl": "native"}
+    whole = fused_linear_logprobs(case.hidden, case.weight, case.ids, **options).logps
+    for rows in (slice(0, 1), slice(1, 3)):
+        alone = fused_linear_logprobs(case.hidden[rows], case.weight, case.ids[rows], **options).logps
+        assert torch.equal(alone, whole[rows])
+
+
+def test_masked_positions_may_hold_anything():
+    case = case_of("int8", torch.bfloat16)
+    want = fused_linear_logprobs(case.hidden, case.weight, case.ids, case.mask, lm_head_adapter=case.adapters)
+    exact = gradients(want.logps.sum(), case.leaves)
+    broken = torch.where(case.mask.unsqueeze(-1), case.hidden.detach(), torch.nan).requires_grad_()
+    got = fused_linear_logprobs(broken, case.weight, case.ids, case.mask, lm_head_adapter=case.adapters)
+    for x, y in zip(gradients(got.logps.sum(), [broken, *case.leaves[1:]]), exact, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_dropout_is_that_of_torch_on_the_same_seed():
+    case = case_of()
+    adapter = case.adapters[0]
+    dropped = HeadAdapter(adapter.a, adapter.b, adapter.scale, dropout=0.4)
+    torch.manual_seed(3)
+    got = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=dropped).logps
+    torch.manual_seed(3)
+    states = torch.nn.functional.dropout(case.hidden, 0.4)
+    logits = case.hidden @ case.weight.T + adapter.scale * (states @ adapter.a.T) @ adapter.b.T
+    want = logits.log_softmax(-1).gather(-1, case.ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    for x, y in zip(gradients(got.sum(), case.leaves), gradients(want.sum(), case.leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_a_head_without_needs_of_its_states():
+    """Frozen states: gradients of the adapter alone."""
+    case = case_of("int8", torch.bfloat16)
+    out = fused_linear_logprobs(case.hidden.detach(), case.weight, case.ids, lm_head_adapter=case.adapters)
+    leaves, hidden, weight = case.exact()
+    want = fused_linear_logprobs(hidden, weight, case.ids, impl="reference")
+    assert_close(gradients(out.logps.sum(), case.leaves[1:]), gradients(want.logps.sum(), leaves[1:]), torch.bfloat16)
+
+
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+def test_operators_and_compilation(impl):
+    """Fake results have the shapes of real ones, and a compiled function gives the same."""
+    case = case_of("int8", torch.bfloat16)
+    states, ids = case.hidden, case.ids
+
+    def function(h):
+        return fused_linear_logprobs(h, case.weight, ids, lm_head_adapter=case.adapters, impl=impl).logps.sum()
+
+    want = gradients(function(states), case.leaves)
+    got = gradients(torch.compile(function, backend="aot_eager")(states), case.leaves)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    call = {}
+
+    def seen(*values):
+        call["values"] = values
+        return real(*values)
+
+    real = operators.linear_grpo_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "linear_grpo_loss", seen)
+        fused_linear_grpo_loss(states, case.weight, ids, torch.ones(B), lm_head_adapter=case.adapters, impl=impl)
+    torch.library.opcheck(real, tuple(x.detach() if isinstance(x, Tensor) else x for x in call["values"]))
+
+
+def test_which_engine_runs():
+    narrow = case_of(width=48)
+    assert engines.choose("auto", torch.device("cpu"), torch.float32, 48, plain=False) == "chunked"
+    fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters)
+    with pytest.raises(RuntimeError, match="where H is a multiple of 32; it is 48"):
+        fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters, impl="native")
+
+
+def _call(**changes: Any) -> Any:
+    case = case_of("int8")
+    arguments = {
+        "hidden_states": case.hidden, "lm_head_weight": case.weight, "token_ids": case.ids,
+        "lm_head_adapter": case.adapters, **changes,
+    }  # fmt: skip
+    return fused_linear_logprobs(**arguments)
+
+
+def _adapter(**changes: Any) -> HeadAdapter:
+    return HeadAdapter(**{"a": torch.zeros(R, H), "b": torch.zeros(V, R), **changes})
+
+
+def _quantized(**changes: Any) -> QuantizedWeight:
+    return QuantizedWeight(**{"values": torch.zeros(V, H, dtype=torch.int8), "scale": torch.ones(V), **changes})
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (TypeError, "HeadAdapter or a sequence of them; got str", {"lm_head_adapter": "lora"}),
+        (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": [torch.zeros(2)]}),
+        (ValueError, r"lm_head_adapter.a must have shape \(r, 64\)", {"lm_head_adapter": _adapter(a=torch.zeros(R, 8))}),
+        (ValueError, r"lm_head_adapter.b must have shape \(1000, 5\)", {"lm_head_adapter": _adapter(b=torch.zeros(V, 2))}),
+        (ValueError, r"dropout must be in \[0, 1\); got 1.0", {"lm_head_adapter": _adapter(dropout=1.0)}),
+        (ValueError, "scale must be finite", {"lm_head_adapter": _adapter(scale=float("nan"))}),
+        (ValueError, "lm_head_weight must be frozen", {"lm_head_weight": torch.zeros(V, H, requires_grad=True)}),
+        (TypeError, "values must be int8 or float8_e4m3fn; got torch.uint8",
+         {"lm_head_weight": _quantized(values=torch.zeros(V, H, dtype=torch.uint8))}),
+        (ValueError, r"scale must have shape \(1000\) or \(1000, 1\)|scale must have shape \(1000,\) or \(1000, 1\)",
+         {"lm_head_weight": _quantized(scale=torch.ones(V, 2))}),
+        (ValueError, "finite and not 0", {"lm_head_weight": _quantized(scale=torch.full((V,), torch.nan))}),
+        (ValueError, "finite and not 0", {"lm_head_weight": _quantized(scale=torch.zeros(V))}),
+        (ValueError, "must be frozen; got values or a scale",
+         {"lm_head_weight": _quantized(scale=torch.ones(V, requires_grad=True))}),
+        (ValueError, r"lm_head_weight must have shape \(V, 64\)",
+         {"lm_head_weight": _quantized(values=torch.zeros(V, 8, dtype=torch.int8))}),
+    ],
+)  # fmt: skip
+def test_errors(error, match, changes):
+    with pytest.raises(error, match=match):
+        _call(**changes)
