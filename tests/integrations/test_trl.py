@@ -19,6 +19,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_fused.integrations import trl as ours
+from grpo_fused.integrations.trl import adapters
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 from grpo_fused.integrations.trl.release import FUSED_HEAD, GMPO, RELEASE, WINDOWS
 
@@ -207,18 +208,43 @@ def test_lora(folder, tmp_path, beta):
     assert not any("lm_head" in name for name in want.weights)
 
 
-@pytest.mark.skipif(RELEASE >= FUSED_HEAD, reason="TRL refuses it, since its own head would not train it")
+class OwnHead(ours.FusedLogProbFunction):
+    """peft's layer itself, on all logits."""
+
+    @classmethod
+    def apply(cls, hidden, weight, bias, targets, temperature, *_):
+        log_p = (adapters._heads[weight](hidden).float() / temperature).log_softmax(-1)
+        entropy, found = -(log_p.exp() * log_p).sum(-1), log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return found, entropy, None, None, None
+
+
 def test_lora_on_the_head(folder, tmp_path):
+    """TRL's own head would not train it, so TRL refuses it from 1.15 on; there the other run has peft's layer."""
     peft = pytest.importorskip("peft")
 
     def config():
         return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
 
     options = run_options("dapo", "token", 0.1, "iterations") | {"learning_rate": 0.1}
+    if RELEASE >= FUSED_HEAD:
+        with ours.use_fused_head(), pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+            train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
+        ours.patch_trl(OwnHead)
+    try:
+        want = train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
+    finally:
+        ours.unpatch_trl()
     got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
-    want = train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options)
     assert_same_run(got, want)
     assert any("lm_head" in name for name in want.weights)
+    if RELEASE >= FUSED_HEAD:
+        ours.patch_trl()
+        try:
+            assert_same_run(train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), **options), want)
+            with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True` is not supported"):
+                train(GRPOTrainer, GRPOConfig, folder, tmp_path, peft=config(), cast_lm_head_to_fp32=True, **options)
+        finally:
+            ours.unpatch_trl()
 
 
 def test_mixture_of_experts(tmp_path):

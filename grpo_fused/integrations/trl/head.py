@@ -7,6 +7,7 @@ Before, GRPO and RLOO score by functions of logits; `logits` brings these here.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl import logits
-from grpo_fused.integrations.trl.adapters import adapters_of, remember
+from grpo_fused.integrations.trl.adapters import accepting, adapters_of, remember
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
@@ -33,6 +34,8 @@ from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.truncation import announced_candidates
 from grpo_fused.integrations.trl.zero import gathered
 
+TRAINERS = ("dpo", "grpo", "kto", "rloo", "sft")
+"""with TRL's fused head and a check for adapters on it, besides distillation's"""
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -96,6 +99,8 @@ _lock = threading.RLock()
 _patches = Patches()  # none where neither `patch_trl` nor a block is in force
 _patched: type[FusedLogProbFunction] | None = None  # by `patch_trl`
 _blocks = 0  # of `use_fused_head` that are running, in all threads
+trains_here: ContextVar[bool] = ContextVar("grpo_fused_trains_here", default=False)
+"""whether the trainer that is being constructed also trains in a block of `use_fused_head`"""
 _of_block: ContextVar[type[FusedLogProbFunction] | None] = ContextVar("grpo_fused_head", default=None)
 
 
@@ -112,7 +117,8 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     `use_liger_kernel=True`.
 
     Trainers made from now on also check, at construction, that the head which TRL (1.15) reads off the model's
-    configuration is the model's (`RuntimeError` if not: TRL would be silently wrong).
+    configuration is the model's (`RuntimeError` if not: TRL would be silently wrong). They train LoRA on the head,
+    which TRL's own would ignore.
 
     Args:
         head: `FusedLogProbFunction`, or a subclass with another `impl` or `max_scratch_bytes`.
@@ -168,6 +174,11 @@ def _replace() -> None:
             (distillation_trainer, "_chunked_divergence_loss", _divergence_in_place_of),
         ):
             _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
+        if hasattr(distillation_trainer, "BaseTunerLayer"):  # where peft is installed
+            layers = accepting(distillation_trainer.BaseTunerLayer, lambda: _patched is not None or trains_here.get())
+            for name in TRAINERS:  # that are imported later, they would take peft's own
+                importlib.import_module(f"trl.trainer.{name}_trainer")
+            _patches.replace_everywhere(distillation_trainer, "BaseTunerLayer", layers)
         return
     from trl.trainer import grpo_trainer, rloo_trainer
 
