@@ -20,6 +20,7 @@ from grpo_fused import (
     fused_linear_objective,
 )
 from grpo_fused.api import operators
+from grpo_fused.engines import products
 
 B, T, H, V, R = 3, 37, 64, 1000, 5
 FORMATS = ("plain", "int8", "fp8")
@@ -260,6 +261,19 @@ def test_dropout_is_that_of_torch_on_the_same_seed():
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_blocks_of_the_weight(name, monkeypatch):
+    """Products of widened blocks are added up in fp32."""
+    monkeypatch.setattr(products, "VOCAB_BLOCK_BYTES", 1)  # 256 rows each
+    case = case_of(name, torch.bfloat16, vocab=20 * 256)
+    leaves, hidden, weight = case.exact()
+    out = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters, impl="chunked")
+    want = fused_linear_logprobs(hidden, weight, case.ids, impl="reference")
+    assert float((out.logps - want.logps).abs().max()) < LOGPS[torch.bfloat16]
+    (found, *_), (exact, *_) = gradients(out.logps.sum(), case.leaves), gradients(want.logps.sum(), leaves)
+    assert float((found.double() - exact).norm() / exact.norm()) < 2.7e-3  # rounded, not added up in bf16
+
+
 def test_a_head_without_needs_of_its_states():
     """Frozen states: gradients of the adapter alone."""
     case = case_of("int8", torch.bfloat16)
@@ -296,9 +310,13 @@ def test_operators_and_compilation(impl):
 
 
 def test_which_engine_runs():
-    narrow = case_of(width=48)
     assert engines.choose("auto", torch.device("cpu"), torch.float32, 48, plain=False) == "chunked"
-    fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters)
+    for dtype in (torch.bfloat16, torch.float32):
+        narrow = case_of(dtype=dtype, width=48)
+        got = fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters)
+        _, hidden, weight = narrow.exact()
+        want = fused_linear_logprobs(hidden, weight, narrow.ids, impl="reference").logps
+        assert float((got.logps - want).abs().max()) < LOGPS[dtype]
     with pytest.raises(RuntimeError, match="where H is a multiple of 32; it is 48"):
         fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters, impl="native")
 

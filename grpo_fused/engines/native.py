@@ -66,7 +66,7 @@ class NativeEngine:
         return Statistics.of(table, work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
-        """See `Engine.fused`; known scores are computed again with the exponentials, at the cost of one product."""
+        """See `Engine.fused`; known scores are computed again where the exponentials are kept, for one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
         shape = (tokens.ids.shape[0], head.width)
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
@@ -78,9 +78,16 @@ class NativeEngine:
         worked, scores = 0, []
         for part, rows in work.parts():
             plan = _plan(head, part.stop - part.start, kept, budget)
-            inputs, spill = _inputs(work, rows), head.weight.new_empty(plan.spill_bytes, dtype=torch.uint8)
-            table, offsets = cpu_library.head_scores(inputs, work.with_entropy, kept, spill)
-            stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
+            layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), kept)
+            scored = work.known is None or layout.kept_panels > 0
+            inputs = _inputs(work, rows)
+            spill = head.weight.new_empty(plan.spill_bytes if scored else 0, dtype=torch.uint8)
+            if scored:
+                table, offsets = cpu_library.head_scores(inputs, work.with_entropy, kept, spill)
+                stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
+            else:  # no large dW holds the exponentials, so they are computed again either way
+                assert work.known is not None
+                stats, offsets = work.known.select(part), torch.empty(layout.blocks, 0)
             scores.append(stats)
             coefficients = work.coefficients(part, stats)
             chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(stats.logp)

@@ -19,6 +19,7 @@ from helpers import (
     pack,
     rounding_error_of_gradients,
 )
+from recording import CostRecorder
 
 from grpo_fused import engines, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.engines import cpu_library, libraries, native
@@ -384,3 +385,14 @@ def test_named_engine_says_why_it_cannot_run(monkeypatch):
 def test_auto_takes_it():
     assert engines.choose("auto", torch.device("cpu"), torch.bfloat16, 64) == "native"
     assert engines.choose("auto", torch.device("cpu"), torch.float64, 64) == "chunked"
+
+
+@pytest.mark.parametrize(("frozen", "products"), [(True, 3), (False, 4)])
+def test_products_of_log_probs(frozen, products):
+    """A frozen head keeps no exponentials: its backward does not score again what the forward has scored."""
+    N, H, V = 64, 32, 600
+    hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=not frozen)
+    with CostRecorder() as recorder:
+        logps = fused_linear_logprobs(hidden, weight, torch.arange(N), impl="native").logps
+        logps.sum().backward()
+    assert recorder.flop == products * 2 * N * H * V
