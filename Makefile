@@ -146,7 +146,7 @@ sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and 
 	nm -D $(SANITIZED)/lib/grpo_fused/_C.abi3.so | grep -q __asan_report  # checks that it is instrumented
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" --ignore=tests/native/test_cuda_compile.py \
-	    tests/native tests/test_candidates.py tests/test_candidate_sets.py
+	    tests/native tests/test_candidates.py tests/test_candidate_sets.py tests/test_head_parts.py
 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)

@@ -73,6 +73,7 @@ TABLES: dict[str, Table] = {
     "end-to-end": of("end_to_end"),
     "candidates": candidates,
     "alternatives": of("alternatives"),
+    "heads": of("heads"),
     "compiled": of("aot"),
     "ptx": of("ptx_profile"),
     "divergence": of("divergence"),
@@ -104,6 +105,7 @@ _PAGES = {
     "docs/divergence.md": ("divergence",),
     "docs/versions.md": ("releases",),
     "docs/alternatives.md": ("centering-tail", "alternatives"),
+    "docs/heads.md": ("heads",),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "centering",
         "pretrained", "pretrained-cut", "study-distribution",

@@ -20,7 +20,7 @@ from grpo_fused import (
     fused_linear_objective,
 )
 from grpo_fused.api import operators
-from grpo_fused.engines import products
+from grpo_fused.engines import candidates, products
 
 B, T, H, V, R = 3, 37, 64, 1000, 5
 FORMATS = ("plain", "int8", "fp8")
@@ -173,6 +173,21 @@ def test_candidates_and_alternatives(name, impl, whole):
     assert_close(got, exact, torch.bfloat16)
 
 
+def test_candidates_are_copied_in_blocks(monkeypatch):
+    """Rows of a head in parts are copied, so there are fewer of them at a time."""
+    monkeypatch.setattr(candidates, "_BLOCK_COPIED", 10)
+    copied, own = [], candidates._chosen_rows
+    monkeypatch.setattr(candidates, "_chosen_rows", lambda head, ids: (copied.append(len(ids)), own(head, ids))[1])
+    case = case_of("int8")
+    kept = torch.zeros(B * T, V, dtype=torch.bool)
+    kept[:, ::250] = kept[torch.arange(B * T), case.ids.reshape(-1)] = True
+    options = {"candidates": sets_of(kept), "lm_head_adapter": case.adapters, "impl": "native"}
+    got = fused_linear_logprobs(case.hidden, case.weight, case.ids, **options)
+    gradients(got.logps.sum(), case.leaves)
+    assert max(copied) < 10 + 5  # whole sets, of at most five
+    assert sum(copied) > 100
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("scope", ["token", "sequence", "batch"])
@@ -317,6 +332,9 @@ def test_which_engine_runs():
         _, hidden, weight = narrow.exact()
         want = fused_linear_logprobs(hidden, weight, narrow.ids, impl="reference").logps
         assert float((got.logps - want).abs().max()) < LOGPS[dtype]
+    if engines.unavailable("triton", torch.device("cpu"), torch.float32) is None:  # in its interpreter
+        with pytest.raises(RuntimeError, match="takes no adapter and no quantised weight"):
+            _call(impl="triton")
     with pytest.raises(RuntimeError, match="where H is a multiple of 32; it is 48"):
         fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters, impl="native")
 

@@ -1,0 +1,148 @@
+"""Frozen, adapted and quantised heads: time and memory of a loss, beside peft's own layer on logits.
+
+    python -m benchmarks.heads --out results.json     # a minute on two cores
+
+GRPO's loss, forward and backward, with a bf16 head that is frozen, one with LoRA of rank 16, and both on int8. peft's
+layer makes all logits, in chunks of tokens, since they would not fit otherwise. Losses are compared before anything is
+timed. The bare products are those of a frozen head, two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+from benchmarks.memory import blocks_given_back, peak_bytes
+from benchmarks.results import Device, Run, where
+from benchmarks.study import Section, main
+from benchmarks.tables import calls_grid
+from benchmarks.timing import MIB, times_by_round, with_ratios
+from grpo_fused import HeadAdapter, QuantizedWeight, fused_linear_grpo_loss
+
+SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
+RANK = 16
+LENGTH, CHUNK = 128, 128
+"""tokens of a sequence, and of a chunk of logits"""
+BARE = "bare products of a frozen head"
+
+
+class Problem:
+    """Hidden states [N, H] and a head [V, H] in bf16 and int8, with an adapter in fp32, as peft makes it."""
+
+    def __init__(self, device: str) -> None:
+        N, H, V = SHAPES[device]
+        g = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(N // LENGTH, LENGTH, H, generator=g).to(device, torch.bfloat16).requires_grad_()
+        weight = 0.03 * torch.randn(V, H, generator=g)
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.quantized = QuantizedWeight((weight / scale).round().to(torch.int8).to(device), scale.to(device))
+        self.weight = weight.to(device, torch.bfloat16)
+        base = nn.Linear(H, V, bias=False, device="meta")
+        base.weight = nn.Parameter(self.weight, requires_grad=False)
+        self.layer = Linear(base, "default", config=LoraConfig(r=RANK, lora_alpha=RANK), r=RANK, lora_alpha=RANK)
+        with torch.no_grad():
+            self.layer.lora_B["default"].weight.normal_(std=0.01)
+        a, b = self.layer.lora_A["default"].weight, self.layer.lora_B["default"].weight
+        self.adapter = HeadAdapter(a, b, float(self.layer.scaling["default"]))
+        self.ids = torch.randint(V, self.hidden.shape[:2], generator=g).to(device)
+        self.advantages = torch.randn(N // LENGTH, generator=g).to(device)
+
+    def fused(self, weight: Tensor | QuantizedWeight, adapted: bool) -> Tensor:
+        """Forward and backward."""
+        adapters = (self.adapter,) if adapted else ()
+        return self._backward(
+            fused_linear_grpo_loss(
+                self.hidden, weight, self.ids, self.advantages, with_metrics=False, lm_head_adapter=adapters
+            ).loss
+        )
+
+    def on_logits(self) -> Tensor:
+        """The same loss (dapo, on-policy) on the logits of peft's layer."""
+        total = torch.zeros((), device=self.hidden.device)
+        for row, ids, advantage in zip(self.hidden, self.ids, self.advantages, strict=True):
+            for start in range(0, LENGTH, CHUNK):
+                part = slice(start, start + CHUNK)
+                log_p = self.layer(row[part]).float().log_softmax(1)
+                logps = log_p.gather(1, ids[part].unsqueeze(1))
+                loss = -(advantage * (logps - logps.detach()).exp()).sum() / self.ids.numel()
+                loss.backward()
+                total += loss.detach()
+        return self._backward(total)
+
+    def bare(self) -> None:
+        """hidden @ weight^T and dlogits @ weight."""
+        with torch.no_grad():
+            logits = self.hidden.flatten(0, 1) @ self.weight.T
+            logits @ self.weight
+
+    def _backward(self, loss: Tensor) -> Tensor:
+        if loss.requires_grad:
+            loss.backward()
+        self.hidden.grad = self.adapter.a.grad = self.adapter.b.grad = None  # given back in their own time
+        return loss.detach()
+
+    def check(self) -> float:
+        """Largest difference of the gradient of A from that on logits, relative; bf16 logits are rounded."""
+        leaf, found = self.adapter.a, []
+        for call in (lambda: self.fused(self.weight, True), self.on_logits):
+            seen: list[Tensor] = []
+            handle = leaf.register_post_accumulate_grad_hook(lambda x, seen=seen: seen.append(x.grad.clone()))
+            call()
+            handle.remove()
+            found.append(seen[-1])
+        error = float((found[0] - found[1]).norm() / found[1].norm())
+        if not error < 5e-2:
+            raise SystemExit(f"gradients of A differ by {error:.2%} from those on logits: nothing is timed")
+        return error
+
+
+def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
+    """The section `heads`."""
+    N, H, V = SHAPES[device]
+    problem = Problem(device)
+    calls: dict[str, Callable[[], object]] = {
+        "frozen bf16": partial(problem.fused, problem.weight, False),
+        "LoRA on bf16": partial(problem.fused, problem.weight, True),
+        "frozen int8": partial(problem.fused, problem.quantized, False),
+        "LoRA on int8": partial(problem.fused, problem.quantized, True),
+    }
+    error = problem.check()
+    of_adapter = problem.adapter.a.nbytes + problem.adapter.b.nbytes
+    with blocks_given_back():
+        memory = {
+            name: peak_bytes(call, device) - problem.hidden.nbytes - (of_adapter if "LoRA" in name else 0)
+            for name, call in calls.items()
+        }
+    calls = {BARE: problem.bare, **calls, "LoRA on bf16, peft's layer on logits": problem.on_logits}
+    yield {
+        "N": N, "H": H, "V": V, "rank": RANK, "gradient_error": error, "scratch_bytes": memory,
+        "weight_bytes": {"bf16": problem.weight.nbytes, "int8": problem.quantized.values.nbytes},
+        "calls": with_ratios(times_by_round(calls, device, rounds=rounds), BARE),
+    }  # fmt: skip
+
+
+def table(run: Run) -> str:
+    """Times, ratios to the bare products, and memory."""
+    section: dict[str, Any] = run.sections["heads"]
+    memory = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in section["scratch_bytes"].items() if x is not None)
+    weights = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in section["weight_bytes"].items())
+    sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}, LoRA of rank {section['rank']}"
+    lines = [
+        f"{sizes}. {where(run)}.",
+        "",
+        *calls_grid(section["calls"], "| | time | × bare (forward + backward) |", 2),
+        "",
+        f"Memory beyond inputs and gradients: {memory}. The weight itself: {weights}. The gradient of A differs by",
+        f"{section['gradient_error']:.2%} from that of peft's layer, whose logits are bf16.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main("heads")
