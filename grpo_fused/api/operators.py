@@ -50,6 +50,7 @@ from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
+from grpo_fused.engines.pairs import Pairs
 from grpo_fused.engines.products import ieee_products, product_dtype, rounded_bias
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.kernels.row_types import Statistics
@@ -373,7 +374,11 @@ def _engine(call: TokensCall, tokens: Tokens) -> Engine:
         return engine
     vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
     most = engines.largest_sparse_set(call.run.engine, vocab_size)
-    return CandidateEngine(engine, engines.pairs(call.run.engine), call.candidates.any_whole, most)
+    return CandidateEngine(engine, _pairs(call), call.candidates.any_whole, most)
+
+
+def _pairs(call: TokensCall) -> Pairs:
+    return engines.pairs(call.run.engine, call.hidden_states.device, call.lm_head.compute_dtype)
 
 
 def _alternatives(call: CustomCall | LogprobsCall, tokens: Tokens) -> Alternatives | None:
@@ -382,7 +387,7 @@ def _alternatives(call: CustomCall | LogprobsCall, tokens: Tokens) -> Alternativ
         return None
     name, head = call.run.engine, rounded_bias(call.hidden_states, call.lm_head)
     vocab_size = head.vocab_size if tokens.vocab is None else tokens.vocab.total
-    return Alternatives(head, tokens, sets, engines.pairs(name), engines.largest_sparse_set(name, vocab_size))
+    return Alternatives(head, tokens, sets, _pairs(call), engines.largest_sparse_set(name, vocab_size))
 
 
 def _candidate_gradients(call: LogprobsCall, tokens: Tokens, gradients: Gradients, needs: Needs) -> HeadGradients:
@@ -393,7 +398,7 @@ def _candidate_gradients(call: LogprobsCall, tokens: Tokens, gradients: Gradient
         weight=sparse_zeros_like(weight) if needs.need_weight else None,
         bias=weight.new_zeros(weight.shape[0], dtype=head.statistics_dtype) if needs.need_bias else None,
     )
-    add_weight_gradient(engines.pairs(call.run.engine), head, tokens, gradients.candidates, made.weight, made.bias)
+    add_weight_gradient(_pairs(call), head, tokens, gradients.candidates, made.weight, made.bias)
     return _head_gradients(call, made)
 
 

@@ -77,8 +77,10 @@ def choose_from_logits(impl: Impl) -> str:
     return impl
 
 
-def pairs(name: str) -> Pairs:
-    """What computes candidate sets, with any engine."""
+def pairs(name: str, device: torch.device, dtype: torch.dtype) -> Pairs:
+    """What computes candidate sets beside an engine that multiplies in `dtype`."""
+    if name == "chunked" and native.unavailable(device, dtype) is None:
+        return NativePairs()
     return {"native": NativePairs, "triton": TritonPairs}.get(name, Pairs)()
 
 

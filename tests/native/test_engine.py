@@ -23,6 +23,7 @@ from recording import CostRecorder
 
 from grpo_fused import engines, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.engines import cpu_library, libraries, native
+from grpo_fused.engines.pairs import NativePairs, Pairs
 
 LOW = (torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("cpu_extension")
@@ -396,3 +397,12 @@ def test_products_of_log_probs(frozen, products):
         logps = fused_linear_logprobs(hidden, weight, torch.arange(N), impl="native").logps
         logps.sum().backward()
     assert recorder.flop == products * 2 * N * H * V
+
+
+def test_what_computes_sets():
+    """The C++ library beside chunked too; numbers that it has no products of, in torch operations."""
+    cpu = torch.device("cpu")
+    for name in ("native", "chunked"):
+        assert type(engines.pairs(name, cpu, torch.bfloat16)) is NativePairs
+    for name in ("chunked", "reference"):
+        assert type(engines.pairs(name, cpu, torch.float64)) is Pairs
