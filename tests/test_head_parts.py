@@ -21,6 +21,9 @@ from grpo_fused import (
 )
 from grpo_fused.api import operators
 from grpo_fused.engines import candidates, products
+from grpo_fused.heads.check import _inputs
+from grpo_fused.heads.form import HeadForm
+from grpo_fused.heads.modules import HeadParts
 
 B, T, H, V, R = 3, 37, 64, 1000, 5
 FORMATS = ("plain", "int8", "fp8")
@@ -159,13 +162,17 @@ def test_candidates_and_alternatives(name, impl, whole):
     sets = sets_of(kept)
     others = sets_of(torch.where(kept.any(1, keepdim=True), kept, kept[:1]) & (torch.arange(V) % 3 == 0))
     leaves, hidden, weight = case.exact()
+    biases = [x.requires_grad_() for x in (0.1 * torch.ones(V), 0.1 * torch.ones(V, dtype=torch.float64))]
+    sides = (
+        (case.hidden, case.weight, case.adapters, impl, [*case.leaves, biases[0]]),
+        (hidden, weight, (), "reference", [*leaves, biases[1]]),
+    )
     found = []
-    for h, w, adapters, how in ((case.hidden, case.weight, case.adapters, impl), (hidden, weight, (), "reference")):
-        options = {"impl": how, "lm_head_adapter": adapters, "candidates": sets}
+    for (h, w, adapters, how, inputs), bias in zip(sides, biases, strict=True):
+        options = {"impl": how, "lm_head_adapter": adapters, "candidates": sets, "lm_head_bias": bias}
         out = fused_linear_logprobs(h, w, case.ids, case.mask, with_entropy=True, alternatives=others, **options)
         at = torch.linspace(-1, 1, B * T, dtype=h.dtype).view(B, T)
         loss = (out.logps * at).sum() + 0.1 * (out.entropies * at).sum() + 0.01 * out.alternative_logps.sum()
-        inputs = case.leaves if how == impl and h is case.hidden else leaves
         found.append((out, gradients(loss, inputs)))
     (out, got), (want, exact) = found
     for field in ("logps", "entropies", "alternative_logps"):
@@ -322,6 +329,18 @@ def test_operators_and_compilation(impl):
         patch.setattr(operators, "linear_grpo_loss", seen)
         fused_linear_grpo_loss(states, case.weight, ids, torch.ones(B), lm_head_adapter=case.adapters, impl=impl)
     torch.library.opcheck(real, tuple(x.detach() if isinstance(x, Tensor) else x for x in call["values"]))
+
+
+def test_rows_without_logits_are_left_out():
+    """A model that drops the logits of its last rows: weight, bias and adapters are cut."""
+    case = case_of("int8", adapters=2)
+    bias = torch.randn(V)
+    inputs = _inputs(HeadForm(1.0, None, V - 7), HeadParts(case.weight, bias, case.adapters))
+    ids = case.ids.clamp(max=V - 8)
+    got = fused_linear_logprobs(case.hidden, token_ids=ids, **inputs).logps
+    _, hidden, weight = case.exact()
+    want = (hidden @ weight[:-7].T + bias[:-7].double()).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    assert float((got - want).abs().max()) < LOGPS[torch.float32]
 
 
 def test_which_engine_runs():
