@@ -249,6 +249,20 @@ def test_no_tensor_of_the_size_of_the_weight(impl):
     assert recorder.largest < 4000 * 2048, recorder.largest
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_of_any_strides(name):
+    """Columns first, and rows with gaps between them."""
+    case = case_of(name, torch.bfloat16)
+    want = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters, impl="native").logps
+    values = case.weight if isinstance(case.weight, Tensor) else case.weight.values
+    gaps = torch.zeros(V, H + 3, dtype=torch.uint8).to(values.dtype)
+    gaps[:, :H] = values
+    for strided in (values.T.contiguous().T, gaps[:, :H]):
+        weight = strided if isinstance(case.weight, Tensor) else QuantizedWeight(strided, case.weight.scale)
+        got = fused_linear_logprobs(case.hidden, weight, case.ids, lm_head_adapter=case.adapters, impl="native").logps
+        assert torch.equal(got, want)
+
+
 def test_scores_do_not_depend_on_the_batch():
     case = case_of("int8", torch.bfloat16)
     options = {"lm_head_adapter": case.adapters, "impl": "native"}

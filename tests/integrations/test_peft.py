@@ -235,6 +235,7 @@ def test_the_trainer_trains_an_adapted_head() -> None:
     for tokens in (24, 12):
         config = GRPOTrainerConfig(micro_batch_tokens=tokens)
         policy = Policy(model, accelerator, config)
+        assert not policy._is_plain  # FSDP may not shard it
         assert len(policy.micro_batches(rollout, rows)) == 24 // tokens
         model.zero_grad()
         updater = Updater(policy, None, torch.optim.SGD(model.parameters()), config)
