@@ -250,6 +250,21 @@ def test_no_tensor_of_the_size_of_the_weight(impl):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_columns_in_whole_cache_lines(name):
+    """The layout in which a weight without a base is read where it stands."""
+    case = case_of(name, torch.bfloat16, vocab=1024)
+    generator = torch.Generator().manual_seed(5)
+    a, b = torch.randn(32, H, generator=generator) / 16, torch.randn(1024, 32, generator=generator) / 8
+    adapter = HeadAdapter(a.bfloat16().requires_grad_(), b.bfloat16().requires_grad_())
+    case = case._replace(adapters=(adapter,))
+    leaves, hidden, weight = case.exact()
+    got = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=adapter, impl="native").logps
+    want = fused_linear_logprobs(hidden, weight, case.ids, impl="reference").logps
+    assert float((got - want).abs().max()) < LOGPS[torch.bfloat16]
+    assert_close(gradients(got.sum(), case.leaves), gradients(want.sum(), leaves), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_weights_of_any_strides(name):
     """Columns first, and rows with gaps between them."""
     case = case_of(name, torch.bfloat16)
