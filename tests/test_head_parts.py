@@ -325,6 +325,17 @@ def test_many_blocks_of_the_weight(name, monkeypatch):
     assert float((found.double() - exact).norm() / exact.norm()) < 2.7e-3  # rounded, not added up in bf16
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_autocast_rounds_the_bias_as_without_an_adapter(name):
+    case, bias = case_of(name, adapters=0), 8 * torch.randn(V)
+    nothing = HeadAdapter(torch.randn(2, H), torch.zeros(V, 2))
+    rounded = bias.bfloat16().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_bias=bias, lm_head_adapter=nothing)
+        want = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_bias=rounded)
+    assert float((got.logps - want.logps).abs().max()) < 1e-5
+
+
 def test_a_head_without_needs_of_its_states():
     """Frozen states: gradients of the adapter alone."""
     case = case_of("int8", torch.bfloat16)
@@ -429,3 +440,13 @@ def _quantized(**changes: Any) -> QuantizedWeight:
 def test_errors(error, match, changes):
     with pytest.raises(error, match=match):
         _call(**changes)
+
+
+def test_a_quantised_reference_is_refused():
+    case, config = case_of(), GRPOLossConfig(beta=0.1, kl_estimator="exact")
+    states = case.hidden.detach()
+    with pytest.raises(TypeError, match="reference: lm_head_weight must be a plain tensor; got a QuantizedWeight"):
+        fused_linear_grpo_loss(
+            states, case.weight, case.ids, torch.ones(B), ref_hidden_states=states, ref_lm_head_weight=_quantized(),
+            config=config,
+        )  # fmt: skip

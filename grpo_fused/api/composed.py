@@ -1,9 +1,11 @@
-"""Heads of several parts as one product: hidden states [h, u] with the weight [W, B], where u = scale * dropout(h) A^T.
+"""Heads of several parts as one product.
 
-The engines know columns without a gradient (`LMHead.base`) and columns with one. Everything of rank r around them is
-plain torch, whose autograd makes dA, and dH of the low-rank part. A narrow product would round u and B to 8 bits, which
-costs the log-probs 1e-3 nats: they are given as two terms each, u = u' + u'' and B = B' + B'', so that
-u B^T = u' B'^T + u'' B'^T + u' B''^T to 16 bits.
+An adapter adds u B^T to the logits, u = scale * dropout(h) A^T. The engines multiply hidden states [h, u] by the weight
+[W, B]: W is frozen (`LMHead.base`), and only the columns of B get a gradient there. u is made by plain torch, whose
+autograd makes dA, and dH of the low-rank part.
+
+A narrow product would round u and B to 8 bits, which costs the log-probs 1e-3 nats. So they are given as two terms
+each, u = u' + u'' and B = B' + B'': u B^T = u' B'^T + u'' B'^T + u' B''^T to 16 bits.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ def composed(
     if isinstance(weight, Tensor) and not adapters:
         return head, hidden_states
     compute, wide, scale = head.compute_dtype, head.statistics_dtype, None
+    own = weight.dtype if isinstance(weight, Tensor) else hidden_states.dtype
+    if head.bias is not None and compute != torch.promote_types(hidden_states.dtype, own):  # see `rounded_bias`
+        head = head._replace(bias=head.operand(head.bias))
     if isinstance(weight, QuantizedWeight):
         scale = weight.scale.detach().to(wide).reshape(-1)
         weight = weight.values
-        if adapters and compute == torch.float16:  # B / scale and its gradient leave the range of fp16
+        if compute == torch.float16:  # its range holds neither B / scale nor dlogits * scale
             compute = wide
             head = head._replace(compute_dtype=wide)
     states, columns = [hidden_states.to(compute)], []
@@ -58,7 +63,7 @@ def composed(
 
 
 def _rest(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What rounding to `dtype` takes from x, without a gradient: that of the rounded part is the whole one."""
+    """What rounding to `dtype` takes from x. Detached: the rounded term carries the whole gradient."""
     x = x.detach()
     rest = x - x.to(dtype).to(x.dtype)
     return None if dtype == x.dtype else rest

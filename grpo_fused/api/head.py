@@ -153,6 +153,8 @@ def beside(
     Args:
         name: of the other head in errors.
     """
+    if isinstance(lm_head_weight, QuantizedWeight):
+        raise TypeError(f"{name}: lm_head_weight must be a plain tensor; got a QuantizedWeight: pass its dequantize()")
     lm_head_weight = whole(lm_head_weight, None)
     lm_head_bias = None if lm_head_bias is None else whole(lm_head_bias, None)
     tokens = head.weight.new_zeros(layout.shape, dtype=torch.int64)

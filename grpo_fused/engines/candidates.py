@@ -21,7 +21,7 @@ from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 _BLOCK_CANDIDATES = 2**18
 """Candidates that are worked on at a time (more if a token has more): about 100 bytes of temporaries each."""
 _BLOCK_COPIED = 2**13
-"""The same where their rows of the head are copied, H numbers each."""
+"""Candidates at a time where the head has a base: their rows are copied, H numbers each."""
 
 
 @dataclass

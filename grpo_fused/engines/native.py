@@ -66,7 +66,7 @@ class NativeEngine:
         return Statistics.of(table, work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
-        """See `Engine.fused`; known scores are computed again where the exponentials are kept, for one product."""
+        """See `Engine.fused`. Known scores are computed again where dW's memory holds exponentials: one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
         shape = (tokens.ids.shape[0], head.width)
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
@@ -141,8 +142,9 @@ def _adapted(layer: Any) -> HeadParts:
         rate = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
         parts = parts._replace(adapters=(*parts.adapters, HeadAdapter(a.weight, b.weight, scale, rate)))
         if b.bias is not None:  # lora_bias=True
-            extra = b.bias * scale
-            parts = parts._replace(bias=extra if parts.bias is None else parts.bias + extra)
+            wide = torch.promote_types(b.bias.dtype, torch.float32)  # bf16 would round it away
+            extra = b.bias.to(wide) * scale
+            parts = parts._replace(bias=extra if parts.bias is None else parts.bias.to(wide) + extra)
     return parts
 
 

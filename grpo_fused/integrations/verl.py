@@ -160,8 +160,10 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
 @contextmanager
 def _head_of(model: Any, form: HeadForm | None) -> Iterator[None]:
     """`FusedLinearForPPO`, which gets the weight alone, knows the rest of the model's head."""
-    known = _form.set(form)
-    adapters = _adapters.set(head_parts(model.lm_head).adapters if hasattr(model.lm_head, "base_layer") else ())
+    parts = head_parts(model.lm_head) if hasattr(model.lm_head, "base_layer") else None
+    if parts is not None and parts.bias is not None:
+        raise ValueError("verl's fused forward has no bias; the adapter on the head has one: set lora_bias to False")
+    known, adapters = _form.set(form), _adapters.set(() if parts is None else parts.adapters)
     try:
         yield
     finally:

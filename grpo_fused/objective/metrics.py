@@ -111,7 +111,7 @@ def _own_metrics(
     if batch.num_sequences == 0:
         lowest = highest = means.new_full((2,), math.nan)
     else:
-        # in place of an empty sequence the mean over all tokens: it is between the extremes
+        # an empty sequence counts as the mean over all tokens, which is neither below the others nor above
         lowest, highest = torch.where(is_empty, mean, by_sequence).to(dtype).aminmax(dim=0)
     return low, high, low + high, lowest[0], highest[1]
 

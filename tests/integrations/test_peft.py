@@ -86,6 +86,17 @@ def test_lora_on_a_head_with_a_bias() -> None:
     assert_right(adapted("phi", lora_bias=True))
 
 
+def test_a_bf16_bias_does_not_round_that_of_the_adapter_away() -> None:
+    model = adapted("phi", torch.bfloat16, lora_bias=True).bfloat16()
+    layer = model.get_output_embeddings()
+    with torch.no_grad():
+        layer.base_layer.bias.fill_(1.0)
+        layer.lora_B["default"].bias.fill_(1e-3)
+    bias = lm_head_inputs(model)["lm_head_bias"]
+    assert bias is not None
+    assert float(bias[0].detach()) == pytest.approx(1.0 + 1e-3 * layer.scaling["default"], abs=1e-5)
+
+
 def test_gradients_reach_the_adapter_and_not_the_frozen_weight() -> None:
     ids = token_ids()
     gradients = []

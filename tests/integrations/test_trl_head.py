@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from grpo_fused.integrations.trl import (
     unpatch_trl,
     use_fused_head,
 )
-from grpo_fused.integrations.trl.adapters import remember
+from grpo_fused.integrations.trl.adapters import adapters_of, remember, scored_with
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 
 
@@ -226,6 +227,31 @@ def test_an_adapter_on_the_head_is_trained(tmp_path):
             base, head(hidden).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4
         )
     assert (base - got[0]).abs().max() > 0.05
+
+
+def test_adapters_are_those_of_the_head_in_use():
+    """A layer that was removed is forgotten, also without `remember`, and a weight that is trained too is refused."""
+    peft = pytest.importorskip("peft")
+    base = torch.nn.Sequential()
+    base.lm_head = torch.nn.Linear(32, 96, bias=False)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    head = model.base_model.model.lm_head
+    remember(head)
+    weight = head.weight
+    assert len(adapters_of(weight, None)[1]) == 1
+    with scored_with(()):
+        assert adapters_of(weight, None) == (None, ())
+    weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="lm_head_weight must be frozen beside lm_head_adapter"):
+        FusedLogProbFunction.apply(torch.randn(3, 32), weight, None, torch.arange(3), 1.0, 16)
+    plain = model.unload()
+    remember(plain.lm_head)
+    assert plain.lm_head.weight is weight
+    assert adapters_of(weight, None) == (None, ())
+    remember(head)
+    del model, head
+    gc.collect()
+    assert adapters_of(weight, None) == (None, ())
 
 
 def test_threads_and_nested_blocks_keep_their_own_head():

@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_fused import engines
 from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, LogprobsCall, Run
+from grpo_fused.call.validation import check_adapters
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
@@ -77,6 +78,7 @@ class FusedLogProbFunction:
             for. None for what is not.
         """
         compute, (bias, adapters) = compute_dtype(hidden, weight), adapters_of(weight, bias)
+        check_adapters(adapters, hidden, weight, has_group=False)
         head = LMHead(weight, bias, float(logit_scale), final_logit_softcapping, float(temperature), None, compute)
         candidates, mask = announced_candidates(targets, head.vocab_size)
         engine = engines.choose(cls.impl, hidden.device, compute, weight.shape[1], plain=not adapters)
@@ -176,7 +178,7 @@ def _replace() -> None:
             _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
         if hasattr(distillation_trainer, "BaseTunerLayer"):  # where peft is installed
             layers = accepting(distillation_trainer.BaseTunerLayer, lambda: _patched is not None or trains_here.get())
-            for name in TRAINERS:  # that are imported later, they would take peft's own
+            for name in TRAINERS:  # now: a later import would take peft's class
                 importlib.import_module(f"trl.trainer.{name}_trainer")
             _patches.replace_everywhere(distillation_trainer, "BaseTunerLayer", layers)
         return

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.heads import CapturedHeadInput, capture_head_input, lm_head_inputs
 from grpo_fused.heads.check import LMHeadInputs
-from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.heads.modules import unwrap
 from grpo_fused.heads.patches import Patches
-from grpo_fused.integrations.trl.adapters import remember
+from grpo_fused.integrations.trl.adapters import scored_with
 from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
 
 type_of_head = Any  # a `FusedLogProbFunction`, see `head`
@@ -80,7 +80,8 @@ class HeadLogits:
         rows = self.rows.squeeze(-1)
         counts = self.scored[rows] if row_mask is None else self.scored[rows] & (row_mask != 0)
         head, device = self.lm_head, self.hidden_states.device.type
-        with torch.autocast(device, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+        autocast = torch.autocast(device, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+        with autocast, scored_with(head["lm_head_adapter"]):
             scores = self.head.apply(
                 self.hidden_states.index_select(0, rows[counts]),
                 head["lm_head_weight"], head["lm_head_bias"], token_ids[counts], self.temperature, 0,
@@ -176,15 +177,11 @@ def stopping_at_the_head(scoring_method: Callable[..., Any], active_head: Active
 def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, everywhere: bool) -> Iterator[None]:
     """`model(...)` returns `HeadLogits` in the block."""
     lm_head = lm_head_inputs(model)
-    remember(output_head(unwrap(model)))
     weight, adapters = lm_head["lm_head_weight"], lm_head["lm_head_adapter"]
     if isinstance(weight, QuantizedWeight):
         raise TypeError("TRL's scores take a floating-point head; got a quantised one: dequantise it first")
-    if adapters:  # found by the weight itself, which is frozen
-        views = (replace(x, a=x.a.view_as(x.a), b=x.b.view_as(x.b)) for x in adapters)
-        lm_head["lm_head_adapter"] = tuple(views)
-    else:
-        lm_head["lm_head_weight"] = weight.view_as(weight)
+    lm_head["lm_head_weight"] = weight.view_as(weight)
+    lm_head["lm_head_adapter"] = tuple(replace(x, a=x.a.view_as(x.a), b=x.b.view_as(x.b)) for x in adapters)
     if lm_head["lm_head_bias"] is not None:
         lm_head["lm_head_bias"] = lm_head["lm_head_bias"].view_as(lm_head["lm_head_bias"])
     with capture_head_input(model) as captured:
