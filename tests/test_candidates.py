@@ -286,11 +286,14 @@ def test_large_sets_that_leave_out_whole_blocks_of_the_vocabulary(head, dtype, s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "computed again"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("size", [3, 190], ids=["small", "large"])
-def test_rows_of_the_weight_outside_every_set_touch_nothing(size, bad, scratch, dtype):
-    """Sets below and above V / 8, in `native`; 70 tokens fill a panel of 64 and a part of the next."""
+@pytest.mark.parametrize(
+    ("impl", "scratch"), [("native", None), ("native", 1), ("chunked", None), ("reference", None)],
+    ids=["kept", "computed again", "chunked", "reference"],
+)  # fmt: skip
+def test_rows_of_the_weight_outside_every_set_touch_nothing(impl, size, bad, scratch, dtype):
+    """Sets below and above V / 8, which `native` multiplies whole; 70 tokens fill a panel of 64 and part of the next."""
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 17, generator=g).to(dtype).requires_grad_() for n in (70, 600))
     sets = CandidateSets.from_mask(((torch.arange(600) >= 10) & (torch.arange(600) < 10 + size)).repeat(70, 1))
@@ -299,14 +302,14 @@ def test_rows_of_the_weight_outside_every_set_touch_nothing(size, bad, scratch, 
     for outside in (1.0, bad):
         with torch.no_grad():
             weight[[3, 599]] = outside
-        out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl="native", max_scratch_bytes=scratch,
+        out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl=impl, max_scratch_bytes=scratch,
                                     with_entropy=True)  # fmt: skip
         found.append((*out[:2], *torch.autograd.grad((out.logps + out.entropies).sum(), (hidden, weight))))
     for want, got in zip(*found, strict=True):
         assert torch.equal(got, want)
     with torch.no_grad():
         weight[11] = bad  # in every set
-    assert fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl="native").logps.isnan().all()
+    assert fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl=impl).logps.isnan().all()
 
 
 def test_a_call_holds_no_vocab_sized_tensor():

@@ -27,14 +27,29 @@ def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
     head, token_ids, mask = call.lm_head, call.token_ids, call.mask
     check_call_values(call, layout, head.vocab_size)
     active = active_tokens(mask, token_ids)
-    logits = _logits(call.hidden_states, head, active)
-    if (sets := call.candidates.sets) is not None:
+    if (sets := call.candidates.sets) is None:
+        logits = _logits(call.hidden_states, head, active)
+    else:
         rows = active.reshape(-1).nonzero().squeeze(1)
-        kept = torch.ones_like(logits, dtype=torch.bool).view(-1, logits.shape[-1])
-        kept[rows] = sets.select(rows).to_mask(logits.shape[-1])
+        kept = torch.ones((active.numel(), head.vocab_size), dtype=torch.bool, device=active.device)
+        kept[rows] = sets.select(rows).to_mask(head.vocab_size)
+        logits = _logits(call.hidden_states, _with_rows(head, kept[rows].any(0)), active)
         logits = torch.where(kept.view(logits.shape), logits, -math.inf)
     alternatives = None if isinstance(call, LossCall) else call.alternatives.sets
     return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout, alternatives)
+
+
+def _with_rows(head: LMHead, used: Tensor) -> LMHead:
+    """The head with 0 in the rows that no token keeps, which may hold anything: 0 * NaN would be NaN."""
+
+    def of_used(x: Tensor) -> Tensor:
+        return torch.where(used.view(-1, *[1] * (x.dim() - 1)), x, 0)
+
+    return head._replace(
+        weight=of_used(head.weight),
+        base=None if head.base is None else of_used(head.operand(head.base)),
+        bias=None if head.bias is None else of_used(head.bias),
+    )
 
 
 def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
