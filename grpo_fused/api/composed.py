@@ -63,7 +63,8 @@ def composed(
 
 
 def _rest(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What rounding to `dtype` takes from x. Detached: the rounded term carries the whole gradient."""
+    """What rounding to `dtype` takes from x, if anything. Detached: the rounded term carries the whole gradient."""
+    if dtype == x.dtype:
+        return None
     x = x.detach()
-    rest = x - x.to(dtype).to(x.dtype)
-    return None if dtype == x.dtype else rest
+    return x - x.to(dtype).to(x.dtype)
