@@ -375,9 +375,9 @@ def test_blocks_of_sets_entropies_and_sequences(impl, truncated, scope, monkeypa
     assert_same(run(case.to(dtype), sets, impl, **options), run(case, sets, "reference", **options), tol)
 
 
-@pytest.mark.parametrize(("impl", "bytes_each"), [("native", 48), ("chunked", 24)])
+@pytest.mark.parametrize(("impl", "bytes_each"), [("native", 42), ("chunked", 24)])
 def test_an_alternative_takes_a_few_bytes(impl, bytes_each):
-    """Its entry, 20 bytes, in `native` once more in the order of the library; the rest is done in blocks."""
+    """Its entry, 20 bytes, in `native` 24 more to bring it in the order of the library; the rest is done in blocks."""
     if engines.unavailable(impl, torch.device("cpu"), torch.bfloat16):
         pytest.skip("not built")
     N, H, V = 1024, 64, 4000

@@ -13,9 +13,10 @@ from helpers import PRECISION, frobenius_error, make_case
 from grpo_fused import CandidateSets, check_objective, fused_linear_divergence, fused_linear_objective, objectives
 
 RECORDED = json.loads((Path(__file__).parent / "score_centering.json").read_text())
-"""Losses and gradients by the formulas of vime (2b83ea2), a development branch of verl, torchtitan (main) and prime-rl
-(main): their functions were copied out and run once in fp32 on the same logits of a policy and a sampler, in November
-2026."""
+"""Losses and gradients by the formulas of vime (2b83ea2), a development branch of verl, torchtitan (main), prime-rl
+(main) and MarinSkyRL (a3b98f2), a fork of SkyRL: their functions were copied out and run once in fp32 on the same logits
+of a policy and a sampler, in November 2026. MarinSkyRL's correction is that of PPO; its policy before the update is the
+policy itself here."""
 
 V, EVERY = 7, torch.arange(7)
 CENTERED = {

@@ -152,8 +152,8 @@ CandidateSets candidate_sets(const Tensor& ids, const Tensor& offsets, const Ten
 Entries entries_of(const Plan& plan, const Tensor* tokens, const Tensor* ids, const Tensor* values, int64_t places) {
   if (tokens == nullptr) return {};
   const int64_t count = tokens->numel();
-  const Entries entries{rows_within(*tokens, "entry_tokens", count, places),
-                        rows_within(*ids, "entry_ids", count, plan.vocab), floats(values, "entry_values", count), count};
+  const Entries entries{rows_within<int32_t>(*tokens, "entry_tokens", count, places),
+                        rows_within<int32_t>(*ids, "entry_ids", count, plan.vocab), floats(values, "entry_values", count), count};
   for (int64_t k = 1; k < count; k++) {
     const int64_t before = entries.ids[k - 1] / plan.block_rows, block = entries.ids[k] / plan.block_rows;
     check(before < block || (before == block && entries.tokens[k - 1] <= entries.tokens[k]),

@@ -11,7 +11,7 @@
 
 namespace grpo {
 
-enum class Scalar : int64_t { other = -1, fp32, bf16, fp16, int64, bytes, int8, fp8 };
+enum class Scalar : int64_t { other = -1, fp32, bf16, fp16, int64, bytes, int8, fp8, int32 };
 
 // A tensor on the CPU. The sizes and strides (in elements) of more than two dimensions are left out.
 struct Tensor {
@@ -26,7 +26,7 @@ struct Tensor {
   int64_t element_size() const {
     switch (scalar) {
       case Scalar::int64: return 8;
-      case Scalar::fp32: return 4;
+      case Scalar::fp32: case Scalar::int32: return 4;
       case Scalar::bytes: case Scalar::int8: case Scalar::fp8: return 1;
       default: return 2;
     }
@@ -100,9 +100,10 @@ float* floats(const Tensor* x, const char* name, int64_t count) {
   return data<float>(*x);
 }
 
-const int64_t* rows_within(const Tensor& x, const char* name, int64_t count, int64_t limit) {
-  check_tensor(x, name, Scalar::int64, {count});
-  const int64_t* values = data<int64_t>(x);
+template <class Index = int64_t>
+const Index* rows_within(const Tensor& x, const char* name, int64_t count, int64_t limit) {
+  check_tensor(x, name, sizeof(Index) == 4 ? Scalar::int32 : Scalar::int64, {count});
+  const Index* values = data<Index>(x);
   for (int64_t k = 0; k < count; k++) {
     check(0 <= values[k] && values[k] < limit, name, " must be in [0, ", limit, "); got ", values[k], " at ", k);
   }

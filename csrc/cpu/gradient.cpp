@@ -290,7 +290,7 @@ EntryRange entries_of_block(const Call& call, int64_t block) {
 
 // Those of a panel of tokens, from `first` on.
 EntryRange entries_of_panel(const Call& call, EntryRange block, int64_t first) {
-  const int64_t* tokens = call.gradient.entries.tokens;
+  const int32_t* tokens = call.gradient.entries.tokens;
   const auto at = [&](int64_t token) {
     return std::lower_bound(tokens + block.begin, tokens + block.end, token) - tokens;
   };

@@ -150,8 +150,8 @@ struct Statistics {
 // Derivatives of single products, which take the place of those by the row's formula: in the order of the blocks that
 // hold `ids`, then of `tokens`.
 struct Entries {
-  const int64_t* tokens;  // places in GradientInputs::rows
-  const int64_t* ids;     // rows of the vocabulary
+  const int32_t* tokens;  // places in GradientInputs::rows
+  const int32_t* ids;     // rows of the vocabulary
   const float* values;    // dL/d(product)
   int64_t count;
 };

@@ -24,7 +24,7 @@ from grpo_fused.engines.candidates import score_pairs, sets_of
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Coefficients, Entries, Statistics
 
-_BLOCKS = {"cpu": 2**14}
+_BLOCKS = {"cpu": 2**13}
 _BLOCK = 2**16
 """Alternatives that are worked on at a time, by device or elsewhere (more if a token has more): about 100 bytes of
 temporaries each, in a CPU's caches, or enough for a launch."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4, torch.int8: 5,
-            torch.float8_e4m3fn: 6}  # fmt: skip
+            torch.float8_e4m3fn: 6, torch.int32: 7}  # fmt: skip
 _FUNCTIONS = (
     "missing", "instruction_set", "head_layout", "scratch_plan", "head_products", "head_scores", "head_gradient",
     "logit_statistics", "logit_divergence", "set_scores", "set_derivatives", "add_segment_sums",
@@ -140,7 +140,8 @@ def head_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. Two products.
 
-    `entries` are places in `rows`, ids and dL/d(product) in fp32, in the order of the blocks of ids, then of places.
+    `entries` are places in `rows` and ids in int32, and dL/d(product) in fp32, in the order of the blocks of ids, then
+    of places.
     """
     dhidden = statistics.new_empty((len(rows), inputs.hidden.shape[1])) if need_hidden else None
     dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None

@@ -71,7 +71,7 @@ class NativeEngine:
         shape = (tokens.ids.shape[0], head.width)
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
         dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
-        dhidden = head.weight.new_zeros(shape, dtype=product_dtype(head)) if needs.need_hidden else None
+        dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
         budget = _budget(work.max_scratch_bytes, kept)
@@ -102,14 +102,17 @@ class NativeEngine:
                 plan.superblock, needs.need_hidden, needs.need_bias,
             )  # fmt: skip
             worked += chosen.shape[0]
-            if dhidden is not None and part_dhidden is not None:
+            if part_dhidden is not None:
+                dhidden = _zeros(shape, head) if dhidden is None else dhidden
                 if tokens.vocab is not None:
                     part_dhidden = tokens.vocab.start_sum(part_dhidden)()
                 dhidden.index_copy_(0, rows[chosen], part_dhidden.to(dhidden.dtype))
             if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
-        if not scores and dweight is not None:
-            dweight.zero_()
+        if not scores:
+            dhidden = _zeros(shape, head) if needs.need_hidden else None
+            if dweight is not None:
+                dweight.zero_()
         return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
             dhidden, dweight, dbias, worked
         )
@@ -184,11 +187,16 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
     return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
 
 
+def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
+    return head.weight.new_zeros(shape, dtype=product_dtype(head))
+
+
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:
-    """In the order of the library: by the block of the vocabulary that holds them, then by row."""
+    """As the library takes them: int32 and fp32, by the block of the vocabulary that holds them, then by row."""
     block_rows = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).block_rows
-    order = (entries.ids // block_rows).to(torch.int32).sort(stable=True).indices
-    return Entries(entries.rows[order], entries.ids[order], entries.values[order].to(torch.float32))
+    order = (entries.ids.to(torch.int32) // block_rows).sort(stable=True).indices
+    dtypes = torch.int32, torch.int32, torch.float32
+    return Entries(*(x[order].to(dtype) for x, dtype in zip(entries, dtypes, strict=True)))
 
 
 def _all_rows(like: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def gradient(**changes):
 
 def entries(tokens, ids, values=None):
     values = torch.zeros(len(ids)) if values is None else values
-    return {"entries": (torch.tensor(tokens), torch.tensor(ids), values)}
+    return {"entries": (torch.tensor(tokens, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32), values)}
 
 
 @pytest.mark.parametrize(

@@ -310,3 +310,34 @@ def test_optimal_token_baseline(verl, zero_tail, corrected):
             s.tokens, s.mask, 4, s.old, s.squares, importance_sampling_ratio=ratio, zero_tail=zero_tail
         )
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_divergences_on_the_teachers_tokens(verl, seed):
+    """`compute_forward_kl_topk`; the reverse and the lumped one by its `kl_divergence`, as verl's pull requests have."""
+    import_verl("verl.trainer.distillation.fsdp.losses")
+    from verl.trainer.distillation.fsdp import losses
+
+    g = torch.Generator().manual_seed(seed)
+    n, V, K = 6, 11, 4
+    logits = torch.randn(1, n, V, generator=g, requires_grad=True)
+    log_q, ids = torch.randn(n, V, generator=g).log_softmax(1).topk(K, dim=1)
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None, use_chunked_topk=False))
+    nested = [torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged) for x in (log_q, ids)]
+    forward = losses.compute_forward_kl_topk(logits, *nested, config, "thd")["distillation_losses"][0]
+    log_p = logits[0].log_softmax(1).gather(1, ids)
+    lumped_p, lumped_q = (torch.cat([x, (1 - x.exp().sum(1, keepdim=True)).log()], 1) for x in (log_p, log_q))
+    expected = {
+        objectives.topk_forward_kl(): forward,
+        objectives.topk_reverse_kl(): losses.kl_divergence(log_q=log_q, log_p=log_p),
+        objectives.topk_forward_kl("lumped"): losses.kl_divergence(log_q=lumped_p, log_p=lumped_q),
+        objectives.topk_reverse_kl("lumped"): losses.kl_divergence(log_q=lumped_q, log_p=lumped_p),
+    }
+    for objective, want in expected.items():
+        got = objective(
+            torch.zeros(n), None, alternative_logps=log_p.reshape(-1), alternative_offsets=torch.arange(0, n * K + 1, K),
+            teacher_alternative_logps=log_q.reshape(-1),
+        )  # fmt: skip
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        pair = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (got, want)]
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
