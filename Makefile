@@ -186,15 +186,16 @@ megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our cal
 	  echo "MEGATRON=$(MEGATRON) is no checkout of https://github.com/NVIDIA/Megatron-LM at core_v0.18.0"; exit 1; }
 	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q tests/with_megatron
 
-quantized: $(VENV)/.dev $(VENV)/.native build/torchao-0.18.0/.ready  ## heads that torchao has quantised, beside its own layers (a minute)
-	PYTHONPATH=$(abspath build/torchao-0.18.0) $(BIN)/python -m pytest -q tests/integrations/test_quantized.py
+QUANTIZERS := build/torchao-0.18.0 build/bitsandbytes-0.50.2 build/gguf-0.19.0
+quantized: $(VENV)/.dev $(VENV)/.native $(QUANTIZERS:=/.ready)  ## heads that torchao, bitsandbytes or llama.cpp quantised, beside their own code (a minute)
+	PYTHONPATH=$(subst $() ,:,$(abspath $(QUANTIZERS))) $(BIN)/python -m pytest -q tests/integrations/test_quantized.py
 
 # TRITON=3.6.0 takes that version in place of the environment's.
 TRITON ?=
 emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (some minutes)
 	TRITON_INTERPRET=0 $(if $(TRITON),PYTHONPATH=$(abspath build/triton-$(TRITON))) $(PYTEST) --full tests/with_ptx
 
-build/triton-%/.ready build/torchao-%/.ready: $(VENV)/.torch
+build/triton-%/.ready build/torchao-%/.ready build/bitsandbytes-%/.ready build/gguf-%/.ready: $(VENV)/.torch
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
 	  $(firstword $(subst -, ,$(notdir $(@D))))==$*

@@ -2,9 +2,9 @@
 
     python -m benchmarks.heads --out results.json     # a minute on two cores
 
-GRPO's loss, forward and backward, with a bf16 head that is frozen, one with LoRA of rank 16, and both on int8. peft's
-layer makes all logits, in chunks of tokens, since they would not fit otherwise. Losses are compared before anything is
-timed. The bare products are those of a frozen head, two.
+GRPO's loss, forward and backward, with a bf16 head that is frozen, one with LoRA of rank 16, and both on int8 and NF4
+(groups of 64). peft's layer makes all logits, in chunks of tokens, since they would not fit otherwise. Gradients of A
+are compared before anything is timed. The bare products are those of a frozen head, two.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
 RANK = 16
 LENGTH, CHUNK = 128, 128
 """tokens of a sequence, and of a chunk of logits"""
+NF4 = (
+    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+)  # fmt: skip
+"""of QLoRA (arXiv 2305.14314)"""
 BARE = "bare products of a frozen head"
 
 
@@ -41,7 +46,13 @@ class Problem:
         self.hidden = torch.randn(N // LENGTH, LENGTH, H, generator=g).to(device, torch.bfloat16).requires_grad_()
         weight = 0.03 * torch.randn(V, H, generator=g)
         scale = weight.abs().amax(1, keepdim=True) / 127
-        self.quantized = QuantizedWeight((weight / scale).round().to(torch.int8).to(device), scale.to(device))
+        halves = torch.randint(256, (V, H // 2), generator=g, dtype=torch.uint8)
+        self.quantized = {
+            "int8": QuantizedWeight((weight / scale).round().to(torch.int8).to(device), scale.to(device)),
+            "NF4": QuantizedWeight(
+                halves.to(device), torch.full((V, H // 64), 0.05, device=device), torch.tensor(NF4, device=device)
+            ),
+        }
         self.weight = weight.to(device, torch.bfloat16)
         base = nn.Linear(H, V, bias=False, device="meta")
         base.weight = nn.Parameter(self.weight, requires_grad=False)
@@ -109,9 +120,10 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     calls: dict[str, Callable[[], object]] = {
         "frozen bf16": partial(problem.fused, problem.weight, False),
         "LoRA on bf16": partial(problem.fused, problem.weight, True),
-        "frozen int8": partial(problem.fused, problem.quantized, False),
-        "LoRA on int8": partial(problem.fused, problem.quantized, True),
     }
+    for name, weight in problem.quantized.items():
+        calls |= {f"frozen {name}": partial(problem.fused, weight, False)}
+        calls |= {f"LoRA on {name}": partial(problem.fused, weight, True)}
     error = problem.check()
     of_adapter = problem.adapter.a.nbytes + problem.adapter.b.nbytes
     with blocks_given_back():
@@ -122,7 +134,9 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     calls = {BARE: problem.bare, **calls, "LoRA on bf16, peft's layer on logits": problem.on_logits}
     yield {
         "N": N, "H": H, "V": V, "rank": RANK, "gradient_error": error, "scratch_bytes": memory,
-        "weight_bytes": {"bf16": problem.weight.nbytes, "int8": problem.quantized.values.nbytes},
+        "weight_bytes": {"bf16": problem.weight.nbytes} | {
+            name: weight.values.nbytes + weight.scale.nbytes for name, weight in problem.quantized.items()
+        },
         "calls": with_ratios(times_by_round(calls, device, rounds=rounds), BARE),
     }  # fmt: skip
 

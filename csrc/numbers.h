@@ -3,11 +3,15 @@
 
 namespace grpo {
 
-// The last two: of quantised weights only.
-enum class Dtype { fp32, bf16, fp16, int8, fp8 };
+// The last three: of quantised weights only. An item of half_bytes is a byte, two numbers.
+enum class Dtype { fp32, bf16, fp16, int8, fp8, half_bytes };
 
 constexpr int item_bytes(Dtype dtype) {
-  return dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 || dtype == Dtype::fp8 ? 1 : 2;
+  switch (dtype) {
+    case Dtype::fp32: return 4;
+    case Dtype::bf16: case Dtype::fp16: return 2;
+    default: return 1;
+  }
 }
 
 // The floor of log-probs, nats: what an impossible token counts as, and log 0 where it is multiplied by 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,21 +27,35 @@ from grpo_fused.heads.form import HeadForm
 from grpo_fused.heads.modules import HeadParts
 
 B, T, H, V, R = 3, 37, 64, 1000, 5
-FORMATS = ("plain", "int8", "fp8")
+FORMATS = ("plain", "int8", "fp8", "int8-groups", "fp8-groups", "q8_0", "nf4", "codes-rows")
+NF4 = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+       0.0795803, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0]  # fmt: skip
 IMPLS = ("native", "chunked", "reference")
 LOGPS = {torch.bfloat16: 1e-4, torch.float32: 4e-6, torch.float16: 2e-5}
-GRADIENT = {torch.bfloat16: 5e-3, torch.float32: 4e-6, torch.float16: 1e-3}
+GRADIENT = {torch.bfloat16: 6e-3, torch.float32: 4e-6, torch.float16: 1e-3}
 """relative, by Frobenius norms; adapters have the dtype of the hidden states or fp32"""
 
 
 def quantized(weight: Tensor, name: str) -> Tensor | QuantizedWeight:
     if name == "plain":
         return weight
-    weight = weight.float()
-    most, dtype = (127, torch.int8) if name == "int8" else (448, torch.float8_e4m3fn)
-    scale = weight.abs().amax(1, keepdim=True) / most
-    values = weight / scale
-    return QuantizedWeight((values.round() if name == "int8" else values).to(dtype), scale)
+    groups = weight.float().unflatten(1, (-1, 32) if name in ("int8-groups", "fp8-groups", "q8_0", "nf4") else (1, -1))
+    most, dtype = {"n": (1, None), "c": (1, None), "f": (448, torch.float8_e4m3fn)}.get(name[0], (127, torch.int8))
+    scale = groups.abs().amax(2) / most
+    if name == "q8_0":
+        scale = scale.half().float()
+    values = (groups / scale.unsqueeze(2)).flatten(1)
+    if dtype is None:
+        at = (values.unsqueeze(2) - torch.tensor(NF4)).abs().argmin(2).to(torch.uint8)
+        return QuantizedWeight(at[:, ::2] << 4 | at[:, 1::2], scale, torch.tensor(NF4))
+    numbers = (values.round() if dtype == torch.int8 else values).to(dtype)
+    if name == "q8_0":
+        blocks = [
+            scale.half().view(torch.uint8).unflatten(1, (-1, 2)),
+            numbers.view(torch.uint8).unflatten(1, (-1, 32)),
+        ]
+        return QuantizedWeight.from_q8_0(torch.cat(blocks, dim=2).flatten(1))
+    return QuantizedWeight(numbers, scale)
 
 
 class Case(NamedTuple):
@@ -57,7 +72,9 @@ class Case(NamedTuple):
     def exact(self) -> tuple[list[Tensor], Tensor, Tensor]:
         """Leaves in fp64, hidden states among them, and the dense weight as a function of the leaves."""
         leaves = [x.detach().double().requires_grad_() for x in self.leaves]
-        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dequantize(torch.float64)
+        weight = self.weight
+        if isinstance(weight, QuantizedWeight):  # what groups and codes stand for is rounded to the computation's dtype
+            weight = weight.dequantize(torch.float64 if weight.scales_rows else self.hidden.dtype)
         weight = weight.detach().double()
         for adapter, a, b in zip(self.adapters, leaves[1::2], leaves[2::2], strict=True):
             weight = weight + adapter.scale * b @ a
@@ -270,10 +287,11 @@ def test_weights_of_any_strides(name):
     case = case_of(name, torch.bfloat16)
     want = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters, impl="native").logps
     values = case.weight if isinstance(case.weight, Tensor) else case.weight.values
-    gaps = torch.zeros(V, H + 3, dtype=torch.uint8).to(values.dtype)
-    gaps[:, :H] = values
-    for strided in (values.T.contiguous().T, gaps[:, :H]):
-        weight = strided if isinstance(case.weight, Tensor) else QuantizedWeight(strided, case.weight.scale)
+    width = values.shape[1]
+    gaps = torch.zeros(V, width + 3, dtype=torch.uint8).to(values.dtype)
+    gaps[:, :width] = values
+    for strided in (values.T.contiguous().T, gaps[:, :width]):
+        weight = strided if isinstance(case.weight, Tensor) else replace(case.weight, values=strided)
         got = fused_linear_logprobs(case.hidden, weight, case.ids, lm_head_adapter=case.adapters, impl="native").logps
         assert torch.equal(got, want)
 
@@ -384,7 +402,7 @@ def test_rows_without_logits_are_left_out():
 
 
 def test_which_engine_runs():
-    assert engines.choose("auto", torch.device("cpu"), torch.float32, 48, plain=False) == "chunked"
+    assert engines.choose("auto", torch.device("cpu"), torch.float32, 48, group=48) == "chunked"
     for dtype in (torch.bfloat16, torch.float32):
         narrow = case_of(dtype=dtype, width=48)
         got = fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters)
@@ -415,6 +433,10 @@ def _quantized(**changes: Any) -> QuantizedWeight:
     return QuantizedWeight(**{"values": torch.zeros(V, H, dtype=torch.int8), "scale": torch.ones(V), **changes})
 
 
+def _halves(**changes: Any) -> QuantizedWeight:
+    return _quantized(**{"values": torch.zeros(V, H // 2, dtype=torch.uint8), "codes": torch.tensor(NF4), **changes})
+
+
 @pytest.mark.parametrize(
     ("error", "match", "changes"),
     [
@@ -425,10 +447,20 @@ def _quantized(**changes: Any) -> QuantizedWeight:
         (ValueError, r"dropout must be in \[0, 1\); got 1.0", {"lm_head_adapter": _adapter(dropout=1.0)}),
         (ValueError, "scale must be finite", {"lm_head_adapter": _adapter(scale=float("nan"))}),
         (ValueError, "lm_head_weight must be frozen", {"lm_head_weight": torch.zeros(V, H, requires_grad=True)}),
-        (TypeError, "values must be int8 or float8_e4m3fn; got torch.uint8",
+        (TypeError, r"values must be int8 or float8_e4m3fn \(uint8 needs codes\); got torch.uint8",
          {"lm_head_weight": _quantized(values=torch.zeros(V, H, dtype=torch.uint8))}),
-        (ValueError, r"scale must have shape \(1000\) or \(1000, 1\)|scale must have shape \(1000,\) or \(1000, 1\)",
-         {"lm_head_weight": _quantized(scale=torch.ones(V, 2))}),
+        (ValueError, r"scale must have shape \(1000,\) or \(1000, G\)",
+         {"lm_head_weight": _quantized(scale=torch.ones(V, 2, 1))}),
+        (ValueError, "H / G columns; got G = 3 and H = 64", {"lm_head_weight": _quantized(scale=torch.ones(V, 3))}),
+        (ValueError, "H / G columns; got G = 0 and H = 64", {"lm_head_weight": _quantized(scale=torch.ones(V, 0))}),
+        (ValueError, "must be finite; got inf or NaN",
+         {"lm_head_weight": _quantized(scale=torch.full((V, 2), torch.nan))}),
+        (TypeError, "uint8, two numbers a byte, where there are codes; got torch.int8",
+         {"lm_head_weight": _quantized(codes=torch.tensor(NF4))}),
+        (ValueError, r"codes must have shape \(16,\)", {"lm_head_weight": _halves(codes=torch.zeros(15))}),
+        (ValueError, "must be finite; got inf or NaN", {"lm_head_weight": _halves(codes=torch.full((16,), torch.inf))}),
+        (ValueError, r"must have shape \(V, 64\) to go with hidden_states; got \(1000, 60\)",
+         {"lm_head_weight": _halves(values=torch.zeros(V, 30, dtype=torch.uint8))}),
         (ValueError, "finite and not 0", {"lm_head_weight": _quantized(scale=torch.full((V,), torch.nan))}),
         (ValueError, "finite and not 0", {"lm_head_weight": _quantized(scale=torch.zeros(V))}),
         (ValueError, "must be frozen; got values or a scale",

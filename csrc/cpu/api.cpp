@@ -30,22 +30,43 @@ WeightRows weight_rows(const Tensor& x, const char* name, Dtype dtype) {
   return {x.data, dtype, x.size(1), x.stride(0)};
 }
 
-// `base`: see HeadInputs.
-Head checked_matrices(const Tensor& hidden, const Tensor& weight, const Tensor* base) {
+// The base of a head, so many columns. `group_scale` [V, G], `codes` [16], `rounded` (a scalar): see WeightRows.
+WeightRows base_rows(const Tensor& x, const Tensor* group_scale, const Tensor* codes, int64_t rounded, int64_t vocab,
+                     int64_t columns) {
+  check_matrix(x, "base", "[V, H]");
+  check_shape(x, "base", {vocab, codes == nullptr ? columns : columns / 2});
+  check(columns % 32 == 0, "base must have a multiple of 32 columns; got ", columns);
+  check((codes != nullptr) == (x.scalar == Scalar::bytes), "bytes of a base need codes, and codes bytes");
+  WeightRows base = weight_rows(x, "base", x.scalar == Scalar::int8    ? Dtype::int8
+                                           : x.scalar == Scalar::fp8   ? Dtype::fp8
+                                           : x.scalar == Scalar::bytes ? Dtype::half_bytes
+                                                                       : dtype_of(x, "base"));
+  base.columns = columns;
+  base.codes = floats(codes, "codes", 16);
+  const Scalar to{rounded};
+  check(to == Scalar::fp32 || to == Scalar::bf16 || to == Scalar::fp16, "rounded must be that of a float; got ", rounded);
+  base.rounded = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
+  if (group_scale != nullptr) {
+    const int64_t groups = group_scale->size(1);
+    check_tensor(*group_scale, "group_scale", Scalar::fp32, {vocab, groups});
+    check(groups > 0 && columns % groups == 0 && columns / groups % 32 == 0,
+          "groups of the base must have a multiple of 32 columns; got ", groups, " groups of ", columns, " columns");
+    base.scale = data<float>(*group_scale);
+    base.groups = groups;
+  }
+  return base;
+}
+
+// `base`, `group_scale`, `codes`, `rounded`: see `base_rows`.
+Head checked_matrices(const Tensor& hidden, const Tensor& weight, const Tensor* base, const Tensor* group_scale,
+                      const Tensor* codes, int64_t rounded) {
   check_matrix(hidden, "hidden", "[N, H]");
   check_matrix(weight, "weight", "[V, H]");
   const int64_t N = hidden.size(0), H = hidden.size(1), V = weight.size(0);
   const Dtype compute = dtype_of(hidden, "hidden");
   Head head{plan_of(V, H, compute), {}};
   HeadInputs& inputs = head.inputs;
-  if (base != nullptr) {
-    check_matrix(*base, "base", "[V, H]");
-    check_shape(*base, "base", {V, H - weight.size(1)});
-    check(base->size(1) % 32 == 0, "base must have a multiple of 32 columns; got ", base->size(1));
-    inputs.base = weight_rows(*base, "base", base->scalar == Scalar::int8  ? Dtype::int8
-                                             : base->scalar == Scalar::fp8 ? Dtype::fp8
-                                                                           : dtype_of(*base, "base"));
-  }
+  if (base != nullptr) inputs.base = base_rows(*base, group_scale, codes, rounded, V, H - weight.size(1));
   check_shape(weight, "weight", {V, H - inputs.base.columns});
   check(hidden.is_contiguous(), "hidden must be contiguous");
   inputs.hidden = hidden.data;
@@ -71,11 +92,11 @@ void add_sets(HeadInputs& inputs, const Tensor& ids, const Tensor& ranges, int64
 }
 
 // `kept`: dW's storage, shaped like the weight, of any dtype, or empty; `spill`: bytes.
-Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* base, const Tensor* row_scale,
-                  const Tensor* bias, const Tensor& targets,
+Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* base, const Tensor* group_scale,
+                  const Tensor* codes, int64_t rounded, const Tensor* row_scale, const Tensor* bias, const Tensor& targets,
                   const Tensor& temperature, double scale, double softcap, const Tensor* set_ids,
                   const Tensor* set_ranges, const Tensor& kept, const Tensor& spill) {
-  Head head = checked_matrices(hidden, weight, base);
+  Head head = checked_matrices(hidden, weight, base, group_scale, codes, rounded);
   HeadInputs& inputs = head.inputs;
   const int64_t N = inputs.tokens, columns = inputs.weight.columns, V = head.plan.vocab;
   check_tensor(targets, "targets", Scalar::int64, {N});
@@ -218,9 +239,10 @@ API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t bf16, i
   });
 }
 
-API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, const Tensor* base, const Tensor* out) {
+API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, const Tensor* base,
+                                   const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* out) {
   return guarded([&] {
-    const Head head = checked_matrices(*hidden, *weight, base);
+    const Head head = checked_matrices(*hidden, *weight, base, group_scale, codes, rounded);
     const LogitRows rows = logit_rows(*out, "out");
     check_shape(*out, "out", {head.inputs.tokens, head.plan.vocab});
     if (head.inputs.tokens > 0) multiply_head(head.plan, head.inputs, rows.data, rows.stride);
@@ -228,14 +250,15 @@ API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, c
 }
 
 API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, const Tensor* base,
-                                 const Tensor* row_scale, const Tensor* bias, const Tensor* targets,
-                                 const Tensor* temperature, double scale, double softcap, const Tensor* set_ids,
-                                 const Tensor* set_ranges, int64_t with_entropy, const Tensor* kept,
-                                 const Tensor* spill, const Tensor* statistics, const Tensor* offsets) {
+                                 const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
+                                 const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
+                                 double softcap, const Tensor* set_ids, const Tensor* set_ranges, int64_t with_entropy,
+                                 const Tensor* kept, const Tensor* spill, const Tensor* statistics,
+                                 const Tensor* offsets) {
   return guarded([&] {
     const Head head =
-        checked_head(*hidden, *weight, base, row_scale, bias, *targets, *temperature, scale, softcap, set_ids, set_ranges,
-                     *kept, *spill);
+        checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets, *temperature, scale,
+                     softcap, set_ids, set_ranges, *kept, *spill);
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     if (head.inputs.tokens > 0) score_head(head.plan, head.inputs, out, data<float>(*offsets));
@@ -243,16 +266,16 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, con
 }
 
 API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, const Tensor* base,
-                                   const Tensor* row_scale, const Tensor* bias, const Tensor* targets,
-                                   const Tensor* temperature, double scale, double softcap, const Tensor* set_ids,
-                                   const Tensor* set_ranges, const Tensor* statistics, const Tensor* offsets,
-                                   const Tensor* rows, const Tensor* dlogp, const Tensor* dentropy,
+                                   const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
+                                   const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
+                                   double softcap, const Tensor* set_ids, const Tensor* set_ranges,
+                                   const Tensor* statistics, const Tensor* offsets, const Tensor* rows, const Tensor* dlogp, const Tensor* dentropy,
                                    const Tensor* entry_tokens, const Tensor* entry_ids, const Tensor* entry_values,
                                    const Tensor* dweight, const Tensor* spill, int64_t superblock,
                                    const Tensor* dhidden, const Tensor* dbias) {
   return guarded([&] {
-    const Head head = checked_head(*hidden, *weight, base, row_scale, bias, *targets, *temperature, scale, softcap,
-                                   set_ids, set_ranges, *dweight, *spill);
+    const Head head = checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets,
+                                   *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
     const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab, count = rows->numel();
     const Statistics known = rows_of(*statistics, "statistics", N, true);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});

@@ -154,8 +154,9 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
         continue;
       }
       const int64_t at = g.rows[first + i] * plan.hidden + inputs.base.columns;
-      plan.kernels->pack_rows(static_cast<const char*>(inputs.hidden) + at * item, inputs.compute, plan.hidden, 1,
-                              inputs.weight.columns, inputs.compute, plan.kind, to, words, words);
+      const WeightRows hidden{static_cast<const char*>(inputs.hidden) + at * item, inputs.compute,
+                              inputs.weight.columns, plan.hidden};
+      plan.kernels->pack_rows(hidden, 1, inputs.compute, plan.kind, to, words, words);
     }
     uint32_t* out = columns.get() + first / sizes.pair * width;
     for (int64_t p = 0; p < sizes.column_panels; p++, out += count / sizes.pair * kLanes) {

@@ -92,15 +92,6 @@ struct Store {
   }
 };
 
-// Rows of a weight; each is contiguous, and they are `stride` elements apart.
-struct WeightRows {
-  const void* data;
-  Dtype dtype;
-  int64_t columns, stride;
-
-  const void* row(int64_t index) const { return static_cast<const char*>(data) + index * stride * item_bytes(dtype); }
-};
-
 // The inputs that both operations share. A row of the head is that of `base`, then that of `weight`. `base` has no
 // gradient, perhaps no columns, and may be quantised.
 struct HeadInputs {

@@ -13,6 +13,23 @@ enum class Operand { fp32, bf16 };
 
 inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
 
+// Rows of a matrix; each is contiguous, and they are `stride` items apart.
+struct WeightRows {
+  const void* data;
+  Dtype dtype;
+  int64_t columns, stride;
+  const float* scale = nullptr;  // [rows, groups] of `columns / groups` neighbours each; or nullptr
+  int64_t groups = 1;
+  const float* codes = nullptr;  // [16]: what half a byte stands for, the upper half first
+  Dtype rounded = Dtype::fp32;   // what products of number and scale are rounded to first
+
+  const void* row(int64_t index) const { return static_cast<const char*>(data) + index * stride * item_bytes(dtype); }
+  WeightRows from(int64_t index) const {
+    return {row(index), dtype, columns, stride, scale == nullptr ? nullptr : scale + index * groups, groups, codes,
+            rounded};
+  }
+};
+
 // z = softcap(scale * (row_scale * product + bias)) / temperature
 struct Transform {
   const float* row_scale;  // [rows] of the tile, or nullptr
@@ -82,10 +99,10 @@ struct Kernels {
   // beyond.
   void (*compress_tile)(const void* tile, int64_t rows, Dtype dtype, uint64_t mask, void* out, int64_t out_stride);
 
-  // Rows of any dtype, rounded to `compute` and written as words; zeros up to `words` a row, which begin `stride` words
-  // apart. The depth may be odd.
-  void (*pack_rows)(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
-                    Operand kind, uint32_t* out, int64_t words, int64_t stride);
+  // The first rows, rounded to `compute` and written as words; zeros up to `words` a row, which begin `stride` words
+  // apart. The columns may be odd.
+  void (*pack_rows)(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, uint32_t* out, int64_t words,
+                    int64_t stride);
 
   // out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
   void (*transpose_panel)(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);

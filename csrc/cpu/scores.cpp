@@ -27,14 +27,13 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
 
 TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel)
     : first_(first_panel), size_(plan.words * kLanes), words_((last_panel - first_panel) * plan.words * kLanes) {
-  const int64_t row_bytes = plan.hidden * item_bytes(inputs.compute);
+  const WeightRows hidden{inputs.hidden, inputs.compute, plan.hidden, plan.hidden};
   const int64_t workers = worker_count(last_panel - first_panel);
   const WorkerBuffers<uint32_t> rows(workers, kLanes * plan.words);
   parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
     uint32_t* packed = rows.of(worker);
-    plan.kernels->pack_rows(static_cast<const char*>(inputs.hidden) + token * row_bytes, inputs.compute, plan.hidden,
-                            count, plan.hidden, inputs.compute, plan.kind, packed, plan.words, plan.words);
+    plan.kernels->pack_rows(hidden.from(token), count, inputs.compute, plan.kind, packed, plan.words, plan.words);
     std::fill(packed + count * plan.words, packed + kLanes * plan.words, 0u);
     plan.kernels->transpose_panel(packed, plan.words, plan.words, words_.get() + task * size_);
   });
@@ -70,8 +69,8 @@ WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t blo
   int64_t word = 0;
   for (const WeightRows& part : {inputs.base, inputs.weight}) {
     if (part.columns == 0) continue;
-    plan.kernels->pack_rows(part.row(block * plan.block_rows), part.dtype, part.stride, rows, part.columns,
-                            inputs.compute, plan.kind, buffer + word, plan.stride - word, plan.stride);
+    plan.kernels->pack_rows(part.from(block * plan.block_rows), rows, inputs.compute, plan.kind, buffer + word,
+                            plan.stride - word, plan.stride);
     word += part.columns / per_word(plan.kind);
   }
   std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);

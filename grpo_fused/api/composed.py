@@ -36,11 +36,17 @@ def composed(
     if head.bias is not None and compute != torch.promote_types(hidden_states.dtype, own):  # see `rounded_bias`
         head = head._replace(bias=head.operand(head.bias))
     if isinstance(weight, QuantizedWeight):
-        scale = weight.scale.detach().to(wide).reshape(-1)
+        if weight.scales_rows:
+            scale = weight.scale.detach().to(wide).reshape(-1)
+            if compute == torch.float16:  # its range holds neither B / scale nor dlogits * scale
+                compute = wide
+                head = head._replace(compute_dtype=wide)
+        else:
+            head = head._replace(
+                group_scale=weight.scale.detach().to(torch.float32).reshape(len(weight.values), -1).contiguous(),
+                codes=None if weight.codes is None else weight.codes.detach().to(torch.float32).contiguous(),
+            )
         weight = weight.values
-        if compute == torch.float16:  # its range holds neither B / scale nor dlogits * scale
-            compute = wide
-            head = head._replace(compute_dtype=wide)
     states, columns = [hidden_states.to(compute)], []
     if adapters and mask is not None:  # a masked state may be anything, also NaN, which 0 does not remove from dA
         hidden_states = torch.where(active_tokens(mask, mask).unsqueeze(-1), hidden_states, 0.0)

@@ -111,10 +111,12 @@ def head_of(
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     if max_scratch_bytes is not None:
         check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
-    is_plain = isinstance(lm_head_weight, Tensor) and not adapters
     compute = compute_dtype(hidden_states, lm_head_weight if isinstance(lm_head_weight, Tensor) else hidden_states)
     impl, width = options.get("impl", "auto"), hidden_states.shape[-1]
-    engine = engines.choose(impl, hidden_states.device, compute, width, plain=is_plain)
+    shared = None if isinstance(lm_head_weight, Tensor) and not adapters else width  # columns with one scale
+    if isinstance(lm_head_weight, QuantizedWeight) and lm_head_weight.scale.dim() == 2:
+        shared = width // lm_head_weight.scale.shape[1]
+    engine = engines.choose(impl, hidden_states.device, compute, width, group=shared)
     if engine == "reference" and group is not None:
         raise ValueError("impl='reference' supports one process only; got a process_group")
     sets, candidates = options.get("candidates"), Candidates()

@@ -47,7 +47,9 @@ def _with_rows(head: LMHead, used: Tensor) -> LMHead:
 
     return head._replace(
         weight=of_used(head.weight),
-        base=None if head.base is None else of_used(head.operand(head.base)),
+        base=None if head.base is None else of_used(head.base_rows(slice(None))),
+        group_scale=None,
+        codes=None,
         bias=None if head.bias is None else of_used(head.bias),
     )
 
@@ -61,7 +63,7 @@ def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
         states = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0)
         logits = states[..., head.base_width :] @ weight.to(compute).to(dtype).T
         if head.base is not None:
-            logits = logits + states[..., : head.base_width] @ head.base.to(compute).to(dtype).T
+            logits = logits + states[..., : head.base_width] @ head.base_rows(slice(None)).to(dtype).T
         if head.row_scale is not None:
             logits = logits * head.row_scale
         if bias is not None:

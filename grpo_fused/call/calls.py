@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.head_parts import widened
 
 C = TypeVar("C", bound="tuple[Any, ...]")
 L = TypeVar("L", bound="LinearCall")
@@ -67,14 +68,25 @@ class LMHead(NamedTuple):
     compute_dtype: torch.dtype = torch.float32
     """hidden states and weight are rounded to it first: their promoted dtype, or autocast's"""
     base: Tensor | None = None
-    """[V, B] columns without a gradient, in floating point, or int8 or fp8 (then they are exact in `compute_dtype`)"""
+    """[V, B] columns without a gradient, in floating point, or the values of a `QuantizedWeight`"""
     row_scale: Tensor | None = None
     """[V] of the statistics dtype"""
+    group_scale: Tensor | None = None
+    """[V, G] fp32 of the base, see `QuantizedWeight`"""
+    codes: Tensor | None = None
+    """[16] fp32 of the base: then its values are [V, B / 2]"""
 
     @property
     def base_width(self) -> int:
         """B"""
-        return 0 if self.base is None else self.base.shape[1]
+        if self.base is None:
+            return 0
+        return self.base.shape[1] if self.codes is None else 2 * self.base.shape[1]
+
+    @property
+    def base_group(self) -> int:
+        """Columns of the base that share a scale."""
+        return self.base_width if self.group_scale is None else self.base_width // self.group_scale.shape[1]
 
     @property
     def width(self) -> int:
@@ -98,7 +110,13 @@ class LMHead(NamedTuple):
     def rows(self, where: slice | Tensor) -> Tensor:
         """[K, H]: rows of base and weight in the dtype of the computation, without `row_scale`."""
         own = self.operand(self.weight[where])
-        return own if self.base is None else torch.cat([self.operand(self.base[where]), own], dim=1)
+        return own if self.base is None else torch.cat([self.base_rows(where), own], dim=1)
+
+    def base_rows(self, where: slice | Tensor) -> Tensor:
+        """[K, B]: those of the base."""
+        assert self.base is not None
+        scale = None if self.group_scale is None else self.group_scale[where]
+        return widened(self.base[where], scale, self.codes, self.compute_dtype)
 
 
 class Candidates(NamedTuple):

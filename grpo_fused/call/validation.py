@@ -49,7 +49,8 @@ _FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
 _INTEGER = _Kind(
     "have an integer dtype", lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 )
-_BYTE = _Kind("be int8 or float8_e4m3fn", lambda dtype: dtype in BYTES)
+_BYTE = _Kind("be int8 or float8_e4m3fn (uint8 needs codes)", lambda dtype: dtype in BYTES)
+_HALVES = _Kind("be uint8, two numbers a byte, where there are codes", lambda dtype: dtype == torch.uint8)
 _OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
 _ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
 
@@ -97,11 +98,10 @@ def check_head(
     """Hidden states [*ids, H], weight [V, H], bias [V]."""
     if isinstance(lm_head_weight, QuantizedWeight):
         _check_quantized(lm_head_weight)
-        lm_head_weight = lm_head_weight.values
     else:
         _check_head_weight(lm_head_weight)
     _check(hidden_states, "hidden_states", _FLOAT, (*token_ids.shape, "H"), beside=ids_name)
-    _check_shape(lm_head_weight, "lm_head_weight", ("V", hidden_states.shape[-1]), beside="hidden_states")
+    _check_shape(lm_head_weight.shape, "lm_head_weight", ("V", hidden_states.shape[-1]), beside="hidden_states")
     if 0 in lm_head_weight.shape:
         raise ValueError(f"lm_head_weight must have V >= 1 and H >= 1; got {tuple(lm_head_weight.shape)}")
     if lm_head_bias is not None:
@@ -109,14 +109,28 @@ def check_head(
 
 
 def _check_quantized(weight: QuantizedWeight) -> None:
-    """Values [V, H] of one byte, and a finite scale for each row; nothing that a gradient is wanted of."""
-    _check(weight.values, "lm_head_weight.values", _BYTE, ("V", "H"))
-    rows = weight.values.shape[0]
-    _check(weight.scale, "lm_head_weight.scale", _FLOAT, (rows,), (rows, 1), beside="lm_head_weight.values")
-    if weight.values.requires_grad or weight.scale.requires_grad:
+    """Values of a byte or half of one, and a finite scale for each row or group; nothing that wants a gradient."""
+    if weight.codes is None:
+        _check(weight.values, "lm_head_weight.values", _BYTE, ("V", "H"))
+    else:
+        _check(weight.values, "lm_head_weight.values", _HALVES, ("V", "H / 2"))
+        _check(weight.codes, "lm_head_weight.codes", _FLOAT, (16,))
+    rows, width = weight.shape
+    _check(weight.scale, "lm_head_weight.scale", _FLOAT, (rows,), (rows, "G"), beside="lm_head_weight.values")
+    if weight.scale.dim() == 2 and (weight.scale.shape[1] == 0 or width % weight.scale.shape[1] != 0):
+        raise ValueError(
+            f"lm_head_weight.scale [V, G] must have one scale for each of G groups of H / G columns; got "
+            f"G = {weight.scale.shape[1]} and H = {width}"
+        )
+    parts = [x for x in (weight.values, weight.scale, weight.codes) if x is not None]
+    if any(x.requires_grad for x in parts):
         raise ValueError("a quantised lm_head_weight must be frozen; got values or a scale that require a gradient")
-    if values_are_checked(weight.scale.device) and not (weight.scale.isfinite() & (weight.scale != 0)).all():
+    if not values_are_checked(weight.scale.device):
+        return
+    if weight.scales_rows and not (weight.scale.isfinite() & (weight.scale != 0)).all():
         raise ValueError("lm_head_weight.scale must be finite and not 0 (1 does for a row of zeros); got 0, inf or NaN")
+    if not all(x.isfinite().all() for x in parts[1:]):
+        raise ValueError("lm_head_weight.scale and codes must be finite; got inf or NaN")
 
 
 def check_adapters(
@@ -159,7 +173,7 @@ def _check_head_weight(weight: Any) -> None:
         raise TypeError(
             "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised or packed one "
             f"({type(weight).__name__}, {weight.dtype}): pass QuantizedWeight(values, scale) for int8 or fp8 with one "
-            "scale a row, else dequantise it first"
+            "scale a row, or groups of 4 bits with their codes, else dequantise it first"
         )
     _check(weight, "lm_head_weight", _FLOAT)
     if hasattr(weight, "ds_shape") and weight.numel() == 0:
@@ -290,7 +304,7 @@ def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor |
     if value is None:
         return None
     if isinstance(value, Tensor):
-        _check_shape(value, "num_items_in_batch", ())
+        _check_shape(value.shape, "num_items_in_batch", ())
         return value.detach().to(torch.float64)
     number = check_number(value, "num_items_in_batch", above=0.0)
     return torch.full((), number, dtype=torch.float64, device=device)
@@ -415,17 +429,17 @@ def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: st
     if not kind.allows(x.dtype):
         raise TypeError(f"{name} must {kind.must}; got {x.dtype}")
     if shapes:
-        _check_shape(x, name, *shapes, beside=beside)
+        _check_shape(x.shape, name, *shapes, beside=beside)
 
 
-def _check_shape(x: Tensor, name: str, *shapes: tuple[Size, ...], beside: str = "") -> None:
+def _check_shape(got: torch.Size, name: str, *shapes: tuple[Size, ...], beside: str = "") -> None:
     """One of the shapes; `beside` names the argument that it must match."""
     for shape in shapes:
-        sizes = zip(x.shape, shape, strict=False)
-        if len(shape) == x.dim() and all(isinstance(want, str) or size == want for size, want in sizes):
+        sizes = zip(got, shape, strict=False)
+        if len(shape) == len(got) and all(isinstance(want, str) or size == want for size, want in sizes):
             return
     expected = " or ".join(str(shape).replace("'", "") for shape in shapes)
-    raise ValueError(f"{name} must have shape {expected}{beside and f' to go with {beside}'}; got {tuple(x.shape)}")
+    raise ValueError(f"{name} must have shape {expected}{beside and f' to go with {beside}'}; got {tuple(got)}")
 
 
 def _check_packing(x: Tensor, cu_seqlens: Tensor | None, name: str) -> None:

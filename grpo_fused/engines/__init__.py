@@ -24,13 +24,14 @@ _ENGINES: dict[str, Engine] = {
 }
 
 
-def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, *, plain: bool = True) -> str:
+def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, *, group: int | None = None) -> str:
     """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
     That is `native` on a CPU that it supports, else `chunked`; if `native` would run but was not built, one warning
     says so. On a GPU it is `chunked` or `triton`, by architecture and `width`, the H of the hidden states: see
-    `grpo_fused.engines.choice`. Name `triton` if scores must be bitwise independent of the batch. For a head that is
-    not `plain`, with an adapter or a quantised weight, it is `chunked` in place of an engine that takes none.
+    `grpo_fused.engines.choice`. Name `triton` if scores must be bitwise independent of the batch. For a head with an
+    adapter or a quantised weight, where `group` columns share a scale (H if they all do), it is `chunked` in place of
+    an engine that takes none.
 
     Raises:
         ValueError: `impl` is not the name of an implementation.
@@ -44,8 +45,10 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, *, 
         if reason is not None and reason == libraries.missing() and not torch.compiler.is_compiling():
             _warn_once(reason)
         name = fastest(device, dtype, width)
-        return name if plain or _takes_plain_weights_only(name, width) is None else "chunked"
-    reason = unavailable(impl, device, dtype) or (None if plain else _takes_plain_weights_only(impl, width))
+        return name if group is None or _takes_plain_weights_only(name, width, group) is None else "chunked"
+    reason = unavailable(impl, device, dtype)
+    if reason is None and group is not None:
+        reason = _takes_plain_weights_only(impl, width, group)
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
     return impl
@@ -92,13 +95,15 @@ def largest_sparse_set(name: str, vocab_size: int) -> int:
     return vocab_size // 8 if name == "native" else vocab_size
 
 
-def _takes_plain_weights_only(name: str, width: int) -> str | None:
+def _takes_plain_weights_only(name: str, width: int, group: int) -> str | None:
     """Why an engine cannot run a head with an adapter or a quantised weight, on H = `width`, or None if it can."""
     if name == "triton":
         return "the triton engine takes no adapter and no quantised weight"
-    if name == "native" and width % cpu_library.BASE_COLUMNS != 0:
-        most = cpu_library.BASE_COLUMNS
+    most = cpu_library.BASE_COLUMNS
+    if name == "native" and width % most != 0:
         return f"native takes an adapter or a quantised weight where H is a multiple of {most}; it is {width}"
+    if name == "native" and group % most != 0:
+        return f"native takes groups of a multiple of {most} columns with a scale; they have {group}"
     return None
 
 

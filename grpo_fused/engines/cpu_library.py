@@ -92,9 +92,17 @@ def scratch_plan(
     return ScratchPlan(*_numbers("scratch_plan", 4, *_of_head(head_shape, compute, tokens, kept), budget))
 
 
-def head_products(hidden: Tensor, weight: Tensor, base: Tensor | None, out: Tensor) -> None:
-    """out [N, V] fp32 = hidden [N, H] @ [base, weight]^T."""
-    _call("head_products", hidden, weight, base, out)
+def scalar(dtype: torch.dtype) -> int:
+    """The library's name of a dtype; -1: it has none."""
+    return _SCALARS.get(dtype, -1)
+
+
+def head_products(
+    hidden: Tensor, weight: Tensor, base: Tensor | None, group_scale: Tensor | None, codes: Tensor | None, rounded: int,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """out [N, V] fp32 = hidden [N, H] @ [base, weight]^T; see `HeadInputs`."""
+    _call("head_products", hidden, weight, base, group_scale, codes, rounded, out)
 
 
 class HeadInputs(NamedTuple):
@@ -105,7 +113,13 @@ class HeadInputs(NamedTuple):
     weight: Tensor
     """[V, H], or fewer columns with a base"""
     base: Tensor | None
-    """[V, B]: the first columns of the head, perhaps in int8 or fp8"""
+    """[V, B]: the first columns of the head, perhaps in int8 or fp8; [V, B / 2] bytes with `codes`"""
+    group_scale: Tensor | None
+    """[V, G] fp32: what groups of B / G columns of the base are multiplied by"""
+    codes: Tensor | None
+    """[16] fp32: what half a byte of the base stands for"""
+    rounded: int
+    """`scalar` of the dtype to which products of numbers and scales are rounded"""
     row_scale: Tensor | None
     """[V] fp32: what products are multiplied by"""
     bias: Tensor | None
@@ -214,7 +228,7 @@ def _argument(x: Any) -> Any:
     if isinstance(x, Tensor):
         if x.device.type != "cpu":
             raise RuntimeError(f"all tensors must be on the CPU; got one on {x.device}")
-        view = _View(x.data_ptr(), _SCALARS.get(x.dtype, -1), x.dim(), x.shape[:2], x.stride()[:2])
+        view = _View(x.data_ptr(), scalar(x.dtype), x.dim(), x.shape[:2], x.stride()[:2])
         return ctypes.byref(view)
     if x is None or isinstance(x, ctypes.Array):
         return x

@@ -164,14 +164,15 @@ def has_native_logits(head: LMHead) -> bool:
     """Whether the C++ library multiplies them: narrow operands, without widened copies."""
     narrow, weight = head.compute_dtype in (torch.bfloat16, torch.float16), head.weight
     adjacent = all(x is None or x.stride(1) == 1 or x.shape[1] <= 1 for x in (head.base, weight))
-    fits = adjacent and head.base_width % cpu_library.BASE_COLUMNS == 0
+    fits = adjacent and head.base_width % cpu_library.BASE_COLUMNS == head.base_group % cpu_library.BASE_COLUMNS == 0
     return narrow and fits and weight.device.type == "cpu" and libraries.cpu_available() is None
 
 
 def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
     """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ W^T; row work adds the bias."""
     if has_native_logits(head):
-        cpu_library.head_products(hidden.contiguous(), head.weight, head.base, out)
+        base = head.base, head.group_scale, head.codes, cpu_library.scalar(head.compute_dtype)
+        cpu_library.head_products(hidden.contiguous(), head.weight, *base, out)
     elif has_fp32_output(head):
         for block in _blocks(head, head.compute_dtype):
             torch.mm(hidden, _block(head, block, head.compute_dtype).T, out_dtype=torch.float32, out=out[:, block])

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fused.api import fused_linear_logprobs
-from grpo_fused.call.head_parts import BYTES, HeadAdapter, QuantizedWeight
+from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.engines.accuracy import logp_bound
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts, only_one
 from grpo_fused.heads.modules import HeadParts, adapter_state, head_parts, output_head, unwrap
 from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.quantized import computes_in
 
 NUM_TOKENS = 8
 PEAKS = (1.0, 4.0, 16.0, 32.0, 64.0)
@@ -63,7 +64,7 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
 
     Returns:
         `lm_head_weight` `[V, H]` and `lm_head_bias` `[V]` or None: the model's own parameters (a view of the first rows
-        where the model drops the others' logits); int8 or fp8 with one scale a row is a `QuantizedWeight`.
+        where the model drops the others' logits); one in 8 or 4 bits is a `QuantizedWeight`.
         `lm_head_adapter`: the unmerged LoRA adapters that are active, with their own parameters. `logit_scale`, a
         float, and `softcap`, a float or None.
 
@@ -165,12 +166,15 @@ def _run_own_head(
 ) -> tuple[Tensor, Tensor]:
     """[T, H] in fp32, the head's input, and [T, V], the model's logits for it."""
     weight = _values(parts)
-    wide = torch.promote_types(weight.dtype, torch.float32) if weight.dtype not in BYTES else torch.float32
+    wide = torch.promote_types(weight.dtype, torch.float32) if weight.dtype.itemsize > 1 else torch.float32
     name = next((name for name, module in model.named_modules() if module is head), None)
     if name is None:
         raise RuntimeError(f"the output head of {type(model).__name__} must be one of its modules; it is not")
     parameters = head.named_parameters(name, remove_duplicate=False)
     widened = {name: parameter.detach().to(wide) for name, parameter in parameters if parameter.is_floating_point()}
+    if isinstance(parts.weight, QuantizedWeight):  # torchao's fp8 keeps its dtype, and multiplies in no other
+        narrow = [key for key, x in widened.items() if x.dtype != wide]
+        widened |= {key: parts.weight.dequantize(wide) for key in narrow}
     rows: list[Tensor] = []
     own_forward = head.forward
 
@@ -183,7 +187,7 @@ def _run_own_head(
             output: Tensor = own_forward(rows[-1].view(args[0].shape))
         return output
 
-    with Patches((head, "forward", forward)):
+    with Patches((head, "forward", forward), *computes_in(head, wide)):
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
         try:
             output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)
@@ -216,9 +220,9 @@ def _rows(states: Tensor, parts: HeadParts, form: HeadForm) -> Tensor:
 def _products(rows: Tensor, parts: HeadParts) -> Tensor:
     """[T, V] = rows W^T + b in the precision of the rows; the weight is converted block by block."""
     block = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
-    products = torch.cat([rows @ w.to(rows.dtype).T for w in _values(parts).split(block)], dim=-1)
-    if isinstance(parts.weight, QuantizedWeight):
-        products = products * parts.weight.scale.to(rows.dtype).reshape(-1)
+    blocks = [parts.weight[start : start + block] for start in range(0, parts.weight.shape[0], block)]
+    dense = (w.to(rows.dtype) if isinstance(w, Tensor) else w.dequantize(rows.dtype) for w in blocks)
+    products = torch.cat([rows @ w.T for w in dense], dim=-1)
     for adapter in parts.adapters:
         products = products + adapter.scale * (rows @ adapter.a.to(rows.dtype).T) @ adapter.b.to(rows.dtype).T
     return products if parts.bias is None else products + parts.bias

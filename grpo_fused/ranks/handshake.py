@@ -34,7 +34,7 @@ _NUMBERS = 3
 """integers that ranks exchange with the digest"""
 
 
-_OF_RANK = {"hidden_states", "lm_head_weight", "lm_head_bias", "base", "row_scale"}
+_OF_RANK = {"hidden_states", "lm_head_weight", "lm_head_bias", "base", "row_scale", "group_scale"}
 _OWN = {*_OF_RANK, *(f"other_{name}" for name in _OF_RANK), "max_scratch_bytes", "groups"}
 """fields that may differ between ranks"""
 _COEFFICIENTS = {"dlogps", "dentropies", "dalternative_logps"}

@@ -1,4 +1,4 @@
-"""Heads that torchao has quantised, with its own layers as oracles."""
+"""Heads that torchao, bitsandbytes and llama.cpp have quantised, with their own functions as oracles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-quantization = pytest.importorskip("torchao.quantization")
 from integrations.tiny import build, log_probs, token_ids
 
 from grpo_fused import QuantizedWeight, fused_linear_logprobs, head_hidden_states, lm_head_inputs
@@ -18,19 +17,49 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 
 def by_torchao(model: Any, name: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
     config = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}[name](version=2)
     quantization.quantize_(model, config, filter_fn=lambda _, path: path == "lm_head")
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_the_log_probs_of_the_library(name):
-    """The check itself compares with the library's own layer in fp32; the weight stays in one byte a number."""
-    model, ids = build("qwen2", tie_word_embeddings=False).eval(), token_ids()
-    by_torchao(model, name)
+def by_bitsandbytes(model: Any, name: str) -> None:
+    """`nf4` or `fp4`, with `-nested` scales that are quantised too."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    head, (kind, _, nested) = model.lm_head, name.partition("-")
+    made = layers.Linear4bit(head.in_features, head.out_features, bias=False, compute_dtype=torch.bfloat16)
+    options = {"quant_type": kind, "compress_statistics": bool(nested), "requires_grad": False}
+    made.weight = layers.Params4bit(head.weight.detach(), **options)
+    model.lm_head = made.to("cpu")
+
+
+QUANTIZED = {
+    "int8": (by_torchao, torch.int8),
+    "fp8": (by_torchao, torch.float8_e4m3fn),
+    **dict.fromkeys(("nf4", "nf4-nested", "fp4", "fp4-nested"), (by_bitsandbytes, torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(QUANTIZED))
+def test_the_log_probs_of_the_library(name, of):
+    """The check itself compares with the library's own layer in fp32; the weight stays as it is stored."""
+    model, ids = build("qwen2", tie_word_embeddings=False, hidden_size=64).to(of).eval(), token_ids()
+    quantize, dtype = QUANTIZED[name]
+    quantize(model, name)
+    before = {key: value for key, value in vars(model.lm_head).items() if not isinstance(value, dict)}
     inputs = lm_head_inputs(model)
+    assert before == {key: value for key, value in vars(model.lm_head).items() if not isinstance(value, dict)}
     weight = inputs["lm_head_weight"]
     assert isinstance(weight, QuantizedWeight)
-    assert weight.values.dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
+    assert weight.values.dtype == dtype
+    if of == torch.bfloat16:  # the library's own layer rounds logits
+        if quantize is by_bitsandbytes:
+            own = model.lm_head.weight
+            dequantize = pytest.importorskip("bitsandbytes").functional.dequantize_4bit
+            assert torch.equal(weight.dequantize(of), dequantize(own.data, own.quant_state))
+        return
+    if quantize is by_bitsandbytes:
+        model.lm_head.compute_dtype, model.lm_head.support_avx512bf16_for_cpu = of, False
     with torch.no_grad():
         want = log_probs(model(input_ids=ids, use_cache=False).logits, ids)
         states = head_hidden_states(model, ids)
@@ -44,10 +73,26 @@ def test_the_log_probs_of_the_library(name):
     assert frobenius_error(gradient, torch.autograd.grad(dense.logps.sum(), states)[0]) < 1e-5
 
 
-def test_lora_on_a_quantised_head():
+def test_q8_0_is_read_as_the_package_gguf_does():
+    gguf = pytest.importorskip("gguf")
+    rows = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).numpy()
+    blocks = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q8_0)
+    weight = QuantizedWeight.from_q8_0(torch.from_numpy(blocks))
+    want = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
+    assert weight.shape == want.shape
+    assert torch.equal(weight.dequantize(), want)
+    for wrong in (torch.from_numpy(blocks)[:, :-1], torch.from_numpy(rows), torch.from_numpy(blocks)[0]):
+        with pytest.raises(ValueError, match="data of Q8_0 must be uint8"):
+            QuantizedWeight.from_q8_0(wrong)
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4-nested"])
+def test_lora_on_a_quantised_head(name):
     peft = pytest.importorskip("peft")
-    model, ids = build("qwen2", tie_word_embeddings=False), token_ids()
-    by_torchao(model, "int8")
+    model, ids = build("qwen2", tie_word_embeddings=False, hidden_size=64), token_ids()
+    QUANTIZED[name][0](model, name)
+    if name != "int8":
+        model.lm_head.compute_dtype, model.lm_head.support_avx512bf16_for_cpu = torch.float32, False
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)).eval()
     want = log_probs(model(input_ids=ids, use_cache=False).logits, ids)
     got = fused_linear_logprobs(
@@ -60,14 +105,24 @@ def test_lora_on_a_quantised_head():
         assert frobenius_error(x, y) < 1e-4
 
 
-@pytest.mark.parametrize("how", ["dynamic", "group"])
+@pytest.mark.parametrize("how", ["dynamic", "group", "bitsandbytes", "packed"])
 def test_other_quantisations_are_refused(how):
-    """int8 with hidden states in int8 too is no linear head, and groups have several scales a row."""
-    model = build("qwen2", tie_word_embeddings=False)
-    if how == "dynamic":
+    """int8 with hidden states in int8 too is no linear head; a layout for inference on a CPU is not known."""
+    model = build("qwen2", tie_word_embeddings=False, hidden_size=64)
+    if how in ("dynamic", "group"):
+        quantization = pytest.importorskip("torchao.quantization")
         config = quantization.Int8DynamicActivationInt8WeightConfig(version=2)
+        if how == "group":
+            config = quantization.Int8WeightOnlyConfig(version=2, granularity=quantization.PerGroup(16))
+        quantization.quantize_(model, config, filter_fn=lambda _, path: path == "lm_head")
+    elif how == "packed":
+        by_bitsandbytes(model, "nf4")
+        model.lm_head.weight.quant_state.packing_format_for_cpu = True
     else:
-        config = quantization.Int8WeightOnlyConfig(version=2, granularity=quantization.PerGroup(16))
-    quantization.quantize_(model, config, filter_fn=lambda _, path: path == "lm_head")
+        layers = pytest.importorskip("bitsandbytes").nn
+        head = model.lm_head
+        made = layers.Linear8bitLt(head.in_features, head.out_features, bias=False, has_fp16_weights=False)
+        made.weight = layers.Int8Params(head.weight.detach(), requires_grad=False, has_fp16_weights=False)
+        model.lm_head = made.to("cpu")
     with pytest.raises(TypeError, match="dequantise a quantised or packed one first"):
         lm_head_inputs(model)

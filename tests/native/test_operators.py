@@ -7,15 +7,18 @@ import os
 import pytest
 import torch
 
+from grpo_fused.call.head_parts import widened
 from grpo_fused.engines import cpu_library
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 N, H, V = 70, 40, 300
+BASE = {"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32)}
 
 
 def scores(**changes):
     arguments = {
-        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "base": None, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
+        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "base": None, "group_scale": None, "codes": None,
+        "rounded": 0, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
         "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
         "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
     }  # fmt: skip
@@ -59,7 +62,14 @@ def entries(tokens, ids, values=None):
         ({"weight": torch.randn(V, H - 32), "base": torch.randn(V, 33)}, "base must be .*; got "),
         ({"weight": torch.randn(V, H - 32), "base": torch.randn(V - 1, 32)}, "base must be .*; got "),
         ({"weight": torch.randn(V, H - 16), "base": torch.randn(V, 16)}, "base must have a multiple of 32 columns; got 16"),
-        ({"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32, dtype=torch.uint8)}, "base must be float32, "),
+        ({"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32, dtype=torch.uint8)}, "bytes of a base need codes"),
+        ({**BASE, "codes": torch.ones(16)}, "base must be .300, 16.; got .300, 32."),
+        ({**BASE, "codes": torch.ones(16), "base": torch.zeros(V, 16)}, "bytes of a base need codes, and codes bytes"),
+        ({**BASE, "codes": torch.ones(15), "base": torch.zeros(V, 16, dtype=torch.uint8)}, "codes must be .16.; got .15."),
+        ({**BASE, "group_scale": torch.ones(V, 2)}, "a multiple of 32 columns; got 2 groups of 32 columns"),
+        ({**BASE, "group_scale": torch.ones(V, 0)}, "got 0 groups of 32 columns"),
+        ({**BASE, "group_scale": torch.ones(V - 1, 1)}, "group_scale must be .300, 1.; got .299, 1."),
+        ({**BASE, "rounded": 3}, "rounded must be that of a float; got 3"),
         ({"row_scale": torch.ones(V - 1)}, rf"row_scale must be \[{V}\]; got \[{V - 1}\]"),
         ({"hidden": torch.randn(N)}, r"hidden must be \[N, H\]; got 1 dimensions"),
         ({"hidden": torch.randn(N, 0), "weight": torch.randn(V, 0)}, "from 1 to 2.31 - 1 rows and columns"),
@@ -230,15 +240,41 @@ def test_products_are_those_of_float64(dtype, isa):
         for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
             hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
             out = torch.full((n, v + 2), 7.0)
-            cpu_library.head_products(hidden, weight, None, out[:, :v])
+            cpu_library.head_products(hidden, weight, None, None, None, 0, out[:, :v])
             want = hidden.double() @ weight.double().T
             torch.testing.assert_close(out[:, :v].double(), want, rtol=0.0, atol=1e-5 * h**0.5)
             assert (out[:, v:] == 7).all()
             last = torch.empty(1, v)
-            cpu_library.head_products(hidden[-1:].contiguous(), weight, None, last)
+            cpu_library.head_products(hidden[-1:].contiguous(), weight, None, None, None, 0, last)
             assert torch.equal(last[0], out[-1, :v])
     finally:
         cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("own", [0, 5])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_numbers_of_a_base_are_widened_exactly(kind, groups, own, rounded):
+    """Every byte of each format, in every column, times its group's scale, beside columns of the weight's own."""
+    count, rows = 96, 256
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randn(16, generator=g) if kind == torch.uint8 else None
+    width = count if codes is None else count // 2
+    stored = (torch.arange(rows).unsqueeze(1) + torch.arange(width + 3)).to(torch.uint8)
+    if kind == torch.float8_e4m3fn:
+        stored = torch.where(stored.view(kind).float().isnan(), 0, stored)
+    base = torch.randn(rows, width, generator=g).to(kind) if kind == torch.bfloat16 else stored.view(kind)[:, :width]
+    scale = torch.randn(rows, groups, generator=g) if groups else None
+    weight = torch.randn(rows, own, generator=g)
+    want = widened(base, scale, codes, rounded).float()
+    for compute in {torch.float32, rounded}:
+        hidden, out = torch.eye(count + own, dtype=compute), torch.empty(count + own, rows)
+        parts = base, scale, codes, cpu_library.scalar(rounded)
+        cpu_library.head_products(hidden, weight.to(compute), *parts, out)
+        assert torch.equal(out[:count].T, want)
+        assert torch.equal(out[count:].T, weight.to(compute).float())
 
 
 @pytest.mark.parametrize("hidden_size", [1, H])
@@ -249,7 +285,7 @@ def test_strides_of_a_single_row_or_column_are_any(hidden_size):
     assert hidden.is_contiguous()
     assert hidden.stride(0) == hidden_size + 1
     assert weight.stride() == ((1, V) if hidden_size == 1 else (H, 1))
-    cpu_library.head_products(hidden, weight, None, out)
+    cpu_library.head_products(hidden, weight, None, None, None, 0, out)
     torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
 
 
@@ -281,10 +317,12 @@ def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gra
 )
 def test_products_refuse_a_wrong_result(out, message):
     with pytest.raises(RuntimeError, match=message):
-        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), None, out)
+        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), None, None, None, 0, out)
 
 
 def test_tensors_elsewhere_are_refused():
     """Their pointers are none of this process's memory; with no token, the library would not use them."""
     with pytest.raises(RuntimeError, match="all tensors must be on the CPU; got one on meta"):
-        cpu_library.head_products(torch.empty(0, H, device="meta"), torch.randn(V, H), None, torch.empty(0, V))
+        cpu_library.head_products(
+            torch.empty(0, H, device="meta"), torch.randn(V, H), None, None, None, 0, torch.empty(0, V)
+        )

@@ -24,20 +24,25 @@ inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, 
   for (int i = 0; i < kWidth; i++) store(to + i * out_stride, block[i]);
 }
 
-void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t rows, int64_t depth, Dtype compute,
-               Operand kind, uint32_t* out, int64_t words, int64_t stride) {
-  const int64_t item = item_bytes(dtype);
-  const bool same_words = dtype == compute && item * per_word(kind) == 4;
+void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, uint32_t* out, int64_t words,
+               int64_t stride) {
+  const int64_t depth = source.columns, item = item_bytes(source.dtype), group = depth / source.groups;
+  const bool same_words = source.dtype == compute && source.scale == nullptr && item * per_word(kind) == 4;
   for (int64_t r = 0; r < rows; r++) {
     uint32_t* to = out + r * stride;
+    const void* from = source.row(r);
     if (same_words) {
       char* bytes = reinterpret_cast<char*>(to);
-      __builtin_memcpy(bytes, static_cast<const char*>(source) + r * source_stride * item, depth * item);
+      __builtin_memcpy(bytes, from, depth * item);
       __builtin_memset(bytes + depth * item, 0, 4 * words - depth * item);
       continue;
     }
+    Floats scale = all(1.0f);
     const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
-      const Floats x = rounded_to(load_as(source, dtype, r * source_stride + k, count), compute);
+      const Floats numbers = source.dtype == Dtype::half_bytes
+                                 ? from_half_bytes(static_cast<const uint8_t*>(from) + k / 2, source.codes, count)
+                                 : load_as(from, source.dtype, k, count);
+      const Floats x = rounded_to(rounded_to(numbers * scale, source.rounded), compute);
       if (holds_pairs(kind)) {
         store(reinterpret_cast<uint16_t*>(to + k / 2), narrow(bf16_words(x)));
       } else {
@@ -45,7 +50,10 @@ void pack_rows(const void* source, Dtype dtype, int64_t source_stride, int64_t r
       }
     };
     int64_t k = 0;
-    for (; k + kWidth <= depth; k += kWidth) pack(k, kWidth);
+    for (int64_t g = 0; g < source.groups; g++) {
+      if (source.scale != nullptr) scale = all(source.scale[r * source.groups + g]);
+      for (; k + kWidth <= (g + 1) * group; k += kWidth) pack(k, kWidth);
+    }
     for (; k < words * per_word(kind); k += kWidth) pack(k, depth - k);  // the source may end here
   }
 }

@@ -54,6 +54,19 @@ inline Bytes load_first(const uint8_t* from, int64_t count) {
   for (int64_t i = 0; i < count; i++) lanes[i] = from[i];
   return load(lanes);
 }
+// What the first `count` half bytes stand for, the upper half of each byte first.
+inline Floats from_half_bytes(const uint8_t* from, const float* codes, int64_t count) {
+  uint8_t some[kWidth / 2] = {};
+  for (int64_t i = 0; i < kWidth / 2 && 2 * i < count; i++) some[i] = from[i];
+  int32_t packed;
+  __builtin_memcpy(&packed, some, 4);
+  const __m128i bytes = _mm_cvtsi32_si128(packed);
+  const __m256i twice = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
+  const __m256i index = _mm256_and_si256(_mm256_srlv_epi32(twice, _mm256_set1_epi64x(4)), _mm256_set1_epi32(15));
+  const Floats low = _mm256_permutevar8x32_ps(load(codes), index), high = _mm256_permutevar8x32_ps(load(codes + 8), index);
+  const Floats found = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  return _mm256_and_ps(found, _mm256_castsi256_ps(first_lanes(count)));
+}
 inline void store_first(float* to, int64_t count, Floats x) {
   count >= kWidth ? store(to, x) : _mm256_maskstore_ps(to, first_lanes(count), x);
 }

@@ -46,6 +46,13 @@ inline Halves load_first(const uint16_t* from, int64_t count) {
 inline Bytes load_first(const uint8_t* from, int64_t count) {
   return count >= kWidth ? load(from) : _mm_maskz_loadu_epi8(first_lanes(count), from);
 }
+// What the first `count` half bytes stand for, the upper half of each byte first.
+inline Floats from_half_bytes(const uint8_t* from, const float* codes, int64_t count) {
+  const __m128i bytes = _mm_maskz_loadu_epi8(first_lanes((count + 1) / 2), from);
+  const __m512i twice = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
+  const __m512i index = _mm512_and_si512(_mm512_srlv_epi32(twice, _mm512_set1_epi64(4)), _mm512_set1_epi32(15));
+  return _mm512_maskz_permutexvar_ps(first_lanes(count), index, load(codes));
+}
 inline void store_first(float* to, int64_t count, Floats x) {
   count >= kWidth ? store(to, x) : _mm512_mask_storeu_ps(to, first_lanes(count), x);
 }

@@ -81,7 +81,8 @@ class FusedLogProbFunction:
         check_adapters(adapters, hidden, weight, has_group=False)
         head = LMHead(weight, bias, float(logit_scale), final_logit_softcapping, float(temperature), None, compute)
         candidates, mask = announced_candidates(targets, head.vocab_size)
-        engine = engines.choose(cls.impl, hidden.device, compute, weight.shape[1], plain=not adapters)
+        width = weight.shape[1]
+        engine = engines.choose(cls.impl, hidden.device, compute, width, group=width if adapters else None)
         run = Run(engine, cls.max_scratch_bytes)
         head, hidden = composed(head, weight, adapters, hidden, mask)
         weight = head.weight
