@@ -45,7 +45,9 @@ WeightRows base_rows(const Tensor& x, const Tensor* group_scale, const Tensor* c
   base.codes = floats(codes, "codes", 16);
   const Scalar to{rounded};
   check(to == Scalar::fp32 || to == Scalar::bf16 || to == Scalar::fp16, "rounded must be that of a float; got ", rounded);
-  base.rounded = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
+  if (group_scale != nullptr || codes != nullptr) {
+    base.rounded = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
+  }
   if (group_scale != nullptr) {
     const int64_t groups = group_scale->size(1);
     check_tensor(*group_scale, "group_scale", Scalar::fp32, {vocab, groups});
