@@ -188,7 +188,8 @@ megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our cal
 
 QUANTIZERS := build/torchao-0.18.0 build/bitsandbytes-0.50.2 build/gguf-0.19.0
 quantized: $(VENV)/.dev $(VENV)/.native $(QUANTIZERS:=/.ready)  ## heads that torchao, bitsandbytes or llama.cpp quantised, beside their own code (a minute)
-	PYTHONPATH=$(subst $() ,:,$(abspath $(QUANTIZERS))) $(BIN)/python -m pytest -q tests/integrations/test_quantized.py
+	PYTHONPATH=$(subst $() ,:,$(abspath $(QUANTIZERS))) $(BIN)/python -m pytest -q tests/integrations/test_quantized.py \
+	  tests/test_learning.py::test_an_adapter_is_what_is_trained
 
 # TRITON=3.6.0 takes that version in place of the environment's.
 TRITON ?=

@@ -33,7 +33,8 @@ TASKS = {
 OPTIONS = {
     "dapo": "loss `dapo`", "grpo": "loss `grpo`", "dr_grpo": "loss `dr_grpo`", "cispo": "loss `cispo`",
     "sapo": "loss `sapo`", "gspo": "`grpo`, ratios by sequence (GSPO)", "share_prompts": "`share_prompts`",
-    "bf16": "bf16 autocast", "sets": "top-p 0.9, candidate sets", "no_sets": "top-p 0.9, no candidate sets",
+    "bf16": "bf16 autocast", "lora": "LoRA of rank 16, head included", "lora_int8": "the same on a head in int8",
+    "sets": "top-p 0.9, candidate sets", "no_sets": "top-p 0.9, no candidate sets",
 }  # fmt: skip
 LOSS_COLORS = {"grpo": COLORS["eager"], "dapo": COLORS["TRL"], "dr_grpo": COLORS["native"]}
 SMOOTH = 5

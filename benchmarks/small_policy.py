@@ -88,6 +88,10 @@ class Recipe:
     """optimizer steps by which the sampler's weights are older than the policy's, once as many were taken"""
     fp8: bool = False
     """whether the sampler's weights are rounded to fp8"""
+    lora: int = 0
+    """rank of an adapter on all linear layers and the head; 0: all weights are trained"""
+    int8_head: bool = False
+    """whether the frozen head is in int8, one scale a row (torchao)"""
 
 
 class Trained(NamedTuple):
@@ -255,7 +259,7 @@ def train(
     """
     if arm not in ARMS:
         raise ValueError(f"arm must be one of {', '.join(ARMS)}; got {arm!r}")
-    model, number = copy.deepcopy(model), recipe.steps * recipe.prompts_per_step
+    model, number = adapted(copy.deepcopy(model), recipe, seed), recipe.steps * recipe.prompts_per_step
     judge = Judge(recipe, data_of(recipe.task).rows(seed, number))
     rows = [{"prompt": row["prompt"], "index": index} for index, row in enumerate(judge.rows)]
     AcceleratorState._reset_state(reset_partial_state=True)  # a process may train in fp32 and then in bf16
@@ -271,12 +275,28 @@ def train(
     )
 
 
+def adapted(model: PreTrainedModel, recipe: Recipe, seed: int) -> PreTrainedModel:
+    """The model with the recipe's adapter and head, if it has any."""
+    if recipe.int8_head:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda _, name: name == "lm_head")
+    if not recipe.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    names = sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    options = LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules=names, task_type="CAUSAL_LM")
+    return get_peft_model(model, options)  # type: ignore[return-value]  # it behaves as the model
+
+
 def train_ours(
     recipe: Recipe, seed: int, model: Any, judge: Judge, rows: list[Row], replay: list[list[list[int]]] | None
 ) -> list[dict[str, float]]:
     """In our trainer; the metrics of its steps."""
     named = asdict(recipe)
-    for name in ("task", "warmup", "bf16", "keeps_sets", "loss", "objective", "lag", "fp8"):
+    for name in ("task", "warmup", "bf16", "keeps_sets", "loss", "objective", "lag", "fp8", "lora", "int8_head"):
         del named[name]
     config = GRPOTrainerConfig(
         **named, mixed_precision="bf16" if recipe.bf16 else "no", lr_scheduler_type="linear", seed=seed,

@@ -148,6 +148,21 @@ def test_options_are_recipes_and_have_their_baseline(option):
         assert asdict(recipe) != asdict(replace(Recipe(), **base.changes))
 
 
+@pytest.mark.parametrize("int8_head", [False, True])
+def test_an_adapter_is_what_is_trained(model, int8_head):
+    if int8_head:
+        pytest.importorskip("torchao.quantization")
+    pytest.importorskip("peft")
+    recipe = replace(TINY, steps=1, lora=4, int8_head=int8_head)
+    trained = small_policy.train("ours", recipe, 3, model).model
+    changed = {name for name, x in trained.named_parameters() if x.requires_grad and "lora_B" in name and x.any()}
+    assert any("lm_head" in name for name in changed)
+    assert all("lora" in name for name, x in trained.named_parameters() if x.requires_grad)
+    weight = trained.get_output_embeddings().base_layer.weight
+    assert (getattr(weight, "qdata", weight).dtype == torch.int8) == int8_head
+    assert 0 <= small_policy.accuracy(trained, recipe) <= 1
+
+
 def test_the_demonstrations_and_the_judge_of_the_length_task():
     data = small_policy.answer_first()
     right = sum(data.judge(row["completion"], _answer(row)) for row in data.demonstrations) / len(data.demonstrations)

@@ -298,7 +298,8 @@ def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
     weights, tokens = hashlib.sha256(), json.dumps(tokenizer.get_vocab(), sort_keys=True)
     every = list(model.parameters())
     for weight in [weight for weight in every if not weight.requires_grad] or every:
-        some = weight.detach().flatten()[:: max(weight.numel() // 256, 1)]
+        numbers: torch.Tensor = getattr(weight, "qdata", weight)  # torchao's tensors have no views
+        some = numbers.detach().flatten()[:: max(weight.numel() // 256, 1)]
         weights.update(some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return {"model": weights.hexdigest(), "vocabulary": hashlib.sha256(tokens.encode()).hexdigest()}
 
