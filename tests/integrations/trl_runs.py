@@ -194,5 +194,5 @@ def assert_same_training(got: Any, want: Any) -> None:
     moved = 0.0
     for (name, mine), theirs in zip(got.model.named_parameters(), want.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
-        moved = max(moved, float((theirs - want.initial[name]).abs().max()))
+        moved = max(moved, float((theirs.detach() - want.initial[name]).abs().max()))
     assert moved > 1e-5

@@ -223,7 +223,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 """Of `trl.trainer.utils`, by the same names; the last one is new in 1.14."""
 LOSSES = ("_compute_loss", "get_batch_loss_metrics", "compute_ref_log_probs", "compute_reference_log_probs")
-"""Methods of the DPO and KTO trainers that call their models; the second and the last one up to 1.5."""
+"""Methods of the DPO and KTO trainers that call their models; the second up to 1.4, the last up to 1.5."""
 
 
 def stop_at_the_head(patches: Patches, module: ModuleType, trainer: type, active_head: ActiveHead) -> None:
