@@ -273,7 +273,7 @@ def test_entropies_of_a_policy_take_no_second_pass(model):
         return logits.entropy_from_logits(z.detach())
 
     calls: list[Any] = []
-    assert (logits.stopping_the_loss(method, lambda: Counting)(trainer_of(model), model, {}) > 0).any()
+    assert (logits.stopping_the_loss(method, SimpleNamespace, lambda: Counting)(trainer_of(model), model, {}) > 0).any()
     assert len(calls) == 1
 
 
@@ -288,17 +288,21 @@ def test_losses_that_stay_trls(model):
         return type(model(input_ids=IDS).logits)
 
     head: Any = FusedLogProbFunction
-    compute = logits.stopping_the_loss(method, lambda: head)
+    compute = logits.stopping_the_loss(method, SimpleNamespace, lambda: head)
     assert compute(trainer_of(model), model, {}) is logits.HeadLogits
     assert compute(trainer_of(model), model, {}, False) is logits.HeadLogits
     assert compute(trainer_of(model), model, {}, True) is torch.Tensor
     assert compute(trainer_of(model), model, {}, return_outputs=True) is torch.Tensor
-    with pytest.warns(UserWarning, match="leaves the loss to TRL's own logits"):
+    with pytest.warns(UserWarning, match="leaves the loss to the trainer's own logits"):
         assert compute(trainer_of(model, use_weighting=True), model, {}) is torch.Tensor
     trainer = trainer_of(model)
     trainer.args.use_liger_kernel = True
-    with pytest.warns(UserWarning, match="leaves the loss to TRL's own logits"):
+    with pytest.warns(UserWarning, match="leaves the loss to the trainer's own logits"):
         assert compute(trainer, model, {}) is torch.Tensor
+    for name in ("forward", "get_batch_logps", "_compute_kl_logps"):
+        subclass = type("Trainer", (SimpleNamespace,), {name: lambda self: None})
+        with pytest.warns(UserWarning, match=rf"subclasses that do not replace .*{name}"):
+            assert compute(subclass(**vars(trainer_of(model))), model, {}) is torch.Tensor
     head = None
     assert compute(trainer_of(model), model, {}) is torch.Tensor
 

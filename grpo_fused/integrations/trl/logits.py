@@ -215,8 +215,9 @@ LIGER = (
     "of TRL makes the loss from log-probs of its own: set it to False"
 )
 LEFT = (
-    "grpo_fused leaves the loss to TRL's own logits: before trl 1.15, DPO and KTO are scored by our head without "
-    "use_liger_kernel and use_weighting"
+    "grpo_fused leaves the loss to the trainer's own logits: before trl 1.15, DPO and KTO are scored by our head "
+    "without use_liger_kernel and use_weighting, and in subclasses that do not replace forward, get_batch_logps and "
+    "_compute_kl_logps"
 )
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy,
@@ -224,6 +225,9 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
 """Of `trl.trainer.utils`, by the same names; the last one is new in 1.14."""
 LOSSES = ("_compute_loss", "get_batch_loss_metrics", "compute_ref_log_probs", "compute_reference_log_probs")
 """Methods of the DPO and KTO trainers that call their models; the second up to 1.4, the last up to 1.5."""
+
+READERS = ("forward", "get_batch_logps", "_compute_kl_logps")
+"""Further methods of KTO trainers that read logits. ms-swift has its own, which do more with them."""
 
 
 def stop_at_the_head(patches: Patches, module: ModuleType, trainer: type, active_head: ActiveHead) -> None:
@@ -239,7 +243,7 @@ def stop_the_loss_at_the_head(patches: Patches, trainer: type, active_head: Acti
     _take_head_logits(patches, sys.modules[owner.__module__])
     for name in LOSSES:
         if method := vars(owner).get(name):
-            patches.replace(owner, name, stopping_the_loss(method, active_head))
+            patches.replace(owner, name, stopping_the_loss(method, owner, active_head))
 
 
 def _take_head_logits(patches: Patches, module: ModuleType) -> None:
@@ -279,8 +283,8 @@ def stopping_at_the_head(scoring_method: Callable[..., Any], active_head: Active
     return score
 
 
-def stopping_the_loss(method: Callable[..., Any], active_head: ActiveHead) -> Callable[..., Any]:
-    """One of `LOSSES` of a trainer; its models compute no logits where a head of ours is active, unless asked for."""
+def stopping_the_loss(method: Callable[..., Any], owner: type, active_head: ActiveHead) -> Callable[..., Any]:
+    """One of `LOSSES` of a class; its models compute no logits where a head of ours is active, unless asked for."""
 
     @functools.wraps(method)
     def compute(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +292,8 @@ def stopping_the_loss(method: Callable[..., Any], active_head: ActiveHead) -> Ca
         returns_outputs = kwargs.get("return_outputs", len(args) > 2 and args[2])  # with logits, for a metric
         if head is None or returns_outputs:
             return method(trainer, *args, **kwargs)
-        if trainer.args.use_liger_kernel or getattr(trainer, "use_weighting", False):
+        reads_itself = any(getattr(type(trainer), name, None) is not getattr(owner, name, None) for name in READERS)
+        if reads_itself or trainer.args.use_liger_kernel or getattr(trainer, "use_weighting", False):
             warnings.warn(LEFT, stacklevel=2)  # shown once
             return method(trainer, *args, **kwargs)
         with ExitStack() as stack:
