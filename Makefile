@@ -71,8 +71,10 @@ deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on
 ray: $(VENV)-ray/.ready  ## the trainer in Ray Train on two CPU processes (about 10 minutes)
 	$(call test-with,ray,RAY_USAGE_STATS_ENABLED=0)
 
+# TORCHTITAN=<checkout> takes that development version in place of the release.
+TORCHTITAN ?=
 torchtitan: $(VENV)-torchtitan/.ready  ## torchtitan's losses on the CPU, also under FSDP2 (about 2 minutes)
-	$(VENV)-torchtitan/bin/python -m pip install --quiet --no-deps torchtitan==0.3.0
+	$(VENV)-torchtitan/bin/python -m pip install --quiet --no-deps $(if $(TORCHTITAN),$(abspath $(TORCHTITAN)),torchtitan==0.3.0)
 	$(call test-with,torchtitan)
 
 axolotl: $(VENV)-axolotl/.ready  ## axolotl's GRPO from a YAML file, on the CPU (about 4 minutes)

@@ -78,7 +78,7 @@ def lm_head_inputs(model: nn.Module, *, check: bool = True) -> LMHeadInputs:
     head = output_head(inner)
     parts = head_parts(head)
     form = _confirmed(inner, head, parts) if check else candidate_forms(inner, parts.weight.shape[0])[0]
-    return _inputs(form, parts)
+    return inputs_of(form, parts)
 
 
 def check_head(model: nn.Module, *, inputs: Mapping[str, object] | None = None, cached: bool = True) -> HeadForm:
@@ -144,7 +144,8 @@ def _confirmed(
     )
 
 
-def _inputs(form: HeadForm, parts: HeadParts) -> LMHeadInputs:
+def inputs_of(form: HeadForm, parts: HeadParts) -> LMHeadInputs:
+    """The arguments for a head of a confirmed form."""
     weight, bias, adapters = parts
     if form.vocab_size < weight.shape[0]:
         kept = slice(0, form.vocab_size)
@@ -275,7 +276,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def _disagreement(rows: Tensor, logits: Tensor, parts: HeadParts, form: HeadForm) -> str | None:
     """None if the model's logits are those of the form, else how they differ."""
-    head = _inputs(form, parts)
+    head = inputs_of(form, parts)
     if logits.shape != (len(rows), form.vocab_size):
         return f"logits of shape {tuple(logits.shape)}, expected {(len(rows), form.vocab_size)}"
     kept = HeadParts(head["lm_head_weight"], head["lm_head_bias"], head["lm_head_adapter"])
@@ -307,7 +308,7 @@ def _check_fused(rows: Tensor, logits: Tensor, parts: HeadParts, form: HeadForm)
     generator = torch.Generator().manual_seed(0)
     anything = torch.randint(form.vocab_size, (2, len(rows)), generator=generator).to(rows.device)
     ids = torch.stack([log_probs.argmax(-1), log_probs.argmin(-1), *anything])
-    fused = fused_linear_logprobs(rows.expand(len(ids), -1, -1), token_ids=ids, **_inputs(form, parts)).logps
+    fused = fused_linear_logprobs(rows.expand(len(ids), -1, -1), token_ids=ids, **inputs_of(form, parts)).logps
     error = (fused.double() - log_probs.gather(-1, ids.T).T).abs().amax(0)
     if not (error <= _allowed(logits.double())).all():
         raise ValueError(

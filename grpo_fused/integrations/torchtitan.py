@@ -26,14 +26,20 @@ from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 from grpo_fused.objective.custom import Objective
 
-SUPPORTED = {"0.3": "torchtitan.components.loss.ChunkedLossWrapper"}
-"""Release (all patch releases of it) to what of it is replaced."""
+SUPPORTED = {
+    "0.2": "the same in development versions after 0.3.0, which call themselves 0.2.2; release 0.2.2 does not have it",
+    "0.3": "torchtitan.components.loss.ChunkedLossWrapper",
+}
+"""Release (all patch releases of it) to what of it is replaced. A checkout need not be installed."""
 
-check_release("torchtitan", SUPPORTED)
+check_release("torchtitan", SUPPORTED, optional=True)
 
-import spmd_types as spmd  # noqa: E402
-from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper  # noqa: E402
-from torchtitan.distributed.spmd_types import spmd_mesh_size  # noqa: E402
+try:
+    import spmd_types as spmd
+    from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
+    from torchtitan.distributed.spmd_types import spmd_mesh_size
+except ImportError as error:  # the release 0.2.2
+    raise ImportError(f"grpo_fused needs torchtitan 0.3, or a development version after it: {error}") from error
 
 RL = ("torchtitan.experiments.rl", "torchtitan.rl")
 """Where the code for RL is: in 0.3.0, and in later development versions."""
@@ -49,7 +55,7 @@ MAX_LOG_RATIO = 10.0
 
 
 class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
-    """`torchtitan.components.loss.ChunkedLossWrapper` (0.3) with three head products and no chunk of logits.
+    """`torchtitan.components.loss.ChunkedLossWrapper` with three head products and no chunk of logits.
 
     It has the configuration, calls, losses and metrics of torchtitan's. Log-probs and entropies are fp32, where
     torchtitan rounds the logits of a bf16 head. The gradient of the head's weight is computed by `loss.backward()`,
@@ -95,7 +101,8 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         """The loss, and torchtitan's metrics.
 
         Args:
-            pred: `[B, L, H]` hidden states, of a model that skips its head; or `[T, H]`, as the other `[B, L]` then.
+            pred: `[B, L, H]` hidden states, of a model that skips its head. Development versions after 0.3.0 fold the
+                batch dimension into `[T, H]`; then all that is `[B, L]` here is `[T]`.
             labels: `[B, L]` int64, the token that each state predicts; -100 where cross-entropy ignores it.
             global_valid_tokens: What the loss is divided by, default 1; the policy losses take at least 1.
             loss_inputs: For DAPO and GRPO `generator_logprobs` and `advantages` `[B, L]`, `loss_mask` `[B, L]` bool.

@@ -183,12 +183,14 @@ def test_a_release_without_it(monkeypatch):
         cli.main(["grpo"])
 
 
-@pytest.mark.parametrize(("command", "told"), [("sft", True), ("grpo", False), ("rloo", False)])
+@pytest.mark.parametrize(
+    ("command", "told"), [("sft", True), *((name, False) for name in ("grpo", "rloo", "dpo", "kto"))]
+)
 def test_scripts_that_stay_trls_are_named(command, told, monkeypatch, capsys):
     monkeypatch.setattr("grpo_fused.integrations.trl.release.RELEASE", (1, 14))
     with pytest.raises(SystemExit):
         cli.main([command, "--config", "nowhere.yaml"])
-    assert ("only grpo and rloo run on our head" in capsys.readouterr().err) == told
+    assert ("only grpo, rloo, dpo and kto run on our head" in capsys.readouterr().err) == told
 
 
 def test_unknown_release(monkeypatch):

@@ -177,7 +177,7 @@ def test_packed_sequences(model):
 
     def method(trainer: Any, model: Any) -> Any:
         z = model(input_ids=IDS[:1]).logits[:, :-1, :]
-        with pytest.raises(TypeError, match="only their first dimension"):
+        with pytest.raises(TypeError, match="only their first dimension to divide; got dim=1"):
             z.squeeze(1)
         return logits.selective_log_softmax(z.squeeze(0), IDS[0, 1:])
 
@@ -190,6 +190,129 @@ def test_packed_sequences(model):
 def test_other_uses_are_refused(index, model):
     with pytest.raises(TypeError, match="logits that were not computed can be sliced"):
         stopped(model, lambda z: z[index])
+
+
+def test_statistics(model):
+    """What DPO and KTO log: of completions, of sequences, and of all that a pass saw."""
+    z = model(input_ids=IDS, attention_mask=MASK).logits.detach()
+    counts = MASK[:, 1:] != 0
+    mask = counts & torch.tensor([[1, 0, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
+
+    def use(found: Any) -> None:
+        assert (found.shape, found.size(0), found.device) == (z.shape, 2, z.device)
+        shifted = found[..., :-1, :].contiguous().detach()
+        torch.testing.assert_close(shifted[mask].mean(-1), z[:, :-1][mask].mean(-1), rtol=1e-5, atol=1e-5)
+        means = z[:, :-1].mean(-1).masked_fill(~counts, 0.0)
+        torch.testing.assert_close(shifted.mean(2), means, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close((shifted / 0.5).mean(-1), means / 0.5, rtol=1e-5, atol=1e-5)
+        tokens = z[:, :-1].argmax(-1).masked_fill(~counts, 0)
+        for i, part in enumerate(shifted.chunk(2, dim=0)):
+            assert torch.equal(part.argmax(dim=-1), tokens[i : i + 1])
+        second = shifted.index_select(0, torch.tensor([1]))
+        assert torch.equal(second.argmax(-1), tokens[1:])
+        none = found.index_select(0, torch.tensor([], dtype=torch.int64))
+        assert none.nansum() == 0
+        assert none[:, :-1, :].mean(-1).shape == (0, 5)
+        assert none.argmax(-1).dtype == torch.int64
+        torch.testing.assert_close(found.nansum(), z.sum(), rtol=1e-5, atol=1e-3)  # padding included
+
+    stopped(model, use)
+
+
+def test_cross_entropy(model):
+    mask = MASK[:, 1:] != 0
+    loss = torch.nn.functional.cross_entropy
+    want = loss(model(input_ids=IDS, attention_mask=MASK).logits[:, :-1][mask], IDS[:, 1:][mask])
+    gradients = torch.autograd.grad(want, list(model.parameters()))
+    mine = stopped(model, lambda z: loss(z[:, :-1, :][mask], IDS[:, 1:][mask]))
+    torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(mine, list(model.parameters())), gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for options in ({"reduction": "sum"}, {"ignore_index": 5}, {"label_smoothing": 0.1}, {"weight": torch.ones(42)}):
+        with pytest.raises(TypeError, match="no implementation found"):
+            stopped(model, lambda z, options=options: loss(z[:, :-1, :], IDS[:, 1:], **options))
+    with pytest.raises(TypeError, match="dispatch failed for 'torch.logsumexp'"):
+        stopped(model, lambda z: torch.logsumexp(z, dim=-1))
+
+
+def test_entropies_belong_to_their_positions(model, dense):
+    def use(z: Any) -> Any:
+        scored = last(z) / 0.5
+        logits.selective_log_softmax(scored, IDS[:, -KEEP:])
+        whole = logits.entropy_from_logits(scored.detach())
+        return whole, torch.cat([logits.entropy_from_logits(part) for part in scored.chunk(2)])
+
+    whole, parts = stopped(model, use, compute_entropy=True)
+    assert not whole.requires_grad
+    assert torch.equal(whole, parts)
+    torch.testing.assert_close(whole, dense[1].masked_fill(MASK[:, -KEEP:] == 0, 0.0).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_reference_pass_has_no_history(model):
+    """TRL leaves `torch.no_grad` before it makes log-probs of a reference's logits."""
+
+    def method(trainer: Any, model: Any) -> Any:
+        with torch.no_grad():
+            z = model(input_ids=IDS, attention_mask=MASK).logits
+        return logits.selective_log_softmax(z[:, :-1, :], IDS[:, 1:])
+
+    score = logits.stopping_at_the_head(method, lambda: FusedLogProbFunction)
+    assert not score(SimpleNamespace(), model).requires_grad
+
+
+def test_entropies_of_a_policy_take_no_second_pass(model):
+    class Counting(FusedLogProbFunction):
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            calls.append(args)
+            return super().apply(*args)
+
+    def method(trainer: Any, model: Any, inputs: Any) -> Any:
+        z = model(input_ids=IDS, attention_mask=MASK).logits[..., :-1, :]
+        logits.selective_log_softmax(z, IDS[:, 1:])
+        return logits.entropy_from_logits(z.detach())
+
+    calls: list[Any] = []
+    assert (logits.stopping_the_loss(method, SimpleNamespace, lambda: Counting)(trainer_of(model), model, {}) > 0).any()
+    assert len(calls) == 1
+
+
+def trainer_of(model: Any, **options: Any) -> Any:
+    return SimpleNamespace(model=model, ref_model=None, args=SimpleNamespace(use_liger_kernel=False), **options)
+
+
+def test_losses_that_stay_trls(model):
+    """Where logits are asked for; and with a warning where TRL makes more of them, or none."""
+
+    def method(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        return type(model(input_ids=IDS).logits)
+
+    head: Any = FusedLogProbFunction
+    compute = logits.stopping_the_loss(method, SimpleNamespace, lambda: head)
+    assert compute(trainer_of(model), model, {}) is logits.HeadLogits
+    assert compute(trainer_of(model), model, {}, False) is logits.HeadLogits
+    assert compute(trainer_of(model), model, {}, True) is torch.Tensor
+    assert compute(trainer_of(model), model, {}, return_outputs=True) is torch.Tensor
+    with pytest.warns(UserWarning, match="leaves the loss to the trainer's own logits"):
+        assert compute(trainer_of(model, use_weighting=True), model, {}) is torch.Tensor
+    trainer = trainer_of(model)
+    trainer.args.use_liger_kernel = True
+    with pytest.warns(UserWarning, match="leaves the loss to the trainer's own logits"):
+        assert compute(trainer, model, {}) is torch.Tensor
+    for name in ("forward", "get_batch_logps", "_compute_kl_logps"):
+        subclass = type("Trainer", (SimpleNamespace,), {name: lambda self: None})
+        with pytest.warns(UserWarning, match=rf"subclasses that do not replace .*{name}"):
+            assert compute(subclass(**vars(trainer_of(model))), model, {}) is torch.Tensor
+    head = None
+    assert compute(trainer_of(model), model, {}) is torch.Tensor
+
+
+@pytest.mark.parametrize("use", [lambda z: z.chunk(2, dim=1), lambda z: z.index_select(2, torch.tensor([0])),
+                                 lambda z: z.mean(0), lambda z: z.argmax(1), lambda z: z[MASK != 0][0],
+                                 lambda z: z[torch.tensor([True, False])]])  # fmt: skip
+def test_other_dimensions_are_refused(use, model):
+    with pytest.raises(TypeError, match="logits that were not computed"):
+        stopped(model, use)
 
 
 def test_trls_functions_still_take_tensors():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -119,3 +121,78 @@ def train(trainer_class: Any, config_class: Any, folder: Path, out: Path, *, pef
     trainer.train()
     weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
     return Run(losses, trainer.state.log_history, weights, initial, trainer)
+
+
+def of_rloo() -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """A trainer of TRL, its config, and of both what this trainer needs beside what all do."""
+    from trl import RLOOConfig, RLOOTrainer
+
+    options = {"num_generations": 4, "max_completion_length": 8, "beta": 0.1}
+    return RLOOTrainer, RLOOConfig, {"reward_funcs": reward, "train_dataset": dataset()}, options
+
+
+def of_dpo() -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The same."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [
+        {"prompt": row["prompt"], "chosen": f" w1 w{i} w3", "rejected": f" w{i} w5"} for i, row in enumerate(dataset())
+    ]
+    return DPOTrainer, DPOConfig, {"train_dataset": Dataset.from_list(rows)}, {}
+
+
+def of_kto() -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The same."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": row["prompt"], "completion": f" w{i} w{i + 1} w{i + 2}", "label": i % 2 == 0}
+        for i, row in enumerate(dataset())
+    ]
+    return KTOTrainer, KTOConfig, {"train_dataset": Dataset.from_list(rows)}, {}
+
+
+def of_sft() -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The same."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"text": row["prompt"] + " w1 w2 w3"} for row in dataset()]
+    return SFTTrainer, SFTConfig, {"train_dataset": Dataset.from_list(rows)}, {}
+
+
+def train_any(which: Any, folder: Path, out: Path, *, given: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Two steps of one of the trainers above, with further arguments of it, and options of its config."""
+    set_seed(0)
+    trainer_class, config_class, arguments, own = which()
+    options = {
+        "output_dir": str(out), "per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 0.003,
+        "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True,
+        "bf16": False, "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0.0,
+        "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "float32"}, **own, **options,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trainer_class(
+            model=str(folder), args=config_class(**options), processing_class=build_tokenizer(),
+            **{**arguments, **(given or {})},
+        )  # fmt: skip
+        trainer.initial = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        trainer.train()
+    return trainer
+
+
+def assert_same_training(got: Any, want: Any) -> None:
+    """All that two trainers logged, and their weights, which moved."""
+    for mine, theirs in zip(got.state.log_history, want.state.log_history, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in theirs.keys() - {"step_time"}:
+            if "runtime" not in name and "per_second" not in name and theirs[name] is not None:
+                assert mine[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-5), name
+    moved = 0.0
+    for (name, mine), theirs in zip(got.model.named_parameters(), want.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
+        moved = max(moved, float((theirs.detach() - want.initial[name]).abs().max()))
+    assert moved > 1e-5

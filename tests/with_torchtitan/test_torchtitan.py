@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -26,14 +27,21 @@ from grpo_fused import engines
 from grpo_fused.integrations import torchtitan as ours
 
 B, L, H, V = 2, 16, 24, 90
+FOLDED = inspect.signature(titan.GradAccumulator).parameters["seq_dim"].default == 0
+"""Whether this torchtitan has no batch dimension: development versions after 0.3.0."""
 
 
-def of_file(name: str, package: str = "torchtitan.experiments.rl"):
-    """A module of `torchtitan.experiments.rl`, which imports vLLM; as if it were in `package`."""
+ROOT = Path(importlib.util.find_spec("torchtitan").origin).parents[1]
+PLACES = ("torchtitan.experiments.rl", "torchtitan.rl")
+RL = next(package for package in PLACES if ROOT.joinpath(*package.split("."), "losses").is_dir())
+
+
+def of_file(name: str, package: str = RL):
+    """A module of torchtitan's code for RL, which imports vLLM; as if it were in `package`."""
     at = f"{package}.{name}"
     if at not in sys.modules:
-        root = Path(importlib.util.find_spec("torchtitan").origin).parent / "experiments/rl"
-        spec = importlib.util.spec_from_file_location(at, root.joinpath(*name.split(".")).with_suffix(".py"))
+        file = ROOT.joinpath(*RL.split("."), *name.split(".")).with_suffix(".py")
+        spec = importlib.util.spec_from_file_location(at, file)
         sys.modules[at] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[at])
     return sys.modules[at]
@@ -55,8 +63,20 @@ def head_of(dtype=torch.float32, bias=False, kind=Linear):
     return kind.Config(in_features=H, out_features=V, bias=bias).build().to(dtype)
 
 
-def problem(name: str, dtype=torch.float32, seed=0):
+def problem(name: str, dtype=torch.float32, seed=0, folded=FOLDED):
     """Hidden states, labels, divisor and the inputs of the loss: some masked, not finite, or far off the policy."""
+    hidden, labels, valid, inputs = batched_problem(name, dtype, seed)
+    if not folded:
+        return hidden, labels, valid, inputs
+    return (
+        hidden.detach().flatten(0, 1).requires_grad_(),
+        labels.flatten(),
+        valid,
+        {n: x.flatten() for n, x in inputs.items()},
+    )
+
+
+def batched_problem(name, dtype, seed):
     torch.manual_seed(seed)
     hidden = torch.randn(B, L, H).to(dtype).requires_grad_()
     labels = torch.randint(0, V, (B, L))
@@ -89,6 +109,17 @@ def wrappers(name):
         kind(kind.Config(loss_fn=LOSSES[name](), num_chunks=4))
         for kind in (titan.ChunkedLossWrapper, ours.FusedLossWrapper)
     ]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batch_dimension_may_be_folded(name, auto_takes):
+    """Development versions after 0.3.0 fold it (pull request 4121)."""
+    results = [run(wrappers(name)[1], head_of(bias=True), *problem(name, folded=folded)) for folded in (False, True)]
+    (want, want_gradients), (got, gradients) = results
+    torch.testing.assert_close(got, want)
+    assert gradients["hidden"].shape == (B * L, H)
+    gradients["hidden"] = gradients["hidden"].view(B, L, H)
+    torch.testing.assert_close(gradients, want_gradients)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -145,7 +176,7 @@ def test_cast_head():
 @pytest.mark.parametrize("unbacked", [False, True], ids=["symbolic", "unbacked"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_traced_with_symbolic_shapes(name, unbacked, auto_takes):
-    """One graph for batches of other lengths; all tensors [T, ...] without a batch, as in later development versions."""
+    """One graph for batches of other lengths; without a batch dimension."""
     _, fused = wrappers(name)
     head = head_of(bias=True)
     fused.set_lm_head(head)
@@ -155,7 +186,7 @@ def test_traced_with_symbolic_shapes(name, unbacked, auto_takes):
         return loss, metrics, torch.autograd.grad(loss, [hidden, *head.parameters()])
 
     def flat(batch):
-        hidden, labels, _, inputs = problem(name)
+        hidden, labels, _, inputs = problem(name, folded=False)
         if inputs:
             inputs["advantages"][~inputs["loss_mask"]] = float("nan")
         return [x.detach().reshape(B * L, *x.shape[2:])[:batch] for x in (hidden, labels, *inputs.values())]
@@ -172,17 +203,18 @@ def test_traced_with_symbolic_shapes(name, unbacked, auto_takes):
         torch.testing.assert_close(traced(*given), program(*given), rtol=1e-5, atol=1e-6)
 
 
-def test_code_that_has_moved():
-    """Development versions after 0.3.0 have the losses and the head in `torchtitan.rl`."""
+@pytest.mark.parametrize("package", PLACES)
+def test_code_that_has_moved(package):
+    """Later development versions have the losses and the head in `torchtitan.rl`."""
     data = problem("dapo", torch.bfloat16)
     want, _ = run(wrappers("dapo")[1], head_of(torch.bfloat16, kind=CastLinear), *data)
     for name in ("dapo.DAPOLoss", "grpo.GRPOLoss"):
         module, kind = name.split(".")
-        loss = getattr(of_file(f"losses.{module}", "torchtitan.rl"), kind)
-        assert loss.__module__ == f"torchtitan.rl.losses.{module}"
+        loss = getattr(of_file(f"losses.{module}", package), kind)
+        assert loss.__module__ == f"{package}.losses.{module}"
         wrapper = ours.FusedLossWrapper(ours.FusedLossWrapper.Config(loss_fn=loss.Config()))
     wrapper.loss_fn.ratio_clip_high = 0.28
-    head = head_of(torch.bfloat16, kind=of_file("models.cast_linear", "torchtitan.rl").CastLinear)
+    head = head_of(torch.bfloat16, kind=of_file("models.cast_linear", package).CastLinear)
     got, _ = run(wrapper, head, *data)
     torch.testing.assert_close(got, want)
 

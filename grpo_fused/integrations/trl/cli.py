@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     from grpo_fused.integrations.trl.release import FUSED_HEAD
 
     argv = sys.argv[1:] if argv is None else argv
-    if RELEASE < FUSED_HEAD and argv[:1] not in (["grpo"], ["rloo"]):
-        print("grpo-fused trl: before trl 1.15 only grpo and rloo run on our head", file=sys.stderr)
+    if RELEASE < FUSED_HEAD and argv[:1] not in (["grpo"], ["rloo"], ["dpo"], ["kto"]):
+        print("grpo-fused trl: before trl 1.15 only grpo, rloo, dpo and kto run on our head", file=sys.stderr)
     config = argv[argv.index("--config") + 1 :][:1] if "--config" in argv else []
     if config and not Path(config[0]).is_file():
         raise SystemExit(f"grpo-fused trl: error: --config must be a YAML file; got {config[0]!r}, which is none")

@@ -2,7 +2,7 @@
 
 From 1.15 on TRL's trainers all score tokens through `trl.trainer.utils._ChunkedLogProbFunction.apply`, which they look
 up at every call. Putting `FusedLogProbFunction` there switches every trainer at once, also those that exist already.
-Before, GRPO and RLOO score by functions of logits; `logits` brings these here.
+Before, GRPO, RLOO, DPO and KTO score by functions of logits; `logits` brings these here.
 """
 
 from __future__ import annotations
@@ -77,16 +77,9 @@ class FusedLogProbFunction:
             cap and temperature, and whether the target is the first maximum, which take one more head product if asked
             for. None for what is not.
         """
-        compute, (bias, adapters) = compute_dtype(hidden, weight), adapters_of(weight, bias)
-        check_adapters(adapters, hidden, weight, has_group=False)
-        head = LMHead(weight, bias, float(logit_scale), final_logit_softcapping, float(temperature), None, compute)
-        candidates, mask = announced_candidates(targets, head.vocab_size)
-        width = weight.shape[1]
-        engine = engines.choose(cls.impl, hidden.device, compute, width, group=width if adapters else None)
-        run = Run(engine, cls.max_scratch_bytes)
-        head, hidden = composed(head, weight, adapters, hidden, mask)
-        weight = head.weight
-        call = LogprobsCall(hidden, head, targets, mask, candidates, "entropy" in outputs, run)
+        scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
+        call, bias = cls._call(*scored, with_entropy="entropy" in outputs)
+        hidden, weight = call.hidden_states, call.lm_head.weight
         logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, current_prediction())
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
@@ -96,6 +89,48 @@ class FusedLogProbFunction:
             extras.get("mean_logits"),
             extras.get("is_top1"),
         )
+
+    @classmethod
+    @torch.no_grad()
+    def statistics(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """`extra_statistics` without the log-probs, for the arguments of `apply`."""
+        scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
+        return extra_statistics(cls._call(*scored, with_entropy=False)[0], outputs)
+
+    @classmethod
+    def _call(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        logit_scale: float,
+        *,
+        with_entropy: bool,
+    ) -> tuple[LogprobsCall, Tensor | None]:
+        """The call with the head's adapters in it, and the head's bias with theirs."""
+        compute, (bias, adapters) = compute_dtype(hidden, weight), adapters_of(weight, bias)
+        check_adapters(adapters, hidden, weight, has_group=False)
+        head = LMHead(weight, bias, float(logit_scale), softcap, float(temperature), None, compute)
+        candidates, mask = announced_candidates(targets, head.vocab_size)
+        width = weight.shape[1]
+        engine = engines.choose(cls.impl, hidden.device, compute, width, group=width if adapters else None)
+        run = Run(engine, cls.max_scratch_bytes)
+        head, hidden = composed(head, weight, adapters, hidden, mask)
+        return LogprobsCall(hidden, head, targets, mask, candidates, with_entropy, run), bias
 
 
 _lock = threading.RLock()
@@ -116,7 +151,7 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     """Score tokens by our kernels in every trainer with TRL's fused head, until `unpatch_trl`; the last call counts.
 
     `DistillationTrainer` computes its divergence by `fused_linear_divergence`. TRL's other trainers compute all logits;
-    there it changes nothing. Before TRL 1.15 it switches GRPO and RLOO, and not where they are told
+    there it changes nothing. Before TRL 1.15 it switches GRPO, RLOO, DPO and KTO, and not where they are told
     `use_liger_kernel=True`.
 
     Trainers made from now on also check, at construction, that the head which TRL (1.15) reads off the model's
@@ -183,10 +218,13 @@ def _replace() -> None:
                 importlib.import_module(f"trl.trainer.{name}_trainer")
             _patches.replace_everywhere(distillation_trainer, "BaseTunerLayer", layers)
         return
+    from trl import DPOTrainer, KTOTrainer
     from trl.trainer import grpo_trainer, rloo_trainer
 
     logits.stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, active_head)
     logits.stop_at_the_head(_patches, rloo_trainer, rloo_trainer.RLOOTrainer, active_head)
+    for trainer in (DPOTrainer, KTOTrainer):
+        logits.stop_the_loss_at_the_head(_patches, trainer, active_head)
 
 
 def _restore() -> None:

@@ -1,15 +1,17 @@
-"""TRL up to 1.14, whose GRPO and RLOO trainers score tokens by functions of `model(...).logits`.
+"""TRL up to 1.14, whose GRPO, RLOO, DPO and KTO trainers score tokens by functions of `model(...).logits`.
 
-While such a trainer scores, its model stops at its head and returns `HeadLogits` as its logits. The trainer slices
-them, divides them by the temperature and hands them to TRL's functions, which then score by our head.
+While such a trainer scores, its models stop at their heads and return `HeadLogits` as their logits. The trainer slices
+them, divides them by the temperature and hands them to TRL's functions, which then score by our head. DPO and KTO also
+log means of logits and the most likely tokens, which are statistics of the head.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -18,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fused.call.head_parts import QuantizedWeight
-from grpo_fused.heads import CapturedHeadInput, capture_head_input, lm_head_inputs
-from grpo_fused.heads.check import LMHeadInputs
-from grpo_fused.heads.modules import unwrap
+from grpo_fused.heads import CapturedHeadInput, HeadForm, capture_head_input, check_head
+from grpo_fused.heads.check import LMHeadInputs, inputs_of
+from grpo_fused.heads.modules import head_parts, output_head, unwrap
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl.adapters import scored_with
 from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
@@ -28,14 +30,16 @@ from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
 type_of_head = Any  # a `FusedLogProbFunction`, see `head`
 ActiveHead = Callable[[], type_of_head]
 """The head that scores in this thread, or None."""
+_CROSS_ENTROPY = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+"""Options that torch passes on, as they are by default."""
 
 
 @dataclass
 class HeadLogits:
-    """Stands for the logits `[..., V]` of a pass of a model, of which only log-probs and entropies are wanted.
+    """Stands for the logits `[..., V]` of a pass of a model, of which log-probs, entropies and statistics are wanted.
 
-    It can be sliced in all but its last dimension, and divided. A dataclass, so that DistributedDataParallel finds the
-    tensors that the loss depends on; it follows those that are no leaves.
+    It can be indexed in all but its last dimension, and divided; what it does not have of a tensor raises. A dataclass,
+    so that DistributedDataParallel finds the tensors that the loss depends on; it follows those that are no leaves.
     """
 
     hidden_states: Tensor
@@ -53,11 +57,27 @@ class HeadLogits:
     temperature: float = 1.0
     entropies: Tensor | None = None
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Cross-entropy is a mean of log-probs; torch refuses the rest, with the function's name."""
+        is_plain = all(x in (None, _CROSS_ENTROPY.get(name)) for name, x in (kwargs or {}).items())
+        if function is not nn.functional.cross_entropy or not is_plain:
+            return NotImplemented
+        logits, token_ids = args
+        return -logits.scores(token_ids, with_entropy=False)[0].mean()
+
     def __getitem__(self, index: Any) -> HeadLogits:
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.rows.shape[:-1]
         rows = self.rows[index]
-        if not isinstance(index, tuple) or rows.dim() != self.rows.dim() or rows.shape[-1] != 1:
-            raise TypeError(f"logits that were not computed can be sliced, as [:, a:b, :]; got the index {index}")
-        return replace(self, rows=rows)
+        if not is_mask and (not isinstance(index, tuple) or rows.dim() != self.rows.dim() or rows.shape[-1] != 1):
+            raise TypeError(
+                "logits that were not computed can be sliced, as [:, a:b, :], or indexed by a mask of all positions; "
+                f"got the index {index}"
+            )
+        return self._of(rows)
+
+    def _of(self, rows: Tensor) -> HeadLogits:
+        return replace(self, rows=rows, entropies=None)
 
     def __truediv__(self, divisor: float) -> HeadLogits:
         return replace(self, temperature=self.temperature * divisor)
@@ -67,29 +87,96 @@ class HeadLogits:
         self.temperature *= divisor
         return self
 
+    def contiguous(self) -> HeadLogits:
+        """Itself."""
+        return self
+
+    def detach(self) -> HeadLogits:
+        """Without a history; entropies that are known stay."""
+        entropies = None if self.entropies is None else self.entropies.detach()
+        return replace(self, hidden_states=self.hidden_states.detach(), entropies=entropies)
+
     def squeeze(self, dim: int) -> HeadLogits:
         """Without a first dimension of size 1, which packed sequences have."""
-        if dim != 0:
-            raise TypeError(f"logits that were not computed have only their first dimension to squeeze; got {dim}")
-        return replace(self, rows=self.rows.squeeze(0))
+        return self._of(self.rows.squeeze(_first(dim)))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[HeadLogits, ...]:
+        """Parts of the batch."""
+        return tuple(self._of(rows) for rows in self.rows.chunk(chunks, _first(dim)))
+
+    def index_select(self, dim: int, index: Tensor) -> HeadLogits:
+        """Sequences of the batch."""
+        return self._of(self.rows.index_select(_first(dim), index))
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[..., V]`"""
+        return torch.Size((*self.rows.shape[:-1], self.lm_head["lm_head_weight"].shape[0]))
+
+    def size(self, dim: int) -> int:
+        """Of one dimension."""
+        return self.shape[dim]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.hidden_states.device
+
+    def mean(self, dim: int) -> Tensor:
+        """The mean logit of each position that counts, `[...]` fp32; 0 at the others, as in what follows."""
+        return self._statistic("mean_logits", dim)
+
+    def argmax(self, dim: int) -> Tensor:
+        """The first of the tokens with the largest logit, `[...]` int64."""
+        return self._statistic("argmax", dim)
+
+    def nansum(self) -> Tensor:
+        """The sum of all logits, also of positions that do not count, which KTO logs up to TRL 1.8."""
+        everywhere = replace(self, scored=torch.ones_like(self.scored))
+        return everywhere.mean(-1).nansum() * self.shape[-1]
 
     def scores(
         self, token_ids: Tensor, row_mask: Tensor | None = None, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies (if asked for) of tokens, `[...]` fp32 each, 0 at positions that do not count."""
-        rows = self.rows.squeeze(-1)
-        counts = self.scored[rows] if row_mask is None else self.scored[rows] & (row_mask != 0)
-        head, device = self.lm_head, self.hidden_states.device.type
-        autocast = torch.autocast(device, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+        counts = self._counts() if row_mask is None else self._counts() & (row_mask != 0)
+        outputs = ("entropy",) if with_entropy else ()
+        logps, entropies = self._on_head(self.head.apply, token_ids, counts, outputs)[:2]
+        return _spread(logps, counts), None if entropies is None else _spread(entropies, counts)
+
+    def _counts(self) -> Tensor:
+        return self.scored[self.rows.squeeze(-1)]
+
+    def _statistic(self, name: str, dim: int) -> Tensor:
+        if dim not in (-1, len(self.shape) - 1):
+            raise TypeError(f"logits that were not computed have {name} over their last dimension only; got dim={dim}")
+        counts = self._counts()
+        token_ids = torch.zeros_like(counts, dtype=torch.int64)
+        return _spread(self._on_head(self.head.statistics, token_ids, counts, (name,))[name], counts)
+
+    def _on_head(
+        self, function: Callable[..., Any], token_ids: Tensor, counts: Tensor, outputs: tuple[str, ...]
+    ) -> Any:
+        """What a function of `FusedLogProbFunction` makes of the positions that count, `[...]` bool."""
+        head = self.lm_head
+        autocast = torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
         with autocast, scored_with(head["lm_head_adapter"]):
-            scores = self.head.apply(
-                self.hidden_states.index_select(0, rows[counts]),
+            return function(
+                self.hidden_states.index_select(0, self.rows.squeeze(-1)[counts]),
                 head["lm_head_weight"], head["lm_head_bias"], token_ids[counts], self.temperature, 0,
-                head["softcap"], head["logit_scale"], ("entropy",) if with_entropy else (),
-            )[:2]  # fmt: skip
-        logps, entropies = (None if x is None else x.new_zeros(rows.shape).masked_scatter(counts, x) for x in scores)
-        assert logps is not None
-        return logps, entropies
+                head["softcap"], head["logit_scale"], outputs,
+            )  # fmt: skip
+
+
+def _first(dim: int) -> int:
+    if dim != 0:
+        raise TypeError(f"logits that were not computed have only their first dimension to divide; got dim={dim}")
+    return dim
+
+
+def _spread(values: Tensor, counts: Tensor) -> Tensor:
+    """`[...]`: values where a position counts, 0 elsewhere."""
+    return values.new_zeros(counts.shape).masked_scatter(counts, values)
 
 
 def selective_log_softmax(
@@ -127,23 +214,46 @@ LIGER = (
     "grpo_fused scores the log-probs of the old policy and of the reference; with use_liger_kernel=True this release "
     "of TRL makes the loss from log-probs of its own: set it to False"
 )
+LEFT = (
+    "grpo_fused leaves the loss to the trainer's own logits: before trl 1.15, DPO and KTO are scored by our head "
+    "without use_liger_kernel and use_weighting, and in subclasses that do not replace forward, get_batch_logps and "
+    "_compute_kl_logps"
+)
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy,
 )  # fmt: skip
 """Of `trl.trainer.utils`, by the same names; the last one is new in 1.14."""
+LOSSES = ("_compute_loss", "get_batch_loss_metrics", "compute_ref_log_probs", "compute_reference_log_probs")
+"""Methods of the DPO and KTO trainers that call their models; the second up to 1.4, the last up to 1.5."""
+
+READERS = ("forward", "get_batch_logps", "_compute_kl_logps")
+"""Further methods of KTO trainers that read logits. ms-swift has its own, which do more with them."""
 
 
 def stop_at_the_head(patches: Patches, module: ModuleType, trainer: type, active_head: ActiveHead) -> None:
-    """The trainer of a module scores by our head where one is active.
+    """The GRPO or RLOO trainer of a module scores by our head where one is active."""
+    _take_head_logits(patches, module)
+    name = "_get_per_token_logps_and_entropies"
+    patches.replace(trainer, name, stopping_at_the_head(getattr(trainer, name), active_head))
 
-    The functions are replaced as its module has them: axolotl puts others into `trl.trainer.utils`, before or after the
-    module is imported.
+
+def stop_the_loss_at_the_head(patches: Patches, trainer: type, active_head: ActiveHead) -> None:
+    """The same for a DPO or KTO trainer. Up to 1.7, `trl.KTOTrainer` only derives from the one that is meant."""
+    (owner,) = (kind for kind in trainer.__mro__ if LOSSES[0] in vars(kind) or LOSSES[1] in vars(kind))
+    _take_head_logits(patches, sys.modules[owner.__module__])
+    for name in LOSSES:
+        if method := vars(owner).get(name):
+            patches.replace(owner, name, stopping_the_loss(method, owner, active_head))
+
+
+def _take_head_logits(patches: Patches, module: ModuleType) -> None:
+    """The functions are replaced as a trainer's module has them.
+
+    axolotl puts others into `trl.trainer.utils`, before or after the module is imported.
     """
     for function in FUNCTIONS:
         if original := vars(module).get(function.__name__):
             patches.replace(module, function.__name__, taking_head_logits(original, function))
-    name = "_get_per_token_logps_and_entropies"
-    patches.replace(trainer, name, stopping_at_the_head(getattr(trainer, name), active_head))
 
 
 def taking_head_logits(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,31 +283,63 @@ def stopping_at_the_head(scoring_method: Callable[..., Any], active_head: Active
     return score
 
 
+def stopping_the_loss(method: Callable[..., Any], owner: type, active_head: ActiveHead) -> Callable[..., Any]:
+    """One of `LOSSES` of a class; its models compute no logits where a head of ours is active, unless asked for."""
+
+    @functools.wraps(method)
+    def compute(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        head = active_head()
+        returns_outputs = kwargs.get("return_outputs", len(args) > 2 and args[2])  # with logits, for a metric
+        if head is None or returns_outputs:
+            return method(trainer, *args, **kwargs)
+        reads_itself = any(getattr(type(trainer), name, None) is not getattr(owner, name, None) for name in READERS)
+        if reads_itself or trainer.args.use_liger_kernel or getattr(trainer, "use_weighting", False):
+            warnings.warn(LEFT, stacklevel=2)  # shown once
+            return method(trainer, *args, **kwargs)
+        with ExitStack() as stack:
+            for model, with_entropy in ((trainer.model, True), (trainer.ref_model, False)):
+                if model is not None:
+                    stack.enter_context(_head_logits(model, head, with_entropy, everywhere=False))
+            return method(trainer, *args, **kwargs)
+
+    return compute
+
+
 @contextmanager
 def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, everywhere: bool) -> Iterator[None]:
     """`model(...)` returns `HeadLogits` in the block."""
-    lm_head = lm_head_inputs(model)
-    weight, adapters = lm_head["lm_head_weight"], lm_head["lm_head_adapter"]
-    if isinstance(weight, QuantizedWeight):
-        raise TypeError("TRL's scores take a floating-point head; got a quantised one: dequantise it first")
-    lm_head["lm_head_weight"] = weight.view_as(weight)
-    lm_head["lm_head_adapter"] = tuple(replace(x, a=x.a.view_as(x.a), b=x.b.view_as(x.b)) for x in adapters)
-    if lm_head["lm_head_bias"] is not None:
-        lm_head["lm_head_bias"] = lm_head["lm_head_bias"].view_as(lm_head["lm_head_bias"])
+    form, inner = check_head(model), unwrap(model)
     with capture_head_input(model) as captured:
 
         def put(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            mask = kwargs.get("attention_mask")
+            mask, lm_head = kwargs.get("attention_mask"), _of_this_pass(form, inner)
             output["logits"] = _of_pass(captured, mask, lm_head, head, with_entropy, everywhere)
             if mask is not None:
                 _check_length(output["logits"].rows.shape[1], mask.shape[1], kwargs.get("logits_to_keep"))
             return output
 
-        hook = unwrap(model).register_forward_hook(put, with_kwargs=True)
+        hook = inner.register_forward_hook(put, with_kwargs=True)
         try:
             yield
         finally:
             hook.remove()
+
+
+def _of_this_pass(form: HeadForm, model: nn.Module) -> LMHeadInputs:
+    """The head with the adapters that are active now: a reference may be the model without them, or with others."""
+    lm_head = inputs_of(form, head_parts(output_head(model)))
+    weight, bias, adapters = lm_head["lm_head_weight"], lm_head["lm_head_bias"], lm_head["lm_head_adapter"]
+    if isinstance(weight, QuantizedWeight):
+        raise TypeError("TRL's scores take a floating-point head; got a quantised one: dequantise it first")
+    lm_head["lm_head_weight"] = _seen(weight)
+    lm_head["lm_head_bias"] = None if bias is None else _seen(bias)
+    lm_head["lm_head_adapter"] = tuple(replace(x, a=_seen(x.a), b=_seen(x.b)) for x in adapters)
+    return lm_head
+
+
+def _seen(parameter: Tensor) -> Tensor:
+    """In the graph of the pass, or in none: the scores of a reference may be made where gradients are on again."""
+    return parameter.view_as(parameter) if torch.is_grad_enabled() else parameter.detach()
 
 
 def _check_length(length: int, width: int, kept: Any) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from grpo_fused.integrations.releases import installed_release
 
-_LOGITS = "_get_per_token_logps_and_entropies of GRPO and RLOO; selective_log_softmax and its like"
+_LOGITS = (
+    "_get_per_token_logps_and_entropies of GRPO and RLOO, _compute_loss and its like of DPO and KTO; "
+    "selective_log_softmax and its like"
+)
 SUPPORTED = {
     "0.29": _LOGITS,
     **{f"1.{minor}": _LOGITS for minor in range(15)},

@@ -12,15 +12,16 @@ from grpo_fused.engines import products
 from grpo_fused.engines.rows import z_
 from grpo_fused.engines.scratch import scratch_budget
 
+_DTYPES = {"is_top1": torch.bool, "argmax": torch.int64}
 _TEMPORARIES = 3  # z, its exponentials, and what is made of them
 
 
 @torch.no_grad()
 def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tensor]:
-    """Each of `names` as [N]: `log_sum_sq_probs`, `mean_logits` (fp32) and `is_top1` (bool); one head product.
+    """Each of `names` as [N]: `log_sum_sq_probs`, `mean_logits` (fp32), `is_top1`, `argmax`; one head product.
 
-    With z the logits after scale, cap and temperature and p their softmax: log sum_j p_j^2; the mean of z_j; and
-    whether the target is the first j where z_j is largest.
+    With z the logits after scale, cap and temperature and p their softmax: log sum_j p_j^2; the mean of z_j; whether
+    the target is the first j where z_j is largest (bool); and that j (int64).
     """
     if not names:
         return {}
@@ -41,11 +42,12 @@ def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tens
                 parts["mean_logits"].append(z.mean(1))
             if "is_top1" in parts:
                 parts["is_top1"].append(z.argmax(1) == targets[part])
+            if "argmax" in parts:
+                parts["argmax"].append(z.argmax(1))
             if "log_sum_sq_probs" in parts:
                 e = z.sub_(z.amax(1, keepdim=True)).exp_()
                 parts["log_sum_sq_probs"].append(e.square().sum(1).log() - 2 * e.sum(1).log())
-    empty = hidden.new_zeros(0, dtype=torch.float32)
     return {
-        name: torch.cat(values) if values else empty.to(torch.bool if name == "is_top1" else empty.dtype)
+        name: torch.cat(values) if values else hidden.new_zeros(0, dtype=_DTYPES.get(name, torch.float32))
         for name, values in parts.items()
     }
