@@ -3,10 +3,12 @@
     python -m benchmarks.candidates --out results.json                  # about two minutes on two cores
     python -m benchmarks.candidates --device cuda --out results.json
 
-Three parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2,
+Four parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2,
 mean 8, p99 82 to 100; prime-rl issue 2979), with the bare products, the dense loss, the masked dense loss that
 frameworks use (all logits, those outside the set at -inf), and filling a fresh dW, which no implementation with a
 dense dW can avoid.
+`window`: an optimizer step of `published`: 8 micro-batches, a clipped norm, AdamW and zeroing, with a new dW for each
+micro-batch, and with `add_to_weight_grad`; and one more micro-batch where there is a gradient.
 `growth`: all sets of one size, which shows from which size on the dense loss is faster. `recorded`: the hidden states,
 head and sets of rollouts with top_p = 0.9 that the small policy of `examples.small` samples here, on the CPU.
 
@@ -39,6 +41,7 @@ SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
 SIZES = (1, 2, 8, 32, 128, 512, 2048, 8192, 18992, 75968)
 GROWTH_TOKENS = {"cpu": 256, "cuda": 2048}
 TOP_P = 0.9
+MICRO_BATCHES = 8
 
 
 class Problem:
@@ -140,6 +143,34 @@ def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def window(device: str, impl: str, rounds: int) -> dict[str, Any]:
+    """Times of whole windows, and of single micro-batches to whose gradient rows are added."""
+    N, H, V = SHAPES[device]
+    problem = Problem.drawn(published_sizes(N), H, V, device)
+    weight, optimizer = problem.weight, torch.optim.AdamW([problem.weight], lr=1e-6, fused=True)
+
+    def micro_batch(adds: bool) -> None:
+        fused_linear_grpo_loss(
+            problem.hidden, weight, problem.targets, problem.advantages, candidates=problem.sets, impl=impl,  # type: ignore[arg-type]
+            add_to_weight_grad=adds,
+        ).loss.backward()  # fmt: skip
+        problem.hidden.grad = None
+
+    def step(adds: bool) -> None:
+        for _ in range(MICRO_BATCHES):
+            micro_batch(adds)
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+        weight.grad = None
+
+    calls = {"new dW": partial(step, False), "rows added": partial(step, True)}
+    times = times_by_round({**bare_gemms(N, H, V, torch.bfloat16, device), **calls}, device, rounds=rounds)
+    micro_batch(True)
+    several = {f"{MICRO_BATCHES} more": lambda: [micro_batch(True) for _ in range(MICRO_BATCHES)]}
+    more = times_by_round({**bare_gemms(N, H, V, torch.bfloat16, device), **several}, device, rounds=rounds)
+    return {"micro_batches": MICRO_BATCHES, "calls": with_ratios(times, "bare-3"), "more": with_ratios(more, "bare-3")}
+
+
 def growth(device: str, impl: str, rounds: int) -> list[dict[str, Any]]:
     """Forward and backward with all sets of one size, and of the dense loss, with a frozen head."""
     _, H, V = SHAPES[device]
@@ -205,6 +236,7 @@ def run(
     section: Section = {"recorded": recorded(device, impls, rounds)}
     if not recorded_only:
         section |= {"published": published(device, impls, rounds), "growth": growth(device, impls[0], 3)}
+        section |= {"window": window(device, impls[0], rounds)}
     yield section
 
 

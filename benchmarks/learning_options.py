@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning_options --work runs/options --out results.json
 
-The policy, the task and the recipe are those of `benchmarks.learning`; `lora_int8` needs torchao. Every run is a line of
+Policy, task and recipe are those of `benchmarks.learning`; `lora_int8` needs torchao. Every run is a line of
 `WORK/runs.jsonl`; the program continues after the last one.
 """
 

@@ -25,6 +25,7 @@ from benchmarks.style import (
     percent,
 )  # fmt: skip
 from benchmarks.timing import MIB
+from grpo_fused import engines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -285,7 +286,7 @@ def candidates_plot(section: dict[str, Any]) -> Figure:
         7.4, 5.2, "Candidate sets: time of the loss by set size (lower is better)",
         f"bf16, H = {shape['H']}, V = {shape['V']}, frozen head, sets of one size. Dots: medians; bars: p20 to p80.\n"
         "The whole vocabulary is timed again beside each size, and takes the same work each time: that\n"
-        "it wanders is the machine, shared with others. Sets of more than V / 8 tokens are worked as the\n"
+        "it wanders is the machine, shared with others. Sets of more than V / 96 tokens are worked as the\n"
         "whole vocabulary with a mask, so that the largest size takes less time than the one before it.",
     )  # fmt: skip
     axes = figure.subplots()
@@ -296,9 +297,9 @@ def candidates_plot(section: dict[str, Any]) -> Figure:
             [abs(point[name]["ms"][q] - t) for point, t in zip(points, times, strict=True)] for q in ("p20", "p80")
         ]
         axes.errorbar(sizes, times, spread, fmt="o-", color=color, markersize=5, linewidth=1.4, label=label)
-    limit = shape["V"] / 8
+    limit = engines.largest_sparse_set("native", shape["V"])
     axes.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.annotate("V / 8", (limit, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
+    axes.annotate("V / 96", (limit, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
                   textcoords="offset points", fontsize=8.5, color=INK, bbox=LABEL_BOX)  # fmt: skip
     log2_ticks(axes, sizes, [f"{size}" for size in sizes])
     log_height(axes)

@@ -180,6 +180,17 @@ def candidates(run: Run) -> str:
             "",
             "![sets by size](plots/candidates.svg)",
         ]
+    if (window := section.get("window")) is not None:
+        count = window["micro_batches"]
+        more = window["more"][f"{count} more"]
+        each = f"{more['ms']['median'] / count:.1f} ms, {more['times_bare']['median'] / count:.4f} x bare"
+        lines += [
+            "",
+            f"An optimizer step of {count} such micro-batches, with a clipped norm, AdamW and zeroing, same run. "
+            f"A micro-batch whose rows are added to a gradient that is there takes {each}.",
+            "",
+            *calls_grid(window["calls"], "| | time | × bare (forward + backward) |", 3, BARE),
+        ]
     if (recorded := section.get("recorded")) is not None:
         lines += [
             "",

@@ -22,7 +22,7 @@ from grpo_fused import (
 )
 from grpo_fused.api import operators
 from grpo_fused.engines import candidates, products
-from grpo_fused.heads.check import _inputs
+from grpo_fused.heads.check import inputs_of
 from grpo_fused.heads.form import HeadForm
 from grpo_fused.heads.modules import HeadParts
 
@@ -393,7 +393,7 @@ def test_rows_without_logits_are_left_out():
     """A model that drops the logits of its last rows: weight, bias and adapters are cut."""
     case = case_of("int8", adapters=2)
     bias = torch.randn(V)
-    inputs = _inputs(HeadForm(1.0, None, V - 7), HeadParts(case.weight, bias, case.adapters))
+    inputs = inputs_of(HeadForm(1.0, None, V - 7), HeadParts(case.weight, bias, case.adapters))
     ids = case.ids.clamp(max=V - 8)
     got = fused_linear_logprobs(case.hidden, token_ids=ids, **inputs).logps
     _, hidden, weight = case.exact()

@@ -14,6 +14,7 @@ from grpo_fused.call.calls import (
     CandidateGradientCall,
     CustomCall,
     DivergenceCall,
+    LinearCall,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -103,7 +104,11 @@ class LinearLoss(torch.autograd.Function):
             call: CandidateGradientCall = attach(ctx.call, tensors)
             # scaled before it is rounded: fp16 may need it
             call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
-            _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
+            add_to = _grad_to_add_to(call.forward, weight_dtype is not None)
+            if add_to is None:
+                _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
+            else:
+                dbias, weight_dtype = operators.candidate_gradient(call, add_to).dbias, None
         else:
             dweight = None if weight_dtype is None else scaled(dweight, dloss, weight_dtype)
             dbias = None if bias_dtype is None else dbias * dloss
@@ -144,9 +149,12 @@ class LinearLogprobs(torch.autograd.Function):
             return None, None, None, None
         scores = Scores(logps, entropies, maxima, log_sums, alternative_logps)
         needs = Needs(*ctx.needs_input_grad[:3])
-        gradients = operators.linear_logprobs_gradient(
-            *flat(LogprobsGradientCall(call, *scores, dlogps, dentropies, dalternatives, needs))
-        )
+        gradient_call = LogprobsGradientCall(call, *scores, dlogps, dentropies, dalternatives, needs)
+        add_to = None if call.candidates.any_whole else _grad_to_add_to(call, needs.need_weight)
+        if add_to is None:
+            gradients = operators.linear_logprobs_gradient(*flat(gradient_call))
+        else:
+            gradients, needs = operators.logprobs_gradient(gradient_call, add_to), needs._replace(need_weight=False)
         return (
             *(
                 gradient.to(x.dtype) if need and x is not None else None
@@ -218,6 +226,19 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     return gradient.mul_(factor).to(dtype)
+
+
+def _grad_to_add_to(call: LinearCall, needed: bool) -> Tensor | None:
+    """The gradient to which rows of dW are added, if the caller allows that and there is one."""
+    weight: Any = call.lm_head.weight
+    if not (needed and call.run.adds_to_grad):
+        return None
+    main = getattr(weight, "main_grad", None)
+    if isinstance(main, Tensor):
+        weight.grad_added_to_main_grad = True  # Megatron asks for it
+        return main
+    grad: Tensor | None = weight.grad
+    return None if grad is None or grad.is_sparse else grad
 
 
 def _is_batched(x: Tensor) -> bool:

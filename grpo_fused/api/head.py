@@ -33,6 +33,7 @@ class LogitOptions(TypedDict, total=False):
     softcap: float | None
     max_scratch_bytes: int | None
     compact: bool
+    add_to_weight_grad: bool
     process_group: dist.ProcessGroup | ParallelGroups | None
 
 
@@ -59,6 +60,12 @@ class HeadOptions(LogitOptions, total=False):
         compact: gather the active rows first, at the cost of a device synchronisation (two if scoring comes
             first); False has none, computes masked rows too (and ignores them), and gives the same results. Default
             True.
+        add_to_weight_grad: where all tokens have a candidate set, `backward()` adds the rows in the sets to
+            `lm_head_weight.main_grad` if there is one, as Megatron names it, else to `lm_head_weight.grad` if it is
+            not None, in place of filling a [V, H] that autograd adds: for the second and later micro-batches of an
+            optimizer step. Default False, since hooks of a reducer (DDP outside of `no_sync`, Megatron's overlapped
+            reduction) are not called then, and `torch.autograd.grad` would change the gradient, too. What is known to
+            need it otherwise is refused: a weight that is no leaf or sharded, one with hooks, `torch.compile`.
         process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
             the vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
             number of rows); ids are those of the whole vocabulary. `ParallelGroups` also has groups whose ranks have
@@ -101,6 +108,9 @@ def head_of(
     if not isinstance(lm_head_weight, QuantizedWeight):
         lm_head_weight = whole(lm_head_weight, group)
     bias = None if bias is None else whole(bias, group)
+    adds = options.get("add_to_weight_grad", False)
+    if adds:
+        check.check_grad_can_be_added_to(lm_head_weight)
     given = options.get("lm_head_adapter") or ()
     adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
     check.check_head(hidden_states, lm_head_weight, bias, token_ids, names[0])
@@ -131,7 +141,7 @@ def head_of(
         hidden_states,
         head,
         candidates,
-        Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group)),
+        Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group), adds),
     )
 
 

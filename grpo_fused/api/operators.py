@@ -185,7 +185,11 @@ def _(call: LogprobsCall) -> Scores:
 @_operator(LogprobsGradientCall, HeadGradients)
 def linear_logprobs_gradient(*values: Any) -> HeadGradients:
     """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
-    call: LogprobsGradientCall = build(LogprobsGradientCall, iter(values))
+    return logprobs_gradient(build(LogprobsGradientCall, iter(values)))
+
+
+def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
+    """See `linear_logprobs_gradient`; `add_to`: see `candidate_gradient`."""
     scored, known = call.forward, None
     if call.logps is not None and call.maxima is not None and call.log_sums is not None:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
@@ -194,7 +198,7 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
         alternatives = _alternatives(scored, tokens)
         gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
         if gradients.candidates is not None and not scored.candidates.any_whole:
-            return _candidate_gradients(scored, tokens, gradients, call.needs)
+            return _candidate_gradients(scored, tokens, gradients, call.needs, add_to)
     return _head_gradients(scored, gradients)
 
 
@@ -206,11 +210,15 @@ def _(call: LogprobsGradientCall) -> HeadGradients:
 @_operator(CandidateGradientCall, HeadGradients)
 def candidate_weight_gradient(*values: Any) -> HeadGradients:
     """dW and db from the derivatives of candidates; dH was made in the forward pass."""
-    call: CandidateGradientCall = build(CandidateGradientCall, iter(values))
+    return candidate_gradient(build(CandidateGradientCall, iter(values)))
+
+
+def candidate_gradient(call: CandidateGradientCall, add_to: Tensor | None = None) -> HeadGradients:
+    """See `candidate_weight_gradient`; dW is added to `add_to` [V, H], if there is one, which is then the result."""
     scored = call.forward
     with _plain(scored.token_ids.device):
-        tokens = Tokens.of(scored, Layout.of(scored.token_ids))
-        return _candidate_gradients(scored, tokens, Gradients(None, None, None, 0, call.dproducts), call.needs)
+        tokens, nothing = Tokens.of(scored, Layout.of(scored.token_ids)), Gradients(None, None, None, 0, call.dproducts)
+        return _candidate_gradients(scored, tokens, nothing, call.needs, add_to)
 
 
 @candidate_weight_gradient.fake  # type: ignore[untyped-decorator]
@@ -390,12 +398,14 @@ def _alternatives(call: CustomCall | LogprobsCall, tokens: Tokens) -> Alternativ
     return Alternatives(head, tokens, sets, _pairs(call), engines.largest_sparse_set(name, vocab_size))
 
 
-def _candidate_gradients(call: LogprobsCall, tokens: Tokens, gradients: Gradients, needs: Needs) -> HeadGradients:
+def _candidate_gradients(
+    call: LogprobsCall, tokens: Tokens, gradients: Gradients, needs: Needs, add_to: Tensor | None
+) -> HeadGradients:
     """With dW in the weight's dtype and db, from the derivatives of candidates."""
     head, weight = rounded_bias(call.hidden_states, call.lm_head), call.lm_head.weight
     assert gradients.candidates is not None
     made = gradients._replace(
-        weight=sparse_zeros_like(weight) if needs.need_weight else None,
+        weight=(sparse_zeros_like(weight) if add_to is None else add_to) if needs.need_weight else None,
         bias=weight.new_zeros(weight.shape[0], dtype=head.statistics_dtype) if needs.need_bias else None,
     )
     add_weight_gradient(_pairs(call), head, tokens, gradients.candidates, made.weight, made.bias)

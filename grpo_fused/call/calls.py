@@ -163,6 +163,8 @@ class Run(NamedTuple):
     compact: bool = True
     groups: str = ""
     """`ParallelGroups.encode`"""
+    adds_to_grad: bool = False
+    """whether rows of dW may be added to the weight's gradient, see `HeadOptions`"""
 
 
 class LossCall(NamedTuple):

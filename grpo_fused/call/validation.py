@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fused.call.calls import (
@@ -131,6 +132,32 @@ def _check_quantized(weight: QuantizedWeight) -> None:
         raise ValueError("lm_head_weight.scale must be finite and not 0 (1 does for a row of zeros); got 0, inf or NaN")
     if not all(x.isfinite().all() for x in parts[1:]):
         raise ValueError("lm_head_weight.scale and codes must be finite; got inf or NaN")
+
+
+def check_grad_can_be_added_to(weight: Any) -> None:
+    """A weight whose gradient no one else waits for, as far as that can be seen, or one that needs none."""
+    if reason := waits_for_grad(weight):
+        raise ValueError(
+            f"add_to_weight_grad needs a plain leaf lm_head_weight without hooks, in eager mode; got {reason}"
+        )
+
+
+def waits_for_grad(weight: Any) -> str | None:
+    """Why rows of dW may not be added to the gradient of a weight in a backward, or None."""
+    if not isinstance(weight, Tensor) or not weight.requires_grad:
+        return None
+    reasons = {
+        "no plain tensor": type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "ds_id"),
+        "no leaf": not weight.is_leaf,
+        "one with hooks": bool(weight._backward_hooks or weight._post_accumulate_grad_hooks),
+        "one in a compiled function": torch.compiler.is_compiling(),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def is_alone_with(weight: Any) -> bool:
+    """Whether this is one process without torch.distributed, which DDP and DeepSpeed need, and no hook is seen."""
+    return not (dist.is_available() and dist.is_initialized()) and waits_for_grad(weight) is None
 
 
 def check_adapters(

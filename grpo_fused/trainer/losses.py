@@ -39,7 +39,7 @@ def of_loss_type(policy: Policy, reference: Reference | None, part: Part) -> GRP
         advantages=part.advantages,
         completion_mask=micro.completion_mask,
         candidates=micro.candidates,
-        **policy.head(),
+        **policy.trained_head(),
         **part.tables,
         **exact,
         sampling_per_token_logps=micro.sampling_logps if config.off_policy_mask_threshold is not None else None,
@@ -78,7 +78,7 @@ def of_objective(policy: Policy, reference: Reference | None, part: Part) -> GRP
         alternatives=None if others is None else others.sets,
         alternative_inputs=None if others is None else {"sampling_alternative_logps": others.logps},
         candidates=micro.candidates,
-        **policy.head(),
+        **policy.trained_head(),
         temperature=policy.config.temperature,
         impl=policy.config.impl,
     )

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.call.head_parts import dense_weight
+from grpo_fused.call.validation import is_alone_with
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Rollout, micro_batches
@@ -55,6 +56,11 @@ class Policy:
     def prepare_frozen(self) -> None:
         """Shares a model that is not trained."""
         self.model = self.accelerator.prepare_model(self.unwrapped, evaluation_mode=True)
+
+    def trained_head(self) -> dict[str, Any]:
+        """`head` of a loss: rows of candidates are added to the gradient of a weight that no other process shares."""
+        head = self.head()
+        return head | {"add_to_weight_grad": is_alone_with(head["lm_head_weight"])}
 
     def head(self) -> dict[str, Any]:
         """Keywords of the fused functions. Call it for each pass: an adapter may have been switched."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from trainer.small_trainer import make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import CandidateSets, importance_sampling_correction
+from grpo_fused.api import autograd
+from grpo_fused.call.validation import is_alone_with
 from grpo_fused.rollouts.vllm import candidates_of
 from grpo_fused.rollouts.vllm_logprobs import sets_of_mask
-from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
+from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, policy, roll_out
 
 TRUNCATED: list[dict[str, Any]] = [
     {"top_p": 0.8},
@@ -101,6 +104,32 @@ def test_a_run_learns_on_its_sets(
     assert len(history) == 2
     assert all(torch.isfinite(torch.tensor(step["grad_norm"])) for step in history)
     assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_one_process_adds_rows_to_the_gradient_that_is_there(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], monkeypatch: Any
+) -> None:
+    """From the second micro-batch of an optimizer step on; the weights are those of dense gradients."""
+    found, own = [], autograd._grad_to_add_to
+
+    def recorded(*arguments: Any) -> Any:
+        found.append(own(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(autograd, "_grad_to_add_to", recorded)
+    weights = []
+    for alone in (True, False):
+        monkeypatch.setattr(policy, "is_alone_with", lambda weight, alone=alone: alone)
+        trained = copy.deepcopy(model)
+        make_trainer(
+            trained, tokenizer, rows, top_p=0.8, num_iterations=2, micro_batch_tokens=40, impl="chunked"
+        ).train()
+        weights.append(trained.lm_head.weight.detach())
+        assert found[0] is None
+        assert any(x is not None for x in found) == alone
+        found.clear()
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+    assert is_alone_with(model.lm_head.weight)
 
 
 def test_a_repetition_penalty_with_sets_is_refused() -> None:

@@ -1,0 +1,130 @@
+"""`add_to_weight_grad`: rows of dW are added to a gradient that is there, and nothing of [V, H] is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import frobenius_error
+from torch import Tensor
+
+from grpo_fused import CandidateSets, engines, fused_linear_grpo_loss, fused_linear_logprobs, fused_linear_objective
+from grpo_fused import objectives as losses
+
+B, T, H, V, K = 2, 40, 32, 900, 6
+CALLS = {
+    "loss": lambda x, **options: (
+        fused_linear_grpo_loss(x["hidden"], x["weight"], x["ids"], torch.tensor([1.0, -2.0]), **options).loss
+    ),
+    "objective": lambda x, **options: (
+        fused_linear_objective(
+            x["hidden"], x["weight"], x["ids"], losses.gpg(), inputs={"advantages": torch.ones(B, T)}, **options
+        ).loss
+    ),
+    "logprobs": lambda x, **options: (
+        fused_linear_logprobs(x["hidden"], x["weight"], x["ids"], **options).logps * torch.linspace(-1, 1, T)
+    ).sum(),
+}
+
+
+def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor | CandidateSets]:
+    g = torch.Generator().manual_seed(seed)
+    kept = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(B * T)])
+    return {
+        "hidden": torch.randn(B, T, H, generator=g).to(dtype).requires_grad_(),
+        "weight": (0.2 * torch.randn(V, H, generator=g)).to(dtype).requires_grad_(),
+        "bias": torch.zeros(V, requires_grad=True),
+        "ids": kept[:, 0].view(B, T),
+        "sets": CandidateSets(kept.reshape(-1), torch.arange(0, B * T * K + 1, K)),
+    }
+
+
+def backward(call, x, impl="chunked", **options):
+    CALLS[call](x, candidates=x["sets"], lm_head_bias=x["bias"], impl=impl, **options).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_the_gradient_is_that_of_autograd(call, impl, dtype):
+    if engines.unavailable(impl, torch.device("cpu"), dtype):
+        pytest.skip("not here")
+    x = problem(dtype)
+    leaves = [x["hidden"], x["weight"], x["bias"]]
+    for _ in range(3):
+        backward(call, x, impl)
+    want = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    backward(call, x, impl, add_to_weight_grad=True)
+    first = x["weight"].grad
+    for _ in range(2):
+        backward(call, x, impl, add_to_weight_grad=True)
+    assert x["weight"].grad is first
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-3}
+    for leaf, gradient in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, **tolerance)
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_megatrons_gradient_comes_first(call):
+    """`main_grad`, in fp32 beside a bf16 weight, also where `grad` is None; the upstream gradient counts."""
+    x = problem(torch.bfloat16)
+    backward(call, x)
+    want = x["weight"].grad.float()
+    x["weight"].grad, x["weight"].main_grad = None, torch.ones(V, H)
+    (3 * CALLS[call](x, candidates=x["sets"], add_to_weight_grad=True)).backward()
+    assert x["weight"].grad is None
+    assert x["weight"].grad_added_to_main_grad
+    assert frobenius_error(x["weight"].main_grad - 1, 3 * want) < 5e-3  # that one is rounded to bf16
+    untouched = torch.ones(V, dtype=torch.bool).index_fill(0, x["sets"].ids, False)
+    assert (x["weight"].main_grad[untouched] == 1).all()
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_without_the_option_a_new_tensor_is_added(call):
+    x = problem()
+    x["weight"].main_grad = torch.zeros(V, H)
+    backward(call, x)
+    assert not x["weight"].main_grad.any()
+    assert x["weight"].grad.any()
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_dense_calls_and_frozen_weights_are_as_ever(call):
+    """A token without a set needs the whole head, whose dW is dense."""
+    x, y = problem(), problem()
+    x["sets"] = y["sets"] = CandidateSets(x["sets"].ids[K:], (x["sets"].offsets - K).clamp(min=0))
+    for _ in range(2):
+        backward(call, x)
+        backward(call, y, add_to_weight_grad=True)
+    torch.testing.assert_close(y["weight"].grad, x["weight"].grad)
+    frozen = problem()
+    frozen["weight"] = frozen["weight"].detach()
+    backward(call, frozen, add_to_weight_grad=True)
+    assert frozen["hidden"].grad.any()
+
+
+def hooked(weight: Tensor) -> Tensor:
+    weight.register_hook(lambda gradient: gradient)
+    return weight
+
+
+def hooked_after(weight: Tensor) -> Tensor:
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hooked, "one with hooks"),
+        (hooked_after, "one with hooks"),
+        (lambda weight: weight * 1, "no leaf"),
+        (lambda weight: weight.as_subclass(type("Sharded", (Tensor,), {})), "no plain tensor"),
+    ],
+)
+def test_what_waits_for_the_gradient_is_refused(change, reason):
+    x = problem()
+    x["weight"] = change(x["weight"])
+    with pytest.raises(ValueError, match=f"without hooks, in eager mode; got {reason}"):
+        backward("loss", x, add_to_weight_grad=True)
