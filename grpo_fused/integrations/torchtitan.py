@@ -20,11 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from grpo_fused import fused_linear_logprobs, fused_linear_objective
+from grpo_fused import CandidateSets, fused_linear_logprobs, fused_linear_objective
 from grpo_fused.call.outputs import ObjectiveOutput
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 from grpo_fused.objective.custom import Objective
+from grpo_fused.objectives import score_centered_reinforce, score_centered_tis
+from grpo_fused.objectives.alternatives import SMALLEST_TAIL
 
 SUPPORTED = {
     "0.2": "the same in development versions after 0.3.0, which call themselves 0.2.2; release 0.2.2 does not have it",
@@ -46,6 +48,7 @@ RL = ("torchtitan.experiments.rl", "torchtitan.rl")
 LOSSES = (
     "torchtitan.components.loss.CrossEntropyLoss",
     *(f"{rl}.losses.{loss}" for rl in RL for loss in ("dapo.DAPOLoss", "grpo.GRPOLoss")),
+    "torchtitan.rl.losses.score_centering.ScoreCenteringLoss",
 )
 """The inner losses that can be computed from log-probs."""
 CAST_HEADS = tuple(f"{rl}.models.cast_linear.CastLinear.forward" for rl in RL)
@@ -105,7 +108,9 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
                 batch dimension into `[T, H]`; then all that is `[B, L]` here is `[T]`.
             labels: `[B, L]` int64, the token that each state predicts; -100 where cross-entropy ignores it.
             global_valid_tokens: What the loss is divided by, default 1; the policy losses take at least 1.
-            loss_inputs: For DAPO and GRPO `generator_logprobs` and `advantages` `[B, L]`, `loss_mask` `[B, L]` bool.
+            loss_inputs: For the policy losses `generator_logprobs` and `advantages` `[B, L]`, `loss_mask` `[B, L]`
+                bool, and `temperature` `[B, L]` where torchtitan passes it. For score centering also
+                `generator_topk_token_ids` and `generator_topk_logprobs` `[B, L, K]`.
 
         Returns:
             The 0-d loss in fp32, differentiable in hidden states and head, and 0-d metrics.
@@ -114,6 +119,8 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
             raise ValueError("set_lm_head must be called before the loss; no head is set")
         if type(self.loss_fn).__qualname__ == "CrossEntropyLoss":
             return self._cross_entropy(pred, labels, global_valid_tokens), {}
+        if type(self.loss_fn).__qualname__ == "ScoreCenteringLoss":
+            return self._score_centering(pred, labels, global_valid_tokens, **loss_inputs)
         return self._policy_loss(pred, labels, global_valid_tokens, **loss_inputs)
 
     def _cross_entropy(self, hidden: Tensor, labels: Tensor, valid_tokens: Tensor | float | None) -> Tensor:
@@ -131,33 +138,76 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         generator_logprobs: Tensor,
         advantages: Tensor,
         loss_mask: Tensor,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         divisor = 1 if valid_tokens is None else max(valid_tokens, 1)
         low, high = 1 - self.loss_fn.ratio_clip_low, 1 + self.loss_fn.ratio_clip_high
         mask = loss_mask & generator_logprobs.isfinite()
 
-        def ratio_of(logps: Tensor, generator_logprobs: Tensor) -> Tensor:
-            return (logps - generator_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
         def objective(logps: Tensor, entropies: Tensor, generator_logprobs: Tensor, advantages: Tensor) -> Tensor:
-            ratio = ratio_of(logps, generator_logprobs)
+            ratio = _ratio(logps, generator_logprobs)
             return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages) / divisor
 
         old = generator_logprobs.masked_fill(~mask, 0.0).float()
         inputs = {"generator_logprobs": old, "advantages": advantages.float()}
-        out = self._through_head(hidden, labels, objective, mask, inputs=inputs, with_entropy=True)
-        assert out.entropies is not None
-        difference = (out.per_token_logps - old) * mask
-        ratio = ratio_of(out.per_token_logps, old)
-        per_token = {
-            "loss/ratio_mean": ratio,
-            "loss/ratio_clipped_frac": ((ratio - ratio.clamp(low, high)).abs() > 1e-6).float(),
-            "bit_wise/logprob_diff/mean": difference,
-            "bit_wise/ratio_tokens_different/mean": (difference.abs() > 1e-6).float(),
-            "trainer/entropy/mean": out.entropies,
+        out = self._through_head(
+            hidden, labels, objective, mask, inputs=inputs, with_entropy=True, **_sampled_at(temperature)
+        )
+        ratio = _ratio(out.per_token_logps, old)
+        clipped = ((ratio - ratio.clamp(low, high)).abs() > 1e-6).float()
+        return out.loss, _metrics(out, old, mask, divisor) | {
+            "loss/ratio_clipped_frac": (clipped * mask).sum() / divisor
         }
-        means = {name: (values * mask).sum() / divisor for name, values in per_token.items()}
-        return out.loss, {"loss/mean": out.loss.detach(), **means, "bit_wise/logprob_diff/max": difference.abs().max()}
+
+    def _score_centering(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        valid_tokens: Tensor | float | None,
+        *,
+        generator_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        generator_topk_token_ids: Tensor,
+        generator_topk_logprobs: Tensor,
+        temperature: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        divisor, cap = 1 if valid_tokens is None else max(valid_tokens, 1), self.loss_fn.max_ratio
+        centered = score_centered_reinforce("top_k") if cap is None else score_centered_tis("top_k", cap)
+        mask, K = loss_mask & generator_logprobs.isfinite(), generator_topk_token_ids.shape[-1]
+        old = generator_logprobs.masked_fill(~mask, 0.0).float()
+        sums: dict[str, Tensor | float] = dict.fromkeys(
+            ("generator_head_mass", "trainer_head_mass", "coefficient_l1"), 0.0
+        )
+
+        def objective(logps: Tensor, entropies: Tensor, *, alternative_logps: Tensor, **inputs: Any) -> Tensor:
+            p, q = (x.detach().view(-1, K).exp() for x in (alternative_logps, inputs["sampling_alternative_logps"]))
+            p_head, q_head = p.sum(-1), q.sum(-1)
+            rho = (1 - q_head).clamp(min=SMALLEST_TAIL) / (1 - p_head).clamp(min=SMALLEST_TAIL)
+            weighted, alpha = (q, rho) if cap is None else (torch.minimum(p, cap * q), (cap * rho).clamp(max=1.0))
+            parts = {"generator_head_mass": q_head, "trainer_head_mass": p_head}
+            for name, x in {**parts, "coefficient_l1": (weighted - alpha.unsqueeze(-1) * p).abs()}.items():
+                sums[name] = sums[name] + x.sum()
+            return centered(logps, entropies, alternative_logps=alternative_logps, **inputs)
+
+        places = torch.arange(0, labels.numel() * K + 1, K, device=labels.device)
+        out = self._through_head(
+            hidden, labels, objective, mask, with_entropy=True, **_sampled_at(temperature),
+            inputs={
+                "advantages": advantages.float(), "sampling_per_token_logps": old,
+                "weights": torch.ones_like(old) / divisor,
+            },
+            alternatives=CandidateSets(generator_topk_token_ids.reshape(-1), places),
+            alternative_inputs={
+                "sampling_alternative_logps": generator_topk_logprobs.float().reshape(-1)
+            },
+        )  # fmt: skip
+        metrics = _metrics(out, old, mask, divisor)
+        metrics |= {f"score_centering/{name}/mean": torch.as_tensor(x) / divisor for name, x in sums.items()}
+        if cap is not None:
+            truncated = (_ratio(out.per_token_logps, old) > cap) & mask
+            metrics["loss/ratio_truncated_frac"] = truncated.float().sum() / divisor
+        return out.loss, metrics
 
     def _through_head(
         self,
@@ -165,9 +215,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         labels: Tensor,
         objective: Objective,
         mask: Tensor,
-        *,
-        inputs: Mapping[str, Tensor] | None = None,
-        with_entropy: bool = False,
+        **options: Any,
     ) -> ObjectiveOutput:
         """`fused_linear_objective` in place of the head's forward: FSDP2's hooks gather its weight as always."""
         head: Any = self.lm_head
@@ -179,10 +227,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
                     "FusedLossWrapper needs whole hidden states and a whole head; got ones that tensor parallelism has "
                     "sharded: set parallelism.tensor_parallel_degree = 1"
                 )
-            return function(
-                hidden, head.weight, labels, objective, mask,
-                inputs=inputs, with_entropy=with_entropy, lm_head_bias=head.bias,
-            )  # fmt: skip
+            return function(hidden, head.weight, labels, objective, mask, lm_head_bias=head.bias, **options)
 
         sharded = isinstance(head, FSDPModule)
         if sharded:
@@ -197,6 +242,29 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         return out
 
 
+def _ratio(logps: Tensor, generator_logprobs: Tensor) -> Tensor:
+    return (logps - generator_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _sampled_at(temperature: Tensor | None) -> dict[str, Tensor]:
+    """The option of a temperature for each token."""
+    return {} if temperature is None else {"temperature": temperature.float()}
+
+
+def _metrics(out: ObjectiveOutput, old: Tensor, mask: Tensor, divisor: Tensor | float) -> dict[str, Tensor]:
+    """Those that all policy losses have."""
+    assert out.entropies is not None
+    difference = (out.per_token_logps - old) * mask
+    per_token = {
+        "loss/ratio_mean": _ratio(out.per_token_logps, old),
+        "bit_wise/logprob_diff/mean": difference,
+        "bit_wise/ratio_tokens_different/mean": (difference.abs() > 1e-6).float(),
+        "trainer/entropy/mean": out.entropies,
+    }
+    means = {name: (values * mask).sum() / divisor for name, values in per_token.items()}
+    return {"loss/mean": out.loss.detach(), **means, "bit_wise/logprob_diff/max": difference.abs().max()}
+
+
 def _traceable_objective(
     hidden: Tensor,
     weight: Tensor,
@@ -204,14 +272,15 @@ def _traceable_objective(
     objective: Objective,
     mask: Tensor,
     *,
-    inputs: Mapping[str, Tensor] | None,
-    with_entropy: bool,
-    lm_head_bias: Tensor | None,
+    inputs: Mapping[str, Tensor] | None = None,
+    with_entropy: bool = False,
+    alternatives: CandidateSets | None = None,
+    **options: Any,
 ) -> ObjectiveOutput:
     """`fused_linear_objective` of all positions, whose shapes do not depend on the mask."""
-    logps, entropies, _ = fused_linear_logprobs(
-        hidden, weight, labels, mask, lm_head_bias=lm_head_bias, with_entropy=with_entropy
-    )
+    if alternatives is not None:
+        raise ValueError("ScoreCenteringLoss cannot be traced by make_fx in FusedLossWrapper: its sets are ragged")
+    logps, entropies, _ = fused_linear_logprobs(hidden, weight, labels, mask, with_entropy=with_entropy, **options)
     active_inputs = {name: x.masked_fill(~mask, 0.0) for name, x in (inputs or {}).items()}
     loss = torch.where(mask, objective(logps, entropies, **active_inputs), 0.0).sum()
     return ObjectiveOutput(loss, logps.detach(), None if entropies is None else entropies.detach())

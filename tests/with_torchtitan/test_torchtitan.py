@@ -137,6 +137,37 @@ def test_equals_torchtitan(name, bias, auto_takes):
         torch.testing.assert_close(gradients[key], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_ratio", [None, 1.2, 0.9])
+def test_score_centering(max_ratio, auto_takes):
+    """Of development versions after 0.3.0: its own call on the head's logits, with a temperature for each token."""
+    if not ROOT.joinpath("torchtitan", "rl", "losses", "score_centering.py").exists():
+        pytest.skip("this torchtitan has no score centering")
+    loss = of_file("losses.score_centering").ScoreCenteringLoss
+    hidden, labels, valid, inputs = problem("dapo", folded=True)
+    K, head = 6, head_of()
+    temperature = 0.5 + torch.rand(len(labels))
+    with torch.no_grad():
+        sampler = (head(hidden) / temperature.unsqueeze(1) + 0.5 * torch.randn(len(labels), V)).log_softmax(-1)
+        sampled = sampler.gather(1, labels.unsqueeze(1)).squeeze(1)
+        top, ids = sampler.topk(K)
+    inputs["generator_logprobs"] = torch.where(inputs["generator_logprobs"].isfinite(), sampled, torch.nan)
+    unused = ~(inputs["loss_mask"] & inputs["generator_logprobs"].isfinite())
+    inputs |= {
+        "temperature": temperature, "generator_topk_token_ids": ids.masked_fill(unused.unsqueeze(1), 0).int(),
+        "generator_topk_logprobs": top.masked_fill(unused.unsqueeze(1), torch.nan),
+    }  # fmt: skip
+    config, valid = loss.Config(max_ratio=max_ratio), torch.tensor(valid)
+    want, want_metrics = config.build()(head(hidden), labels, valid, **inputs)
+    want_gradients = torch.autograd.grad(want, (hidden, head.weight))
+    fused = ours.FusedLossWrapper(ours.FusedLossWrapper.Config(loss_fn=config, num_chunks=4))
+    got, gradients = run(fused, copy.deepcopy(head), hidden, labels, valid, inputs)
+    torch.testing.assert_close(got.pop("loss"), want.detach(), rtol=1e-5, atol=1e-6)
+    assert got.keys() == want_metrics.keys()
+    torch.testing.assert_close(got, want_metrics, rtol=1e-4, atol=1e-6)
+    for name, value in zip(("hidden", "weight"), want_gradients, strict=True):
+        torch.testing.assert_close(gradients[name], value, rtol=1e-4, atol=1e-6)
+
+
 def test_bf16_is_nearer_to_float64(auto_takes):
     theirs, fused = wrappers("grpo")
     data = problem("grpo", torch.bfloat16)
