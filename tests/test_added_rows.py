@@ -6,8 +6,16 @@ import pytest
 import torch
 from helpers import frobenius_error
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from grpo_fused import CandidateSets, engines, fused_linear_grpo_loss, fused_linear_logprobs, fused_linear_objective
+from grpo_fused import (
+    CandidateSets,
+    HeadAdapter,
+    engines,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    fused_linear_objective,
+)
 from grpo_fused import objectives as losses
 
 B, T, H, V, K = 2, 40, 32, 900, 6
@@ -74,7 +82,6 @@ def test_megatrons_gradient_comes_first(call):
     x["weight"].grad, x["weight"].main_grad = None, torch.ones(V, H)
     (3 * CALLS[call](x, candidates=x["sets"], add_to_weight_grad=True)).backward()
     assert x["weight"].grad is None
-    assert x["weight"].grad_added_to_main_grad
     assert frobenius_error(x["weight"].main_grad - 1, 3 * want) < 5e-3  # that one is rounded to bf16
     untouched = torch.ones(V, dtype=torch.bool).index_fill(0, x["sets"].ids, False)
     assert (x["weight"].main_grad[untouched] == 1).all()
@@ -102,6 +109,103 @@ def test_dense_calls_and_frozen_weights_are_as_ever(call):
     frozen["weight"] = frozen["weight"].detach()
     backward(call, frozen, add_to_weight_grad=True)
     assert frozen["hidden"].grad.any()
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_only_a_gradient_that_is_asked_for_gets_rows(call):
+    """`backward(inputs=...)` and `torch.autograd.grad` for another leaf leave it as it is; for the weight they get dW."""
+    x = problem()
+    backward(call, x)
+    first = x["weight"].grad.clone()
+
+    def loss():
+        return CALLS[call](x, candidates=x["sets"], add_to_weight_grad=True)
+
+    loss().backward(inputs=[x["hidden"]])
+    torch.autograd.grad(loss(), x["hidden"])
+    assert torch.equal(x["weight"].grad, first)
+    torch.testing.assert_close(torch.autograd.grad(loss(), x["weight"])[0], first)
+    assert torch.equal(x["weight"].grad, first)
+    split = loss()
+    split.backward(inputs=[x["hidden"]], retain_graph=True)
+    split.backward(inputs=[x["weight"]])
+    torch.testing.assert_close(x["weight"].grad, 2 * first)
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_megatrons_hook_keeps_dense_gradients_too(call):
+    """It drops a `grad` where `grad_added_to_main_grad` is set; nothing of ours is in `grad` after rows were added."""
+    x, y = problem(), problem(seed=1)
+    y["sets"] = CandidateSets(y["sets"].ids[K:], (y["sets"].offsets - K).clamp(min=0))  # the first token has none
+    y["weight"] = x["weight"]
+    for part in (x, y):
+        backward(call, part)
+    want, x["weight"].grad, x["weight"].main_grad = x["weight"].grad, None, torch.zeros(V, H)
+    for part in (x, y):
+        backward(call, part, add_to_weight_grad=True)
+        if x["weight"].grad is not None:
+            assert not getattr(x["weight"], "grad_added_to_main_grad", False)
+            x["weight"].main_grad += x["weight"].grad
+            x["weight"].grad = None
+    torch.testing.assert_close(x["weight"].main_grad, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [lambda g: g.T.contiguous().T, lambda g: g.double(), lambda g: torch.zeros(1, H).expand(V, H), Tensor.to_sparse],
+    ids=["columns", "fp64", "expanded", "sparse"],
+)
+def test_gradients_that_take_no_rows(layout):
+    """As ever for `grad`; a `main_grad` must take them."""
+    x = problem()
+    backward("loss", x)
+    one = x["weight"].grad.clone()
+    if layout not in (Tensor.to_sparse,):
+        x["weight"].main_grad = layout(torch.zeros(V, H))
+        with pytest.raises(ValueError, match=r"main_grad of lm_head_weight must be \[900, 32\] of torch.float32"):
+            backward("loss", x, add_to_weight_grad=True)
+        del x["weight"].main_grad
+    x["weight"] = x["weight"].detach().T.contiguous().T.requires_grad_()  # autograd lays its gradient out alike
+    for _ in range(2):
+        backward("loss", x, add_to_weight_grad=True)
+    assert x["weight"].grad.stride() == (1, V)
+    torch.testing.assert_close(x["weight"].grad, 2 * one)
+
+
+def test_main_grad_of_another_shape_is_refused():
+    x = problem()
+    for wrong in (torch.zeros(2 * V, H), torch.zeros(V * H), torch.zeros(V, H - 1)):
+        x["weight"].main_grad = wrong
+        with pytest.raises(ValueError, match="row by row; got"):
+            backward("loss", x, add_to_weight_grad=True)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("call", list(CALLS))
+def test_adapters_checkpoints_and_graphs(call):
+    """A weight with an adapter is no leaf inside; a checkpoint unpacks another tensor; `create_graph` adds no rows."""
+    x = problem()
+    adapter = HeadAdapter(torch.randn(2, H).requires_grad_(), torch.randn(V, 2).requires_grad_())
+    frozen = {**x, "weight": x["weight"].detach()}
+    for _ in range(2):
+        CALLS[call](frozen, candidates=x["sets"], lm_head_adapter=adapter, add_to_weight_grad=True).backward()
+    assert adapter.b.grad.any()
+    x["weight"].main_grad = torch.zeros(V, H)
+
+    def run(hidden: Tensor) -> Tensor:
+        return CALLS[call]({**x, "hidden": hidden}, candidates=x["sets"], add_to_weight_grad=True)
+
+    checkpoint(run, x["hidden"], use_reentrant=False).backward()
+    assert x["weight"].grad is None
+    assert x["weight"].main_grad.any()
+    del x["weight"].main_grad
+    x["weight"].grad = torch.zeros(V, H)
+    version = x["weight"].grad._version
+    run(x["hidden"]).backward()
+    assert x["weight"].grad._version > version
+    (gradient,) = torch.autograd.grad(run(x["hidden"]), x["weight"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.sum().backward()
 
 
 def hooked(weight: Tensor) -> Tensor:

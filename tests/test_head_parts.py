@@ -409,6 +409,19 @@ def test_which_engine_runs():
         _, hidden, weight = narrow.exact()
         want = fused_linear_logprobs(hidden, weight, narrow.ids, impl="reference").logps
         assert float((got.logps - want).abs().max()) < LOGPS[dtype]
+    narrow = case_of("int8")._replace(weight=quantized(torch.randn(V, H) / 8, "int8-groups"))
+    few = replace(narrow.weight, scale=narrow.weight.scale.repeat_interleave(2, dim=1))  # of 16 columns
+    assert engines.choose("auto", torch.device("cpu"), torch.float32, 64, group=16) == "chunked"
+    for dtype in (torch.bfloat16, torch.float32):
+        states = narrow.hidden.detach().to(dtype)
+        got = fused_linear_logprobs(states, few, narrow.ids).logps
+        want = fused_linear_logprobs(
+            states.double(), few.dequantize(dtype).double(), narrow.ids, impl="reference"
+        ).logps
+        assert float((got - want).abs().max()) < LOGPS[dtype]
+    with pytest.raises(RuntimeError, match="groups of a multiple of 32 columns with a scale; they have 16"):
+        fused_linear_logprobs(narrow.hidden, few, narrow.ids, impl="native")
+    narrow = case_of(width=48)
     if engines.unavailable("triton", torch.device("cpu"), torch.float32) is None:  # in its interpreter
         with pytest.raises(RuntimeError, match="takes no adapter and no quantised weight"):
             _call(impl="triton")
@@ -472,6 +485,17 @@ def _halves(**changes: Any) -> QuantizedWeight:
 def test_errors(error, match, changes):
     with pytest.raises(error, match=match):
         _call(**changes)
+
+
+def test_numbers_of_float64_and_zeros():
+    case = case_of("nf4", torch.float64)
+    weight = replace(case.weight, scale=torch.rand(V, 4, dtype=torch.float64))
+    got = fused_linear_logprobs(case.hidden, weight, case.ids, impl="chunked").logps
+    want = fused_linear_logprobs(case.hidden, weight.dequantize(torch.float64), case.ids, impl="reference").logps
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    zeros = QuantizedWeight.from_q8_0(torch.zeros(V, 34, dtype=torch.uint8))
+    out = fused_linear_logprobs(torch.randn(B, T, 32), zeros, case.ids).logps
+    torch.testing.assert_close(out, torch.full((B, T), -float(torch.tensor(V).log())))
 
 
 def test_a_quantised_reference_is_refused():

@@ -14,7 +14,6 @@ from grpo_fused.call.calls import (
     CandidateGradientCall,
     CustomCall,
     DivergenceCall,
-    LinearCall,
     LogitsCall,
     LogitsGradientCall,
     LogprobsCall,
@@ -41,6 +40,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def checked(ctx: Any, *upstream: Tensor | None) -> Any:
+        ctx.creates_graph = torch.is_grad_enabled()
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled backward refuses this itself
@@ -81,6 +81,7 @@ class LinearLoss(torch.autograd.Function):
         else:
             result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
         ctx.later = not call.candidates.any_whole
+        ctx.leaf = weight if call.run.adds_to_grad and weight.is_leaf else None
         tensors: list[Tensor] = []
         if ctx.later:
             scored = LogprobsCall(
@@ -104,7 +105,7 @@ class LinearLoss(torch.autograd.Function):
             call: CandidateGradientCall = attach(ctx.call, tensors)
             # scaled before it is rounded: fp16 may need it
             call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
-            add_to = _grad_to_add_to(call.forward, weight_dtype is not None)
+            add_to = None if weight_dtype is None or _is_batched(dloss) else _grad_to_add_to(ctx)
             if add_to is None:
                 _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
             else:
@@ -129,6 +130,7 @@ class LinearLogprobs(torch.autograd.Function):
         call = with_tensors(call, hidden_states, weight, bias)
         scores = Scores(*operators.linear_logprobs(*flat(call)))
         ctx.call, tensors = detach(call)
+        ctx.leaf = weight if call.run.adds_to_grad and not call.candidates.any_whole and weight.is_leaf else None
         ctx.save_for_backward(*scores, *tensors)
         ctx.set_materialize_grads(False)
         has_alternatives = call.alternatives.sets is not None
@@ -150,7 +152,8 @@ class LinearLogprobs(torch.autograd.Function):
         scores = Scores(logps, entropies, maxima, log_sums, alternative_logps)
         needs = Needs(*ctx.needs_input_grad[:3])
         gradient_call = LogprobsGradientCall(call, *scores, dlogps, dentropies, dalternatives, needs)
-        add_to = None if call.candidates.any_whole else _grad_to_add_to(call, needs.need_weight)
+        is_batched = any(x is not None and _is_batched(x) for x in (dlogps, dentropies, dalternatives))
+        add_to = None if is_batched or not needs.need_weight else _grad_to_add_to(ctx)
         if add_to is None:
             gradients = operators.linear_logprobs_gradient(*flat(gradient_call))
         else:
@@ -228,17 +231,43 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.mul_(factor).to(dtype)
 
 
-def _grad_to_add_to(call: LinearCall, needed: bool) -> Tensor | None:
-    """The gradient to which rows of dW are added, if the caller allows that and there is one."""
-    weight: Any = call.lm_head.weight
-    if not (needed and call.run.adds_to_grad):
+def _grad_to_add_to(ctx: Any) -> Tensor | None:
+    """The gradient that takes rows of dW in this backward, if the caller allows that, wants dW, and it is there.
+
+    Raises:
+        ValueError: `main_grad` cannot take rows.
+    """
+    weight: Any = ctx.leaf
+    if weight is None or ctx.creates_graph or not _reaches(ctx.next_functions[1][0]):
         return None
     main = getattr(weight, "main_grad", None)
-    if isinstance(main, Tensor):
-        weight.grad_added_to_main_grad = True  # Megatron asks for it
-        return main
-    grad: Tensor | None = weight.grad
-    return None if grad is None or grad.is_sparse else grad
+    grad: Tensor | None = weight.grad if main is None else main
+    if grad is None:
+        return None
+    takes_rows = (
+        grad.layout == torch.strided
+        and (grad.shape, grad.device) == (weight.shape, weight.device)
+        and grad.dtype in (weight.dtype, torch.float32)
+        and (grad.stride(1) == 1 or grad.shape[1] == 1)
+        and grad.stride(0) >= grad.shape[1]
+    )
+    if takes_rows:
+        torch.autograd.graph.increment_version(grad)
+        return grad
+    if main is None:
+        return None
+    raise ValueError(
+        f"main_grad of lm_head_weight must be {list(weight.shape)} of {weight.dtype} or float32 on {weight.device}, "
+        f"row by row; got {list(grad.shape)} of {grad.dtype} on {grad.device} with strides {grad.stride()}"
+    )
+
+
+def _reaches(node: Any) -> bool:
+    """Whether this backward accumulates the gradient of a leaf: not if it was asked for that of other leaves only."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # `torch.autograd.grad` returns it instead
+        return False
 
 
 def _is_batched(x: Tensor) -> bool:

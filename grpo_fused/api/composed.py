@@ -43,8 +43,8 @@ def composed(
                 head = head._replace(compute_dtype=wide)
         else:
             head = head._replace(
-                group_scale=weight.scale.detach().to(torch.float32).reshape(len(weight.values), -1).contiguous(),
-                codes=None if weight.codes is None else weight.codes.detach().to(torch.float32).contiguous(),
+                group_scale=weight.scale.detach().to(wide).reshape(len(weight.values), -1).contiguous(),
+                codes=None if weight.codes is None else weight.codes.detach().to(wide).contiguous(),
             )
         weight = weight.values
     states, columns = [hidden_states.to(compute)], []

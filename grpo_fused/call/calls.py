@@ -72,9 +72,9 @@ class LMHead(NamedTuple):
     row_scale: Tensor | None = None
     """[V] of the statistics dtype"""
     group_scale: Tensor | None = None
-    """[V, G] fp32 of the base, see `QuantizedWeight`"""
+    """[V, G] of the base, in the statistics dtype, see `QuantizedWeight`"""
     codes: Tensor | None = None
-    """[16] fp32 of the base: then its values are [V, B / 2]"""
+    """[16] of the base, in the statistics dtype: then its values are [V, B / 2]"""
 
     @property
     def base_width(self) -> int:

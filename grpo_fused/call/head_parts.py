@@ -42,7 +42,8 @@ class QuantizedWeight:
             )
         parts = blocks.unflatten(1, (-1, 34))  # a scale in fp16, then 32 numbers
         scale = parts[..., :2].contiguous().view(torch.float16).squeeze(-1)
-        return cls(parts[..., 2:].flatten(1).view(torch.int8), scale.to(torch.float32))
+        scale = torch.where(scale == 0, 1.0, scale.to(torch.float32))  # of 32 zeros
+        return cls(parts[..., 2:].flatten(1).view(torch.int8), scale)
 
     @property
     def shape(self) -> torch.Size:

@@ -172,7 +172,11 @@ def _run_own_head(
     if name is None:
         raise RuntimeError(f"the output head of {type(model).__name__} must be one of its modules; it is not")
     parameters = head.named_parameters(name, remove_duplicate=False)
-    widened = {name: parameter.detach().to(wide) for name, parameter in parameters if parameter.is_floating_point()}
+    widened = {
+        name: parameter.detach().to(wide)
+        for name, parameter in parameters
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state")  # which may store bytes as bf16
+    }
     if isinstance(parts.weight, QuantizedWeight):  # torchao's fp8 keeps its dtype, and multiplies in no other
         narrow = [key for key, x in widened.items() if x.dtype != wide]
         widened |= {key: parts.weight.dequantize(wide) for key in narrow}

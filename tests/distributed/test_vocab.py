@@ -18,7 +18,7 @@ from distributed.jobs import (
 )
 from helpers import PRECISION, config_id, make_case, make_config, with_sets
 
-from grpo_fused import CandidateSets, fused_linear_logprobs
+from grpo_fused import CandidateSets, QuantizedWeight, fused_linear_logprobs
 from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
@@ -97,21 +97,22 @@ def test_logprobs_are_those_of_one_process(impl, workers):
 
 
 @pytest.mark.parametrize("impl", [name for name in ENGINES if name != "triton"])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [None, "rows", "groups"])
 def test_adapters_and_quantised_slices(quantized, impl, workers):
-    case = make_case(5, H=32).to(torch.float32)
+    case = make_case(5, H=64).to(torch.float32)
     sizes, generator = [10, 12, 7], torch.Generator().manual_seed(0)
     weight, scale = case.lm_head_weight.detach(), None
     if quantized:
-        scale = weight.abs().amax(1) / 127
-        weight = (weight / scale.unsqueeze(1)).round().to(torch.int8)
+        groups = weight.unflatten(1, (1 if quantized == "rows" else 2, -1))
+        scale = groups.abs().amax(2) / 127
+        weight = (groups / scale.unsqueeze(2)).flatten(1).round().to(torch.int8)
     tensors = {
         "hidden": case.hidden_states.detach(), "weight": weight, "ids": case.completion_ids,
-        "mask": case.completion_mask, "a": torch.randn(3, 32, generator=generator),
+        "mask": case.completion_mask, "a": torch.randn(3, 64, generator=generator),
         "b": torch.randn(sum(sizes), 3, generator=generator),
     }  # fmt: skip
     hidden, a, b = (tensors[name].double().requires_grad_() for name in ("hidden", "a", "b"))
-    dense = (weight.double() if scale is None else weight.double() * scale.double().unsqueeze(1)) + 0.7 * b @ a
+    dense = (weight if scale is None else QuantizedWeight(weight, scale).dequantize()).double() + 0.7 * b @ a
     out = fused_linear_logprobs(
         hidden, dense, case.completion_ids, case.completion_mask, with_entropy=True, impl="reference"
     )

@@ -26,8 +26,15 @@ def by_bitsandbytes(model: Any, name: str) -> None:
     """`nf4` or `fp4`, with `-nested` scales that are quantised too."""
     layers = pytest.importorskip("bitsandbytes").nn
     head, (kind, _, nested) = model.lm_head, name.partition("-")
-    made = layers.Linear4bit(head.in_features, head.out_features, bias=False, compute_dtype=torch.bfloat16)
-    options = {"quant_type": kind, "compress_statistics": bool(nested), "requires_grad": False}
+    dtype = torch.bfloat16 if kind == "nf4" else None  # then the first input decides
+    made = layers.Linear4bit(head.in_features, head.out_features, bias=False, compute_dtype=dtype)
+    storage = torch.bfloat16 if name == "nf4-nested" else torch.uint8  # as for FSDP
+    options = {
+        "quant_type": kind,
+        "compress_statistics": bool(nested),
+        "requires_grad": False,
+        "quant_storage": storage,
+    }
     made.weight = layers.Params4bit(head.weight.detach(), **options)
     model.lm_head = made.to("cpu")
 
@@ -105,7 +112,7 @@ def test_lora_on_a_quantised_head(name):
         assert frobenius_error(x, y) < 1e-4
 
 
-@pytest.mark.parametrize("how", ["dynamic", "group", "bitsandbytes", "packed"])
+@pytest.mark.parametrize("how", ["dynamic", "group", "bitsandbytes", "packed", "straddling"])
 def test_other_quantisations_are_refused(how):
     """int8 with hidden states in int8 too is no linear head; a layout for inference on a CPU is not known."""
     model = build("qwen2", tie_word_embeddings=False, hidden_size=64)
@@ -115,6 +122,9 @@ def test_other_quantisations_are_refused(how):
         if how == "group":
             config = quantization.Int8WeightOnlyConfig(version=2, granularity=quantization.PerGroup(16))
         quantization.quantize_(model, config, filter_fn=lambda _, path: path == "lm_head")
+    elif how == "straddling":
+        model = build("qwen2", tie_word_embeddings=False, hidden_size=32)  # two rows have one scale
+        by_bitsandbytes(model, "nf4")
     elif how == "packed":
         by_bitsandbytes(model, "nf4")
         model.lm_head.weight.quant_state.packing_format_for_cpu = True
