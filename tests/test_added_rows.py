@@ -17,6 +17,7 @@ from grpo_fused import (
     fused_linear_objective,
 )
 from grpo_fused import objectives as losses
+from grpo_fused.call import validation
 
 B, T, H, V, K = 2, 40, 32, 900, 6
 CALLS = {
@@ -232,3 +233,11 @@ def test_what_waits_for_the_gradient_is_refused(change, reason):
     x["weight"] = change(x["weight"])
     with pytest.raises(ValueError, match=f"without hooks, in eager mode; got {reason}"):
         backward("loss", x, add_to_weight_grad=True)
+
+
+def test_a_process_of_several_is_not_alone(monkeypatch):
+    weight = torch.zeros(V, H, requires_grad=True)
+    assert validation.is_alone_with(weight)
+    assert not validation.is_alone_with(hooked(torch.zeros(V, H, requires_grad=True)))
+    monkeypatch.setattr(validation.dist, "is_initialized", lambda: True)
+    assert not validation.is_alone_with(weight)

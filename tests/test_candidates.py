@@ -19,7 +19,7 @@ from helpers import (
     with_sets,
 )
 
-from grpo_fused import CandidateSets, GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import CandidateSets, GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.testing import BITWISE
 
@@ -248,9 +248,15 @@ def test_autocast_rounds_as_without_sets(impl):
     assert frobenius_error(got.dweight, want.dweight) < 2**-7
 
 
+def test_the_largest_set_that_is_worked_by_its_rows():
+    sizes = {V: engines.largest_sparse_set("native", V) for V in (80, 512, 1000, 8000, 151936)}
+    assert sizes == {80: 10, 512: 64, 1000: 64, 8000: 83, 151936: 1582}
+    assert engines.largest_sparse_set("chunked", 80) == 80
+
+
 @pytest.mark.parametrize("where", [slice(None), slice(0, 1)], ids=["all", "alone"])
 def test_large_sets_are_worked_by_the_whole_head(where, monkeypatch):
-    """By the size of a set alone, in any batch: of more than V / 8 tokens."""
+    """By the size of a set alone, in any batch: here of more than V / 8 tokens."""
     from grpo_fused.engines.native import NativeEngine
 
     worked, score = [], NativeEngine.score
@@ -293,7 +299,7 @@ def test_large_sets_that_leave_out_whole_blocks_of_the_vocabulary(head, dtype, s
     ids=["kept", "computed again", "chunked", "reference"],
 )  # fmt: skip
 def test_rows_of_the_weight_outside_every_set_touch_nothing(impl, size, bad, scratch, dtype):
-    """Sets below and above V / 8, which `native` multiplies whole; 70 tokens fill a panel of 64 and part of the next."""
+    """Sets below and above the limit, beyond which `native` multiplies whole; 70 tokens fill a panel of 64 and part of the next."""
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 17, generator=g).to(dtype).requires_grad_() for n in (70, 600))
     sets = CandidateSets.from_mask(((torch.arange(600) >= 10) & (torch.arange(600) < 10 + size)).repeat(70, 1))

@@ -105,7 +105,7 @@ class LinearLoss(torch.autograd.Function):
             call: CandidateGradientCall = attach(ctx.call, tensors)
             # scaled before it is rounded: fp16 may need it
             call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
-            add_to = None if weight_dtype is None or _is_batched(dloss) else _grad_to_add_to(ctx)
+            add_to = None if weight_dtype is None else _grad_to_add_to(ctx, dloss)
             if add_to is None:
                 _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
             else:
@@ -152,8 +152,7 @@ class LinearLogprobs(torch.autograd.Function):
         scores = Scores(logps, entropies, maxima, log_sums, alternative_logps)
         needs = Needs(*ctx.needs_input_grad[:3])
         gradient_call = LogprobsGradientCall(call, *scores, dlogps, dentropies, dalternatives, needs)
-        is_batched = any(x is not None and _is_batched(x) for x in (dlogps, dentropies, dalternatives))
-        add_to = None if is_batched or not needs.need_weight else _grad_to_add_to(ctx)
+        add_to = _grad_to_add_to(ctx, dlogps, dentropies, dalternatives) if needs.need_weight else None
         if add_to is None:
             gradients = operators.linear_logprobs_gradient(*flat(gradient_call))
         else:
@@ -231,7 +230,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.mul_(factor).to(dtype)
 
 
-def _grad_to_add_to(ctx: Any) -> Tensor | None:
+def _grad_to_add_to(ctx: Any, *upstream: Tensor | None) -> Tensor | None:
     """The gradient that takes rows of dW in this backward, if the caller allows that, wants dW, and it is there.
 
     Raises:
@@ -239,6 +238,8 @@ def _grad_to_add_to(ctx: Any) -> Tensor | None:
     """
     weight: Any = ctx.leaf
     if weight is None or ctx.creates_graph or not _reaches(ctx.next_functions[1][0]):
+        return None
+    if any(x is not None and _is_batched(x) for x in upstream):
         return None
     main = getattr(weight, "main_grad", None)
     grad: Tensor | None = weight.grad if main is None else main
