@@ -306,7 +306,7 @@ def test_tables():
     run.sections["learning"]["against_trl"]["ours"]["p"] = 0.2
     assert "equality within 2 points is not shown (two one-sided tests, p = 0.200)" in learning_page.sentence(run)
     assert (
-        "| top-p 0.9, no candidate sets | 3 | 51.9% | 1.9 | top-p 0.9, candidate sets | -9.9 |"
+        "| top-p 0.9, no candidate sets | 3 | 52.1% | 2.1 | top-p 0.9, candidate sets | -9.9 |"
         in learning_page.options(run)
     )
     lengths = learning_page.length_bias(run)
@@ -323,7 +323,7 @@ def test_pictures_show_every_seed(tmp_path):
     pytest.importorskip("scipy")
     for draw, section, expected in (
         (learning_page.learning_plot, learning_section(), 12 + 8),
-        (learning_page.options_plot, options_section(), 8 * 3),
+        (learning_page.options_plot, options_section(), 10 * 3),
     ):
         figure = draw(section)
         assert (
