@@ -176,7 +176,8 @@ Entries entries_of(const Plan& plan, const Tensor* tokens, const Tensor* ids, co
   if (tokens == nullptr) return {};
   const int64_t count = tokens->numel();
   const Entries entries{rows_within<int32_t>(*tokens, "entry_tokens", count, places),
-                        rows_within<int32_t>(*ids, "entry_ids", count, plan.vocab), floats(values, "entry_values", count), count};
+                        rows_within<int32_t>(*ids, "entry_ids", count, plan.vocab),
+                        floats(values, "entry_values", count), count};
   for (int64_t k = 1; k < count; k++) {
     const int64_t before = entries.ids[k - 1] / plan.block_rows, block = entries.ids[k] / plan.block_rows;
     check(before < block || (before == block && entries.tokens[k - 1] <= entries.tokens[k]),
@@ -271,10 +272,11 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
                                    const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
                                    const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
                                    double softcap, const Tensor* set_ids, const Tensor* set_ranges,
-                                   const Tensor* statistics, const Tensor* offsets, const Tensor* rows, const Tensor* dlogp, const Tensor* dentropy,
-                                   const Tensor* entry_tokens, const Tensor* entry_ids, const Tensor* entry_values,
-                                   const Tensor* dweight, const Tensor* spill, int64_t superblock,
-                                   const Tensor* dhidden, const Tensor* dbias) {
+                                   const Tensor* statistics, const Tensor* offsets, const Tensor* rows,
+                                   const Tensor* dlogp, const Tensor* dentropy, const Tensor* entry_tokens,
+                                   const Tensor* entry_ids, const Tensor* entry_values, const Tensor* dweight,
+                                   const Tensor* spill, int64_t superblock, const Tensor* dhidden,
+                                   const Tensor* dbias) {
   return guarded([&] {
     const Head head = checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets,
                                    *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
