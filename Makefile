@@ -53,12 +53,14 @@ $(VENV)-docs/.ready: docs/requirements.txt
 	@touch $@
 
 # In environments of their own, since what they need is not for everybody; never part of the gate. All take the extension
-# of this checkout, built first if it is not up to date: it needs nothing of torch, so one serves them all.
+# of this checkout, built first if it is not up to date: it needs nothing of torch, so one serves them all. With
+# OUT=<file of results>, $(VENV) adds their row to the table of releases, also if tests fail.
 define test-with
 $(VENV)-$(1)/bin/python -W ignore setup.py -q build_ext --inplace
 $(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused.engines import libraries; sys.exit(libraries.missing())'
-$(2) $(VENV)-$(1)/bin/python -m pytest -q tests/with_$(1)
+$(2) $(VENV)-$(1)/bin/python -m pytest -q --junit-xml=build/reports/$(1).xml tests/with_$(1)$(call record,$(1))
 endef
+record = $(if $(OUT),; status=$$?; $(BIN)/python -m benchmarks.releases --reports build/reports/$(1).xml --out $(OUT) && exit $$status)
 
 # TRL=1.8.0 takes that release only, in place of the environment's.
 TRL ?=
@@ -186,7 +188,7 @@ MEGATRON ?= build/megatron
 megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our callbacks, on CPU processes (about 3 minutes)
 	@test -f $(MEGATRON)/megatron/core/package_info.py || { \
 	  echo "MEGATRON=$(MEGATRON) is no checkout of https://github.com/NVIDIA/Megatron-LM at core_v0.18.0"; exit 1; }
-	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q tests/with_megatron
+	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q --junit-xml=build/reports/megatron.xml tests/with_megatron$(call record,megatron)
 
 QUANTIZERS := build/torchao-0.18.0 build/bitsandbytes-0.50.2 build/gguf-0.19.0
 quantized: $(VENV)/.dev $(VENV)/.native $(QUANTIZERS:=/.ready)  ## heads that torchao, bitsandbytes or llama.cpp quantised, beside their own code (a minute)

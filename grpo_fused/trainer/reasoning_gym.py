@@ -71,9 +71,9 @@ def _seeded(seed: int) -> Iterator[int]:
 
 
 def _make(name: str, options: Mapping[str, Any], seed: int) -> Any:
-    import reasoning_gym  # type: ignore[import-not-found,unused-ignore]  # slow to import
-    from reasoning_gym.composite import DatasetSpec  # type: ignore[import-not-found,unused-ignore]
-    from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]
+    import reasoning_gym  # type: ignore[import-not-found,import-untyped,unused-ignore]  # slow to import
+    from reasoning_gym.composite import DatasetSpec  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, 1)

@@ -65,6 +65,11 @@ def test_importing_an_integration_checks_the_release(module, monkeypatch):
         importlib.import_module(f"grpo_fused.integrations.{module}")
 
 
+def run_of(cases, commit="c", date="2026-11-23"):
+    """A file of results with the section."""
+    return Run(Path("f"), {"commit": commit, "date": f"{date}T10:00:00"}, {"releases": {"cases": cases}})
+
+
 def test_a_row_for_each_release():
     """Of pytest's report: a failed test is named as such, and what was skipped is not served."""
     report = ElementTree.fromstring(
@@ -82,14 +87,67 @@ def test_a_row_for_each_release():
     programs = matrix.counts(report)
     assert programs["test_trl"] == {"passed": 2, "failed": 0, "skipped": 0}
     cases = {name: {"full": False, "programs": programs} for name in ("trl 1.10.0", "trl 1.9.2")}
-    machine = {"name": "M", "commit": "c", "dirty": False, "date": "2026-11-23"}
-    rows = matrix.table(Run(Path("f"), machine, {"releases": {"cases": cases}})).splitlines()
-    assert rows[0] == "Tests that passed, of the gate's (M, commit c, 2026-11-23):"
+    rows = matrix.table(run_of(cases)).splitlines()
+    assert rows[0] == "Tests that passed, of the gate's:"
     assert [row.split(" | ")[0] for row in rows[4:]] == ["| trl 1.9.2", "| trl 1.10.0"]
-    cells = rows[4].strip("| ").split(" | ")[1:]
+    *cells, commit = rows[4].strip("| ").split(" | ")[1:]
+    assert commit == "c, 2026-11-23"
     of = dict(zip(matrix.PROGRAMS, cells, strict=True))
     assert of["test_trl"] == "2"
     assert of["test_trl_truncation"] == "1, 1 skipped"
     assert of["test_trl_cli"] == matrix.NOT_THERE
     assert of["test_trl_others"] == "1 of 2 failed"
     assert of["test_trl_divergence"] == "1 of 1 failed"
+
+
+def report_of(target, folder, **versions):
+    """A report as pytest writes it."""
+    properties = "".join(f'<property name="{name}" value="{value}"/>' for name, value in versions.items())
+    file = folder / f"{target}.xml"
+    file.write_text(
+        f"<testsuites><testsuite><properties>{properties}</properties>"
+        '<testcase classname="tests.with_it.test_one" name="a"/><testcase classname="tests.with_it.test_two" name="b"/>'
+        '<testcase classname="tests.with_it.test_two" name="c"><skipped/></testcase></testsuite></testsuites>'
+    )
+    return file
+
+
+def test_a_row_for_each_package(tmp_path):
+    """The tests of all its files, and the releases beside it."""
+    reports = (
+        report_of("verl", tmp_path, verl="0.9.1", torch="2.13.0"),
+        report_of("axolotl", tmp_path, axolotl="0.19.0"),
+        report_of("swift", tmp_path, trl="0.29.1", **{"ms-swift": "4.6.0"}),
+    )
+    (section,) = matrix.run(reports=reports)
+    section["cases"]["verl 0.10.0"] = {"programs": {"test_one": {"failed": 1}}}
+    rows = matrix.all_packages(run_of(section["cases"])).splitlines()
+    assert rows[2:] == [
+        "| axolotl 0.19.0 | 2, 1 skipped |  | c, 2026-11-23 |",
+        "| ms-swift 4.6.0 | 2, 1 skipped | trl 0.29.1 | c, 2026-11-23 |",
+        "| verl 0.9.1 | 2, 1 skipped | torch 2.13.0 | c, 2026-11-23 |",
+        "| verl 0.10.0 | 1 of 1 failed |  | c, 2026-11-23 |",
+    ]
+
+
+def test_the_newest_run_of_a_release():
+    """A release that was tested alone replaces its row, and no other."""
+    old = {"trl 1.9.2": {"full": False, "programs": {"test_trl": {"passed": 3}}}}
+    both = old | {"trl 1.16.0": {"full": False, "programs": {"test_trl": {"failed": 1}}}}
+    new = {"trl 1.16.0": {"full": False, "programs": {"test_trl": {"passed": 1}}}}
+    runs = run_of(new, "d", "2026-11-24"), run_of(both)
+    assert matrix.all_packages(*runs).splitlines()[2:] == [
+        "| trl 1.9.2 | 3 |  | c, 2026-11-23 |",
+        "| trl 1.16.0 | 1 |  | d, 2026-11-24 |",
+    ]
+    assert matrix.table(*runs).splitlines()[5].startswith("| trl 1.16.0 | 1 | not served |")
+
+
+def test_the_report_of_failed_tests(tmp_path):
+    """Its rows are yielded before the program fails."""
+    report = report_of("ray", tmp_path, ray="2.60.0")
+    report.write_text(report.read_text().replace("<skipped/>", "<failure/>"))
+    sections = matrix.run(reports=(report,))
+    assert next(sections)["cases"]["ray 2.60.0"]["programs"]["test_two"] == {"passed": 1, "failed": 1, "skipped": 0}
+    with pytest.raises(SystemExit, match=r"tests failed under ray 2\.60\.0"):
+        next(sections)
