@@ -58,7 +58,7 @@ _ALL = (
     Study("published", "published", sampling_page.published),
     Study("aot", "compiled", tables.compiled),
     Study("ptx_profile", "ptx", ptx_profile.table),
-    Study("releases", "releases", releases.table, keeps_cases=True),
+    Study("releases", "releases", releases.all_packages, keeps_cases=True),
     Study("learning", "learning", learning_page.learning, learning_page.learning_plot),
     Study("learning_countdown", "learning_countdown", learning_page.countdown, learning_page.learning_plot),
     Study("learning_options", "learning_options", learning_page.options, learning_page.options_plot),
