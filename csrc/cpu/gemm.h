@@ -21,19 +21,29 @@ struct Ahead {
   }
 };
 
-// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that depends only on the depth.
-//
-// A word holds one fp32 number or two bf16 numbers that are neighbours along the depth, so one layout serves both:
-// a is row-major with `lda` words a row, b is [depth, 64] words without gaps. Depth and strides count words.
-using Gemm = void (*)(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                      int64_t ldc, bool add, Ahead ahead);
+// Operands of a product, in words: a word holds one fp32 number, or two bf16 numbers that are neighbours along the depth.
+// An operand in three pieces (rows.h) has one after the other, `piece` words apart.
+struct Left {
+  const uint32_t* words;  // row-major
+  int64_t stride;         // from row to row
+  int64_t piece;
+};
+struct Right {
+  const uint32_t* words;  // [depth, 64] without gaps
+  int64_t piece;
+};
+
+// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that depends only on the depth,
+// which counts words.
+using Gemm = void (*)(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead ahead);
 
 // bf16 by AVX512-BF16 (kernels_avx512.cpp).
-void multiply_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                   int64_t ldc, bool add, Ahead);
+void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead);
 
-// bf16 by AMX (kernels_amx.cpp), on a processor that has it; nullptr if the operating system or the compiler does not
-// allow it.
-Gemm amx_bf16();
+// By AMX (kernels_amx.cpp), on a processor that has it: bf16, and fp32 in three pieces.
+struct AmxProducts {
+  Gemm bf16, pieces;  // nullptr if the operating system or the compiler does not allow it
+};
+AmxProducts amx_products();
 
 }  // namespace grpo

@@ -23,7 +23,7 @@ int64_t slots_of(int64_t superblock) { return superblock < kBlocksOfAProduct ? 1
 struct Sizes {
   int64_t padded;         // tokens that have a gradient, in whole panels
   int64_t chunk;          // of them, whose dz is multiplied at a time
-  int64_t pair;           // numbers in a word
+  int64_t pair, pieces;   // numbers in a word, pieces of a number
   int64_t column_panels;  // of dW
   int64_t superblock;     // vocabulary blocks between two rounds of the dH product
   int64_t slots;
@@ -32,7 +32,8 @@ struct Sizes {
   int64_t workers;
   bool dense;             // every token has a gradient
   bool looks_ahead;       // products fetch what comes after them
-  // Words of a row: of dz as a and as b, of the transposed weight. Elements of a row of gathered exponentials.
+  // Words of a row: of dz as a and as b (a piece of it), of the transposed weight. Elements of a row of gathered
+  // exponentials.
   int64_t across_stride, along_depth, transposed_stride, gathered_stride;
 
   static Sizes of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g) {
@@ -40,6 +41,7 @@ struct Sizes {
     sizes.padded = round_up(g.count, kLanes);
     sizes.chunk = std::min(plan.token_chunk, sizes.padded);
     sizes.pair = per_word(plan.kind);
+    sizes.pieces = plan.pieces();
     sizes.column_panels = ceil_div(inputs.weight.columns, kLanes);
     sizes.superblock = std::clamp<int64_t>(g.superblock, 1, plan.blocks);
     sizes.slots = slots_of(sizes.superblock);
@@ -48,14 +50,14 @@ struct Sizes {
     // Measured (AMX, N = 1024): 0.97 x the time. With N = 128, where products are short, 1.08 x.
     sizes.looks_ahead = sizes.padded >= 8 * kLanes;
     // with a cache line more than is used, rows do not lie in few sets of the first-level cache
-    sizes.across_stride = sizes.chunk / sizes.pair + 16;
+    sizes.across_stride = sizes.pieces * sizes.chunk / sizes.pair + 16;
     sizes.along_depth = sizes.superblock * plan.block_rows / sizes.pair;
-    sizes.transposed_stride = sizes.along_depth + 16;
+    sizes.transposed_stride = sizes.pieces * sizes.along_depth + 16;
     sizes.gathered_stride = sizes.chunk + kLanes;  // what compress_tile may write beyond
     // A product of fixed depth: how a micro-kernel sums may depend on it, and how long a superblock is depends on the
     // machine. Rows of W^T, in pairs of AMX's tiles, that stay in the second-level cache while the token panels pass.
     sizes.step = std::min(kBlocksOfAProduct * plan.block_rows / sizes.pair, sizes.along_depth);
-    sizes.tile_height = std::max<int64_t>(plan.held_words / sizes.step / 32 * 32, 32);
+    sizes.tile_height = std::max<int64_t>(plan.held_words / (sizes.pieces * sizes.step) / 32 * 32, 32);
     const int64_t strips = ceil_div(plan.hidden, sizes.tile_height), panels = sizes.padded / kLanes;
     sizes.tile_panels = std::clamp<int64_t>(panels * strips / (4 * thread_count()), 1, panels);  // four tiles a thread
     sizes.groups = ceil_div(panels, sizes.tile_panels);
@@ -124,7 +126,7 @@ class Lanes {
 void drop_nonfinite(uint32_t* first, int64_t rows, int64_t words, int64_t stride, Operand kind) {
   for (int64_t r = 0; r < rows; r++) {
     uint32_t* row = first + r * stride;
-    if (kind == Operand::bf16) {
+    if (per_word(kind) == 2) {
       for (int64_t k = 0; k < words; k++) {
         const uint32_t low = (row[k] & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0xffffffffu;
         const uint32_t high = (row[k] & 0x7f800000u) == 0x7f800000u ? 0x0000ffffu : 0xffffffffu;
@@ -136,38 +138,41 @@ void drop_nonfinite(uint32_t* first, int64_t rows, int64_t words, int64_t stride
   }
 }
 
-// Hidden states as b of dW = dz^T h: for each chunk of tokens and 64 columns, [tokens in words][64].
+// Hidden states as b of dW = dz^T h: for each chunk of tokens, 64 columns, and piece, [tokens in words][64].
 Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g,
                                 const Sizes& sizes) {
   const int64_t padded = g.dweight == nullptr ? 0 : sizes.padded, width = sizes.column_panels * kLanes;
   const int64_t chunks = ceil_div(padded, sizes.chunk), workers = worker_count(chunks), words = width / sizes.pair;
   const int64_t item = item_bytes(inputs.compute);
-  Buffer<uint32_t> columns(padded / sizes.pair * width);
-  const WorkerBuffers<uint32_t> packed(workers, sizes.chunk * words);
+  const int64_t row = sizes.pieces * words;
+  Buffer<uint32_t> columns(sizes.pieces * (padded / sizes.pair) * width);
+  const WorkerBuffers<uint32_t> packed(workers, sizes.chunk * row);
   parallel_tasks(chunks, workers, [&](int64_t task, int64_t worker) {
     uint32_t* rows = packed.of(worker);
     const int64_t first = task * sizes.chunk, count = std::min(sizes.chunk, padded - first);
     for (int64_t i = 0; i < count; i++) {
-      uint32_t* to = rows + i * words;
+      uint32_t* to = rows + i * row;
       if (first + i >= g.count) {
-        std::fill(to, to + words, 0u);
+        std::fill(to, to + row, 0u);
         continue;
       }
       const int64_t at = g.rows[first + i] * plan.hidden + inputs.base.columns;
       const WeightRows hidden{static_cast<const char*>(inputs.hidden) + at * item, inputs.compute,
                               inputs.weight.columns, plan.hidden};
-      plan.kernels->pack_rows(hidden, 1, inputs.compute, plan.kind, to, words, words);
+      plan.kernels->pack_rows(hidden, 1, inputs.compute, plan.kind, {to, row, words}, words);
     }
-    uint32_t* out = columns.get() + first / sizes.pair * width;
-    for (int64_t p = 0; p < sizes.column_panels; p++, out += count / sizes.pair * kLanes) {
-      plan.kernels->interleave_panel(rows, count, words, p * kLanes, plan.kind, out);
+    uint32_t* out = columns.get() + sizes.pieces * (first / sizes.pair) * width;
+    for (int64_t p = 0; p < sizes.column_panels; p++) {
+      for (int64_t piece = 0; piece < sizes.pieces; piece++, out += count / sizes.pair * kLanes) {
+        plan.kernels->interleave_panel(rows + piece * words, count, row, p * kLanes, plan.kind, out);
+      }
     }
   });
   return columns;
 }
 
 struct Scratch {
-  // of a superblock in each slot: dz as b of the dH product, [padded / 64][along_depth][64]; W^T,
+  // of a superblock in each slot: dz as b of the dH product, [padded / 64][pieces][along_depth][64]; W^T,
   // [hidden][transposed_stride]
   WorkerBuffers<uint32_t> along, transposed;
   Buffer<float> dhidden;  // dH^T, [padded / 64][hidden][64]
@@ -185,7 +190,7 @@ struct Scratch {
     const int64_t rows = plan.block_rows, workers = sizes.workers, size = plan.kept_size();
     const int64_t for_dhidden = g.dhidden != nullptr, for_dweight = g.dweight != nullptr;
     return {
-        .along = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.padded * sizes.along_depth),
+        .along = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.padded * sizes.pieces * sizes.along_depth),
         .transposed = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * plan.words * sizes.pair * sizes.transposed_stride),
         .dhidden = Buffer<float>(for_dhidden * sizes.padded * plan.hidden),
         .weight = WorkerBuffers<uint32_t>(workers, rows * plan.stride),
@@ -228,7 +233,7 @@ struct Exponentials {
 };
 
 // Those of a panel of all tokens: stored, or computed again.
-Exponentials exponentials_of_panel(const Call& call, WeightBlock weight, int64_t block, int64_t panel, int64_t worker) {
+Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block, int64_t panel, int64_t worker) {
   const HeadInputs& inputs = call.inputs;
   if (char* kept = inputs.kept_tile(call.plan, block, panel)) {
     return {kept, kLanes, call.gradient.offsets + inputs.offset_at(block, panel)};
@@ -242,7 +247,7 @@ Exponentials exponentials_of_panel(const Call& call, WeightBlock weight, int64_t
 }
 
 // Those of tokens [begin, end) with a gradient, from the panels that hold them.
-Exponentials gather(const Call& call, WeightBlock weight, int64_t block, int64_t begin, int64_t end, int64_t worker) {
+Exponentials gather(const Call& call, Left weight, int64_t block, int64_t begin, int64_t end, int64_t worker) {
   const Plan& plan = call.plan;
   const int64_t rows = plan.rows_of(block), size = plan.kept_size(), stride = call.sizes.gathered_stride;
   const int64_t* tokens = call.gradient.rows;
@@ -265,12 +270,15 @@ Exponentials gather(const Call& call, WeightBlock weight, int64_t block, int64_t
   return {values, stride, offsets};
 }
 
-void transpose_weight(const Call& call, WeightBlock weight, int64_t rows, uint32_t* out) {
+void transpose_weight(const Call& call, Left weight, int64_t rows, uint32_t* out) {
   const Plan& plan = call.plan;
   const int64_t stride = call.sizes.transposed_stride;
-  plan.kernels->transpose_block(weight.words, round_up(rows, 32), weight.stride, plan.words, plan.kind, out, stride);
-  if (call.inputs.set_ranges != nullptr) {
-    drop_nonfinite(out, plan.hidden, ceil_div(rows, call.sizes.pair), stride, plan.kind);
+  for (int64_t piece = 0; piece < plan.pieces(); piece++, out += call.sizes.along_depth) {
+    plan.kernels->transpose_block(weight.words + piece * weight.piece, round_up(rows, 32), weight.stride, plan.words,
+                                  plan.kind, out, stride);
+    if (call.inputs.set_ranges != nullptr) {
+      drop_nonfinite(out, plan.hidden, ceil_div(rows, call.sizes.pair), stride, plan.kind);
+    }
   }
 }
 
@@ -310,21 +318,28 @@ void clear_exponentials(const Call& call, EntryRange range, int64_t first_token,
 }
 
 // Write the entries into the results of `gradient_tile`, which are described there.
-void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_t first_row, uint32_t* across,
-                 uint32_t* along, float* row_sums) {
+void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_t first_row, Packed across,
+                 Packed along, float* row_sums) {
   const Entries& entries = call.gradient.entries;
   const int64_t pair = call.sizes.pair, size = 4 / pair;
   for (int64_t k = range.begin; k < range.end; k++) {
     const int64_t row = entries.ids[k] - first_row, lane = entries.tokens[k] - first_token;
     const float* const scale = call.inputs.row_scale;
-    const float sum = entries.values[k], value = scale == nullptr ? sum : sum * scale[first_row + row];
-    const uint16_t narrow = bf16_of(value);
-    const void* const word = pair == 2 ? static_cast<const void*>(&narrow) : &value;
-    if (across != nullptr) {
-      std::memcpy(reinterpret_cast<char*>(across + row * call.sizes.across_stride) + lane * size, word, size);
-    }
-    if (along != nullptr) {
-      std::memcpy(reinterpret_cast<char*>(along + row / pair * kLanes + lane) + row % pair * size, word, size);
+    const float sum = entries.values[k];
+    float rest = scale == nullptr ? sum : sum * scale[first_row + row];
+    for (int64_t piece = 0; piece < call.sizes.pieces; piece++) {
+      const uint16_t narrow = bf16_of(rest);
+      const void* const word = pair == 2 ? static_cast<const void*>(&narrow) : &rest;
+      if (across.words != nullptr) {
+        uint32_t* const to = across.words + row * across.stride + piece * across.piece;
+        std::memcpy(reinterpret_cast<char*>(to) + lane * size, word, size);
+      }
+      if (along.words != nullptr) {
+        uint32_t* const to = along.words + row / pair * along.stride + piece * along.piece + lane;
+        std::memcpy(reinterpret_cast<char*>(to) + row % pair * size, word, size);
+      }
+      const float taken = from_bf16(narrow);
+      rest = std::isfinite(taken) ? rest - taken : 0.0f;
     }
     if (row_sums != nullptr) row_sums[row] += sum;
   }
@@ -336,13 +351,14 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   const Sizes& sizes = call.sizes;
   const GradientInputs& g = call.gradient;
   const int64_t rows = plan.rows_of(block), item = item_bytes(g.dweight_dtype), depth = length / sizes.pair;
-  const uint32_t* columns = call.columns.get() + begin / sizes.pair * sizes.column_panels * kLanes;
+  const Left dz{call.scratch.across.of(worker), sizes.across_stride, sizes.chunk / sizes.pair};
+  const uint32_t* columns = call.columns.get() + sizes.pieces * (begin / sizes.pair) * sizes.column_panels * kLanes;
   const int64_t width = call.inputs.weight.columns;
   char* out = static_cast<char*>(g.dweight) + block * plan.block_rows * width * item;
   for (int64_t p = 0; p < sizes.column_panels; p++) {
     float* sum = call.scratch.sums.of(worker) + p % sizes.waiting_panels() * plan.block_rows * kLanes;
-    plan.multiply(rows, depth, call.scratch.across.of(worker), sizes.across_stride, columns + p * depth * kLanes, sum,
-                  kLanes, begin > 0, ahead.part(p, sizes.column_panels));
+    const Right hidden{columns + p * sizes.pieces * depth * kLanes, depth * kLanes};
+    plan.multiply(rows, depth, dz, hidden, sum, kLanes, begin > 0, ahead.part(p, sizes.column_panels));
     if (begin + length == sizes.padded) {
       plan.kernels->store_gradient(sum, rows, std::min(kLanes, width - p * kLanes), g.dweight_dtype,
                                    out + p * kLanes * item, width);
@@ -360,7 +376,7 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
   const int64_t rows = plan.rows_of(block), first = block * plan.block_rows;
   const int64_t column = (block - superblock * sizes.superblock) * plan.block_rows / sizes.pair;
   uint32_t* const along = scratch.along.of(superblock % sizes.slots) + column * kLanes;
-  WeightBlock weight{};
+  Left weight{};
   if (need_hidden || call.inputs.kept_panels() * kLanes < call.inputs.tokens) {
     weight = weight_block(plan, call.inputs, block, scratch.weight.of(worker));
   }
@@ -383,13 +399,15 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
         const int64_t row = call.lanes.target(begin + lane + j) - first;
         targets[j] = row >= 0 && row < rows ? static_cast<int32_t>(row) : -1;
       }
-      uint32_t* const dz = need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr;
-      uint32_t* const dz_along = need_hidden ? along + (begin + lane) * sizes.along_depth : nullptr;
+      const Packed dz{need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr, sizes.across_stride,
+                      sizes.chunk / sizes.pair};
+      const Packed dz_along{need_hidden ? along + (begin + lane) * sizes.pieces * sizes.along_depth : nullptr, kLanes,
+                            sizes.along_depth * kLanes};
       const EntryRange here = entries_of_panel(call, entries, begin + lane);
       clear_exponentials(call, here, begin + lane, first, tile);
       plan.kernels->gradient_tile(tile.values, plan.kept, tile.stride, rows, plan.kind,
                                   call.lanes.at(begin + lane, tile.offsets, targets, row_scale), dz,
-                                  sizes.across_stride, dz_along, row_sums);
+                                  dz_along, row_sums);
       put_entries(call, here, begin + lane, first, dz, dz_along, row_sums);
     }
     if (!need_weight) continue;
@@ -419,8 +437,9 @@ void second_round(const Call& call, int64_t superblock, int64_t blocks, int64_t 
   }
   for (int64_t k = 0; k < depth; k += sizes.step) {
     for (int64_t panel = begin; panel < end; panel++) {
-      plan.multiply(columns, std::min(sizes.step, depth - k), transposed + column * sizes.transposed_stride + k,
-                    sizes.transposed_stride, along + (panel * sizes.along_depth + k) * kLanes,
+      const Left weight{transposed + column * sizes.transposed_stride + k, sizes.transposed_stride, sizes.along_depth};
+      const Right dz{along + (panel * sizes.pieces * sizes.along_depth + k) * kLanes, sizes.along_depth * kLanes};
+      plan.multiply(columns, std::min(sizes.step, depth - k), weight, dz,
                     call.scratch.dhidden.get() + (panel * plan.hidden + column) * kLanes, kLanes,
                     superblock > 0 || k > 0, ahead.part(panel - begin, end - begin));
     }
@@ -439,7 +458,7 @@ void store_dhidden(const Call& call) {
 }  // namespace
 
 ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes, int64_t budget) {
-  const int64_t item = 4 / per_word(plan.kind), kept = plan.kept_size(), threads = thread_count();
+  const int64_t item = 4 / per_word(plan.kind) * plan.pieces(), kept = plan.kept_size(), threads = thread_count();
   const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes, columns = round_up(plan.hidden, kLanes);
   // dz of all tokens, and the weight transposed
   const int64_t block_bytes = plan.block_rows * (padded + columns) * item;

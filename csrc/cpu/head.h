@@ -22,6 +22,13 @@ inline uint16_t bf16_of(float x) {
   return static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline float from_bf16(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
 // Uninitialised memory for vectors.
 template <class T>
 class Buffer {
@@ -59,7 +66,7 @@ struct Plan {
   Dtype kept;  // of exponentials
   Gemm multiply;
   int64_t vocab, hidden;
-  int64_t words;         // of a packed row of weight or hidden states, a multiple of 16
+  int64_t words;         // of a packed row of weight or hidden states, or of a piece of it; a multiple of 16
   int64_t stride;        // of packed rows, see `shares_cache_sets`
   int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache
   int64_t blocks;
@@ -68,6 +75,9 @@ struct Plan {
 
   static Plan of(int64_t vocab, int64_t hidden, Dtype compute);
 
+  int64_t pieces() const { return pieces_of(kind); }
+  // Where rows are packed.
+  Packed packed(uint32_t* to, int64_t row_stride) const { return {to, row_stride, words}; }
   int64_t rows_of(int64_t block) const { return std::min(block_rows, vocab - block * block_rows); }
   int64_t kept_size() const { return item_bytes(kept); }
 };
@@ -198,24 +208,19 @@ void parallel_tasks(int64_t tasks, int64_t workers, F&& f) {
 class TokenPanels {
  public:
   TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel);
-  const uint32_t* panel(int64_t index) const { return words_.get() + (index - first_) * size_; }
+  Right panel(int64_t index) const { return {words_.get() + (index - first_) * size_, piece_}; }
 
  private:
-  int64_t first_, size_;
+  int64_t first_, piece_, size_;
   Buffer<uint32_t> words_;
-};
-
-// Rows of the weight as a of a product, zeros after them up to a multiple of 32 rows.
-struct WeightBlock {
-  const uint32_t* words;
-  int64_t stride;
 };
 
 // What `weight_block` will read, if that is the weight itself; nothing beyond the last block.
 Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);
 
-// The weight itself where its layout is that of an operand, else a copy in `buffer` [block_rows * stride].
-WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
+// Rows of the weight as a of a product, zeros after them up to a multiple of 32 rows: the weight itself where its layout
+// is that of an operand, else a copy in `buffer` [block_rows * stride].
+Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
 
 // Floats of one worker for `exponentials_of_tile`: a tile, and one more for candidate sets.
 inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
@@ -223,8 +228,7 @@ inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
 }
 
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
-void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
-                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept,
-                          Ahead ahead);
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weight, Right token_panel, int64_t block,
+                          int64_t panel, float* z, const TileStatistics& out, void* kept, Ahead ahead);
 
 }  // namespace grpo

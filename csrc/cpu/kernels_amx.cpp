@@ -1,4 +1,4 @@
-// bf16 products by AMX: tiles of 16 rows x 16 words.
+// Products by AMX: tiles of 16 rows x 16 words.
 #include "gemm.h"
 
 #include <algorithm>
@@ -8,11 +8,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("amx-tile,amx-bf16"))), apply_to = function)
+#if defined(EMULATED_TILES)  // tests/native: these instructions are functions
+#elif defined(__clang__)
+#pragma clang attribute push(__attribute__((target("amx-tile,amx-bf16,avx512f"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("amx-tile,amx-bf16")
+#pragma GCC target("amx-tile,amx-bf16,avx512f")
 #endif
 
 namespace grpo {
@@ -59,26 +60,18 @@ struct Stream {
   }
 };
 
-// c [Tiles * rows, 32] = or += a [Tiles * rows, depth] @ b [depth, 32]: with two tiles of rows, each that is loaded is
-// multiplied twice.
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// The sums, [Tiles * rows, 32], += a [Tiles * rows, depth] @ b [depth, 32]: with two tiles of rows, each that is loaded
+// is multiplied twice.
 template <int Tiles>
-inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, Stream& stream, float* c,
-                  int64_t ldc, bool add) {
-  const int64_t a_bytes = 4 * lda, b_bytes = 4 * kLanes, c_bytes = 4 * ldc;
-  float* const lower = c + kTile * ldc;
-  if (add) {
-    _tile_loadd(0, c, c_bytes);
-    _tile_loadd(1, c + kTile, c_bytes);
-    if constexpr (Tiles == 2) {
-      _tile_loadd(2, lower, c_bytes);
-      _tile_loadd(3, lower + kTile, c_bytes);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+inline void add_steps(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, Stream& stream) {
+  const int64_t a_bytes = 4 * lda, b_bytes = 4 * kLanes;
   for (int64_t k = 0; k < depth; k += kTile, a += kTile, b += kTile * kLanes) {
     _tile_loadd(4, a, a_bytes);
     _tile_loadd(6, b, b_bytes);
@@ -92,12 +85,34 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, c, c_bytes);
-  _tile_stored(1, c + kTile, c_bytes);
+}
+
+template <int Tiles>
+inline void store_sums(float* c, int64_t ldc) {
+  _tile_stored(0, c, 4 * ldc);
+  _tile_stored(1, c + kTile, 4 * ldc);
   if constexpr (Tiles == 2) {
-    _tile_stored(2, lower, c_bytes);
-    _tile_stored(3, lower + kTile, c_bytes);
+    _tile_stored(2, c + kTile * ldc, 4 * ldc);
+    _tile_stored(3, c + kTile * ldc + kTile, 4 * ldc);
   }
+}
+
+// c = or += a @ b, as above.
+template <int Tiles>
+inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, Stream& stream, float* c,
+                  int64_t ldc, bool add) {
+  if (add) {
+    _tile_loadd(0, c, 4 * ldc);
+    _tile_loadd(1, c + kTile, 4 * ldc);
+    if constexpr (Tiles == 2) {
+      _tile_loadd(2, c + kTile * ldc, 4 * ldc);
+      _tile_loadd(3, c + kTile * ldc + kTile, 4 * ldc);
+    }
+  } else {
+    clear_sums();
+  }
+  add_steps<Tiles>(depth, a, lda, b, stream);
+  store_sums<Tiles>(c, ldc);
 }
 
 // A depth that is a multiple of `step`, which is at most 16. Every second strip goes from the last rows to the first,
@@ -127,26 +142,127 @@ void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int6
 
 // The tiles are configured and released in each call, which takes about 1 % of its time: whatever else uses AMX on this
 // thread configures them too.
-void multiply_amx(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c, int64_t ldc,
-                  bool add, Ahead ahead) {
+void multiply_amx(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead ahead) {
   const int64_t whole = depth / kTile * kTile;
-  if (whole > 0) multiply(rows, whole, kTile, a, lda, b, c, ldc, add, ahead);
+  if (whole > 0) multiply(rows, whole, kTile, a.words, a.stride, b.words, c, ldc, add, ahead);
   if (whole < depth) {
-    multiply(rows, depth - whole, depth - whole, a + whole, lda, b + whole * kLanes, c, ldc, add || whole > 0, {});
+    multiply(rows, depth - whole, depth - whole, a.words + whole, a.stride, b.words + whole * kLanes, c, ldc,
+             add || whole > 0, {});
+  }
+  _tile_release();
+}
+
+// Steps of the depth that are summed before they are added to what is there: short chains of roundings, and three pieces
+// of b, 24 KiB, stay in the first-level cache.
+constexpr int64_t kPieceSteps = 2;
+
+// Tiles of the sums += the loaded tiles of a and b.
+template <int Tiles>
+inline void multiply_tiles() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (Tiles == 2) {
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// The sums += a @ b in pieces, numbered from the largest. Of nine products the three below 2^-26 of the result are left
+// out. The order needs one new operand for each: 14 tiles are loaded for 24 products.
+template <int Tiles>
+inline void add_pieces(int64_t depth, Left a, Right b, Stream& stream) {
+  for (int64_t k = 0; k < depth; k += kTile) {
+    const auto load_a = [&](int64_t piece) __attribute__((always_inline)) {
+      const uint32_t* const from = a.words + piece * a.piece + k;
+      _tile_loadd(4, from, 4 * a.stride);
+      if constexpr (Tiles == 2) _tile_loadd(5, from + kTile * a.stride, 4 * a.stride);
+    };
+    const auto load_b = [&](int64_t piece) __attribute__((always_inline)) {
+      const uint32_t* const from = b.words + piece * b.piece + k * kLanes;
+      _tile_loadd(6, from, 4 * kLanes);
+      _tile_loadd(7, from + kTile, 4 * kLanes);
+    };
+    load_a(2);
+    load_b(0);
+    multiply_tiles<Tiles>();
+    stream.step();
+    load_a(1);
+    multiply_tiles<Tiles>();
+    stream.step();
+    load_b(1);
+    multiply_tiles<Tiles>();
+    stream.step();
+    load_a(0);
+    multiply_tiles<Tiles>();
+    load_b(2);
+    multiply_tiles<Tiles>();
+    load_b(0);
+    multiply_tiles<Tiles>();
+  }
+}
+
+using Line = float __attribute__((vector_size(64), aligned(4), may_alias));
+
+// c [Tiles * rows, 32] = or += a @ b in pieces.
+template <int Tiles>
+inline void piece_block(int64_t rows, int64_t depth, Left a, Right b, Stream& stream, float* c, int64_t ldc, bool add) {
+  alignas(64) float sums[2 * kTile * 2 * kTile];
+  clear_sums();
+  add_pieces<Tiles>(depth, a, b, stream);
+  if (!add) return store_sums<Tiles>(c, ldc);
+  store_sums<Tiles>(sums, 2 * kTile);
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t j = 0; j < 2 * kTile; j += kTile) {
+      *reinterpret_cast<Line*>(c + r * ldc + j) += *reinterpret_cast<const Line*>(sums + r * 2 * kTile + j);
+    }
+  }
+}
+
+// As `multiply`.
+void multiply_slice(int64_t rows, int64_t depth, int64_t step, Left a, Right b, Stream& stream, float* c, int64_t ldc,
+                    bool add) {
+  configure(kTile, step);
+  for (int64_t i = 0; i + 2 * kTile <= rows; i += 2 * kTile) {
+    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+      piece_block<2>(2 * kTile, depth, {a.words + i * a.stride, a.stride, a.piece}, {b.words + lane, b.piece}, stream,
+                     c + i * ldc + lane, ldc, add);
+    }
+  }
+  for (int64_t i = rows / (2 * kTile) * 2 * kTile; i < rows; i += kTile) {
+    const int64_t count = std::min(rows - i, kTile);
+    if (count < kTile) configure(count, step);
+    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+      piece_block<1>(count, depth, {a.words + i * a.stride, a.stride, a.piece}, {b.words + lane, b.piece}, stream,
+                     c + i * ldc + lane, ldc, add);
+    }
+  }
+}
+
+void multiply_pieces(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead) {
+  Stream stream{b.words + 2 * b.piece + depth * kLanes, nullptr, 0};  // the next panel follows the last piece
+  const int64_t whole = depth / kTile * kTile;
+  for (int64_t k = 0; k < depth;) {
+    const int64_t step = k < whole ? kTile : depth - whole;
+    const int64_t length = k < whole ? std::min(kPieceSteps * kTile, whole - k) : step;
+    multiply_slice(rows, length, step, {a.words + k, a.stride, a.piece}, {b.words + k * kLanes, b.piece}, stream, c,
+                   ldc, add || k > 0);
+    k += length;
   }
   _tile_release();
 }
 
 }  // namespace
 
-Gemm amx_bf16() {
+AmxProducts amx_products() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? multiply_amx : nullptr;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return {};
+  return {multiply_amx, multiply_pieces};
 }
 
 }  // namespace grpo
 
-#if defined(__clang__)
+#if defined(EMULATED_TILES)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
@@ -156,7 +272,7 @@ Gemm amx_bf16() {
 
 namespace grpo {
 
-Gemm amx_bf16() { return nullptr; }
+AmxProducts amx_products() { return {}; }
 
 }  // namespace grpo
 

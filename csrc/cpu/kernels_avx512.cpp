@@ -25,9 +25,8 @@ struct Bf16 {
 
 }  // namespace
 
-PRODUCT void multiply_bf16(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                           int64_t ldc, bool add, Ahead) {
-  multiply<Bf16>(rows, depth, a, lda, b, c, ldc, add);
+PRODUCT void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead) {
+  multiply<Bf16>(rows, depth, a.words, a.stride, b.words, c, ldc, add);
 }
 
 const Kernels kernels_avx512 = kAll;

@@ -39,8 +39,8 @@ Machine probe(const std::string& wanted) {
   std::string needs;
   if (best || wanted == "amx") {
     needs = "AVX-512 and AMX (in the processor, the operating system, and the compiler: GCC 11 or clang 11)";
-    const Gemm amx = avx512 && has_amx_bf16() ? amx_bf16() : nullptr;
-    if (amx != nullptr) return {"", "AMX", &kernels_avx512, amx, 2 << 20};
+    const AmxProducts amx = avx512 && has_amx_bf16() ? amx_products() : AmxProducts{};
+    if (amx.bf16 != nullptr) return {"", "AMX", &kernels_avx512, amx.bf16, amx.pieces, 2 << 20};
   }
   if (best || wanted == "avx512") {
     needs = "AVX-512 (F, BW, VL, DQ)";

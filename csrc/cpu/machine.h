@@ -12,6 +12,7 @@ struct Machine {
   const char* name;     // what multiplies bf16
   const Kernels* kernels;
   Gemm bf16;  // nullptr: bf16 inputs are widened
+  Gemm pieces = nullptr;  // of fp32 in three bf16 pieces, where that is faster
   int64_t bf16_cache_bytes = 1 << 20;  // of the second level, for its products: all that have the instructions have it
 };
 

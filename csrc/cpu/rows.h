@@ -8,10 +8,12 @@
 
 namespace grpo {
 
-// The content of an operand's words.
-enum class Operand { fp32, bf16 };
+// The content of an operand's words. `pieces`: three bf16 numbers that sum to an fp32 one, to its last bit, so that
+// products of bf16 can take its place.
+enum class Operand { fp32, bf16, pieces };
 
-inline int64_t per_word(Operand kind) { return kind == Operand::bf16 ? 2 : 1; }
+inline int64_t per_word(Operand kind) { return kind == Operand::fp32 ? 1 : 2; }
+inline int64_t pieces_of(Operand kind) { return kind == Operand::pieces ? 3 : 1; }
 
 // Rows of a matrix; each is contiguous, and they are `stride` items apart.
 struct WeightRows {
@@ -73,6 +75,12 @@ struct LogNormalizer {
   float max, log_sum;
 };
 
+// Where an operand is written: words from row to row, and from piece to piece.
+struct Packed {
+  uint32_t* words;
+  int64_t stride, piece;
+};
+
 // Row work, packing and products: written once, in kernels/, and compiled for each instruction set.
 struct Kernels {
   // The product of fp32 words.
@@ -87,22 +95,19 @@ struct Kernels {
   void (*merge_tile)(const TileStatistics& total, const TileStatistics& tile);
 
   // dL/d(row_scale * product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
-  // `across` (nullptr: not wanted): times row_scale, row-major over tokens, `across_stride` words a row: a of the dW
-  // product.
-  // `along` (nullptr: not wanted): times row_scale, [rows in words, 64]: b of the dH product.
+  // `across` (words of nullptr: not wanted): times row_scale, row-major over tokens: a of the dW product.
+  // `along` (the same): times row_scale, [rows in words, 64]: b of the dH product.
   // `row_sums` (nullptr: not wanted): sums over the tokens are added, [rows].
   void (*gradient_tile)(const void* kept, Dtype kept_dtype, int64_t stride, int64_t rows, Operand kind,
-                        const GradientLanes& lanes, uint32_t* across, int64_t across_stride, uint32_t* along,
-                        float* row_sums);
+                        const GradientLanes& lanes, Packed across, Packed along, float* row_sums);
 
   // Append the lanes of `mask` of each row [rows, 64] to rows of `out`; each row may be written up to 64 elements
   // beyond.
   void (*compress_tile)(const void* tile, int64_t rows, Dtype dtype, uint64_t mask, void* out, int64_t out_stride);
 
-  // The first rows, rounded to `compute` and written as words; zeros up to `words` a row, which begin `stride` words
-  // apart. The columns may be odd.
-  void (*pack_rows)(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, uint32_t* out, int64_t words,
-                    int64_t stride);
+  // The first rows, rounded to `compute` and written as words; zeros up to `words` a row, and a piece. The columns may
+  // be odd.
+  void (*pack_rows)(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, Packed out, int64_t words);
 
   // out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
   void (*transpose_panel)(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);

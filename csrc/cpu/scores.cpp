@@ -9,72 +9,76 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   const Machine& here = machine();
   Plan plan{};
   plan.kernels = here.kernels;
-  plan.kind = compute == Dtype::bf16 && here.bf16 != nullptr ? Operand::bf16 : Operand::fp32;
+  const Gemm narrow = compute == Dtype::bf16 ? here.bf16 : here.pieces;
+  plan.kind = narrow == nullptr ? Operand::fp32 : compute == Dtype::bf16 ? Operand::bf16 : Operand::pieces;
   plan.kept = compute == Dtype::bf16 ? Dtype::bf16 : Dtype::fp32;
-  plan.multiply = plan.kind == Operand::bf16 ? here.bf16 : here.kernels->multiply;
+  plan.multiply = narrow == nullptr ? here.kernels->multiply : narrow;
   plan.vocab = vocab;
   plan.hidden = hidden;
   plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
-  plan.stride = shares_cache_sets(plan.words) ? plan.words + 16 : plan.words;
+  const int64_t row = plan.words * plan.pieces();
+  plan.stride = shares_cache_sets(row) ? row + 16 : row;
   // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache; fp32
   // products take 1.03 x the time if they are cut for 2 MiB
-  plan.held_words = (plan.kind == Operand::bf16 ? here.bf16_cache_bytes : 1 << 20) * 7 / 16 / 4;
-  plan.block_rows = std::clamp<int64_t>(plan.held_words / plan.words / 32 * 32, 64, 256);
+  plan.held_words = (plan.kind == Operand::fp32 ? 1 << 20 : here.bf16_cache_bytes) * 7 / 16 / 4;
+  plan.block_rows = std::clamp<int64_t>(plan.held_words / row / 32 * 32, 64, 256);
   plan.blocks = ceil_div(vocab, plan.block_rows);
-  plan.token_chunk = 512 * per_word(plan.kind);
+  plan.token_chunk = plan.kind == Operand::bf16 ? 1024 : 512;
   return plan;
 }
 
 TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel)
-    : first_(first_panel), size_(plan.words * kLanes), words_((last_panel - first_panel) * plan.words * kLanes) {
+    : first_(first_panel), piece_(plan.words * kLanes), size_(plan.pieces() * piece_),
+      words_((last_panel - first_panel) * size_) {
   const WeightRows hidden{inputs.hidden, inputs.compute, plan.hidden, plan.hidden};
-  const int64_t workers = worker_count(last_panel - first_panel);
-  const WorkerBuffers<uint32_t> rows(workers, kLanes * plan.words);
+  const int64_t workers = worker_count(last_panel - first_panel), row = plan.words * plan.pieces();
+  const WorkerBuffers<uint32_t> rows(workers, kLanes * row);
   parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
     uint32_t* packed = rows.of(worker);
-    plan.kernels->pack_rows(hidden.from(token), count, inputs.compute, plan.kind, packed, plan.words, plan.words);
-    std::fill(packed + count * plan.words, packed + kLanes * plan.words, 0u);
-    plan.kernels->transpose_panel(packed, plan.words, plan.words, words_.get() + task * size_);
+    plan.kernels->pack_rows(hidden.from(token), count, inputs.compute, plan.kind, plan.packed(packed, row), plan.words);
+    std::fill(packed + count * row, packed + kLanes * row, 0u);
+    plan.kernels->transpose_panel(packed, row, row, words_.get() + task * size_);
   });
 }
 
 namespace {
 
 // A block of the weight that has the layout of an operand; else words of nullptr.
-WeightBlock weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) {
+Left weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   const WeightRows& weight = inputs.weight;
   const int64_t item = item_bytes(weight.dtype), pairs = per_word(plan.kind), stride = weight.stride / pairs;
   const void* source = weight.row(block * plan.block_rows);
-  const bool same_words = weight.columns == plan.hidden && weight.dtype == inputs.compute && item * pairs == 4;
+  const bool same_words = weight.columns == plan.hidden && weight.dtype == inputs.compute && item * pairs == 4 &&
+                          plan.kind != Operand::pieces;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && weight.stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
   // the transposition takes 32 rows at a time
   const bool fits = same_words && whole_lines && !shares_cache_sets(stride) && plan.rows_of(block) % 32 == 0;
-  return {fits ? static_cast<const uint32_t*>(source) : nullptr, stride};
+  return {fits ? static_cast<const uint32_t*>(source) : nullptr, stride, 0};
 }
 
 }  // namespace
 
 Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   if (block >= plan.blocks) return {};
-  const WeightBlock found = weight_in_place(plan, inputs, block);
+  const Left found = weight_in_place(plan, inputs, block);
   return found.words == nullptr ? Ahead{} : Ahead{found.words, plan.rows_of(block) * found.stride};
 }
 
-WeightBlock weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
-  const WeightBlock found = weight_in_place(plan, inputs, block);
+Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
+  const Left found = weight_in_place(plan, inputs, block);
   if (found.words != nullptr) return found;
   const int64_t rows = plan.rows_of(block);
   int64_t word = 0;
   for (const WeightRows& part : {inputs.base, inputs.weight}) {
     if (part.columns == 0) continue;
-    plan.kernels->pack_rows(part.from(block * plan.block_rows), rows, inputs.compute, plan.kind, buffer + word,
-                            plan.stride - word, plan.stride);
+    plan.kernels->pack_rows(part.from(block * plan.block_rows), rows, inputs.compute, plan.kind,
+                            plan.packed(buffer + word, plan.stride), plan.words - word);
     word += part.columns / per_word(plan.kind);
   }
   std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);
-  return {buffer, plan.stride};
+  return {buffer, plan.stride, plan.words};
 }
 
 namespace {
@@ -107,15 +111,14 @@ const float* limits_of_tile(const Plan& plan, const HeadInputs& inputs, int64_t 
 
 }  // namespace
 
-void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, WeightBlock weight, const uint32_t* token_panel,
-                          int64_t block, int64_t panel, float* z, const TileStatistics& out, void* kept,
-                          Ahead ahead) {
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weight, Right token_panel, int64_t block,
+                          int64_t panel, float* z, const TileStatistics& out, void* kept, Ahead ahead) {
   const int64_t rows = plan.rows_of(block), token = panel * kLanes;
   float inverse_temperature[kLanes];
   for (int64_t j = 0; j < kLanes; j++) {
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
-  plan.multiply(rows, plan.words, weight.words, weight.stride, token_panel, z, kLanes, false, ahead);
+  plan.multiply(rows, plan.words, weight, token_panel, z, kLanes, false, ahead);
   const int64_t first = block * plan.block_rows;
   const Transform transform{inputs.row_scale == nullptr ? nullptr : inputs.row_scale + first,
                             inputs.bias == nullptr ? nullptr : inputs.bias + first, inputs.scale, inputs.softcap,
@@ -162,7 +165,7 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
     float* z = tiles.of(worker);
     const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
     for (int64_t block = begin; block < end; block++) {
-      const WeightBlock weight = weight_block(plan, inputs, block, weights.of(worker));
+      const Left weight = weight_block(plan, inputs, block, weights.of(worker));
       const Ahead next = weight_ahead(plan, inputs, block + 1 < end ? block + 1 : plan.blocks);
       const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
       for (int64_t panel = 0; panel < panels; panel++) {
@@ -200,10 +203,10 @@ void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64
   parallel_tasks(plan.blocks, workers, [&](int64_t block, int64_t worker) {
     float* tile = tiles.of(worker);
     const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
-    const WeightBlock weight = weight_block(plan, inputs, block, weights.of(worker));
+    const Left weight = weight_block(plan, inputs, block, weights.of(worker));
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
-      plan.multiply(rows, plan.words, weight.words, weight.stride, tokens.panel(panel), tile, kLanes, false, {});
+      plan.multiply(rows, plan.words, weight, tokens.panel(panel), tile, kLanes, false, {});
       plan.kernels->transpose_tile(tile, rows, count, out + token * out_stride + first, out_stride);
     }
   });

@@ -83,6 +83,7 @@ void multiply_bf16(int c, int a, int b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#define EMULATED_TILES
 #define _tile_loadconfig emulated::load_config
 #define _tile_release emulated::release
 #define _tile_zero emulated::zero
@@ -92,10 +93,12 @@ void multiply_bf16(int c, int a, int b) {
 
 #include "cpu/kernels_amx.cpp"
 
-// Returns the number of refused instructions; tiles that are still configured count as one.
-extern "C" int multiply(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                        int64_t ldc, bool add) {
+// Returns the number of refused instructions; tiles that are still configured count as one. `pieces`: whether operands
+// have three, which are so many words apart.
+extern "C" int multiply(bool pieces, int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, int64_t a_piece,
+                        const uint32_t* b, int64_t b_piece, float* c, int64_t ldc, bool add) {
   emulated::faults = 0;
-  grpo::multiply_amx(rows, depth, a, lda, b, c, ldc, add, {a, rows * lda});
+  const grpo::Gemm product = pieces ? grpo::multiply_pieces : grpo::multiply_amx;
+  product(rows, depth, {a, lda, a_piece}, {b, b_piece}, c, ldc, add, {a, rows * lda});
   return emulated::faults + (emulated::shapes.palette != 0);
 }

@@ -1,4 +1,4 @@
-"""The bf16 product by AMX, on any processor: its tile instructions are emulated (emulated_tiles.cpp)."""
+"""The products by AMX, on any processor: its tile instructions are emulated (emulated_tiles.cpp)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,54 @@ def test_products_are_those_of_float64(amx, depth, add):
         want[:rows, :64] = product + (want[:rows, :64] if add else 0.0)
         if not add:
             c[:rows, :64] = torch.nan
-        int64, pointer = ctypes.c_int64, ctypes.c_void_p
-        refused = amx.multiply(
-            int64(rows), int64(depth), pointer(a.data_ptr()), int64(depth + 3), pointer(b.data_ptr()),
-            pointer(c.data_ptr()), int64(70), ctypes.c_bool(add),
-        )  # fmt: skip
-        assert refused == 0
+        multiply(amx, rows, depth, a, b, c, add)
         torch.testing.assert_close(c.double(), want, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
+@pytest.mark.parametrize("depth", [1, 6, 15, 16, 17, 32, 40, 133, 261])
+def test_products_of_pieces(amx, depth, add):
+    """c = or += a @ b of fp32, whose bf16 pieces lie one after the other: the result is exact but for fp32's rounding.
+
+    Numbers of all exponents between 2^-20 and 2^20; a slice is 32 words deep. Without any of the six products an error
+    is 2^-18 or more of what is summed.
+    """
+    for rows in (1, 16, 17, 32, 50, 100):
+        a32 = torch.randn(rows, 2 * depth) * 2.0 ** torch.randint(-20, 21, (rows, 1))
+        b32 = torch.randn(2 * depth, 64) * 2.0 ** torch.randint(-20, 21, (64,))
+        a = torch.full((rows + 16, 3, 2 * depth + 6), torch.nan, dtype=torch.bfloat16)
+        a[:rows, :, : 2 * depth] = torch.stack(pieces_of(a32), 1)
+        b = torch.full((3, depth + 16, 64, 2), torch.nan, dtype=torch.bfloat16)
+        b[:, :depth] = torch.stack(pieces_of(b32)).unflatten(1, (depth, 2)).transpose(2, 3)
+        scale = a32.double().abs() @ b32.double().abs()
+        c = torch.full((rows + 16, 70), torch.nan)
+        before = torch.randn(rows, 64) * scale.float()
+        want = a32.double() @ b32.double() + (before.double() if add else 0.0)
+        if add:
+            c[:rows, :64] = before
+        multiply(amx, rows, depth, a, b, c, add)
+        error = ((c[:rows, :64].double() - want).abs() / (scale + before.double().abs())).max()
+        assert error < 2**-21
+        assert c[rows:].isnan().all()
+        assert c[:, 64:].isnan().all()
+
+
+def multiply(amx, rows, depth, a, b, c, add):
+    """Fails if a processor would refuse an instruction. a [rows, (pieces,) numbers], b [(pieces,) words, 64, 2]."""
+    int64, pointer = ctypes.c_int64, ctypes.c_void_p
+    refused = amx.multiply(
+        ctypes.c_bool(a.dim() == 3), int64(rows), int64(depth), pointer(a.data_ptr()), int64(a.stride(0) // 2),
+        int64(a.stride(-2) // 2), pointer(b.data_ptr()), int64(b.stride(0) // 2), pointer(c.data_ptr()), int64(70),
+        ctypes.c_bool(add),
+    )  # fmt: skip
+    assert refused == 0
+
+
+def pieces_of(x):
+    """Three bf16 tensors that sum to x."""
+    pieces = []
+    for _ in range(3):
+        pieces.append(x.bfloat16())
+        x = x - pieces[-1]
+    assert not x.any()
+    return pieces

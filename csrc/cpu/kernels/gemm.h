@@ -86,9 +86,8 @@ PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_
   } while (k < depth);
 }
 
-PRODUCT void multiply_fp32(int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-                           int64_t ldc, bool add, Ahead) {
-  multiply<Fp32>(rows, depth, a, lda, b, c, ldc, add);
+PRODUCT void multiply_fp32(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead) {
+  multiply<Fp32>(rows, depth, a.words, a.stride, b.words, c, ldc, add);
 }
 
 }  // namespace

@@ -62,8 +62,8 @@ Vector vector_of(const GradientLanes& lanes, int64_t lane, bool dense) {
 }
 
 template <bool Dense, Operand Kind, Dtype Kept>
-void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& lanes, uint32_t* across,
-          int64_t across_stride, uint32_t* along, float* row_sums) {
+void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& lanes, Packed across, Packed along,
+          float* row_sums) {
   const bool with_entropy = lanes.minus_dentropy != nullptr, with_softcap = lanes.softcap != 0.0f;
   Vector vectors[kVectors];
   for (int j = 0; j < kVectors; j++) vectors[j] = vector_of(lanes, kWidth * j, Dense);
@@ -72,7 +72,7 @@ void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& l
     return gradient_of<Dense>(e, vectors[j], with_entropy, with_softcap, row);
   };
   for (int64_t r = 0; r < rows; r += per_word(Kind)) {
-    const bool paired = Kind == Operand::bf16 && r + 1 < rows;
+    const bool paired = Kind != Operand::fp32 && r + 1 < rows;
     const Floats scale = all(lanes.row_scale == nullptr ? 1.0f : lanes.row_scale[r]);
     const Floats next_scale = all(lanes.row_scale == nullptr || !paired ? 1.0f : lanes.row_scale[r + 1]);
     Floats sum = all(0.0f), next_sum = all(0.0f);
@@ -83,18 +83,20 @@ void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& l
       sum = sum + first;
       first = first * scale;
       if constexpr (Kind == Operand::fp32) {
-        if (across != nullptr) store(across + r * across_stride + lane, (Words)first);
-        if (along != nullptr) store(along + r * kLanes + lane, (Words)first);
+        if (across.words != nullptr) store(across.words + r * across.stride + lane, (Words)first);
+        if (along.words != nullptr) store(along.words + r * along.stride + lane, (Words)first);
       } else {
         Floats second = paired ? at(r + 1, j) : all(0.0f);
         next_sum = next_sum + second;
         second = second * next_scale;
-        const Words low = bf16_words(first), high = bf16_words(second);
-        if (along != nullptr) store(along + r / 2 * kLanes + lane, low | high << 16);
-        if (across != nullptr) {
-          uint32_t* to = across + r * across_stride + lane / 2;
-          store(reinterpret_cast<uint16_t*>(to), narrow(low));
-          if (paired) store(reinterpret_cast<uint16_t*>(to + across_stride), narrow(high));
+        for (int64_t p = 0; p < pieces_of(Kind); p++) {
+          const Words low = take_piece(first), high = take_piece(second);
+          if (along.words != nullptr) store(along.words + r / 2 * along.stride + p * along.piece + lane, low | high << 16);
+          if (across.words != nullptr) {
+            uint32_t* to = across.words + r * across.stride + p * across.piece + lane / 2;
+            store(reinterpret_cast<uint16_t*>(to), narrow(low));
+            if (paired) store(reinterpret_cast<uint16_t*>(to + across.stride), narrow(high));
+          }
         }
       }
     }
@@ -111,13 +113,13 @@ constexpr auto tile_of(bool dense) {
 }
 
 void gradient_tile(const void* kept, Dtype dtype, int64_t stride, int64_t rows, Operand kind,
-                   const GradientLanes& lanes, uint32_t* across, int64_t across_stride, uint32_t* along,
-                   float* row_sums) {
+                   const GradientLanes& lanes, Packed across, Packed along, float* row_sums) {
   const bool dense = lanes.minus_dentropy == nullptr && lanes.softcap == 0.0f;
-  const auto work = holds_pairs(kind)      ? tile_of<Operand::bf16, Dtype::bf16>(dense)
-                    : dtype == Dtype::bf16 ? tile_of<Operand::fp32, Dtype::bf16>(dense)
-                                           : tile_of<Operand::fp32, Dtype::fp32>(dense);
-  work(kept, stride, rows, lanes, across, across_stride, along, row_sums);
+  const auto work = !holds_pairs(kind) ? (dtype == Dtype::bf16 ? tile_of<Operand::fp32, Dtype::bf16>(dense)
+                                                               : tile_of<Operand::fp32, Dtype::fp32>(dense))
+                    : kind == Operand::bf16 ? tile_of<Operand::bf16, Dtype::bf16>(dense)
+                                            : tile_of<Operand::pieces, Dtype::fp32>(dense);
+  work(kept, stride, rows, lanes, across, along, row_sums);
 }
 
 void compress_tile(const void* tile, int64_t rows, Dtype dtype, uint64_t mask, void* out, int64_t out_stride) {

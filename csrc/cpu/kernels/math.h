@@ -60,6 +60,14 @@ inline Words bf16_words(Floats x) {
   return select(unordered(x), all_words(0x7fc0), rounded);
 }
 
+// Takes the next bf16 piece from x, of which the rest stays. Of a number that is not finite all is in the first piece.
+inline Words take_piece(Floats& x) {
+  const Words piece = bf16_words(x), exponent = all_words(0x7f800000);
+  const Words above = piece << 16;
+  x = select(equal(above & exponent, exponent), all(0.0f), x - (Floats)above);
+  return piece;
+}
+
 inline Floats from_bf16(Halves x) { return (Floats)(widen(x) << 16); }
 
 inline Floats from_int8(Bytes x) { return from_int((Words)((Ints)(widen(x) << 24) >> 24)); }

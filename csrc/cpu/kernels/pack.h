@@ -24,12 +24,12 @@ inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, 
   for (int i = 0; i < kWidth; i++) store(to + i * out_stride, block[i]);
 }
 
-void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, uint32_t* out, int64_t words,
-               int64_t stride) {
+void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, Packed out, int64_t words) {
   const int64_t depth = source.columns, item = item_bytes(source.dtype), group = depth / source.groups;
-  const bool same_words = source.dtype == compute && source.scale == nullptr && item * per_word(kind) == 4;
+  const bool same_words = source.dtype == compute && source.scale == nullptr && item * per_word(kind) == 4 &&
+                          kind != Operand::pieces;
   for (int64_t r = 0; r < rows; r++) {
-    uint32_t* to = out + r * stride;
+    uint32_t* to = out.words + r * out.stride;
     const void* from = source.row(r);
     if (same_words) {
       char* bytes = reinterpret_cast<char*>(to);
@@ -42,11 +42,15 @@ void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand ki
       const Floats numbers = source.dtype == Dtype::half_bytes
                                  ? from_half_bytes(static_cast<const uint8_t*>(from) + k / 2, source.codes, count)
                                  : load_as(from, source.dtype, k, count);
-      const Floats x = rounded_to(rounded_to(numbers * scale, source.rounded), compute);
-      if (holds_pairs(kind)) {
+      Floats x = rounded_to(rounded_to(numbers * scale, source.rounded), compute);
+      if (!holds_pairs(kind)) {
+        store(to + k, (Words)x);
+      } else if (kind == Operand::bf16) {
         store(reinterpret_cast<uint16_t*>(to + k / 2), narrow(bf16_words(x)));
       } else {
-        store(to + k, (Words)x);
+        for (int64_t p = 0; p < pieces_of(kind); p++) {
+          store(reinterpret_cast<uint16_t*>(to + p * out.piece + k / 2), narrow(take_piece(x)));
+        }
       }
     };
     int64_t k = 0;

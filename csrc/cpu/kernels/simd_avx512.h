@@ -21,7 +21,7 @@ using Mask = __mmask16;
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
-inline bool holds_pairs(Operand kind) { return kind == Operand::bf16; }
+inline bool holds_pairs(Operand kind) { return kind != Operand::fp32; }
 
 inline Floats all(float x) { return _mm512_set1_ps(x); }
 inline Words all_words(uint32_t x) { return (Words)_mm512_set1_epi32(static_cast<int>(x)); }
