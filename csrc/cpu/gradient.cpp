@@ -338,8 +338,7 @@ void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_
         uint32_t* const to = along.words + row / pair * along.stride + piece * along.piece + lane;
         std::memcpy(reinterpret_cast<char*>(to) + row % pair * size, word, size);
       }
-      const float taken = from_bf16(narrow);
-      rest = std::isfinite(taken) ? rest - taken : 0.0f;
+      rest -= from_bf16(narrow);
     }
     if (row_sums != nullptr) row_sums[row] += sum;
   }

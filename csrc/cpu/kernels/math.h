@@ -60,11 +60,10 @@ inline Words bf16_words(Floats x) {
   return select(unordered(x), all_words(0x7fc0), rounded);
 }
 
-// Takes the next bf16 piece from x, of which the rest stays. Of a number that is not finite all is in the first piece.
+// Takes the next bf16 piece from x, of which the rest stays: NaN, if the piece is not finite.
 inline Words take_piece(Floats& x) {
-  const Words piece = bf16_words(x), exponent = all_words(0x7f800000);
-  const Words above = piece << 16;
-  x = select(equal(above & exponent, exponent), all(0.0f), x - (Floats)above);
+  const Words piece = bf16_words(x);
+  x = x - (Floats)(piece << 16);
   return piece;
 }
 

@@ -24,6 +24,9 @@ inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, 
   for (int i = 0; i < kWidth; i++) store(to + i * out_stride, block[i]);
 }
 
+// A page: the processor's own fetching ends at each. Without it packing takes 2.7 x the time (a weight in fp32, AMX).
+constexpr int64_t kAheadBytes = 4096;
+
 void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, Packed out, int64_t words) {
   const int64_t depth = source.columns, item = item_bytes(source.dtype), group = depth / source.groups;
   const bool same_words = source.dtype == compute && source.scale == nullptr && item * per_word(kind) == 4 &&
@@ -39,6 +42,7 @@ void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand ki
     }
     Floats scale = all(1.0f);
     const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      __builtin_prefetch(static_cast<const char*>(from) + k * item + kAheadBytes);
       const Floats numbers = source.dtype == Dtype::half_bytes
                                  ? from_half_bytes(static_cast<const uint8_t*>(from) + k / 2, source.codes, count)
                                  : load_as(from, source.dtype, k, count);
