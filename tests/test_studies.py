@@ -381,6 +381,24 @@ def test_alternatives_beside_logits(monkeypatch):
 
 
 @pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
+def test_fp32_by_amx_has_a_sixth_of_its_rate(monkeypatch):
+    """Six products of bf16 pieces are one of fp32."""
+    monkeypatch.setattr(limit.libraries, "instruction_set", lambda: "AMX")
+    monkeypatch.setattr(limit, "rate", lambda instruction, threads: {"AMX": 600.0}[instruction])
+    monkeypatch.setattr(limit, "measure", lambda *args, **options: {})
+    monkeypatch.setattr(limit, "print_case", lambda *args: None)
+    limits = {
+        dtype: case["limit"]
+        for dtype in ("bf16", "fp32")
+        for section in limit.run(tokens=(8,), dtype=dtype)
+        for case in section["cases"].values()
+    }
+    assert limits == {
+        "bf16": {"instruction": "AMX", "gflops": 600.0},
+        "fp32": {"instruction": "AMX, 6 products for one", "gflops": 100.0},
+    }
+
+
 def test_the_share_of_the_limit(tmp_path):
     """Of the rate in registers, which the processor's instructions have in their order."""
     out = tmp_path / "r.json"

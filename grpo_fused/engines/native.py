@@ -19,7 +19,7 @@ from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
-is most. Operands and the fp32 dH take their part of it first (about 16 bytes for each of N·H, and 2 to 4 MiB a thread),
+is most. Operands and the fp32 dH take their part of it first (12 to 20 bytes for each of N·H, and 2 to 4 MiB a thread),
 with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
