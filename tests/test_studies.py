@@ -380,7 +380,6 @@ def test_alternatives_beside_logits(monkeypatch):
         problem.check("chunked")
 
 
-@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
 def test_fp32_by_amx_has_a_sixth_of_its_rate(monkeypatch):
     """Six products of bf16 pieces are one of fp32."""
     monkeypatch.setattr(limit.libraries, "instruction_set", lambda: "AMX")
@@ -399,6 +398,7 @@ def test_fp32_by_amx_has_a_sixth_of_its_rate(monkeypatch):
     }
 
 
+@pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
 def test_the_share_of_the_limit(tmp_path):
     """Of the rate in registers, which the processor's instructions have in their order."""
     out = tmp_path / "r.json"
