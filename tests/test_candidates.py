@@ -299,7 +299,10 @@ def test_large_sets_that_leave_out_whole_blocks_of_the_vocabulary(head, dtype, s
     ids=["kept", "computed again", "chunked", "reference"],
 )  # fmt: skip
 def test_rows_of_the_weight_outside_every_set_touch_nothing(impl, size, bad, scratch, dtype):
-    """Sets below and above the limit, beyond which `native` multiplies whole; 70 tokens fill a panel of 64 and part of the next."""
+    """Sets below and above the limit, beyond which `native` multiplies whole; 70 tokens fill a panel of 64 and part of the next.
+
+    Rows of even and odd numbers, which share words of operands, and the neighbour of a row in a set.
+    """
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 17, generator=g).to(dtype).requires_grad_() for n in (70, 600))
     sets = CandidateSets.from_mask(((torch.arange(600) >= 10) & (torch.arange(600) < 10 + size)).repeat(70, 1))
@@ -307,7 +310,7 @@ def test_rows_of_the_weight_outside_every_set_touch_nothing(impl, size, bad, scr
     found = []
     for outside in (1.0, bad):
         with torch.no_grad():
-            weight[[3, 599]] = outside
+            weight[[3, 4, 10 + size, 599]] = outside
         out = fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl=impl, max_scratch_bytes=scratch,
                                     with_entropy=True)  # fmt: skip
         found.append((*out[:2], *torch.autograd.grad((out.logps + out.entropies).sum(), (hidden, weight))))
