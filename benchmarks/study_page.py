@@ -6,7 +6,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.equivalence import statistics_of
 from benchmarks.learning_page import ARMS, comparison, counted
 from benchmarks.results import Run, where
 from benchmarks.tables import BARE, grid
@@ -16,8 +15,7 @@ PARTS = ("generation", "body", "head", "other")
 
 def trained(section_name: str, run: Run) -> str:
     """A row for each trainer: accuracy and its difference from stock TRL; time of a step and its parts, memory."""
-    section = current(section_name, run.sections[section_name])
-    run = run._replace(sections={section_name: section})
+    section = run.sections[section_name]
     recipe, rows = section["recipe"], []
     for arm, mean in step_means(section).items():
         times = (f"{mean[part]:.1f}" for part in ("seconds", *PARTS))
@@ -42,22 +40,6 @@ def trained(section_name: str, run: Run) -> str:
     return "\n".join(lines)
 
 
-def current(section_name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """The section as `benchmarks.pretrained` writes it now; that of commit ca44670 has no statistics."""
-    if "recipe" in section:
-        return section
-    rows = [
-        {"arm": name.rpartition("-")[0], "seed": int(name.rpartition("-")[2]), "commit": "b2b056d, b290a61"}
-        | {"before": row["accuracy"]["before"], "after": row["accuracy"]["after"], **row}
-        for name, row in section["runs"].items()
-    ]
-    recipe = {
-        "task": section_name, "steps": rows[0]["steps"], "prompts_per_step": section["prompts"],
-        "num_generations": section["generations"], "num_iterations": 1,
-    }  # fmt: skip
-    return {**section, "recipe": section | recipe, "replay": [], **statistics_of(rows, bound=0.05)}
-
-
 def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of each trainer, means over the seeds: seconds of a step and of its parts, tokens per second, peak memory."""
     found = {}
@@ -69,7 +51,7 @@ def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def step_sentence(run: Run) -> str:
     """How long a step of the pretrained model takes in our trainer and in stock TRL."""
-    means = step_means(current("pretrained", run.sections["pretrained"]))
+    means = step_means(run.sections["pretrained"])
     ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
     return (
         f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s in our trainer and {theirs:.1f} s in stock TRL, "

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.learning_page import ARMS, TASKS
-from benchmarks.study_page import PARTS, current, step_means
+from benchmarks.study_page import PARTS, step_means
 from benchmarks.style import (
     COLORS,
     INK,
@@ -330,7 +330,7 @@ def distillation_plot(section: dict[str, Any]) -> Figure:
 
 def step_plot(section: dict[str, Any]) -> Figure:
     """Where the time of a step of a pretrained model goes, a bar for each trainer."""
-    means = step_means(current("pretrained", section))
+    means = step_means(section)
     figure = new_figure(
         10.4, 2.6, "Time of a step of GRPO (lower is better)", f"{TASKS['pretrained']}, V = 262,144, bf16 autocast."
     )

@@ -180,17 +180,8 @@ def test_tables_of_both_vocabularies() -> None:
     assert "1 optimizer step each" in text
     assert "525 of 262,144 tokens: 37 of the task, 43 more" in text
     assert "0.0030% of the probability (at most 0.12% in a position)" in text
-    older = {  # of commit ca44670
-        "prompts": 8, "generations": 8, "max_completion_length": 48, "learning_rate": 2e-6, "held_out": 384,
-        "runs": {
-            f"{row['arm']}-{row['seed']}": {
-                "steps": 20, "accuracy": {"before": row["before"], "after": row["after"]},
-                **{name: row[name] for name in ("median", "tokens_per_second", "peak_bytes")},
-            }
-            for row in rows[:3]
-        },
-    }  # fmt: skip
-    text = study_page.whole(Run(Path(), about, {"pretrained": older}))
+    few = {"recipe": recipe | {"task": "pretrained"}, "held_out": 384, "replay": [], **statistics_of(rows[:3], 0.05)}
+    text = study_page.whole(Run(Path(), about, {"pretrained": few}))
     assert "| our trainer | 2 | 50.5% | 0.7 |  |  |  |" in text
     assert "| stock TRL | 1 | 52.0% |  |  |  |  |" in text
     assert "| stock TRL | 10.0 | 4.0 | 3.0 | 2.0 | 1.0 | 100 | 2.0 |" in text
