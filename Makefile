@@ -58,6 +58,7 @@ $(VENV)-docs/.ready: docs/requirements.txt
 define test-with
 $(VENV)-$(1)/bin/python -W ignore setup.py -q build_ext --inplace
 $(VENV)-$(1)/bin/python -c 'import sys; from grpo_fused.engines import libraries; sys.exit(libraries.missing())'
+@rm -f build/reports/$(1).xml
 $(2) $(VENV)-$(1)/bin/python -m pytest -q --junit-xml=build/reports/$(1).xml tests/with_$(1)$(call record,$(1))
 endef
 record = $(if $(OUT),; status=$$?; $(BIN)/python -m benchmarks.releases --reports build/reports/$(1).xml --out $(OUT) && exit $$status)
@@ -188,6 +189,7 @@ MEGATRON ?= build/megatron
 megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our callbacks, on CPU processes (about 3 minutes)
 	@test -f $(MEGATRON)/megatron/core/package_info.py || { \
 	  echo "MEGATRON=$(MEGATRON) is no checkout of https://github.com/NVIDIA/Megatron-LM at core_v0.18.0"; exit 1; }
+	@rm -f build/reports/megatron.xml
 	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q --junit-xml=build/reports/megatron.xml tests/with_megatron$(call record,megatron)
 
 QUANTIZERS := build/torchao-0.18.0 build/bitsandbytes-0.50.2 build/gguf-0.19.0
