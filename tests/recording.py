@@ -132,12 +132,15 @@ def _head_products(hidden: Tensor, weight: Tensor, *_: Any) -> int:
     return 2 * hidden.numel() * len(weight)
 
 
-def _head_scores(inputs: cpu_library.HeadInputs, *_: Any) -> int:
-    return 2 * inputs.hidden.numel() * len(inputs.weight)
+def _head_scores(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
+    with_sums = len(rest) > 3 and rest[3] is not None
+    return (2 if with_sums else 1) * 2 * inputs.hidden.numel() * len(inputs.weight)
 
 
 def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
-    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[6], rest[9]
+    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[6], rest[10] and rest[9] is None  # rest[9]: sums
+    if not need_hidden and dweight.numel() == 0 and not rest[11]:
+        return 0
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
     vocab_size, width = len(inputs.weight), inputs.hidden.shape[1]
     for_weight = dweight.shape[1] if dweight.numel() > 0 else 0

@@ -242,4 +242,7 @@ def test_the_time_of_a_step_in_a_sentence():
     section = {"recipe": {}, "arms": ["ours", "trl"], "runs": runs}
     machine = {"name": "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01"}
     said = study_page.step_sentence(Run(Path("r.json"), machine, {"pretrained": section}))
-    assert "takes 15.0 s of processor time in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0" in said
+    assert (
+        "takes 15.0 s of processor time in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0"
+        in said
+    )

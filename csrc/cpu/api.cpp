@@ -186,6 +186,14 @@ Entries entries_of(const Plan& plan, const Tensor* tokens, const Tensor* ids, co
   return entries;
 }
 
+// See HeadSums; both are nullptr if there are none.
+HeadSums sums_of(const Head& head, const Tensor* offset, const Tensor* sums) {
+  check((offset == nullptr) == (sums == nullptr), "sum_offset and sums go together");
+  if (sums == nullptr) return {};
+  check_tensor(*sums, "sums", Scalar::fp32, {head.inputs.tokens, head.plan.hidden});
+  return {floats(offset, "sum_offset", head.inputs.tokens), data<float>(*sums)};
+}
+
 // Calls f; its exception becomes the result.
 template <class F>
 const char* guarded(F&& f) {
@@ -257,14 +265,23 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, con
                                  const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
                                  double softcap, const Tensor* set_ids, const Tensor* set_ranges, int64_t with_entropy,
                                  const Tensor* kept, const Tensor* spill, const Tensor* statistics,
-                                 const Tensor* offsets) {
+                                 const Tensor* offsets, const Tensor* sum_offset, const Tensor* sums,
+                                 int64_t superblock) {
   return guarded([&] {
     const Head head =
         checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets, *temperature, scale,
                      softcap, set_ids, set_ranges, *kept, *spill);
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
-    if (head.inputs.tokens > 0) score_head(head.plan, head.inputs, out, data<float>(*offsets));
+    const HeadSums of = sums_of(head, sum_offset, sums);
+    check(of.values == nullptr || (superblock >= 1 && set_ids == nullptr && head.inputs.kept_panels() == 0),
+          "sums need a superblock of at least 1, no candidate sets, and no memory for exponentials");
+    if (head.inputs.tokens == 0) return;
+    if (of.values == nullptr) {
+      score_head(head.plan, head.inputs, out, data<float>(*offsets));
+    } else {
+      score_and_sum_head(head.plan, head.inputs, out, of, superblock);
+    }
   });
 }
 
@@ -275,8 +292,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
                                    const Tensor* statistics, const Tensor* offsets, const Tensor* rows,
                                    const Tensor* dlogp, const Tensor* dentropy, const Tensor* entry_tokens,
                                    const Tensor* entry_ids, const Tensor* entry_values, const Tensor* dweight,
-                                   const Tensor* spill, int64_t superblock, const Tensor* dhidden,
-                                   const Tensor* dbias) {
+                                   const Tensor* spill, int64_t superblock, const Tensor* sum_offset,
+                                   const Tensor* sums, const Tensor* dhidden, const Tensor* dbias) {
   return guarded([&] {
     const Head head = checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets,
                                    *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
@@ -292,7 +309,9 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
         index, count, floats(dlogp, "dlogp", N), floats(dentropy, "dentropy", N), known, data<float>(*offsets),
         superblock, need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
         dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V),
-        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count)};
+        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums)};
+    check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr),
+          "sums serve neither an entropy's gradient nor entries");
     if (count > 0) {
       gradient_of_head(head.plan, head.inputs, gradient);
     } else {

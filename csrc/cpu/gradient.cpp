@@ -3,9 +3,14 @@
 // A superblock of the vocabulary is computed in two rounds. First, a thread takes a block of it: dz of all tokens,
 // and the block's rows of dW, written once. Then a thread takes a tile of dH and adds the superblock to it.
 // Neither result depends on which thread took what (rounds.h has the order).
+//
+// Scoring may run in these rounds, too, while the weight is in the cache: for the sums that dH is made of (HeadSums),
+// derivatives are not needed yet.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 #include "head.h"
 #include "rounds.h"
@@ -75,7 +80,8 @@ class Lanes {
   Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded)
       : values_(7 * padded), targets_(padded), padded_(padded), softcap_(inputs.softcap),
         entropy_(g.dentropy != nullptr) {
-    for (int64_t i = 0; i < padded; i++) fill(inputs, g, i);
+    const bool scored = g.statistics.max != nullptr;  // else sums are made while the tokens are scored
+    for (int64_t i = 0; i < padded; i++) scored ? fill(inputs, g, i) : fill_for_sums(inputs, g, i);
   }
 
   int64_t target(int64_t i) const { return targets_.get()[i]; }
@@ -87,6 +93,15 @@ class Lanes {
 
  private:
   float* of(int64_t which) const { return values_.get() + which * padded_; }
+
+  // So that what stands for dz is exp(z - offset) dz/d(product), and 0 at the target.
+  void fill_for_sums(const HeadInputs& inputs, const GradientInputs& g, int64_t i) {
+    const bool token = i < g.count;
+    const float values[] = {token ? g.sums.offset[i] : 0.0f, token ? 0.0f : 1e30f,
+                            token ? inputs.temperature[i] : 1.0f, 1, 0, 0, 0};
+    for (int64_t k = 0; k < 7; k++) of(k)[i] = values[k];
+    targets_.get()[i] = token ? inputs.targets[i] : -1;
+  }
 
   void fill(const HeadInputs& inputs, const GradientInputs& g, int64_t i) {
     // a padding lane: probability 0, coefficients 0, no target
@@ -205,24 +220,64 @@ struct Scratch {
   }
 };
 
+// Scoring within the rounds. Ranges of `partials`: all splits before the one that is being merged, this one, then the
+// blocks of the superblock in each slot.
+struct Scoring {
+  Partials partials;
+  std::vector<char> first;  // [blocks]: whether a split begins there
+
+  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, int64_t superblock)
+      : partials(2 + slots_of(superblock) * superblock, inputs, with_entropy), first(plan.blocks) {
+    for (int64_t split = 0; split < split_count(plan); split++) first[split_begin(plan, split)] = true;
+  }
+
+  static int64_t range_of(const Sizes& sizes, int64_t block) { return 2 + block % (sizes.slots * sizes.superblock); }
+
+  // Merge a block's statistics of a panel into what was merged before: in the order of `score_head`, to the same bits.
+  void merge(const Plan& plan, const Sizes& sizes, int64_t block, int64_t panel) const {
+    const TileStatistics split = partials.at(1, panel);
+    if (first[block] && block > 0) end_split(plan, panel, block);
+    if (first[block]) {
+      partials.copy(1, range_of(sizes, block), panel);
+    } else {
+      plan.kernels->merge_tile(split, partials.at(range_of(sizes, block), panel));
+    }
+    if (block + 1 == plan.blocks) end_split(plan, panel, plan.blocks);
+  }
+
+ private:
+  // `end`: the block after it.
+  void end_split(const Plan& plan, int64_t panel, int64_t end) const {
+    if (split_count(plan) == 1 || end == split_begin(plan, 1)) {
+      partials.copy(0, 1, panel);
+    } else {
+      plan.kernels->merge_tile(partials.at(0, panel), partials.at(1, panel));
+    }
+  }
+};
+
 // What the two rounds read, and where they work.
 struct Call {
   const Plan& plan;
   const HeadInputs& inputs;
   const GradientInputs& gradient;
+  const Scoring* scoring;  // or nullptr
   Sizes sizes;
   Lanes lanes;
   TokenPanels recomputed;
   Buffer<uint32_t> columns;
   Scratch scratch;
 
-  static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g) {
+  static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Scoring* scoring) {
     const Sizes sizes = Sizes::of(plan, inputs, g);
     const int64_t panels = ceil_div(inputs.tokens, kLanes);
-    return {plan, inputs, g, sizes, Lanes(inputs, g, sizes.padded),
+    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded),
             TokenPanels(plan, inputs, std::min(inputs.kept_panels(), panels), panels),
             packed_columns(plan, inputs, g, sizes), Scratch::of(plan, inputs, g, sizes)};
   }
+
+  // Runs the two rounds of all superblocks.
+  void run() const;
 };
 
 // Exponentials [rows, 64 lanes with `stride` elements a row], and the maxima that were subtracted, [64].
@@ -232,18 +287,20 @@ struct Exponentials {
   const float* offsets;
 };
 
-// Those of a panel of all tokens: stored, or computed again.
+// Those of a panel of all tokens: stored, or computed again; or for the first time.
 Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block, int64_t panel, int64_t worker) {
   const HeadInputs& inputs = call.inputs;
   if (char* kept = inputs.kept_tile(call.plan, block, panel)) {
     return {kept, kLanes, call.gradient.offsets + inputs.offset_at(block, panel)};
   }
   float rest[kLanes];
-  float* offsets = call.scratch.tile_offsets.of(worker);
+  TileStatistics tile{call.scratch.tile_offsets.of(worker), rest, nullptr};
+  if (call.scoring != nullptr) tile = call.scoring->partials.at(Scoring::range_of(call.sizes, block), panel);
+  float* const z = call.scratch.tile.of(worker);
   char* values = call.scratch.tile_exponentials.of(worker);
-  exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel,
-                       call.scratch.tile.of(worker), {offsets, rest, nullptr}, values, {});
-  return {values, kLanes, offsets};
+  exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel, z, tile, values, {});
+  if (call.scoring != nullptr) call.scoring->partials.take_targets(call.plan, inputs, block, panel, z);
+  return {values, kLanes, tile.max};
 }
 
 // Those of tokens [begin, end) with a gradient, from the panels that hold them.
@@ -428,6 +485,11 @@ void second_round(const Call& call, int64_t superblock, int64_t blocks, int64_t 
   const int64_t end = std::min(begin + sizes.tile_panels, sizes.padded / kLanes);
   const uint32_t* const along = call.scratch.along.of(superblock % sizes.slots);
   const uint32_t* const transposed = call.scratch.transposed.of(superblock % sizes.slots);
+  if (call.scoring != nullptr && column == 0) {
+    for (int64_t block = superblock * sizes.superblock; block <= last; block++) {
+      for (int64_t panel = begin; panel < end; panel++) call.scoring->merge(plan, sizes, block, panel);
+    }
+  }
   // the rows of W^T that this worker probably takes next
   const int64_t next = (tile + sizes.workers) / sizes.groups * sizes.tile_height;
   Ahead ahead{};
@@ -452,6 +514,44 @@ void store_dhidden(const Call& call) {
     call.plan.kernels->transpose_tile(call.scratch.dhidden.get() + token * hidden, hidden, count,
                                       call.gradient.dhidden + token * hidden, hidden);
   });
+}
+
+// dH [count, hidden] from the sums of tokens, and the weight's rows of their targets.
+void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g) {
+  const Lanes lanes(inputs, g, round_up(g.count, kLanes));
+  const int64_t panels = ceil_div(g.count, kLanes), workers = worker_count(panels);
+  const WorkerBuffers<uint32_t> rows(workers, round_up(plan.hidden, 16));
+  parallel_tasks(panels, workers, [&](int64_t panel, int64_t worker) {
+    for (int64_t i = panel * kLanes; i < std::min((panel + 1) * kLanes, g.count); i++) {
+      const GradientLanes lane = lanes.at(i, nullptr, nullptr, nullptr);
+      const int64_t token = g.rows[i], target = lanes.target(i);
+      const float* const sums = g.sums.values + token * plan.hidden;
+      const float factor = *lane.minus_dlogp * std::exp((g.sums.offset[token] - *lane.max) - *lane.log_sum);
+      float* const out = g.dhidden + i * plan.hidden;
+      for (int64_t k = 0; k < plan.hidden; k++) out[k] = factor * sums[k];
+      if (target < 0) continue;
+      uint32_t* const row = rows.of(worker);
+      int64_t word = 0;
+      for (const WeightRows& part : {inputs.base, inputs.weight}) {
+        if (part.columns == 0) continue;
+        plan.kernels->pack_rows(part.from(target), 1, inputs.compute, Operand::fp32, {row + word, 0, 0},
+                                round_up(plan.hidden, 16) - word);
+        word += part.columns;
+      }
+      const float scale = inputs.row_scale == nullptr ? 1.0f : inputs.row_scale[target];
+      plan.kernels->add_row(Dtype::fp32, out, row, *lane.target_value * scale, plan.hidden);
+    }
+  });
+}
+
+void Call::run() const {
+  Rounds rounds(plan.blocks, sizes.superblock, sizes.slots, sizes.tiles);
+  parallel_tasks(rounds.tasks(), sizes.workers, [&](int64_t task, int64_t worker) {
+    rounds.run(
+        task, [&](int64_t superblock, int64_t block) { first_round(*this, superblock, block, worker); },
+        [&](int64_t superblock, int64_t tile) { second_round(*this, superblock, rounds.blocks_of(superblock), tile); });
+  });
+  if (gradient.dhidden != nullptr) store_dhidden(*this);
 }
 
 }  // namespace
@@ -484,15 +584,25 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   return scratch;
 }
 
+void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, const HeadSums& sums,
+                        int64_t superblock) {
+  std::vector<int64_t> rows(inputs.tokens);
+  std::iota(rows.begin(), rows.end(), 0);
+  GradientInputs g{};
+  g.rows = rows.data(), g.count = inputs.tokens, g.superblock = superblock, g.sums = sums, g.dhidden = sums.values;
+  const Scoring scoring(plan, inputs, out.with_entropy, Sizes::of(plan, inputs, g).superblock);
+  Call::of(plan, inputs, g, &scoring).run();
+  scoring.partials.finish(inputs, out);
+}
+
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {
-  const Call call = Call::of(plan, inputs, gradient);
-  Rounds rounds(plan.blocks, call.sizes.superblock, call.sizes.slots, call.sizes.tiles);
-  parallel_tasks(rounds.tasks(), call.sizes.workers, [&](int64_t task, int64_t worker) {
-    rounds.run(
-        task, [&](int64_t superblock, int64_t block) { first_round(call, superblock, block, worker); },
-        [&](int64_t superblock, int64_t tile) { second_round(call, superblock, rounds.blocks_of(superblock), tile); });
-  });
-  if (gradient.dhidden != nullptr) store_dhidden(call);
+  GradientInputs by_products = gradient;
+  if (gradient.sums.values != nullptr && gradient.dhidden != nullptr) {
+    dhidden_of_sums(plan, inputs, gradient);
+    by_products.dhidden = nullptr;
+  }
+  const bool any = by_products.dhidden != nullptr || gradient.dweight != nullptr || gradient.dbias != nullptr;
+  if (any) Call::of(plan, inputs, by_products, nullptr).run();
 }
 
 }  // namespace grpo

@@ -159,6 +159,18 @@ struct Entries {
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);
 
+// [tokens, hidden]: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W, where no
+// offset is below the token's maximum. dH is a multiple of them, and of the target's row.
+struct HeadSums {
+  const float* offset;  // [tokens]
+  float* values;        // nullptr: there are none
+};
+
+// Scores, to the same bits, and the sums while a block of the weight is in the cache. No exponentials are kept.
+// `superblock`: see GradientInputs.
+void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, const HeadSums& sums,
+                        int64_t superblock);
+
 // out [tokens, vocab] = hidden @ weight^T; only the first five inputs and the number of tokens are read.
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride);
 
@@ -174,6 +186,7 @@ struct GradientInputs {
   float* dhidden;           // [count, hidden] or nullptr
   float* dbias;             // [vocab] or nullptr
   Entries entries;
+  HeadSums sums;            // if there are any, dH is made of them: then there are no entries, and dentropy is nullptr
 };
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);
@@ -230,5 +243,42 @@ inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
 void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weight, Right token_panel, int64_t block,
                           int64_t panel, float* z, const TileStatistics& out, void* kept, Ahead ahead);
+
+// Ranges of blocks whose statistics are merged one after the other; the next one begins where one ends.
+inline int64_t split_count(const Plan& plan) { return std::min(kSplits, plan.blocks); }
+inline int64_t split_begin(const Plan& plan, int64_t split) { return split * plan.blocks / split_count(plan); }
+
+// Statistics of all tokens for some ranges of the vocabulary, and z of the targets.
+class Partials {
+ public:
+  Partials(int64_t ranges, const HeadInputs& inputs, bool with_entropy)
+      : padded_(round_up(inputs.tokens, kLanes)), with_entropy_(with_entropy),
+        values_(ranges * 3 * padded_), target_logit_(padded_) {}
+
+  bool with_entropy() const { return with_entropy_; }
+
+  TileStatistics at(int64_t range, int64_t panel) const {
+    float* const first = values_.get() + range * 3 * padded_ + panel * kLanes;
+    return {first, first + padded_, with_entropy_ ? first + 2 * padded_ : nullptr};
+  }
+
+  void copy(int64_t to, int64_t from, int64_t panel) const {
+    for (int64_t row = 0; row < (with_entropy_ ? 3 : 2); row++) {
+      const float* const source = at(from, panel).max + row * padded_;
+      std::copy(source, source + kLanes, at(to, panel).max + row * padded_);
+    }
+  }
+
+  // Those of a scored tile, whose z are given.
+  void take_targets(const Plan& plan, const HeadInputs& inputs, int64_t block, int64_t panel, const float* z) const;
+
+  // The scores of all tokens from the statistics of range 0.
+  void finish(const HeadInputs& inputs, const Statistics& out) const;
+
+ private:
+  int64_t padded_;
+  bool with_entropy_;
+  Buffer<float> values_, target_logit_;
+};
 
 }  // namespace grpo

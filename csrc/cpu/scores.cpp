@@ -127,72 +127,54 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weigh
   plan.kernels->score_tile(z, rows, transform, out, plan.kept, kept);
 }
 
-namespace {
-
-// Statistics of all tokens for one range: rows max, rest, weighted of [tokens, padded] each.
-struct RangeStatistics {
-  float* base;
-  int64_t padded;
-  bool with_entropy;
-
-  TileStatistics at(int64_t panel) const {
-    float* p = base + panel * kLanes;
-    return {p, p + padded, with_entropy ? p + 2 * padded : nullptr};
-  }
-};
-
-void finish(const HeadInputs& inputs, const Statistics& out, const RangeStatistics& total, const float* target_logit) {
-  for (int64_t t = 0; t < inputs.tokens; t++) {
-    const float max = total.base[t], rest = total.base[total.padded + t];
-    const float weighted = total.with_entropy ? total.base[2 * total.padded + t] : 0.0f;
-    out.set(t, max, rest, weighted, target_logit[t] - max);
+void Partials::take_targets(const Plan& plan, const HeadInputs& inputs, int64_t block, int64_t panel,
+                            const float* z) const {
+  const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
+  for (int64_t t = panel * kLanes; t < std::min((panel + 1) * kLanes, inputs.tokens); t++) {
+    const int64_t row = inputs.targets[t] - first;
+    if (row >= 0 && row < rows) target_logit_.get()[t] = z[row * kLanes + t % kLanes];
   }
 }
 
-}  // namespace
+void Partials::finish(const HeadInputs& inputs, const Statistics& out) const {
+  const TileStatistics total = at(0, 0);
+  for (int64_t t = 0; t < inputs.tokens; t++) {
+    const float max = total.max[t];
+    out.set(t, max, total.rest[t], with_entropy_ ? total.weighted[t] : 0.0f, target_logit_.get()[t] - max);
+  }
+}
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets) {
-  const int64_t panels = ceil_div(inputs.tokens, kLanes), padded = panels * kLanes;
-  const int64_t splits = std::min(kSplits, plan.blocks), workers = worker_count(splits);
-  const int64_t partial_size = (out.with_entropy ? 3 : 2) * padded;
+  const int64_t panels = ceil_div(inputs.tokens, kLanes);
+  const int64_t splits = split_count(plan), workers = worker_count(splits);
   const TokenPanels tokens(plan, inputs, 0, panels);
-  const Buffer<float> partials(splits * partial_size), target_logit(padded);
+  const Partials partials(splits + workers, inputs, out.with_entropy);
   const WorkerBuffers<uint32_t> weights(workers, plan.block_rows * plan.stride);
   const WorkerBuffers<float> tiles(workers, tile_size(plan, inputs));
 
   parallel_tasks(splits, workers, [&](int64_t split, int64_t worker) {
-    const RangeStatistics partial{partials.get() + split * partial_size, padded, out.with_entropy};
     float* z = tiles.of(worker);
-    const int64_t begin = split * plan.blocks / splits, end = (split + 1) * plan.blocks / splits;
+    const int64_t begin = split_begin(plan, split), end = split_begin(plan, split + 1);
     for (int64_t block = begin; block < end; block++) {
       const Left weight = weight_block(plan, inputs, block, weights.of(worker));
       const Ahead next = weight_ahead(plan, inputs, block + 1 < end ? block + 1 : plan.blocks);
-      const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
       for (int64_t panel = 0; panel < panels; panel++) {
-        float statistics[3 * kLanes];
-        const TileStatistics tile =
-            block == begin ? partial.at(panel) : RangeStatistics{statistics, kLanes, out.with_entropy}.at(0);
+        const TileStatistics tile = partials.at(block == begin ? split : splits + worker, panel);
         void* kept = inputs.kept_tile(plan, block, panel);
         exponentials_of_tile(plan, inputs, weight, tokens.panel(panel), block, panel, z, tile, kept,
                              next.part(panel, panels));
-        if (kept != nullptr) {
-          std::copy(tile.max, tile.max + kLanes, offsets + inputs.offset_at(block, panel));
-        }
-        if (block != begin) plan.kernels->merge_tile(partial.at(panel), tile);
-        for (int64_t t = panel * kLanes; t < std::min((panel + 1) * kLanes, inputs.tokens); t++) {
-          const int64_t row = inputs.targets[t] - first;
-          if (row >= 0 && row < rows) target_logit.get()[t] = z[row * kLanes + t % kLanes];
-        }
+        if (kept != nullptr) std::copy(tile.max, tile.max + kLanes, offsets + inputs.offset_at(block, panel));
+        if (block != begin) plan.kernels->merge_tile(partials.at(split, panel), tile);
+        partials.take_targets(plan, inputs, block, panel, z);
       }
     }
   });
-
-  const RangeStatistics total{partials.get(), padded, out.with_entropy};
   for (int64_t split = 1; split < splits; split++) {
-    const RangeStatistics partial{partials.get() + split * partial_size, padded, out.with_entropy};
-    for (int64_t panel = 0; panel < panels; panel++) plan.kernels->merge_tile(total.at(panel), partial.at(panel));
+    for (int64_t panel = 0; panel < panels; panel++) {
+      plan.kernels->merge_tile(partials.at(0, panel), partials.at(split, panel));
+    }
   }
-  finish(inputs, out, total, target_logit.get());
+  partials.finish(inputs, out);
 }
 
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride) {

@@ -86,6 +86,7 @@ def run_loss(
     work = Work(
         head, tokens, rows.gradient, with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
         divergence_weights=config.beta * batch.weight if call.exact else None,
+        only_logps=config.entropy_coef == 0,
     )  # fmt: skip
 
     _score(engine, replace(work, rows=rows.scored_only), scores, divergence)
@@ -140,6 +141,7 @@ def run_objective(
     work = Work(
         head, tokens, rows, call.with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
         candidate_z=None if alternatives is None else alternatives.candidate_z,
+        only_logps=not call.with_entropy and alternatives is None,
     )  # fmt: skip
 
     def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:

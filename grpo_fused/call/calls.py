@@ -112,6 +112,15 @@ class LMHead(NamedTuple):
         own = self.operand(self.weight[where])
         return own if self.base is None else torch.cat([self.base_rows(where), own], dim=1)
 
+    def every(self, step: int) -> LMHead:
+        """The head of every `step`-th row."""
+        weight, bias, base, row_scale, group_scale = (
+            None if x is None else x[::step]
+            for x in (self.weight, self.bias, self.base, self.row_scale, self.group_scale)
+        )
+        assert weight is not None
+        return self._replace(weight=weight, bias=bias, base=base, row_scale=row_scale, group_scale=group_scale)
+
     def base_rows(self, where: slice | Tensor) -> Tensor:
         """[K, B]: those of the base."""
         assert self.base is not None

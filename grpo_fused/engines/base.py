@@ -210,6 +210,8 @@ class Work:
     """[N] dL/dD of each position, 0 where masked: of an engine that computes divergences"""
     skip_zeros: bool = False
     """whether the engine may read the coefficients of a chunk and leave out rows where they are 0"""
+    only_logps: bool = False
+    """whether the coefficients, once they are known, will be of the targets' log-probs alone"""
     candidate_z: Tensor | None = None
     """[K] z of each candidate, which `CandidateEngine` writes: where alternatives are read from"""
 

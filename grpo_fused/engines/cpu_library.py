@@ -137,31 +137,47 @@ class HeadInputs(NamedTuple):
     """[N, 2] int64: from where to where in `set_ids`; from -1 where a token has none"""
 
 
-def head_scores(inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Tensor) -> tuple[Tensor, Tensor]:
-    """One product: statistics [4, N], and the offsets of the exponentials that go to `kept` and `spill`."""
+class HeadSums(NamedTuple):
+    """What dH is made of once the derivatives are known, for tokens whose maximum is not above the offset."""
+
+    offset: Tensor
+    """[N] fp32"""
+    values: Tensor
+    """[N, H] fp32: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W"""
+
+
+def head_scores(
+    inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Tensor, sum_offset: Tensor | None = None,
+    superblock: int = 1,
+) -> tuple[Tensor, Tensor, HeadSums | None]:  # fmt: skip
+    """Statistics [4, N], offsets of the exponentials that go to `kept` and `spill`, and sums if they have an offset.
+
+    One product, two with sums; then no exponentials are kept.
+    """
     hidden = inputs.hidden
     layout = head_layout((len(inputs.weight), hidden.shape[-1]), hidden.dtype, len(hidden), kept, spill.numel())
     statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
     offsets = statistics.new_empty((layout.blocks, layout.kept_panels * layout.panel_tokens))
-    _call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets)
-    return statistics, offsets
+    sums = None if sum_offset is None else HeadSums(sum_offset, statistics.new_empty(hidden.shape))
+    _call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)), superblock)
+    return statistics, offsets, sums
 
 
 def head_gradient(
     inputs: HeadInputs, statistics: Tensor, offsets: Tensor, rows: Tensor, dlogp: Tensor, dentropy: Tensor | None,
     entries: tuple[Tensor, Tensor, Tensor] | None, dweight: Tensor, spill: Tensor, superblock: int,
-    need_hidden: bool, need_bias: bool,
+    sums: HeadSums | None, need_hidden: bool, need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. Two products.
+    """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. A product for each of dH and dW.
 
     `entries` are places in `rows` and ids in int32, and dL/d(product) in fp32, in the order of the blocks of ids, then
-    of places.
+    of places. With `sums` dH takes no product.
     """
     dhidden = statistics.new_empty((len(rows), inputs.hidden.shape[1])) if need_hidden else None
     dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None
     _call(
         "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, *(entries or (None, None, None)), dweight,
-        spill, superblock, dhidden, dbias,
+        spill, superblock, *(sums or (None, None)), dhidden, dbias,
     )  # fmt: skip
     return dhidden, dbias
 

@@ -3,9 +3,13 @@
 Scoring stores the exponentials of the logits in the memory that dW will be written to: that of a bf16 head holds those
 of H tokens. The rest goes to scratch, and what does not fit there is computed again. So all rows can be scored before
 the first coefficient is needed, and rows without a coefficient cost no gradient work.
+
+With a frozen head nothing is stored: dH is summed, up to factors of its tokens, while they are scored. Two products.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +25,11 @@ SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
 is most. Operands and the fp32 dH take their part of it first (12 to 20 bytes for each of N·H, and 2 to 4 MiB a thread),
 with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
+
+SAMPLE, HEADROOM = 128, 48.0
+"""dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48. So a token's maximum
+may be 48 nats above that of the sample, and exponentials down to e-39 of the largest are still normal numbers; dH of a
+token with a higher maximum is computed again. The sample takes 0.8 % of a product."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,7 +71,7 @@ class NativeEngine:
         """See `Engine.score`."""
         weight = work.head.weight
         nothing_kept = weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8)
-        table, _ = cpu_library.head_scores(_inputs(work, work.rows), work.with_entropy, *nothing_kept)
+        table, _, _ = cpu_library.head_scores(_inputs(work, work.rows), work.with_entropy, *nothing_kept)
         return Statistics.of(table, work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
@@ -79,11 +88,14 @@ class NativeEngine:
         for part, rows in work.parts():
             plan = _plan(head, part.stop - part.start, kept, budget)
             layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), kept)
-            scored = work.known is None or layout.kept_panels > 0
+            scored, by_sums, sums = work.known is None or layout.kept_panels > 0, _by_sums(work), None
             inputs = _inputs(work, rows)
-            spill = head.weight.new_empty(plan.spill_bytes if scored else 0, dtype=torch.uint8)
+            spill = head.weight.new_empty(plan.spill_bytes if scored and not by_sums else 0, dtype=torch.uint8)
             if scored:
-                table, offsets = cpu_library.head_scores(inputs, work.with_entropy, kept, spill)
+                offset = _sum_offset(work, inputs) if by_sums else None
+                table, offsets, sums = cpu_library.head_scores(
+                    inputs, work.with_entropy, kept, spill, offset, plan.superblock
+                )
                 stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             else:  # no large dW holds the exponentials, so they are computed again either way
                 assert work.known is not None
@@ -96,11 +108,19 @@ class NativeEngine:
                 inputs = inputs._replace(targets=inputs.targets.index_fill(0, entries.rows, -1))
                 entries = _in_blocks(head, entries if len(chosen) == len(dlogp) else entries.select(chosen))
             del coefficients  # its entries would be in memory twice
-            part_dhidden, part_dbias = cpu_library.head_gradient(
-                inputs, stats.table, offsets, chosen, dlogp.to(torch.float32).contiguous(),
-                None if dentropy is None else dentropy.to(torch.float32).contiguous(), entries, kept, spill,
-                plan.superblock, needs.need_hidden, needs.need_bias,
+            given = (
+                dlogp.to(torch.float32).contiguous(),
+                None if dentropy is None else dentropy.to(torch.float32).contiguous(),
+                entries, kept, spill, plan.superblock,
             )  # fmt: skip
+            wanted = needs.need_hidden, needs.need_bias
+            part_dhidden, part_dbias = cpu_library.head_gradient(
+                inputs, stats.table, offsets, chosen, *given, sums, *wanted
+            )
+            if sums is not None and part_dhidden is not None and not (table[0] <= sums.offset).all():
+                far = ~(table[0] <= sums.offset)[chosen]
+                again, _ = cpu_library.head_gradient(inputs, stats.table, offsets, chosen[far], *given, None, *wanted)
+                part_dhidden = part_dhidden.index_put((far,), cast(Tensor, again))
             worked += chosen.shape[0]
             if part_dhidden is not None:
                 dhidden = _zeros(shape, head) if dhidden is None else dhidden
@@ -138,6 +158,31 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         0.0 if head.softcap is None else float(head.softcap),
         *_sets(tokens, head, rows),
     )
+
+
+def _by_sums(work: Work) -> bool:
+    """Whether dH is summed while rows are scored: a product less where no gradient but dH needs the exponentials.
+
+    Clipped rows are summed in vain. With a dW it would save no product, only reading the weight a second time.
+    """
+    alone = work.needs.need_hidden and not work.needs.need_weight and not work.needs.need_bias
+    return alone and work.known is None and work.only_logps and work.tokens.candidates is None
+
+
+def _sum_offset(work: Work, inputs: cpu_library.HeadInputs) -> Tensor:
+    """[R]: above the largest z of the sampled rows of the head."""
+    sample = work.head.every(SAMPLE)
+    inputs = inputs._replace(
+        weight=_with_adjacent_columns(sample.weight),
+        base=None if sample.base is None else _with_adjacent_columns(sample.base),
+        group_scale=None if sample.group_scale is None else sample.group_scale.contiguous(),
+        row_scale=None if sample.row_scale is None else sample.row_scale.contiguous(),
+        bias=None if inputs.bias is None else inputs.bias[::SAMPLE].contiguous(),
+        targets=torch.zeros_like(inputs.targets),
+    )
+    nothing = work.head.weight.new_empty(0), work.head.weight.new_empty(0, dtype=torch.uint8)
+    table, _, _ = cpu_library.head_scores(inputs, False, *nothing)
+    return table[0] + HEADROOM
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from grpo_fused.engines import cpu_library
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 N, H, V = 70, 40, 300
+NOTHING_KEPT = {"kept": torch.empty(0), "spill": torch.empty(0, dtype=torch.uint8)}
+SUMS = cpu_library.HeadSums(torch.zeros(N), torch.zeros(N, H))
 BASE = {"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32)}
 
 
@@ -20,10 +22,11 @@ def scores(**changes):
         "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "base": None, "group_scale": None, "codes": None,
         "rounded": 0, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
         "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
-        "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8), **changes,
+        "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8),
+        "sum_offset": None, "superblock": 1, **changes,
     }  # fmt: skip
     inputs = cpu_library.HeadInputs(*[arguments[name] for name in cpu_library.HeadInputs._fields])
-    return inputs, arguments["with_entropy"], arguments["kept"], arguments["spill"]
+    return inputs, *list(arguments.values())[-5:]
 
 
 def sets_of_first(ids, of_first):
@@ -34,12 +37,12 @@ def sets_of_first(ids, of_first):
 
 
 def gradient(**changes):
-    inputs, _, kept, spill = scores()
-    statistics, offsets = cpu_library.head_scores(inputs, True, kept, spill)
+    inputs, _, kept, spill, *_ = scores()
+    statistics, offsets, _ = cpu_library.head_scores(inputs, True, kept, spill)
     arguments = {
         "inputs": inputs, "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
-        "dentropy": torch.randn(N), "entries": None, "dweight": kept, "spill": spill, "superblock": 2, "need_hidden": True,
-        "need_bias": True, **changes,
+        "dentropy": torch.randn(N), "entries": None, "dweight": kept, "spill": spill, "superblock": 2, "sums": None,
+        "need_hidden": True, "need_bias": True, **changes,
     }  # fmt: skip
     return tuple(arguments.values())
 
@@ -91,6 +94,10 @@ def entries(tokens, ids, values=None):
         ({"set_ids": torch.arange(2)}, "set_ids and set_ranges go together"),
         ({"set_ids": torch.arange(2), "set_ranges": torch.zeros(N, 3, dtype=torch.int64)}, r"must be \[70, 2\]"),
         ({"spill": torch.empty(V * 64 * 4 + 1, dtype=torch.uint8)}, "the same number of bytes for each of 300 rows"),
+        ({"sum_offset": torch.zeros(N)}, "sums need .* no memory for exponentials"),
+        ({**NOTHING_KEPT, "sum_offset": torch.zeros(N - 1)}, rf"sum_offset must be \[{N}\]; got \[{N - 1}\]"),
+        ({**NOTHING_KEPT, "sum_offset": torch.zeros(N), "superblock": 0}, "a superblock of at least 1"),
+        ({**NOTHING_KEPT, "sum_offset": torch.zeros(N), **sets_of_first([1], [0, 1])}, "no candidate sets"),
     ],
 )  # fmt: skip
 def test_wrong_scores_are_refused(changes, message):
@@ -114,6 +121,10 @@ def test_wrong_scores_are_refused(changes, message):
         (entries([0], [1], torch.zeros(1).double()), "entry_values has the wrong dtype"),
         (entries([1, 0], [1, 1]), r"in the order of blocks of \d+ ids, then of tokens; got another at 1"),
         (entries([0, 1], [V - 1, 0]), "got another at 1"),
+        ({"sums": SUMS}, "sums serve neither an entropy's gradient nor entries"),
+        ({"sums": SUMS, "dentropy": None, **entries([0], [1])}, "sums serve neither"),
+        ({"sums": SUMS._replace(values=torch.zeros(N, H - 1))}, rf"sums must be \[{N}, {H}\]; got"),
+        ({"sums": SUMS._replace(offset=torch.zeros(N).double())}, "sum_offset has the wrong dtype"),
     ],
 )
 def test_wrong_gradients_are_refused(changes, message):
@@ -123,7 +134,7 @@ def test_wrong_gradients_are_refused(changes, message):
 
 def test_no_tokens():
     inputs = scores(hidden=torch.randn(0, H), targets=torch.zeros(0, dtype=torch.int64), temperature=torch.ones(0))
-    statistics, offsets = cpu_library.head_scores(*inputs)
+    statistics, offsets, _ = cpu_library.head_scores(*inputs)
     assert statistics.shape == (4, 0)
     assert offsets.shape[1] == 0
     dweight = torch.full((V, H), torch.nan)
