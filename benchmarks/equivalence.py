@@ -52,12 +52,13 @@ def describe(values: Sequence[float]) -> dict[str, float]:
     return {"n": len(values), "mean": fmean(values), "sd": stdev(values) if len(values) > 1 else 0.0}
 
 
-def statistics_of(trained: list[dict[str, Any]], bound: float) -> dict[str, Any]:
-    """The mean and spread of each arm; its differences from stock TRL (`trl`), over the seeds that both have.
+def statistics_of(trained: list[dict[str, Any]], bound: float, baseline: str = "trl") -> dict[str, Any]:
+    """The mean and spread of each arm; its differences from the baseline, over the seeds that both have.
 
     Args:
         trained: Runs: `arm`, `seed`, the accuracies `before` and `after`, and more.
         bound: See `compare`.
+        baseline: An arm; stock TRL by default.
     """
     arms: dict[str, dict[int, float]] = {}
     for row in trained:
@@ -65,12 +66,12 @@ def statistics_of(trained: list[dict[str, Any]], bound: float) -> dict[str, Any]
     before = {row["seed"]: row["before"] for row in trained}
     against = {}
     for arm, after in arms.items():
-        seeds = sorted(after.keys() & arms.get("trl", {}).keys())
-        if arm != "trl" and len(seeds) > 1:
-            against[arm] = compare([after[seed] for seed in seeds], [arms["trl"][seed] for seed in seeds], bound)
+        seeds = sorted(after.keys() & arms.get(baseline, {}).keys())
+        if arm != baseline and len(seeds) > 1:
+            against[arm] = compare([after[seed] for seed in seeds], [arms[baseline][seed] for seed in seeds], bound)
     return {
         "bound": bound,
         "before": describe([before[seed] for seed in sorted(before)]) if before else None,
         "arms": {arm: describe(list(after.values())) for arm, after in arms.items()},
-        "against_trl": against, "runs": trained,
+        f"against_{baseline}": against, "runs": trained,
     }  # fmt: skip

@@ -50,8 +50,8 @@ from grpo_fused.trainer.metrics import append_jsonl, read_jsonl
 from grpo_fused.trainer.reasoning_gym import problems
 from grpo_fused.trainer.recipe import Recipe, Reward, load_parts
 
-ARMS = ("ours", "trl", "fused_trl")
-"""Trainers, in the order in which they run."""
+ARMS = dict.fromkeys(("ours", "trl", "fused_trl"), "benchmarks.pretrained:train")
+"""Trainers, in the order in which they run, and what runs them."""
 BOUND = 0.05
 """The smallest difference in accuracy that counts."""
 
@@ -200,9 +200,13 @@ class TimedTrainer(GRPOTrainer):
 def train_ours(model: Path, folder: Path, steps: int, seed: int) -> Any:
     """The policy after a run of our trainer."""
     options = recipe(model, folder, steps, seed)
-    parts = load_parts(options)._asdict() | {"eval_dataset": None}
-    trainer = TimedTrainer(**parts, config=options)
-    trainer.clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
+    return trained_by(options, load_parts(options)._asdict())
+
+
+def trained_by(options: Recipe, parts: dict[str, Any]) -> Any:
+    """The policy after a run of our trainer, with the times of its steps in the recipe's folder."""
+    trainer = TimedTrainer(**parts | {"eval_dataset": None}, config=options)
+    trainer.clock = Clock(trainer.model, trainer.accelerator, Path(options.output_dir) / "steps.jsonl")
     trainer.train()
     return trainer.model
 
@@ -263,7 +267,6 @@ def held_out_rows() -> list[Any]:
     return rows
 
 
-@torch.no_grad()
 def accuracy(folder: str, weights: dict[str, Any] | None = None) -> float:
     """The share of held-out problems with a right greedy answer (its reward is 1).
 
@@ -273,9 +276,16 @@ def accuracy(folder: str, weights: dict[str, Any] | None = None) -> float:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     if weights is not None:
         model.load_state_dict(weights)
+    return accuracy_of(model, AutoTokenizer.from_pretrained(folder))
+
+
+@torch.no_grad()
+def accuracy_of(model: Any, tokenizer: Any) -> float:
+    """As `accuracy`, of a model that is loaded."""
+    model.eval()
     rows, size, texts = held_out_rows(), 64, list[str]()
     for first in range(0, len(rows), size):
         prompts = [row["prompt"] for row in rows[first : first + size]]
@@ -293,11 +303,16 @@ def train(arm: str, model: str, seed: int) -> dict[str, Any]:
         folder = Path(name)
         args = (Path(model), folder, STEPS, seed)
         trained = train_ours(*args) if arm == "ours" else train_trl(arm, *args)
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        rows = read_jsonl(folder / "steps.jsonl")
+        found = figures_of(folder)
+    return {"after": accuracy(model, trained.state_dict()), **found}
+
+
+def figures_of(folder: Path) -> dict[str, Any]:
+    """Curves, seconds of a step, and memory of a run in this process, from its folder."""
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = read_jsonl(folder / "steps.jsonl")
     tokens = [PROMPTS * GENERATIONS * (row["completion_length"] or 0.0) / (row["seconds"] or 1.0) for row in rows]
     return {
-        "after": accuracy(model, trained.state_dict()),
         "rewards": [round(row["reward"] or 0.0, 4) for row in rows],
         "lengths": [round(row["completion_length"] or 0.0, 2) for row in rows],
         "median": {name: round(median([row.get(name) or 0.0 for row in rows]), 3) for name in ("seconds", *PARTS)},
@@ -306,8 +321,9 @@ def train(arm: str, model: str, seed: int) -> dict[str, Any]:
 
 
 def measure(
-    model: Path, work: Path, seeds: int, since: Path | None, recipe: dict[str, Any], about: dict[str, Any]
-) -> Iterator[Section]:
+    model: Path, work: Path, seeds: int, since: Path | None, recipe: dict[str, Any], about: dict[str, Any],
+    arms: dict[str, str] = ARMS, baseline: str = "trl",
+) -> Iterator[Section]:  # fmt: skip
     """A section after each run.
 
     Args:
@@ -317,25 +333,30 @@ def measure(
         since: A file of results whose runs count as done, if `work` has none yet.
         recipe: What the section says of the runs; its task is the name of the section.
         about: More of the section.
+        arms: What is run, and by which function of (arm, model, seed).
+        baseline: The arm that others are compared with.
     """
     if seeds > SEEDS:
         sys.exit(f"expected at most {SEEDS} seeds, whose problems are not held out; got {seeds}")
     file = work / "runs.jsonl"
     if since is not None and not file.exists():
-        file.write_text("".join(json.dumps(row) + "\n" for row in load(since).sections[recipe["task"]]["runs"]))
+        before_now = load(since)
+        runs = before_now.sections[recipe["task"]]["runs"]
+        file.write_text("".join(json.dumps({"machine": before_now.machine["name"], **row}) + "\n" for row in runs))
     recipe |= {"steps": STEPS, "prompts_per_step": PROMPTS, "num_generations": GENERATIONS, "num_iterations": 1}
     recipe |= {"max_completion_length": LENGTH, "learning_rate": RATE, "starting_examples": STARTING_EXAMPLES}
     about = {"recipe": recipe, "held_out": HELD_OUT, "replay": [], **about}
     done = {(run["seed"], run["arm"]) for run in read_runs(file)}
-    todo = [one for one in product(range(seeds), ARMS) if one not in done]
+    todo = [one for one in product(range(seeds), arms) if one not in done]
     folder = str(model.resolve())  # a child runs in the repository
     before = in_child("benchmarks.pretrained:accuracy", folder) if todo else 0.0
     for seed, arm in todo:
-        result = in_child("benchmarks.pretrained:train", arm, folder, seed)
-        add_run(file, {"seed": seed, "arm": arm, "commit": machine()["commit"], "before": before, **result})
+        result, here = in_child(arms[arm], arm, folder, seed), machine()
+        where = {"seed": seed, "arm": arm, "commit": here["commit"], "machine": here["name"]}
+        add_run(file, {**where, "before": before, **result})
         print(f"seed {seed}, {arm}: {before:.1%} -> {result['after']:.1%}", flush=True)
-        yield {**about, **statistics_of(read_runs(file), BOUND)}
-    yield {**about, **statistics_of(read_runs(file), BOUND)}
+        yield {**about, **statistics_of(read_runs(file), BOUND, baseline)}
+    yield {**about, **statistics_of(read_runs(file), BOUND, baseline)}
 
 
 def started(model: Path, work: Path) -> Path:

@@ -19,6 +19,14 @@ from benchmarks.pretrained import LENGTH, all_texts, measure, started
 from benchmarks.study import Section, main
 
 
+def cut_model(model: Path, work: Path) -> Path:
+    """The folder of the model after its supervised start, with a cut vocabulary; both are made if they do not exist."""
+    begin, folder = started(model, work), work / "cut"
+    if not (folder / "cut.json").exists():
+        cut(begin, folder, all_texts(), LENGTH)
+    return folder
+
+
 def run(
     model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
     work: Annotated[Path, "folder of the start, the cut model, and runs.jsonl in its folder"] = Path("runs/pretrained"),
@@ -26,9 +34,7 @@ def run(
     since: Annotated[Path | None, "a file of results; its runs count as done"] = None,
 ) -> Iterator[Section]:
     """The section `pretrained_cut`."""
-    begin, folder = started(model, work), work / "cut"
-    if not (folder / "cut.json").exists():
-        cut(begin, folder, all_texts(), LENGTH)
+    folder = cut_model(model, work)
     about = {"cut": json.loads((folder / "cut.json").read_text())}
     yield from measure(folder, folder, seeds, since, {"task": "pretrained_cut"}, about)
 

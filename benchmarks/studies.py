@@ -44,6 +44,7 @@ _ALL = (
     Study("distillation", "distillation", tables.distillation, study_plots.distillation_plot),
     Study("pretrained", "pretrained", study_page.whole, study_plots.step_plot),
     Study("pretrained_cut", "pretrained_cut", study_page.cut, learning_page.learning_plot),
+    Study("pretrained_lora", "pretrained_lora", study_page.adapted),
     Study("real_rollouts", "real_rollouts", study_page.distribution),
     Study("trl_steps", "trl_steps", tables.trl_steps),
     Study("integration_steps", "integration_steps.{project}", _integration_step),

@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.learning_page import ARMS, comparison, counted
+from benchmarks.learning_page import ARMS, comparison, counted, p_value, points
 from benchmarks.results import Run, where
 from benchmarks.tables import BARE, grid
 
@@ -38,6 +38,30 @@ def trained(section_name: str, run: Run) -> str:
             f"of the probability (at most {cut['lost']['max']:.2%} in a position).",
         ]
     return "\n".join(lines)
+
+
+def adapted(run: Run) -> str:
+    """LoRA on a quantised head and training of all weights: accuracy, time of a step, memory."""
+    section = run.sections["pretrained_lora"]
+    rows = []
+    for arm, label in (("ours", "all weights"), ("lora_int8", "LoRA of rank 16, head in int8")):
+        own, against = section["arms"][arm], section["against_ours"].get(arm)
+        medians = [row["median"] | row for row in section["runs"] if row["arm"] == arm]
+        seconds, peak = (fmean(row[name] for row in medians) for name in ("seconds", "peak_bytes"))
+        cells = ["", "", ""] if against is None else [*points(against), p_value(against["p"])]
+        sd = f"{100 * own['sd']:.1f}"
+        rows.append([label, str(own["n"]), f"{own['mean']:.1%}", sd, *cells, f"{seconds:.1f}", f"{peak / 2**30:.1f}"])
+    recipe, before = section["recipe"], section["before"]
+    header = (
+        "| trained | seeds | accuracy | sd | difference | 95 % interval | p, equal within {:g} points | s in a step | "
+    )
+    return "\n".join([
+        *grid(header.format(100 * section["bound"]) + "s in a step | peak GiB |", rows),
+        "",
+        f"From {before['mean']:.1%} of {section['held_out']:,} held-out problems; {recipe['steps']} steps. The "
+        f"learning rate is {recipe['learning_rate']:g} for all weights and {recipe['lora_rate']:g} for adapters. Seconds "
+        f"of a step are CPU time, {counted(run.machine['threads'], 'thread')}. {where(run)}.",
+    ])  # fmt: skip
 
 
 def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
