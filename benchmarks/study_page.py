@@ -59,8 +59,8 @@ def adapted(run: Run) -> str:
         *grid(header.format(100 * section["bound"]) + "s in a step | peak GiB |", rows),
         "",
         f"From {before['mean']:.1%} of {section['held_out']:,} held-out problems; {recipe['steps']} steps. The "
-        f"learning rate is {recipe['learning_rate']:g} for all weights and {recipe['lora_rate']:g} for adapters. Seconds "
-        f"of a step are CPU time, {counted(run.machine['threads'], 'thread')}. {where(run)}.",
+        f"learning rate is {recipe['learning_rate']:g} for all weights and {recipe['lora_rate']:g} for adapters. "
+        f"Seconds of a step are CPU time, {counted(run.machine['threads'], 'thread')}. {where(run)}.",
     ])  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers import frobenius_error
 from recording import CostRecorder
 
-from grpo_fused import GRPOLossConfig, QuantizedWeight, fused_linear_grpo_loss, fused_linear_objective
+from grpo_fused import GRPOLossConfig, HeadAdapter, QuantizedWeight, fused_linear_grpo_loss, fused_linear_objective
 from grpo_fused.engines import cpu_library, native
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
@@ -154,6 +154,48 @@ def test_quantized_heads(groups):
     want, logps = problem.dhidden("reference")
     assert frobenius_error(got, want) < 5e-3
     torch.testing.assert_close(scored.double(), logps, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapter_of_which_only_a_is_trained(dtype):
+    """B is a part of a frozen head, beside the base."""
+    problem = Problem(dtype, width=64)
+    g = torch.Generator().manual_seed(1)
+    a, b = 0.1 * torch.randn(4, 64, generator=g), torch.randn(V, 4, generator=g)
+    found = []
+    for impl in ("native", "reference"):
+        a = a.detach().to(torch.float64 if impl == "reference" else torch.float32).requires_grad_()
+        adapter = HeadAdapter(a, b.to(a.dtype), 2.0)
+        found.append((*problem.dhidden(impl, lm_head_adapter=adapter), a.grad))
+    for got, want in zip(*found, strict=True):
+        assert frobenius_error(got, want) < (2e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.usefixtures("isa")
+def test_slices_of_the_vocabulary():
+    """Each has sums of its own, relative to its own offset, and only one has the target."""
+    problem, rows, slices = Problem(), torch.arange(N), (slice(0, 1100), slice(1100, V))
+    nothing, dlogp = (torch.empty(0), torch.empty(0, dtype=torch.uint8)), torch.randn(N)
+    scored = []
+    for part in slices:
+        mine = (problem.ids[0] >= part.start) & (problem.ids[0] < part.stop)
+        inputs = cpu_library.HeadInputs(
+            problem.hidden[0], problem.weight[part], None, None, None, 0, None, None,
+            torch.where(mine, problem.ids[0] - part.start, -1), torch.ones(N), 1.0, 0.0,
+        )  # fmt: skip
+        z = problem.hidden[0] @ problem.weight[part].T
+        _, offsets, sums = cpu_library.head_scores(inputs, False, *nothing, z.amax(1) + 3.0 * part.start / V, 3)
+        scored.append((inputs, offsets, sums))
+    hidden = problem.hidden[0].double().requires_grad_()
+    z = hidden @ problem.weight.double().T
+    logps = z.log_softmax(1)[rows, problem.ids[0]]
+    logps.backward(dlogp.double())
+    table = torch.stack([z.amax(1), z.logsumexp(1) - z.amax(1), logps, torch.zeros(N)]).detach().float()
+    parts = [
+        cpu_library.head_gradient(inputs, table, offsets, rows, dlogp, None, None, *nothing, 3, sums, True, False)[0]
+        for inputs, offsets, sums in scored
+    ]
+    assert frobenius_error(sum(parts), hidden.grad) < 2e-5
 
 
 def test_rows_without_a_gradient():
