@@ -166,7 +166,7 @@ def _by_sums(work: Work) -> bool:
     Clipped rows are summed in vain. With a dW it would save no product, only reading the weight a second time.
     """
     alone = work.needs.need_hidden and not work.needs.need_weight and not work.needs.need_bias
-    return alone and work.known is None and work.only_logps and work.tokens.candidates is None
+    return alone and work.only_logps and work.tokens.candidates is None
 
 
 def _sum_offset(work: Work, inputs: cpu_library.HeadInputs) -> Tensor:

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
 import grpo_fused.integrations.trl as ours
+from grpo_fused.api import operators
+from grpo_fused.integrations.trl import head
 from grpo_fused.integrations.trl.release import CONTINUOUS_BATCHING, GMPO, RELEASE
 from grpo_fused.integrations.trl.truncation import _recording
 from grpo_fused.rollouts.engine import padded_sets
@@ -85,6 +87,33 @@ def test_a_run_is_that_of_dense_masked_logits(truncated, setting, folder, tmp_pa
         torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=1e-4, atol=1e-5)
     assert got.trainer.loss_counts.recomputed == 0, "the loss was not the predicted one"
     assert got.trainer.loss_counts.fused > 0
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one process", "others wait for gradients"])
+def test_micro_batches_add_rows_to_the_gradient(alone, folder, tmp_path, monkeypatch):
+    """The first of a window makes a dense dW; where other processes share it, each does."""
+    added, real = [], operators.logprobs_gradient
+    monkeypatch.setattr(operators, "logprobs_gradient", lambda call, to=None: (added.append(to), real(call, to))[1])
+    if not alone:
+        monkeypatch.setattr(head, "is_alone_with", lambda weight: False)
+    options = {"exact_truncation": True, "top_k": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
+    got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, max_steps=2, **options)
+    assert [x is not None for x in added] == (2 * [False, True, True, True] if alone else [])
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (8, 0)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["a token without a set", "no sets"])
+def test_a_whole_head_adds_no_rows(exact, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "may_need_whole_head", lambda *_: exact)
+    monkeypatch.setattr(operators, "logprobs_gradient", None)
+    options = {
+        "exact_truncation": exact,
+        "top_k": 4,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+    }
+    got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, max_steps=1, **options)
+    assert got.trainer.loss_counts.recomputed == 0
 
 
 @pytest.mark.gate(keep=lambda truncated: truncated in ("top_p", "all"))

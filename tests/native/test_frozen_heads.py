@@ -7,7 +7,14 @@ import torch
 from helpers import frobenius_error
 from recording import CostRecorder
 
-from grpo_fused import GRPOLossConfig, HeadAdapter, QuantizedWeight, fused_linear_grpo_loss, fused_linear_objective
+from grpo_fused import (
+    CandidateSets,
+    GRPOLossConfig,
+    HeadAdapter,
+    QuantizedWeight,
+    fused_linear_grpo_loss,
+    fused_linear_objective,
+)
 from grpo_fused.engines import cpu_library, native
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
@@ -15,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cpu_extension")
 N, H, V = 150, 40, 2500
 OPTIONS = {
     "plain": {},
-    "bias": {"lm_head_bias": torch.linspace(-2, 2, V)},
+    "bias": {"lm_head_bias": torch.linspace(-122, -118, V)},
     "softcap": {"softcap": 6.0, "temperature": 0.7},
     "temperatures": {"temperature": torch.linspace(0.6, 1.5, N).view(1, N), "logit_scale": 1.3},
 }
@@ -196,6 +203,15 @@ def test_slices_of_the_vocabulary():
         for inputs, offsets, sums in scored
     ]
     assert frobenius_error(sum(parts), hidden.grad) < 2e-5
+
+
+@pytest.mark.parametrize("size", [9, 1500], ids=["by rows", "by the dense head"])
+def test_candidate_sets(size):
+    """A sampled row may be in no set."""
+    problem = Problem()
+    order = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(t)) for t in range(N)])
+    problem.ids = order[:, :1].T.contiguous()
+    assert_right(problem, candidates=CandidateSets(order[:, :size].reshape(-1), torch.arange(0, N * size + 1, size)))
 
 
 def test_rows_without_a_gradient():

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
+from grpo_fused.api.autograd import LinearLogprobs
 from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, LogprobsCall, Run
-from grpo_fused.call.validation import check_adapters
+from grpo_fused.call.candidates import may_need_whole_head
+from grpo_fused.call.validation import check_adapters, is_alone_with
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
@@ -80,7 +82,15 @@ class FusedLogProbFunction:
         scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
         call, bias = cls._call(*scored, with_entropy="entropy" in outputs)
         hidden, weight = call.hidden_states, call.lm_head.weight
-        logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, current_prediction())
+        prediction = current_prediction()
+        if prediction is not None and not prediction.used and _may_add_rows(call):
+            # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
+            prediction.used, prediction.counts.fused = True, prediction.counts.fused + 1
+            candidates, run = call.candidates._replace(any_whole=False), call.run._replace(adds_to_grad=True)
+            call = call._replace(candidates=candidates, run=run)
+            logps, entropies, _ = LinearLogprobs.apply(hidden, weight, bias, call)
+        else:
+            logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, prediction)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,
@@ -131,6 +141,15 @@ class FusedLogProbFunction:
         run = Run(engine, cls.max_scratch_bytes)
         head, hidden = composed(head, weight, adapters, hidden, mask)
         return LogprobsCall(hidden, head, targets, mask, candidates, with_entropy, run), bias
+
+
+def _may_add_rows(call: LogprobsCall) -> bool:
+    """Whether all tokens have a candidate set, and no other process waits for the gradient of the weight."""
+    sets, weight = call.candidates.sets, call.lm_head.weight
+    if sets is None or not weight.requires_grad or not is_alone_with(weight):
+        return False
+    most = engines.largest_sparse_set(call.run.engine, call.lm_head.vocab_size)
+    return not may_need_whole_head(sets, call.token_ids, call.mask, most)
 
 
 _lock = threading.RLock()
