@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -27,7 +28,7 @@ def trained(section_name: str, run: Run) -> str:
         "",
         f"Completions have at most {recipe['max_completion_length']} tokens; the learning rate is "
         f"{recipe['learning_rate']:g}. Seconds are medians over the steps of a run, and means over the seeds; "
-        f"{counted(run.machine['threads'], 'thread')}.",
+        f"{counted(run.machine['threads'], 'thread')}.{_where_timed(section)}",
     ]
     if cut := section.get("cut"):
         lines += [
@@ -64,18 +65,39 @@ def adapted(run: Run) -> str:
     ])  # fmt: skip
 
 
+def timed(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs on the machine of most of them: times of several machines are no mean."""
+    machines = Counter(row.get("machine") for row in section["runs"])
+    most = machines.most_common(1)[0][0]
+    return [row for row in section["runs"] if row.get("machine") == most]
+
+
+def _where_timed(section: dict[str, Any]) -> str:
+    """A sentence, if not all runs are."""
+    rows = timed(section)
+    if len(rows) == len(section["runs"]):
+        return ""
+    others = sorted({row["machine"] for row in section["runs"]} - {rows[0]["machine"]})
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+    return (
+        f" Times and memory are of the seeds {seeds}, on {rows[0]['machine']}; the others ran on {', '.join(others)}."
+    )
+
+
 def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of each trainer, means over the seeds: seconds of a step and of its parts, tokens per second, peak memory."""
     found = {}
     for arm in (arm for arm in ARMS if arm in section["arms"]):
-        rows = [row["median"] | row for row in section["runs"] if row["arm"] == arm]
+        rows = [row["median"] | row for row in timed(section) if row["arm"] == arm]
         found[arm] = {n: fmean(row[n] for row in rows) for n in ("seconds", *PARTS, "tokens_per_second", "peak_bytes")}
     return found
 
 
 def step_sentence(run: Run) -> str:
     """How long a step of the pretrained model takes in our trainer and in stock TRL."""
-    means = step_means(run.sections["pretrained"])
+    section = run.sections["pretrained"]
+    means, name = step_means(section), timed(section)[0].get("machine", run.machine["name"])
+    run = run._replace(machine=run.machine | {"name": name})
     ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
     return (
         f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s of processor time in our trainer and "

@@ -232,15 +232,24 @@ def test_a_tokenizer_that_splits_its_words_is_refused() -> None:
         gemma.check_tokenizer(Letters())
 
 
-def test_the_time_of_a_step_in_a_sentence():
-    """The mean over seeds of our trainer, and how many times as long stock TRL takes."""
+@pytest.mark.parametrize("other", [None, "Another one"])
+def test_the_time_of_a_step_in_a_sentence(other):
+    """The mean over seeds of our trainer, and how many times as long stock TRL takes; of one machine."""
     runs = [
         {"arm": arm, "seed": seed, "median": dict.fromkeys(PARTS, 0.0) | {"seconds": seconds}}
-        | {"tokens_per_second": 1.0, "peak_bytes": 1}
-        for arm, seed, seconds in (("ours", 0, 10.0), ("ours", 1, 20.0), ("trl", 0, 60.0))
-    ]
+        | {"tokens_per_second": 1.0, "peak_bytes": 1, "machine": name}
+        for arm, seed, seconds, name in (
+            ("ours", 0, 10.0, "A processor"), ("ours", 1, 20.0, "A processor"), ("trl", 0, 60.0, "A processor"),
+            ("ours", 2, 99.0, other), ("trl", 2, 99.0, other),
+        )
+        if name is not None
+    ]  # fmt: skip
+    told = study_page._where_timed({"runs": runs})
+    assert told == (
+        " Times and memory are of the seeds 0, 1, on A processor; others ran on Another one." if other else ""
+    )
     section = {"recipe": {}, "arms": ["ours", "trl"], "runs": runs}
-    machine = {"name": "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01"}
+    machine = {"name": other or "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01"}
     said = study_page.step_sentence(Run(Path("r.json"), machine, {"pretrained": section}))
     assert (
         "takes 15.0 s of processor time in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0"
