@@ -79,9 +79,7 @@ def _where_timed(section: dict[str, Any]) -> str:
         return ""
     others = sorted({row["machine"] for row in section["runs"]} - {rows[0]["machine"]})
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
-    return (
-        f" Times and memory are of the seeds {seeds}, on {rows[0]['machine']}; others ran on {', '.join(others)}."
-    )
+    return f" Times and memory are of the seeds {seeds}, on {rows[0]['machine']}; others ran on {', '.join(others)}."
 
 
 def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_fused import __main__, engines
 from grpo_fused.engines import libraries
+from grpo_fused.engines.base import Cost
+from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.tools import doctor, predictions
-from grpo_fused.tools.predictions import MEASURED, MEASURED_IN, Ratios, Shape
+from grpo_fused.tools.predictions import Shape
 
 SHAPE = Shape(1024, 896, 151936, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_report_agrees_with_choose():
         assert str(dtype).removeprefix("torch.") in mine
     assert f"torch         {torch.__version__}" in text
     assert "40 tokens, H = 32, V = 500, float32" in text
-    assert "FLOP/s, measured now" in text
+    assert "500 of 500 rows of the head, measured now" in text
     if libraries.cpu_available() is None:
         assert f"engine native       runs on {libraries.instruction_set()}\n" in text
     assert max(map(len, text.splitlines())) <= 140
@@ -71,47 +71,43 @@ def test_what_is_missing_is_named(monkeypatch):
     assert engines.choose("auto", CPU, torch.float32, 64) == "chunked"
 
 
-def test_predictions_are_products_times_ratios(monkeypatch):
-    monkeypatch.setattr(predictions, "has_products_in", lambda dtype, device: True)
+def test_times_are_those_of_a_part_times_what_the_call_has_more_of(monkeypatch):
+    """Five times the rows; and four products in place of three."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(predictions, "perf_counter", lambda: float(next(clock)))
+    shape = Shape(40, 32, 5 * predictions.LEAST_ROWS, torch.float32)
+    monkeypatch.setattr(predictions, "FLOP", 0.0)
+    assert shape.part == shape._replace(vocab=predictions.LEAST_ROWS)
+    monkeypatch.setattr(
+        ChunkedEngine, "cost", lambda self, head, *_: Cost(4.0 if head.vocab_size > 9999 else 3.0, 0, 0)
+    )
+    assert predictions.seconds(shape, CPU, "chunked") == pytest.approx((5 * 4 / 3, 5.0))
+
+
+def test_every_engine_that_runs_is_timed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(predictions, "seconds", lambda shape, device, name: (asked.append(name), (1.25, 0.5))[1])
+    text = doctor.report(SHAPE)
+    assert asked == [p.engine for p in predictions.predict(SHAPE, CPU)]
     for p in predictions.predict(SHAPE, CPU):
         assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16, 64))
-        assert p.ratios == MEASURED.get((p.engine, torch.bfloat16))
         assert p.cost == engines.engine(p.engine).cost(SHAPE.head(CPU), 1024, None)
-    monkeypatch.setattr(predictions, "bare_rate", lambda shape, device: SHAPE.flop / 2.0)  # two seconds a product
-    (low, high), (fast, slow) = MEASURED["chunked", torch.bfloat16]
-    times = re.escape(f"{6 * low:.2g} to {6 * high:.2g} s ({low:.2f}-{high:.2f} x 3 bare)")
-    assert re.search(rf"chunked .*{times} +{re.escape(f'{2 * fast:.2g} to {2 * slow:.2g} s')}", doctor.report(SHAPE))
+        assert re.search(rf"{p.engine}( \*)? .* MiB.* 1.2 s +0.5 s", text)
+    assert f"{SHAPE.part.vocab} of 151936 rows of the head, measured now" in text
+    monkeypatch.setattr(predictions, "seconds", None)
+    assert "measured now" not in doctor.report(SHAPE, measure=False)
 
 
-def test_nothing_is_predicted_where_bare_products_are_a_slow_fallback(monkeypatch):
-    monkeypatch.setattr(predictions, "has_products_in", lambda dtype, device: dtype != torch.bfloat16)
-    assert all(p.ratios is None for p in predictions.predict(SHAPE, CPU))
-    shape = SHAPE._replace(dtype=torch.float32)
-    assert all(p.ratios == MEASURED.get((p.engine, torch.float32)) for p in predictions.predict(shape, CPU))
+def test_a_part_is_of_a_second_at_most():
+    """At 100 GFLOP/s; and never less than 2048 rows, or more than there are."""
+    assert SHAPE.part.vocab == 18165
+    assert Shape(8192, 4096, 151936, torch.bfloat16).part.vocab == 2048
+    assert Shape(1, 1, 300, torch.float32).part.vocab == 300
 
 
-def test_the_table_equals_the_committed_runs():
-    reports = [json.loads((Path(__file__).parents[1] / path).read_text()) for path in MEASURED_IN]
-    cases = [c for report in reports for c in report["sections"]["loss"]["cases"].values()]
-    cases = [c for c in cases if c["shape"]["pattern"] == "dense"]
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-    for (engine, dtype), ratios in MEASURED.items():
-        rows = [c["providers"][engine] for c in cases if c["shape"]["dtype"] == names[dtype]]
-        assert len(rows) == 4 * len(MEASURED_IN)
-        measured = [
-            (min(row[what]["times_bare"]["p20"] for row in rows), max(row[what]["times_bare"]["p80"] for row in rows))
-            for what in ("forward_backward", "scoring")
-        ]
-        assert Ratios(*(tuple(round(bound, 2) for bound in pair) for pair in measured)) == ratios, (engine, dtype)
-
-
-def test_no_prediction_without_a_measurement():
-    (chunked,) = (p for p in predictions.predict(SHAPE._replace(dtype=torch.float16), CPU) if p.engine == "chunked")
-    assert chunked.ratios is None
-    assert "not predicted" in doctor.report(SHAPE._replace(dtype=torch.float16), measure=False)
-
-
-def test_the_rate_is_that_of_products():
-    """Of about a tenth of a second, for any shape."""
-    assert 1e8 < predictions.bare_rate(Shape(10**6, 64, 10**6, torch.float32), CPU) < 1e14
-    assert predictions.bare_rate(Shape(1, 1, 1, torch.float32), CPU) > 0
+@pytest.mark.parametrize("dtype", doctor.DTYPES, ids=str)
+def test_times_of_every_dtype(dtype):
+    for p in predictions.predict(Shape(70, 16, 300, dtype), CPU):
+        training, scoring = predictions.seconds(Shape(70, 16, 300, dtype), CPU, p.engine)
+        assert 0 < training < 60
+        assert 0 < scoring < 60

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=151936, help="vocabulary size V (default %(default)s)")
     names = [_name(dtype) for dtype in DTYPES]
     parser.add_argument("--dtype", default="bfloat16", choices=names, help="of hidden states and head weight")
-    parser.add_argument("--no-measure", action="store_true", help="do not time a product, and predict no seconds")
+    parser.add_argument("--no-measure", action="store_true", help="do not time the engines, and predict no seconds")
     given = parser.parse_args(argv)
     for name in ("tokens", "hidden", "vocab"):
         if getattr(given, name) < 1:
@@ -130,33 +130,19 @@ def _auto(device: torch.device, width: int) -> str:
 
 def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[str]:
     heading = f"{shape.tokens} tokens, H = {shape.hidden}, V = {shape.vocab}, {_name(shape.dtype)}: "
-    lines = [heading + "loss and both gradients, or log-probs only"]
-    bare = None
-    if measure:
-        rate = predictions.bare_rate(shape, device)
-        bare = shape.flop / rate
-        lines.append(
-            f"a bare head product takes {bare:.2g} s here: {rate / 1e9:.3g} GFLOP/s, measured now on part of it"
-        )
-    rows = [("", "products", "scratch", "training", "scoring")]
-    for name, is_auto, cost, ratios in predictions.predict(shape, device):
+    rows: list[tuple[str, ...]] = [("", "products", "scratch", "training", "scoring")]
+    for name, is_auto, cost in predictions.predict(shape, device):
         memory = f"{cost.scratch_bytes / 2**20:.3g} MiB"
         if cost.accumulator_bytes:
             memory += f" + {cost.accumulator_bytes / 2**20:.3g} MiB to sum dW in fp32"
-        training, scoring = (None, None) if ratios is None else ratios
-        times = _time(training, bare, 3), _time(scoring, bare, 1)
+        training, scoring = predictions.seconds(shape, device, name) if measure else (None, None)
+        times = ("" if x is None else f"{x:.2g} s" for x in (training, scoring))
         rows.append((f"  {name}{' *' if is_auto else ''}", f"{cost.products:.3g}", memory, *times))
-    last = "  * what impl='auto' takes. Times are predictions: bare products times ratios measured before, in"
-    return [*lines, *_table(rows), last, *(f"    {path}" for path in predictions.MEASURED_IN)]
-
-
-def _time(ratio: tuple[float, float] | None, bare: float | None, products: int) -> str:
-    """The time of so many bare products, each of `bare` seconds, times an engine's ratio to them."""
-    if ratio is None:
-        return "not predicted"
-    low, high = ratio
-    times = f"{low:.2f}-{high:.2f} x {'bare' if products == 1 else f'{products} bare'}"
-    return times if bare is None else f"{low * products * bare:.2g} to {high * products * bare:.2g} s ({times})"
+    notes = ["  * what impl='auto' takes"]
+    if measure:
+        timed = f"{shape.part.vocab} of {shape.vocab} rows of the head"
+        notes.append(f"  times are predictions, from all tokens and {timed}, measured now")
+    return [heading + "loss and both gradients, or log-probs only", *_table(rows), *notes]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
