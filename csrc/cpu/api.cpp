@@ -310,8 +310,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
         superblock, need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
         dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V),
         entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums)};
-    check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr),
-          "sums serve neither an entropy's gradient nor entries");
+    check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr && set_ids == nullptr),
+          "sums serve no entropy's gradient, no entries and no candidate sets");
     if (count > 0) {
       gradient_of_head(head.plan, head.inputs, gradient);
     } else {

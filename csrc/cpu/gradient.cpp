@@ -526,9 +526,10 @@ void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientI
       const GradientLanes lane = lanes.at(i, nullptr, nullptr, nullptr);
       const int64_t token = g.rows[i], target = lanes.target(i);
       const float* const sums = g.sums.values + token * plan.hidden;
-      const float factor = *lane.minus_dlogp * std::exp((g.sums.offset[token] - *lane.max) - *lane.log_sum);
+      const float factor = std::exp((g.sums.offset[token] - *lane.max) - *lane.log_sum);
       float* const out = g.dhidden + i * plan.hidden;
-      for (int64_t k = 0; k < plan.hidden; k++) out[k] = factor * sums[k];
+      // in this order: the factor may be e48, and its product with the coefficient too large
+      for (int64_t k = 0; k < plan.hidden; k++) out[k] = factor * sums[k] * *lane.minus_dlogp;
       if (target < 0) continue;
       uint32_t* const row = rows.of(worker);
       int64_t word = 0;

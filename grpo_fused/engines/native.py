@@ -19,6 +19,7 @@ from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import product_dtype
+from grpo_fused.engines.rows import z_
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
@@ -27,9 +28,10 @@ is most. Operands and the fp32 dH take their part of it first (12 to 20 bytes fo
 with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
 
 SAMPLE, HEADROOM = 128, 48.0
-"""dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48. So a token's maximum
-may be 48 nats above that of the sample, and exponentials down to e-39 of the largest are still normal numbers; dH of a
-token with a higher maximum is computed again. The sample takes 0.8 % of a product."""
+"""dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48, or to the target's
+own z where that is higher. So a token's maximum may be 48 nats above that of the sample, and exponentials down to e-39
+of the largest are still normal numbers; dH of a token with a higher maximum is computed again. The sample takes 0.8 %
+of a product. The target is not in it, as it is not in the sums: what is left beside a confident one keeps its digits."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -92,7 +94,7 @@ class NativeEngine:
             inputs = _inputs(work, rows)
             spill = head.weight.new_empty(plan.spill_bytes if scored and not by_sums else 0, dtype=torch.uint8)
             if scored:
-                offset = _sum_offset(work, inputs) if by_sums else None
+                offset = _sum_offset(work, rows, inputs) if by_sums else None
                 table, offsets, sums = cpu_library.head_scores(
                     inputs, work.with_entropy, kept, spill, offset, plan.superblock
                 )
@@ -120,7 +122,7 @@ class NativeEngine:
             if sums is not None and part_dhidden is not None and not (table[0] <= sums.offset).all():
                 far = ~(table[0] <= sums.offset)[chosen]
                 again, _ = cpu_library.head_gradient(inputs, stats.table, offsets, chosen[far], *given, None, *wanted)
-                part_dhidden = part_dhidden.index_put((far,), cast(Tensor, again))
+                part_dhidden[far] = cast(Tensor, again)
             worked += chosen.shape[0]
             if part_dhidden is not None:
                 dhidden = _zeros(shape, head) if dhidden is None else dhidden
@@ -169,20 +171,37 @@ def _by_sums(work: Work) -> bool:
     return alone and work.only_logps and work.tokens.candidates is None
 
 
-def _sum_offset(work: Work, inputs: cpu_library.HeadInputs) -> Tensor:
-    """[R]: above the largest z of the sampled rows of the head."""
-    sample = work.head.every(SAMPLE)
-    inputs = inputs._replace(
+def _sum_offset(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tensor:
+    """[R]: above the largest z of the sampled rows of the head, and above the target's own."""
+    sample, ids = work.head.every(SAMPLE), inputs.targets
+    sampled = (ids >= 0) & (ids % SAMPLE == 0)
+    of_sample = inputs._replace(
         weight=_with_adjacent_columns(sample.weight),
         base=None if sample.base is None else _with_adjacent_columns(sample.base),
         group_scale=None if sample.group_scale is None else sample.group_scale.contiguous(),
         row_scale=None if sample.row_scale is None else sample.row_scale.contiguous(),
         bias=None if inputs.bias is None else inputs.bias[::SAMPLE].contiguous(),
-        targets=torch.zeros_like(inputs.targets),
+        targets=torch.where(sampled, ids // SAMPLE, -1),
     )
     nothing = work.head.weight.new_empty(0), work.head.weight.new_empty(0, dtype=torch.uint8)
-    table, _, _ = cpu_library.head_scores(inputs, False, *nothing)
-    return table[0] + HEADROOM
+    (maxima, log_sums, logps, _), _, _ = cpu_library.head_scores(of_sample, False, *nothing)
+    others = torch.where(sampled, maxima + log_sums + (-logps.expm1()).log(), maxima)
+    return torch.maximum(others + HEADROOM, _target_z(work, rows, inputs) + 1.0)
+
+
+def _target_z(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tensor:
+    """[R]: z of the targets, to some digits; -inf where another rank has it."""
+    head, ids = work.head, inputs.targets.clamp(min=0)
+    z = torch.cat([
+        (h.float() * head.rows(part).float()).sum(1)
+        for h, part in zip(inputs.hidden.split(256), ids.split(256), strict=True)
+    ])  # fmt: skip
+    if inputs.row_scale is not None:
+        z *= inputs.row_scale[ids]
+    if inputs.bias is not None:
+        z += inputs.bias[ids]
+    z = z_(z.unsqueeze(1), work.tokens.transform(head, rows)._replace(bias=None)).squeeze(1)
+    return torch.where((inputs.targets >= 0) & z.isfinite(), z, -torch.inf)
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ("truncated", "setting"),
     [("top_p", name) for name in SETTINGS] + [(name, "iterations") for name in TRUNCATED if name != "top_p"],
 )
-def test_a_run_is_that_of_dense_masked_logits(truncated, setting, folder, tmp_path):
+def test_a_run_is_that_of_dense_masked_logits(truncated, setting, folder, tmp_path, monkeypatch):
+    """By the predicted loss as with several processes; with accumulation by rows that are added to the gradient."""
+    monkeypatch.setattr(head, "is_alone_with", lambda weight: setting == "accumulation")
     options = {**TRUNCATED[truncated], **SETTINGS[setting], "exact_truncation": True}
     got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, **options)
     want = train(masked(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
@@ -185,7 +187,8 @@ def test_evaluation_has_its_own_sets(folder, tmp_path):
 
 
 @pytest.mark.skipif(RELEASE < GMPO, reason="TRL 1.7 has GMPOTrainer")
-def test_gmpo(folder, tmp_path):
+def test_gmpo(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "is_alone_with", lambda weight: False)  # else nothing is predicted
     from trl.experimental.gmpo import GMPOConfig
 
     gmpo = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, exact_truncation=True, top_p=0.8,

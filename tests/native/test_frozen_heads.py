@@ -127,17 +127,52 @@ def test_a_maximum_far_above_those_of_the_sample(by, dtype, monkeypatch):
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("target", [5, 128], ids=["a target", "a sampled target"])
 @pytest.mark.parametrize("margin", [5.0, 30.0, 45.0, 80.0])
-def test_a_confident_token_keeps_its_digits(margin):
-    """1 - p of the target is 1e-2 to 1e-35; its row of the weight is the largest."""
+def test_a_confident_token_keeps_its_digits(margin, target, monkeypatch):
+    """1 - p of the target is 1e-2 to 1e-35; its row of the weight is the largest, and its dH takes no more products."""
     problem = Problem(spread=0.5)
     first = problem.hidden[0, 0]
-    problem.weight[5] = first / first.dot(first) * (margin + 8.0)
-    problem.ids[0, 0] = 5
+    problem.weight[target] = first / first.dot(first) * (margin + 8.0)
+    problem.weight[1] = first / first.dot(first) * 8.0
+    problem.ids[0, 0] = target
+    problem.hidden, problem.ids, problem.advantages = (
+        problem.hidden[:, :1],
+        problem.ids[:, :1],
+        problem.advantages[:, :1],
+    )
     want, logps = problem.dhidden("reference")
+    calls, real = [], cpu_library.head_gradient
+    monkeypatch.setattr(cpu_library, "head_gradient", lambda *a: (calls.append(a), real(*a))[1])
     got, scored = problem.dhidden()
     torch.testing.assert_close(scored[0].double(), logps[0], rtol=1e-3, atol=0)
-    assert frobenius_error(got[0], want[0]) < 1e-3
+    assert frobenius_error(got[0], want[0]) < 1e-4
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_target_above_the_sample_takes_no_more_products(options, monkeypatch):
+    """Its own z is known, with all that makes z of a product."""
+    problem, calls, real = Problem(spread=1.0), [], cpu_library.head_gradient
+    options = options | {"softcap": 70.0} if "softcap" in options else options
+    problem.weight[5] = 30 * problem.hidden[0, 0] / problem.hidden[0, 0].norm()
+    problem.ids[0, 0] = 5
+    monkeypatch.setattr(cpu_library, "head_gradient", lambda *a: (calls.append(a[3]), real(*a))[1])
+    assert_right(problem, **options)
+    z = calls[1:]
+    assert all(0 not in rows for rows in z)
+
+
+def test_a_huge_coefficient():
+    """A sum's factor is up to e48: times the coefficient it would be infinite."""
+    problem = Problem()
+    hidden = problem.hidden.clone().requires_grad_()
+    fused_linear_objective(
+        hidden, problem.weight, problem.ids, lambda logps, _: -1e25 * logps, impl="native"
+    ).loss.backward()
+    want = problem.hidden.double().requires_grad_()
+    (1e25 * -(want @ problem.weight.double().T).log_softmax(-1).gather(-1, problem.ids.unsqueeze(-1))).sum().backward()
+    assert frobenius_error(hidden.grad, want.grad) < 2e-5
 
 
 def test_no_sampled_row_can_be_drawn():
