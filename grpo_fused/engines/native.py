@@ -31,7 +31,7 @@ SAMPLE, HEADROOM = 128, 48.0
 """dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48, or to the target's
 own z where that is higher. So a token's maximum may be 48 nats above that of the sample, and exponentials down to e-39
 of the largest are still normal numbers; dH of a token with a higher maximum is computed again. The sample takes 0.8 %
-of a product. The target is not in it, as it is not in the sums: what is left beside a confident one keeps its digits."""
+of a product. It leaves the target out, as the sums do: what is left beside a confident one keeps its digits."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -190,7 +190,7 @@ def _sum_offset(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Ten
 
 
 def _target_z(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tensor:
-    """[R]: z of the targets, to some digits; -inf where another rank has it."""
+    """[R]: z of the targets, to some digits; of any row where another rank has it."""
     head, ids = work.head, inputs.targets.clamp(min=0)
     z = torch.cat([
         (h.float() * head.rows(part).float()).sum(1)
@@ -200,8 +200,7 @@ def _target_z(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tenso
         z *= inputs.row_scale[ids]
     if inputs.bias is not None:
         z += inputs.bias[ids]
-    z = z_(z.unsqueeze(1), work.tokens.transform(head, rows)._replace(bias=None)).squeeze(1)
-    return torch.where((inputs.targets >= 0) & z.isfinite(), z, -torch.inf)
+    return z_(z.unsqueeze(1), work.tokens.transform(head, rows)._replace(bias=None)).squeeze(1)
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:
