@@ -93,7 +93,8 @@ def test_the_cut_model_has_the_same_texts_and_logits(source, few, tmp_path):
         )
         with torch.no_grad():
             expected = model(torch.tensor([whole(text).input_ids])).logits[..., old]
-            assert torch.equal(small(torch.tensor([ids])).logits, expected)
+            # the library may sum the products of a smaller head in another order; a wrong row would be off by 1
+            torch.testing.assert_close(small(torch.tensor([ids])).logits, expected, rtol=1e-5, atol=1e-5)
     for config in (small.config, small.generation_config):
         assert [old[config.pad_token_id], old[config.eos_token_id], old[config.bos_token_id]] == [
             whole.pad_token_id, whole.eos_token_id, whole.bos_token_id,
