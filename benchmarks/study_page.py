@@ -94,8 +94,9 @@ def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
 def step_sentence(run: Run) -> str:
     """How long a step of the pretrained model takes in our trainer and in stock TRL."""
     section = run.sections["pretrained"]
-    means, name = step_means(section), timed(section)[0].get("machine", run.machine["name"])
-    run = run._replace(machine=run.machine | {"name": name})
+    means, first = step_means(section), timed(section)[0]
+    name, commit = first.get("machine", run.machine["name"]), first.get("commit", run.machine["commit"])
+    run = run._replace(machine=run.machine | {"name": name, "commit": commit})
     ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
     return (
         f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s of processor time in our trainer and "

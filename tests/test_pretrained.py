@@ -237,7 +237,7 @@ def test_the_time_of_a_step_in_a_sentence(other):
     """The mean over seeds of our trainer, and how many times as long stock TRL takes; of one machine."""
     runs = [
         {"arm": arm, "seed": seed, "median": dict.fromkeys(PARTS, 0.0) | {"seconds": seconds}}
-        | {"tokens_per_second": 1.0, "peak_bytes": 1, "machine": name}
+        | {"tokens_per_second": 1.0, "peak_bytes": 1, "machine": name, "commit": "c0"}
         for arm, seed, seconds, name in (
             ("ours", 0, 10.0, "A processor"), ("ours", 1, 20.0, "A processor"), ("trl", 0, 60.0, "A processor"),
             ("ours", 2, 99.0, other), ("trl", 2, 99.0, other),
@@ -249,7 +249,7 @@ def test_the_time_of_a_step_in_a_sentence(other):
         " Times and memory are of the seeds 0, 1, on A processor; others ran on Another one." if other else ""
     )
     section = {"recipe": {}, "arms": ["ours", "trl"], "runs": runs}
-    machine = {"name": other or "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01"}
+    machine = {"name": other or "A processor", "commit": "c1", "dirty": False, "date": "2026-01-01"}
     said = study_page.step_sentence(Run(Path("r.json"), machine, {"pretrained": section}))
     assert (
         "takes 15.0 s of processor time in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0"
