@@ -53,9 +53,7 @@ def adapted(run: Run) -> str:
         sd = f"{100 * own['sd']:.1f}"
         rows.append([label, str(own["n"]), f"{own['mean']:.1%}", sd, *cells, f"{seconds:.1f}", f"{peak / 2**30:.1f}"])
     recipe, before = section["recipe"], section["before"]
-    header = (
-        "| trained | seeds | accuracy | sd | difference | 95 % interval | p, equal within {:g} points | s in a step | "
-    )
+    header = "| trained | seeds | accuracy | sd | difference | 95 % interval | p, equal within {:g} points | "
     return "\n".join([
         *grid(header.format(100 * section["bound"]) + "s in a step | peak GiB |", rows),
         "",

@@ -255,3 +255,24 @@ def test_the_time_of_a_step_in_a_sentence(other):
         "takes 15.0 s of processor time in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0"
         in said
     )
+
+
+def test_the_table_of_adapters():
+    """Every row has as many cells as the header; differences are from training of all weights."""
+    runs = [
+        {"arm": arm, "seed": seed, "before": 0.3, "after": after, "peak_bytes": 2**30, "median": {"seconds": seconds}}
+        for arm, seed, after, seconds in (
+            ("ours", 0, 0.5, 4.0), ("ours", 1, 0.6, 6.0), ("lora_int8", 0, 0.4, 2.0), ("lora_int8", 1, 0.52, 2.0),
+        )
+    ]  # fmt: skip
+    recipe = {"steps": 20, "learning_rate": 2e-6, "lora_rate": 1e-4}
+    section = {"recipe": recipe, "held_out": 1024, **statistics_of(runs, 0.05, "ours")}
+    machine = {"name": "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01", "threads": 1}
+    header, line, *rows = study_page.adapted(Run(Path("r.json"), machine, {"pretrained_lora": section})).splitlines()[
+        :4
+    ]
+    assert header.count("s in a step") == 1
+    assert {text.count("|") for text in (header, line, *rows)} == {10}
+    assert rows[0] == "| all weights | 2 | 55.0% | 7.1 |  |  |  | 5.0 | 1.0 |"
+    assert rows[1].startswith("| LoRA of rank 16, head in int8 | 2 | 46.0% | 8.5 | -9.0 |")
+    assert rows[1].endswith("| 2.0 | 1.0 |")

@@ -255,8 +255,6 @@ class Partials {
       : padded_(round_up(inputs.tokens, kLanes)), with_entropy_(with_entropy),
         values_(ranges * 3 * padded_), target_logit_(padded_) {}
 
-  bool with_entropy() const { return with_entropy_; }
-
   TileStatistics at(int64_t range, int64_t panel) const {
     float* const first = values_.get() + range * 3 * padded_ + panel * kLanes;
     return {first, first + padded_, with_entropy_ ? first + 2 * padded_ : nullptr};
