@@ -11,6 +11,9 @@ from benchmarks.compiled import compile_kernel, machine_code, resources
 from benchmarks.cost import H200, occupancy, predicted_rate
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
+EXTRAS, EXTRA_COLUMNS = ("int8-adapter", "fp8", "adapter"), 64
+"""Kinds of frozen weights, and columns of an adapter: in bf16 rank 16 takes 48. With 192, rank 64, nothing spills
+either, but products of Hopper wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,12 @@ class Variant:
 
     arch: str
     table: str
-    """bf16, fp32, or candidate-<number>"""
+    """bf16, fp32, extras, or candidate-<number>"""
     mode: str
     """score, exponentials, dlogits; finish and pass are the kernels around them"""
     options: str
-    """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient"""
+    """plain: per-token temperatures and entropies. full: with bias, softcap and entropy gradient. Of extras: a kind of
+    frozen weight, and full"""
     even: bool
     """whether H is a multiple of the tile; with descriptors both are the same kernel, and fp32 operands always are"""
 
@@ -46,6 +50,25 @@ class Variant:
         return self.config.tma or self.dtype == "fp32"
 
     @property
+    def is_full(self) -> bool:
+        """Whether it has every option."""
+        return self.options != "plain"
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """The compile-time arguments of a frozen weight: its dtype, an adapter, and scales of bytes."""
+        bytes_ = self.options.partition("-")[0] if self.options in EXTRAS[:2] else ""
+        steps = -(-EXTRA_COLUMNS // self.config.block_k) if "adapter" in self.options else 0
+        absent = dict.fromkeys(("x_ptr", "more_ptr") if self.mode != "finish" else ("more_ptr",)) if steps == 0 else {}
+        absent |= {} if bytes_ else {"row_scale_ptr": None}
+        return {"FP8": bytes_ == "fp8", "MORE_STEPS": steps, "HAS_ROW_SCALE": bool(bytes_), **absent}
+
+    @property
+    def weight_type(self) -> str:
+        """Of the weight's numbers."""
+        return {"int8-adapter": "i8", "fp8": "u8"}.get(self.options, self.dtype)
+
+    @property
     def dtype(self) -> str:
         """Of hidden states, weight and stored values."""
         return "fp32" if self.table.startswith("fp32") else "bf16"
@@ -60,7 +83,7 @@ class Variant:
         table = _tables()[self.table][self.arch]
         if self.mode == "dlogits":
             return table.gradient
-        return table.plain if self.options == "plain" else table.capped
+        return table.capped if self.is_full else table.plain
 
 
 @dataclass(frozen=True)
@@ -88,13 +111,15 @@ def variants() -> list[Variant]:
 
     made = []
     for name, table in _tables().items():
-        for arch, mode, options, even in itertools.product(table, MODES, ("plain", "full"), (True, False)):
+        all_options = EXTRAS if name == "extras" else ("plain", "full")
+        for arch, mode, options, even in itertools.product(table, MODES, all_options, (True, False)):
             variant = Variant(arch, name, mode, options, even)
             if arch != "interpreter" and (even or not variant.always_even):
                 made.append(variant)
-        for arch, options in itertools.product(table, ("plain", "full")):
+        for arch, options in itertools.product(table, all_options):
             if arch != "interpreter":
-                made.extend(Variant(arch, name, mode, options, even=True) for mode in ("finish", "pass"))
+                small = ("finish",) if name == "extras" else ("finish", "pass")
+                made.extend(Variant(arch, name, mode, options, even=True) for mode in small)
     for arch, candidates in head_configs.CANDIDATES.items():
         for number, mode in itertools.product(range(len(candidates)), ("score", "exponentials")):
             made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=True))
@@ -104,7 +129,9 @@ def variants() -> list[Variant]:
 def _tables() -> dict[str, Any]:
     from grpo_fused.kernels import head_configs
 
-    return {"bf16": head_configs.HEAD_CONFIGS, "fp32": head_configs.FP32_CONFIGS}
+    return {
+        "bf16": head_configs.HEAD_CONFIGS, "fp32": head_configs.FP32_CONFIGS, "extras": head_configs.EXTRAS_CONFIGS
+    }  # fmt: skip
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -113,21 +140,22 @@ def compile_variant(variant: Variant) -> Any:
         return _compile_small(variant)
     from grpo_fused.kernels.head import head_fwd_kernel as kernel
 
-    config, full, mode = variant.config, variant.options == "full", MODES[variant.mode]
+    config, full, mode = variant.config, variant.is_full, MODES[variant.mode]
     constexprs = {
-        "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full and mode != 1, "HAS_TEMPERATURES": True,
+        **variant.extras, "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full and mode != 1, "HAS_TEMPERATURES": True,
         "WITH_ENTROPY": mode < 2,
         "HAS_DENTROPY": full and mode == 2, "HAS_ROW_OFFSETS": mode == 1, "TMA": config.tma, "EVEN_K": variant.even,
         "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
     }  # fmt: skip
     types = _types(kernel)
-    for name, rows, cols in (
-        ("x", config.block_n, config.block_k),
-        ("w", config.block_v, config.block_k),
-        ("out", config.block_n, config.block_v),
+    for name, dtype, rows, cols in (
+        ("x", variant.dtype, config.block_n, config.block_k),
+        ("w", variant.weight_type, config.block_v, config.block_k),
+        ("out", variant.dtype, config.block_n, config.block_v),
     ):
-        types[name] = f"tensordesc<{variant.dtype}[{rows}, {cols}]>" if config.tma else f"*{variant.dtype}"
+        types[name] = f"tensordesc<{dtype}[{rows}, {cols}]>" if config.tma else f"*{dtype}"
+    types |= dict.fromkeys(("x_ptr", "more_ptr"), f"*{variant.dtype}")
     stages = config.num_stages if mode == 0 else config.store_stages
     return compile_kernel(
         kernel, variant.arch, types, constexprs, _aligned(kernel, types), num_warps=config.num_warps,
@@ -140,9 +168,11 @@ def _compile_small(variant: Variant) -> Any:
     from grpo_fused.kernels import head
     from grpo_fused.kernels.head_configs import finish_config, pass_config
 
-    device, full, config = torch.device("cuda"), variant.options == "full", variant.config
-    flags = {"HAS_TEMPERATURES": True, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_DENTROPY": full, "E_SCALE": 1.0,
-             "WITH_ENTROPY": True, "EVEN_K": variant.even, "UPCAST": False}  # fmt: skip
+    device, full, config = torch.device("cuda"), variant.is_full, variant.config
+    flags = {
+        **variant.extras, "HAS_TEMPERATURES": True, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_DENTROPY": full,
+        "E_SCALE": 1.0, "WITH_ENTROPY": True, "EVEN_K": variant.even, "UPCAST": False,
+    }  # fmt: skip
     if variant.mode == "finish":
         finish = finish_config(device, torch.float32 if variant.dtype == "fp32" else torch.bfloat16)
         kernel, options = head.finish_scores_fwd_kernel, finish.options
@@ -151,7 +181,8 @@ def _compile_small(variant: Variant) -> Any:
         in_place = pass_config(device, config.block_v)
         kernel, options = head.exponentials_bwd_kernel, {"num_warps": in_place.num_warps, "enable_fp_fusion": False}
         flags |= {"TILES": in_place.tiles, "BLOCK_V": config.block_v}
-    types = _types(kernel) | dict.fromkeys(("x_ptr", "w_ptr", "e_ptr"), f"*{variant.dtype}")
+    types = _types(kernel) | dict.fromkeys(("x_ptr", "more_ptr", "e_ptr"), f"*{variant.dtype}")
+    types["w_ptr"] = f"*{variant.weight_type}"
     return compile_kernel(kernel, variant.arch, types, flags, _aligned(kernel, types), **options)
 
 
@@ -166,7 +197,7 @@ PER_TOKEN = {"targets_ptr", "temperature_ptr", "log_sum_ptr", "logp_ptr", "entro
 
 def _aligned(kernel: Any, types: dict[str, str]) -> set[str]:
     names = {name for name in kernel.arg_names if types[name].startswith("*")} - PER_TOKEN
-    return names | {"stride_out", "stride_e", "padded", "stride_xn", "stride_wv", "H"}
+    return names | {"stride_out", "stride_e", "padded", "stride_xn", "stride_wv", "stride_mv", "H", "C"}
 
 
 def inspect(variant: Variant) -> Evidence:

@@ -75,14 +75,15 @@ def exact(case: Case, *, rounded: bool = False) -> Found:
 
 def ours(case: Case) -> Found:
     """`triton`: its kernels, and what `GradientSums.add` does with their results."""
-    from grpo_fused.kernels import head_launch
+    from grpo_fused.kernels import head_configs, head_launch
     from grpo_fused.kernels.row_types import Coefficients, Transform
 
     from tests.ptx.driver import driver_of
 
     transform, (hidden, weight, targets) = Transform(), case
     with launched_as("sm_90"), driver_of("sm_90").active():
-        room = head_launch.Exponentials.empty(TOKENS, weight, torch.bfloat16, transform)
+        config = head_configs.head_config(weight, transform)
+        room = head_launch.Exponentials.empty(TOKENS, weight, torch.bfloat16, config)
         stats = head_launch.head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room)
         loss = Coefficients(stats, -torch.ones(TOKENS), None)
         factor = head_launch.exponentials_factor(room, targets, loss, transform).unsqueeze(1)

@@ -51,7 +51,7 @@ def launched_as(architecture: str) -> Iterator[None]:
 
 def head(dtype: torch.dtype, mode: str, vocab: int) -> None:
     """Scores, exponentials or dlogits of a plain head."""
-    from grpo_fused.kernels import configs, head_launch
+    from grpo_fused.kernels import configs, head_configs, head_launch
     from grpo_fused.kernels.row_types import Transform
 
     g = torch.Generator().manual_seed(0)
@@ -62,7 +62,8 @@ def head(dtype: torch.dtype, mode: str, vocab: int) -> None:
         out = torch.empty(TOKENS, configs.padded(vocab), dtype=dtype)[:, :vocab]
         head_launch.head_dlogits(hidden, weight, targets, _coefficients(TOKENS), transform, out)
     else:
-        room = head_launch.Exponentials.empty(TOKENS, weight, dtype, transform) if mode == "exponentials" else None
+        config, stores = head_configs.head_config(weight, transform), mode == "exponentials"
+        room = head_launch.Exponentials.empty(TOKENS, weight, dtype, config) if stores else None
         head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room)
 
 

@@ -61,7 +61,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool =
     for number, config in enumerate([HEAD_CONFIGS[arch].plain, *(CANDIDATES.get(arch, ()) if candidates else ())]):
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
         entries.append(entry)
-        room = Exponentials.empty(N, weight, torch.bfloat16, transform, config=config)
+        room = Exponentials.empty(N, weight, torch.bfloat16, config)
 
         def score(config: Any = config, room: Exponentials | None = None) -> Any:
             return head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=config)

@@ -11,6 +11,9 @@ flat loop, so that the loads of the next tile run during the epilogue of this on
   stored 2^15 times as large: down to 27 nats below that.
 - DLOGITS: the gradient itself, from statistics that are known already.
 
+A frozen weight may have narrower numbers, which are widened between load and product, a factor for each of its rows,
+and further columns, an adapter's: their product is added when a tile's own is complete.
+
 Statistics of splits are merged in their order by `finish_scores_fwd_kernel`, which also makes the targets' logits:
 finding them in the epilogue would take 100 more registers. Tiles, splits and steps depend only on (V, H, dtype,
 device), and a row of a product does not depend on the other rows: a token's values are bitwise the same in any batch.
@@ -37,7 +40,7 @@ LOWEST_Z = tl.constexpr(-1e30)
 
 @triton.jit
 def load_block(x, row, k, num_rows, stride, H, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-               EVEN_K: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+               EVEN_K: tl.constexpr):  # fmt: skip
     """[BLOCK_R, BLOCK_K] of a matrix [num_rows, H], 0 outside."""
     if TMA:
         block = x.load([row, k])
@@ -47,21 +50,63 @@ def load_block(x, row, k, num_rows, stride, H, BLOCK_R: tl.constexpr, BLOCK_K: t
         inside = rows[:, None] < num_rows
         if not EVEN_K:
             inside = inside & (cols[None, :] < H)
-        block = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
-    if UPCAST:  # the interpreter multiplies bf16 as bit patterns
-        block = block.to(tl.float32)
+        block = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0)
     return block
 
 
 @triton.jit
+def load_rows(w, rows, known, k, stride, H, BLOCK_K: tl.constexpr):
+    """[R, BLOCK_K] of some rows [R] of a matrix with H columns, 0 outside and in rows that are not `known`."""
+    cols = (k + tl.arange(0, BLOCK_K))[None, :]
+    return tl.load(w + rows[:, None] * stride + cols, mask=known[:, None] & (cols < H), other=0)
+
+
+@triton.jit
+def from_e4m3(bits):
+    """fp32 numbers of bytes that are float8_e4m3fn, which not all GPUs can convert."""
+    wide = bits.to(tl.int32)
+    magnitude = wide & 127
+    # exponent and fraction where fp32 has them, whose bias is larger by 120; exact for subnormal numbers, too
+    x = ((magnitude << 20) | ((wide & 128) << 24)).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where(magnitude == 127, float("nan"), x)
+
+
+@triton.jit
+def dot(a, b, acc, FP8: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + a x b^T, b widened to the dtype of a. FP8: whether b has bytes that are float8_e4m3fn."""
+    if FP8:
+        b = from_e4m3(b)
+    if UPCAST:  # the interpreter multiplies bf16 as bit patterns
+        a = a.to(tl.float32)
+    return tl.dot(a, b.to(a.dtype).T, acc, input_precision="ieee")
+
+
+@triton.jit
 def multiply(
-    acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, FP8: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One k step of the product of a token panel and a vocabulary tile."""
-    a = load_block(x, row, k * BLOCK_K, N, stride_xn, H, BLOCK_N, BLOCK_K, TMA, EVEN_K, UPCAST)
-    b = load_block(w, tile * BLOCK_V, k * BLOCK_K, V, stride_wv, H, BLOCK_V, BLOCK_K, TMA, EVEN_K, UPCAST)
-    return tl.dot(a, b.T, acc, input_precision="ieee")
+    a = load_block(x, row, k * BLOCK_K, N, stride_xn, H, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+    b = load_block(w, tile * BLOCK_V, k * BLOCK_K, V, stride_wv, H, BLOCK_V, BLOCK_K, TMA, EVEN_K)
+    return dot(a, b, acc, FP8, UPCAST)
+
+
+@triton.jit
+def multiply_more(
+    acc, x_ptr, more_ptr, row, tile, N, V, H, C, stride_xn, stride_mv, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """acc + the product of columns H to H + C of x and `more` [V, C].
+
+    Unrolled, since a loop within that of the k steps would end its pipeline. The loads are not part of that pipeline:
+    those by pointers are on their way together, by descriptors one would wait for the other.
+    """
+    for k in tl.static_range(STEPS):
+        a = load_block(x_ptr, row, H + k * BLOCK_K, N, stride_xn, H + C, BLOCK_N, BLOCK_K, False, False)
+        b = load_block(more_ptr, tile * BLOCK_V, k * BLOCK_K, V, stride_mv, C, BLOCK_V, BLOCK_K, False, False)
+        acc = dot(a, b, acc, False, UPCAST)
+    return acc
 
 
 @triton.jit
@@ -181,6 +226,9 @@ def head_fwd_kernel(
     x,
     w,
     out,
+    x_ptr,
+    more_ptr,
+    row_scale_ptr,
     bias_ptr,
     targets_ptr,
     temperature_ptr,
@@ -196,10 +244,12 @@ def head_fwd_kernel(
     offset_ptr,
     stride_xn,
     stride_wv,
+    stride_mv,
     stride_out,
     N,
     V,
     H,
+    C,
     panels,
     group,
     splits,
@@ -209,6 +259,9 @@ def head_fwd_kernel(
     logit_scale,
     softcap,
     MODE: tl.constexpr,
+    FP8: tl.constexpr,
+    MORE_STEPS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURES: tl.constexpr,
@@ -225,7 +278,8 @@ def head_fwd_kernel(
 ):
     """Every work item of [N, H] x [V, H]^T; a program takes items pid, pid + num_programs, and so on.
 
-    `x`, `w` and `out` are tensor descriptors with TMA, else pointers. Partial statistics go to
+    `x`, `w` and `out` are tensor descriptors with TMA, else pointers. With MORE_STEPS `more_ptr` has C columns, whose
+    hidden states follow the H of `w` in `x_ptr`, the pointer of `x`. Partial statistics go to
     [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
     With `HAS_ROW_OFFSETS`, `sampled_max_ptr` has the maxima [N] of the sampled columns.
     """
@@ -249,9 +303,17 @@ def head_fwd_kernel(
             tile = first_tile + step // k_steps
             k = step % k_steps
             acc = multiply(
-                acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, BLOCK_N, BLOCK_V, BLOCK_K, TMA, EVEN_K, UPCAST
-            )
+                acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, FP8, BLOCK_N, BLOCK_V, BLOCK_K, TMA, EVEN_K,
+                UPCAST,
+            )  # fmt: skip
             if k == k_steps - 1:
+                acc = multiply_more(
+                    acc, x_ptr, more_ptr, row, tile, N, V, H, C, stride_xn, stride_mv, MORE_STEPS, BLOCK_N, BLOCK_V,
+                    BLOCK_K, UPCAST,
+                )  # fmt: skip
+                if HAS_ROW_SCALE:
+                    cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+                    acc *= tl.load(row_scale_ptr + cols, mask=cols < V, other=0.0)[None, :]
                 m, rest, moment = epilogue(
                     acc, m, rest, moment, row, tile, out, bias_ptr, targets_ptr, temperature_ptr, max_ptr,
                     log_sum_ptr, logp_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, sampled_max_ptr, offset_ptr,
@@ -276,6 +338,8 @@ def head_fwd_kernel(
 def finish_scores_fwd_kernel(
     x_ptr,
     w_ptr,
+    more_ptr,
+    row_scale_ptr,
     bias_ptr,
     targets_ptr,
     temperature_ptr,
@@ -288,13 +352,18 @@ def finish_scores_fwd_kernel(
     entropy_ptr,
     stride_xn,
     stride_wv,
+    stride_mv,
     N,
     V,
     H,
+    C,
     splits,
     temperature,
     logit_scale,
     softcap,
+    FP8: tl.constexpr,
+    MORE_STEPS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURES: tl.constexpr,
@@ -316,18 +385,20 @@ def finish_scores_fwd_kernel(
     known = (targets >= 0) & (targets < V)  # others are not read: their log-probs are NaN
     acc = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     for k in tl.range(0, H, BLOCK_K):
-        a = load_block(x_ptr, row, k, N, stride_xn, H, BLOCK_N, BLOCK_K, False, EVEN_K, UPCAST)
-        cols = k + tl.arange(0, BLOCK_K)
-        pointers = w_ptr + targets[:, None] * stride_wv + cols[None, :]
-        b = tl.load(pointers, mask=known[:, None] & (cols[None, :] < H), other=0.0)
-        if UPCAST:
-            b = b.to(tl.float32)
-        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        a = load_block(x_ptr, row, k, N, stride_xn, H, BLOCK_N, BLOCK_K, False, EVEN_K)
+        b = load_rows(w_ptr, targets, known, k, stride_wv, H, BLOCK_K)
+        acc = dot(a, b, acc, FP8, UPCAST)
+    for k in tl.static_range(MORE_STEPS):
+        a = load_block(x_ptr, row, H + k * BLOCK_K, N, stride_xn, H + C, BLOCK_N, BLOCK_K, False, False)
+        b = load_rows(more_ptr, targets, known, k * BLOCK_K, stride_mv, C, BLOCK_K)
+        acc = dot(a, b, acc, False, UPCAST)
     diagonal = tl.arange(0, BLOCK_N)[:, None] == tl.arange(0, BLOCK_N)[None, :]
     inv_t = 1.0 / temperature
     if HAS_TEMPERATURES:
         inv_t = 1.0 / tl.load(temperature_ptr + rows, mask=live, other=1.0)
     product = tl.sum(tl.where(diagonal, acc, 0.0), axis=1)
+    if HAS_ROW_SCALE:
+        product *= tl.load(row_scale_ptr + targets, mask=known, other=0.0)
     product = tl.where(known, product, float("nan"))
     z = score_z(product, bias_ptr, targets, known, logit_scale, softcap, inv_t, HAS_BIAS, HAS_SOFTCAP)
     if not (HAS_BIAS or HAS_SOFTCAP):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .configs import architecture
-from .row_types import Transform
+from .row_types import NOTHING, Extras, Transform
 
 MAX_SPLITS = 128
 """Work items of a token panel: a single panel fills 128 of an H200's 132 multiprocessors. The partial statistics of a
@@ -123,6 +123,26 @@ FP32_CONFIGS: dict[str, HeadTable] = {
     "interpreter": HEAD_CONFIGS["interpreter"],
 }
 
+# Widened numbers and an adapter's products take registers. With these tiles, and adapters of up to 192 columns (rank 64
+# in bf16), triton 3.7 takes no stack; with those above 8 to 232 bytes
+_EXTRAS = _same(HeadConfig(128, 64, 32, num_warps=8, num_stages=3, store_stages=3))
+
+EXTRAS_CONFIGS: dict[str, HeadTable] = {
+    "sm_80": _EXTRAS._replace(gradient=HeadConfig(64, 64, 32, num_warps=4, num_stages=3, store_stages=3)),
+    "sm_86": _EXTRAS,
+    "sm_89": _EXTRAS,
+    "sm_90": HeadTable(
+        plain=_HOPPER.capped._replace(store_stages=3),
+        capped=_HOPPER.capped._replace(store_stages=3),
+        gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=4, store_stages=3, tma=True),
+    ),
+    "sm_100": _same(HeadConfig(128, 64, 32, num_warps=8, num_stages=3, store_stages=3, tma=True)),
+    "gfx942": _same(HeadConfig(128, 64, 64, num_warps=8, num_stages=2, store_stages=2)),
+    "interpreter": HEAD_CONFIGS["interpreter"],
+}
+"""bf16 and fp16 with `Extras`; in fp32 `FP32_CONFIGS`, which take an adapter without a stack, too. (Bytes in fp32 would
+take up to 88 bytes.)"""
+
 CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
     "sm_90": (
         HeadConfig(128, 256, 64, 8, 4, 3, tma=True, persistent=True),
@@ -133,9 +153,12 @@ CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
 """Further configurations that the tuner times (scores of a plain head); each is compiled in the tests."""
 
 
-def head_config(weight: Tensor, transform: Transform, *, gradient: bool = False) -> HeadConfig:
-    """The configuration for a head [V, H]: scores, or dlogits (`gradient`)."""
-    table = (FP32_CONFIGS if weight.dtype == torch.float32 else HEAD_CONFIGS)[architecture(weight.device)]
+def head_config(
+    operand: Tensor, transform: Transform, extras: Extras = NOTHING, *, gradient: bool = False
+) -> HeadConfig:
+    """The configuration for products in the dtype of an operand: scores, or dlogits (`gradient`)."""
+    narrow = EXTRAS_CONFIGS if extras.any() else HEAD_CONFIGS
+    table = (FP32_CONFIGS if operand.dtype == torch.float32 else narrow)[architecture(operand.device)]
     if gradient:
         return table.gradient
     return table.plain if transform.bias is None and transform.softcap is None else table.capped

@@ -19,7 +19,7 @@ from .head import (
 )
 from .head_configs import HeadConfig, finish_config, head_config, pass_config
 from .launch import contiguous_bias, device_of, flags_of
-from .row_types import Coefficients, Statistics, Transform
+from .row_types import NOTHING, Coefficients, Extras, Statistics, Transform
 
 GROUP_BYTES = 16 * 2**20
 """Hidden states of the panels that run together: a share of the L2 (50 MB on an H100, 40 on an A100) that leaves room
@@ -37,17 +37,8 @@ class Exponentials(NamedTuple):
     """columns of a tile"""
 
     @classmethod
-    def empty(
-        cls,
-        num_rows: int,
-        weight: Tensor,
-        dtype: torch.dtype,
-        transform: Transform,
-        *,
-        config: HeadConfig | None = None,
-    ) -> Exponentials:
+    def empty(cls, num_rows: int, weight: Tensor, dtype: torch.dtype, config: HeadConfig) -> Exponentials:
         """Room for N rows."""
-        config = config or head_config(weight, transform)
         tiles = num_tiles(config, weight)
         values = torch.empty((num_rows, padded(weight.shape[0])), dtype=dtype, device=weight.device)
         offsets = torch.empty((num_rows, tiles), dtype=torch.float32, device=weight.device)
@@ -96,9 +87,8 @@ def num_tiles(config: HeadConfig, weight: Tensor) -> int:
     return -(-weight.shape[0] // config.block_v)
 
 
-def row_bytes(weight: Tensor, transform: Transform) -> tuple[int, int]:
-    """Bytes for each row of (partial statistics, offsets), besides its E; from shape and dtype only."""
-    config = head_config(weight, transform)
+def row_bytes(weight: Tensor, config: HeadConfig) -> tuple[int, int]:
+    """Bytes for each row of (partial statistics, offsets), besides its E; from the weight's shape only."""
     return 12 * config.splits(*weight.shape)[0], 4 * num_tiles(config, weight)
 
 
@@ -110,23 +100,25 @@ def head_scores(
     *,
     with_entropy: bool,
     exponentials: Exponentials | None = None,
+    extras: Extras = NOTHING,
     config: HeadConfig | None = None,
 ) -> Statistics:
     """Statistics of N rows, and their exponentials if there is room for them.
 
     Args:
-        hidden: [N, H], contiguous, of the weight's dtype (bf16, fp16 or fp32).
-        weight: [V, H], unit column stride.
+        hidden: [N, H] or [N, H + C], contiguous, of the dtype of the computation (bf16, fp16 or fp32).
+        weight: [V, H], unit column stride, of that dtype; with extras also int8 or float8_e4m3fn.
         targets: [N] int64 in [0, V).
         transform: what turns products into z.
         with_entropy: whether to compute entropies.
         exponentials: where E goes, N rows.
+        extras: what a frozen weight has beside it.
         config: in place of the table's, for tuning.
     """
     stats = Statistics.empty(hidden.shape[0], hidden.device, with_entropy)
     if hidden.shape[0] == 0:
         return stats
-    config = config or head_config(weight, transform)
+    config = config or head_config(hidden, transform, extras)
     splits, _ = config.splits(*weight.shape)
     # separate tensors: parts of one would be aligned for some N only, and compile again
     part_max, part_rest, part_moment = (
@@ -134,18 +126,21 @@ def head_scores(
         for wanted in (True, True, with_entropy)
     )
     out, offsets = (None, None) if exponentials is None else (exponentials.values, exponentials.offsets)
-    near = None if out is None or out.dtype == torch.float16 else _sampled_maxima(config, hidden, weight, transform)
+    has_row_offsets = out is not None and out.dtype != torch.float16
+    near = _sampled_maxima(config, hidden, weight, extras, transform) if has_row_offsets else None
     with device_of(hidden):
         _launch(
-            config, hidden, weight, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
+            config, hidden, weight, extras, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
             max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets, sampled_max_ptr=near,
-            WITH_ENTROPY=with_entropy, HAS_ROW_OFFSETS=near is not None,
+            WITH_ENTROPY=with_entropy, HAS_ROW_OFFSETS=has_row_offsets,
         )  # fmt: skip
         finish = finish_config(hidden.device, hidden.dtype)
         each, *numbers = transform.numbers
+        more = extras.more
         finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
-            hidden, weight, contiguous_bias(transform), targets, each, part_max, part_rest, part_moment, *stats,
-            hidden.stride(0), weight.stride(0), hidden.shape[0], *weight.shape, splits, *numbers, **flags_of(transform),
+            hidden, _bytes(weight), more, extras.row_scale, contiguous_bias(transform), targets, each, part_max,
+            part_rest, part_moment, *stats, hidden.stride(0), weight.stride(0), _stride(more), hidden.shape[0],
+            *weight.shape, _columns(more), splits, *numbers, **flags_of(transform), **_flags(weight, extras, config),
             WITH_ENTROPY=with_entropy, EVEN_K=weight.shape[1] % config.block_k == 0, UPCAST=_interprets(hidden),
             BLOCK_N=finish.block_n, BLOCK_K=config.block_k, **finish.options,
         )  # fmt: skip
@@ -160,15 +155,16 @@ def head_dlogits(
     transform: Transform,
     out: Tensor,
     *,
+    extras: Extras = NOTHING,
     config: HeadConfig | None = None,
 ) -> None:
     """Write dL/d(product) of N rows to `out` [N, V] (rows of `padded` elements) from known statistics."""
     if hidden.shape[0] == 0:
         return
-    config = config or head_config(weight, transform, gradient=True)
+    config = config or head_config(hidden, transform, extras, gradient=True)
     with device_of(hidden):
         _launch(
-            config, hidden, weight, out, transform, MODE=DLOGITS.value, targets_ptr=targets,
+            config, hidden, weight, extras, out, transform, MODE=DLOGITS.value, targets_ptr=targets,
             **{f"{name}_ptr": x for name, x in coefficients.statistics._asdict().items()},
             dlogp_ptr=coefficients.dlogp, dentropy_ptr=coefficients.dentropy,
             HAS_DENTROPY=coefficients.dentropy is not None,
@@ -225,7 +221,7 @@ def exponentials_factor(
     return factor
 
 
-def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, transform: Transform) -> Tensor:
+def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, extras: Extras, transform: Transform) -> Tensor:
     """[N] the largest z of each row among as many columns as a tile has, spread over the vocabulary."""
     step = max(weight.shape[0] // config.block_v, 1)
     columns = slice(0, step * config.block_v, step)
@@ -233,8 +229,8 @@ def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, transfor
     maxima, rest = (torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device) for _ in range(2))
     with device_of(hidden):
         _launch(
-            config, hidden, weight[columns], None, transform._replace(bias=bias), MODE=SCORE.value, max_ptr=maxima,
-            rest_ptr=rest,
+            config, hidden, weight[columns], extras.rows(columns), None, transform._replace(bias=bias),
+            MODE=SCORE.value, max_ptr=maxima, rest_ptr=rest,
         )  # fmt: skip
     return maxima
 
@@ -245,11 +241,24 @@ _POINTERS = (
 )  # fmt: skip
 
 
+def _flags(weight: Tensor, extras: Extras, config: HeadConfig) -> dict[str, Any]:
+    """What is compiled in of a weight and its extras."""
+    return {
+        "FP8": weight.dtype == torch.float8_e4m3fn,
+        "MORE_STEPS": -(-_columns(extras.more) // config.block_k),
+        "HAS_ROW_SCALE": extras.row_scale is not None,
+    }
+
+
 def _launch(
-    config: HeadConfig, hidden: Tensor, weight: Tensor, out: Tensor | None, transform: Transform, **mode: Any
-) -> None:
+    config: HeadConfig, hidden: Tensor, weight: Tensor, extras: Extras, out: Tensor | None, transform: Transform,
+    **mode: Any,
+) -> None:  # fmt: skip
     num_rows, (vocab_size, width) = hidden.shape[0], weight.shape
-    if hidden.dtype != weight.dtype or hidden.stride() != (width, 1) or (width > 1 and weight.stride(1) != 1):
+    more, row_scale = extras
+    one_dtype = hidden.dtype == weight.dtype or extras.any()
+    fits = hidden.shape[1] == width + _columns(more) and hidden.is_contiguous()
+    if not (one_dtype and fits and (width <= 1 or weight.stride(1) == 1)):
         raise ValueError(
             "the head kernel takes contiguous hidden states and weight rows of one dtype; "
             f"got {hidden.dtype} {hidden.stride()} and {weight.dtype} {weight.stride()}"
@@ -258,6 +267,7 @@ def _launch(
     splits, tiles_per_split = config.splits(vocab_size, width)
     each, number, scale, softcap = transform.numbers
     wide = None if out is None else _wide(out, vocab_size)  # kernels write the padding, too
+    flags, weight = _flags(weight, extras, config), _bytes(weight)
     x, w, target = hidden, weight, wide
     if config.tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -269,17 +279,22 @@ def _launch(
         x=x,
         w=w,
         out=target,
+        x_ptr=None if more is None else hidden,
+        more_ptr=more,
+        row_scale_ptr=row_scale,
         bias_ptr=contiguous_bias(transform),
         temperature_ptr=each,
         **{name: mode.pop(name, None) for name in _POINTERS},
-        stride_xn=width,
+        stride_xn=hidden.stride(0),
         stride_wv=weight.stride(0),
+        stride_mv=_stride(more),
         stride_out=0 if out is None else out.stride(0),
         N=num_rows,
         V=vocab_size,
         H=width,
+        C=_columns(more),
         panels=panels,
-        group=max(GROUP_BYTES // (config.block_n * width * hidden.itemsize), 1),
+        group=max(GROUP_BYTES // (config.block_n * hidden.shape[1] * hidden.itemsize), 1),
         splits=splits,
         tiles_per_split=tiles_per_split,
         num_tiles=num_tiles(config, weight),
@@ -287,6 +302,7 @@ def _launch(
         logit_scale=scale,
         softcap=softcap,
         **flags_of(transform),
+        **flags,
         **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, "HAS_ROW_OFFSETS": False, **mode},
         TMA=config.tma,
         EVEN_K=width % config.block_k == 0,
@@ -305,6 +321,19 @@ def _launch(
 def _wide(out: Tensor, vocab_size: int) -> Tensor:
     """Rows of the slab with their padding."""
     return out.as_strided((out.shape[0], padded(vocab_size)), out.stride())
+
+
+def _bytes(weight: Tensor) -> Tensor:
+    """A weight as kernels read it: fp8 as bytes."""
+    return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
+
+
+def _stride(more: Tensor | None) -> int:
+    return 0 if more is None else more.stride(0)
+
+
+def _columns(more: Tensor | None) -> int:
+    return 0 if more is None else more.shape[1]
 
 
 def _scale_of(values: Tensor) -> float:

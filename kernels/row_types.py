@@ -106,6 +106,30 @@ class Transform(NamedTuple):
         return each, number, float(self.logit_scale), 1.0 if self.softcap is None else float(self.softcap)
 
 
+class Extras(NamedTuple):
+    """What a frozen weight [V, H] may have beside it, in a product of hidden states [N, H + C].
+
+    With it the weight may be int8 or float8_e4m3fn, which the kernel widens.
+    """
+
+    more: Tensor | None = None
+    """[V, C] further columns, those of an adapter, in the dtype of the computation"""
+    row_scale: Tensor | None = None
+    """[V] fp32, by which products are multiplied"""
+
+    def any(self) -> bool:
+        """Whether there is any."""
+        return self.more is not None or self.row_scale is not None
+
+    def rows(self, which: slice) -> Extras:
+        """Those of some rows of the weight."""
+        return Extras(*(None if x is None else x[which] for x in self))
+
+
+NOTHING = Extras()
+"""beside a plain weight"""
+
+
 class Rows(NamedTuple):
     """A chunk of logits, and what is done to it."""
 

@@ -15,7 +15,7 @@ import torch
 from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.candidates import pair_products, segment_sums
 from grpo_fused.kernels.launch import TritonRows
-from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
+from grpo_fused.kernels.row_types import Coefficients, Extras, Rows, Statistics, Transform
 from helpers import assert_same, frobenius_error, make_case, make_config, with_sets
 
 from grpo_fused import engines
@@ -107,11 +107,44 @@ def head(dtype, name, N=21, H=80, V=300):
     exact = Exact(hidden.double() @ weight.double().T, targets, transform)
     if H % 2:
         hidden, weight = head_launch.aligned(hidden), head_launch.aligned(weight)
-    stats = head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True)
+    _ways_to_dlogits(exact, hidden, weight, Extras(), targets, transform, dlogp, dentropy)
+
+
+FROZEN = [
+    (BF16, "int8"),
+    (BF16, "fp8"),
+    (BF16, "int8-adapter"),
+    (BF16, "adapter"),
+    (FP16, "adapter"),
+    (FP32, "adapter"),
+]
+
+
+def frozen_head(dtype, form, name="bias+scale", N=21, H=96, V=300, C=48):
+    """As `head`, with a weight of bytes, an adapter's columns beside it, or both."""
+    hidden, weight, targets, (dlogp, dentropy) = head_of(N, H + C * ("adapter" in form), V, dtype)
+    transform = transform_of(name, N, V)
+    base, more, scale = weight[:, :H], weight[:, H:] if "adapter" in form else None, None
+    if form != "adapter":
+        scale = 0.02 * (1.0 + torch.rand(V, generator=torch.Generator().manual_seed(6)))
+        kind = torch.float8_e4m3fn if form == "fp8" else torch.int8
+        base = (base.float() * 20.0).round().clamp(-127, 127).to(kind)
+    hidden, base, more = (None if x is None else head_launch.aligned(x) for x in (hidden, base, more))
+    dense = torch.cat([x.double() for x in (base, more) if x is not None], dim=1)
+    dense = dense if scale is None else dense * scale.double().unsqueeze(1)
+    exact = Exact(hidden.double() @ dense.T, targets, transform)
+    _ways_to_dlogits(exact, hidden, base, Extras(more, scale), targets, transform, dlogp, dentropy)
+
+
+def _ways_to_dlogits(exact, hidden, weight, extras, targets, transform, dlogp, dentropy):
+    (N, V), dtype = exact.z.shape, hidden.dtype
+    options = {"with_entropy": True, "extras": extras}
+    stats = head_launch.head_scores(hidden, weight, targets, transform, **options)
     exact.assert_close(stats)
 
-    room = head_launch.Exponentials.empty(N, weight, dtype, transform)
-    again = head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room)
+    config = head_configs.head_config(hidden, transform, extras)
+    room = head_launch.Exponentials.empty(N, weight, dtype, config)
+    again = head_launch.head_scores(hidden, weight, targets, transform, exponentials=room, **options)
     for mine, other in zip(again, stats, strict=True):
         assert torch.equal(mine, other), "a token's scores are the same in both modes"
     width = configs.padded(V)
@@ -125,7 +158,8 @@ def head(dtype, name, N=21, H=80, V=300):
         _factors(room, targets, Coefficients(stats, dlogp, None), transform, exact)
     for coefficient in (None, dentropy):
         out = torch.full((N, width), torch.nan, dtype=dtype)[:, :V]
-        head_launch.head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, coefficient), transform, out)
+        coefficients = Coefficients(stats, dlogp, coefficient)
+        head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, out, extras=extras)
         assert frobenius_error(out, exact.dlogits(dlogp, coefficient)) < GRADIENT[dtype]
 
 
@@ -139,7 +173,7 @@ def training(dtype, N=5, H=136, V=300):
     """A plain head's scores, and its gradient as exponentials with a factor for each row."""
     hidden, weight, targets, (dlogp, _) = head_of(N, H, V, dtype)
     exact = Exact(hidden.double() @ weight.double().T, targets, Transform())
-    room = head_launch.Exponentials.empty(N, weight, dtype, Transform())
+    room = head_launch.Exponentials.empty(N, weight, dtype, head_configs.head_config(weight, Transform()))
     stats = head_launch.head_scores(hidden, weight, targets, Transform(), with_entropy=False, exponentials=room)
     exact.assert_close(stats)
     _factors(room, targets, Coefficients(stats, dlogp, None), Transform(), exact)
@@ -164,7 +198,7 @@ def results_of_all(dtype: torch.dtype = BF16) -> list[torch.Tensor]:
     hidden, weight, targets, (dlogp, dentropy) = head_of(21, 80, 300, dtype)
     transform = transform_of("bias+scale", 21, 300)
     logits = torch.randn(2, 1056, generator=torch.Generator().manual_seed(1))
-    room = head_launch.Exponentials.empty(21, weight, dtype, transform)
+    room = head_launch.Exponentials.empty(21, weight, dtype, head_configs.head_config(weight, transform))
     stats = head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room)
     out = torch.empty(21, configs.padded(300), dtype=dtype)[:, :300]
     head_launch.head_dlogits(hidden, weight, targets, Coefficients(stats, dlogp, dentropy), transform, out)

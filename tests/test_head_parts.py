@@ -30,7 +30,9 @@ B, T, H, V, R = 3, 37, 64, 1000, 5
 FORMATS = ("plain", "int8", "fp8", "int8-groups", "fp8-groups", "q8_0", "nf4", "codes-rows")
 NF4 = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
        0.0795803, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0]  # fmt: skip
-IMPLS = ("native", "chunked", "reference")
+IMPLS = ("native", "chunked", "triton", "reference")
+OF_TRITON = ("plain", "int8", "fp8")
+"""formats that the kernel takes"""
 LOGPS = {torch.bfloat16: 1e-4, torch.float32: 4e-6, torch.float16: 2e-5}
 GRADIENT = {torch.bfloat16: 6e-3, torch.float32: 4e-6, torch.float16: 1e-3}
 """relative, by Frobenius norms; adapters have the dtype of the hidden states or fp32"""
@@ -138,6 +140,14 @@ CONFIGS = [
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_loss_is_that_of_the_dense_weight(name, dtype, of, count, impl):
     case = case_of(name, dtype, count, of)
+    if impl == "triton" and name not in OF_TRITON:
+        with pytest.raises(RuntimeError, match="triton takes quantised weights of int8 and fp8 with one scale a row"):
+            fused_linear_logprobs(case.hidden, case.weight, case.ids, impl=impl)
+        return
+    if impl == "triton" and name != "plain" and dtype != torch.bfloat16:
+        with pytest.raises(RuntimeError, match=f"triton takes .* under hidden states of bfloat16; they are {dtype}"):
+            fused_linear_logprobs(case.hidden, case.weight, case.ids, impl=impl)
+        return
     generator = torch.Generator().manual_seed(1)
     advantages = torch.randn(B, generator=generator)
     old = -6 + 0.1 * torch.randn(B, T, generator=generator)
@@ -169,6 +179,8 @@ def test_the_loss_is_that_of_the_dense_weight(name, dtype, of, count, impl):
 @pytest.mark.parametrize("whole", [False, True])
 def test_candidates_and_alternatives(name, impl, whole):
     """Sets of some tokens, of all, and one beyond V/8, which is worked on the whole head."""
+    if impl == "triton" and name not in OF_TRITON:
+        pytest.skip("not one of its formats")
     case = case_of(name, torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
     kept = torch.rand(B * T, V, generator=generator) < 0.02
@@ -402,7 +414,10 @@ def test_rows_without_logits_are_left_out():
 
 
 def test_which_engine_runs():
-    assert engines.choose("auto", torch.device("cpu"), torch.float32, 48, group=48) == "chunked"
+    assert (
+        engines.choose("auto", torch.device("cpu"), torch.float32, 48, engines.WeightForm(torch.float32, 48))
+        == "chunked"
+    )
     for dtype in (torch.bfloat16, torch.float32):
         narrow = case_of(dtype=dtype, width=48)
         got = fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters)
@@ -411,7 +426,9 @@ def test_which_engine_runs():
         assert float((got.logps - want).abs().max()) < LOGPS[dtype]
     narrow = case_of("int8")._replace(weight=quantized(torch.randn(V, H) / 8, "int8-groups"))
     few = replace(narrow.weight, scale=narrow.weight.scale.repeat_interleave(2, dim=1))  # of 16 columns
-    assert engines.choose("auto", torch.device("cpu"), torch.float32, 64, group=16) == "chunked"
+    assert (
+        engines.choose("auto", torch.device("cpu"), torch.float32, 64, engines.WeightForm(torch.int8, 16)) == "chunked"
+    )
     for dtype in (torch.bfloat16, torch.float32):
         states = narrow.hidden.detach().to(dtype)
         got = fused_linear_logprobs(states, few, narrow.ids).logps
@@ -423,8 +440,12 @@ def test_which_engine_runs():
         fused_linear_logprobs(narrow.hidden, few, narrow.ids, impl="native")
     narrow = case_of(width=48)
     if engines.unavailable("triton", torch.device("cpu"), torch.float32) is None:  # in its interpreter
-        with pytest.raises(RuntimeError, match="takes no adapter and no quantised weight"):
-            _call(impl="triton")
+        with pytest.raises(
+            RuntimeError, match="triton takes an adapter or a quantised weight where H is a multiple of 32"
+        ):
+            fused_linear_logprobs(
+                narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters, impl="triton"
+            )
     with pytest.raises(RuntimeError, match="where H is a multiple of 32; it is 48"):
         fused_linear_logprobs(narrow.hidden, narrow.weight, narrow.ids, lm_head_adapter=narrow.adapters, impl="native")
 

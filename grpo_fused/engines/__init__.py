@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from grpo_fused.call.head_parts import BYTES
 from grpo_fused.engines import choice, cpu_library, cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
@@ -24,14 +25,23 @@ _ENGINES: dict[str, Engine] = {
 }
 
 
-def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, *, group: int | None = None) -> str:
+class WeightForm(NamedTuple):
+    """A weight that has an adapter or is quantised."""
+
+    dtype: torch.dtype
+    """of its numbers"""
+    group: int
+    """columns with one scale; H without scales"""
+    has_codes: bool = False
+
+
+def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, form: WeightForm | None = None) -> str:
     """The implementation that runs for head products in `dtype`: a named one as named, `auto` the fastest.
 
     That is `native` on a CPU that it supports, else `chunked`; if `native` would run but was not built, one warning
     says so. On a GPU it is `chunked` or `triton`, by architecture and `width`, the H of the hidden states: see
     `grpo_fused.engines.choice`. Name `triton` if scores must be bitwise independent of the batch. For a head with an
-    adapter or a quantised weight, where `group` columns share a scale (H if they all do), it is `chunked` in place of
-    an engine that takes none.
+    adapter or a quantised weight it is `chunked` in place of an engine that does not take its form.
 
     Raises:
         ValueError: `impl` is not the name of an implementation.
@@ -45,10 +55,10 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, *, 
         if reason is not None and reason == libraries.missing() and not torch.compiler.is_compiling():
             _warn_once(reason)
         name = fastest(device, dtype, width)
-        return name if group is None or _takes_plain_weights_only(name, width, group) is None else "chunked"
+        return name if form is None or _refuses(name, dtype, width, form) is None else "chunked"
     reason = unavailable(impl, device, dtype)
-    if reason is None and group is not None:
-        reason = _takes_plain_weights_only(impl, width, group)
+    if reason is None and form is not None:
+        reason = _refuses(impl, dtype, width, form)
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
     return impl
@@ -96,15 +106,18 @@ def largest_sparse_set(name: str, vocab_size: int) -> int:
     return min(vocab_size // 8, max(vocab_size // 96, 64)) if name == "native" else vocab_size
 
 
-def _takes_plain_weights_only(name: str, width: int, group: int) -> str | None:
-    """Why an engine cannot run a head with an adapter or a quantised weight, on H = `width`, or None if it can."""
-    if name == "triton":
-        return "the triton engine takes no adapter and no quantised weight"
+def _refuses(name: str, dtype: torch.dtype, width: int, form: WeightForm) -> str | None:
+    """Why an engine cannot run a head with a weight of that form, for products in `dtype` on H = `width`, or None."""
     most = cpu_library.BASE_COLUMNS
-    if name == "native" and width % most != 0:
-        return f"native takes an adapter or a quantised weight where H is a multiple of {most}; it is {width}"
-    if name == "native" and group % most != 0:
-        return f"native takes groups of a multiple of {most} columns with a scale; they have {group}"
+    if name in ("native", "triton") and width % most != 0:
+        return f"{name} takes an adapter or a quantised weight where H is a multiple of {most}; it is {width}"
+    if name == "native" and form.group % most != 0:
+        return f"native takes groups of a multiple of {most} columns with a scale; they have {form.group}"
+    if name == "triton" and (form.has_codes or form.group != width):
+        return "triton takes quantised weights of int8 and fp8 with one scale a row"
+    # fp32 products with widened bytes: triton 3.7 rounds hidden states to TF32 for sm_100, and spills on the others
+    if name == "triton" and form.dtype in BYTES and dtype != torch.bfloat16:
+        return f"triton takes quantised weights under hidden states of bfloat16; they are {dtype}"
     return None
 
 

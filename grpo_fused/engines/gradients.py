@@ -85,6 +85,7 @@ class GradientSums:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.need_weight:
             if factor is not None:
+                hidden = hidden.to(gradient_dtype(self.head))  # in fp16 the product might underflow
                 hidden = torch.mul(hidden, factor.unsqueeze(1), out=torch.empty_like(hidden))
             first = self.weight is None
             if self.weight is None:

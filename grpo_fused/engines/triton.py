@@ -17,16 +17,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
+from grpo_fused.call.head_parts import BYTES
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, Gradients, Work
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
-from grpo_fused.kernels.row_types import Statistics
+from grpo_fused.kernels.row_types import Extras, Statistics
+
+if TYPE_CHECKING:
+    from grpo_fused.kernels.head_configs import HeadConfig
 
 ROW_MULTIPLE = 128
 """Chunks of a multiple fill the kernel's token panels."""
@@ -73,15 +79,18 @@ class TritonEngine:
         from grpo_fused.kernels import head_launch
 
         head, tokens, rows = work.head, work.tokens, work.rows
-        weight = head_launch.aligned(head.operand(head.weight))
-        partials, _ = head_launch.row_bytes(weight, products.transform(head))
+        weight, extras = _weight(head)
+        partials, _ = _statistics_bytes(head)
         count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes)
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
             hidden = head_launch.aligned(head.operand(tokens.hidden_rows(part)))
             targets, transform = tokens.target_rows(part), tokens.transform(head, part)
-            parts.append(head_launch.head_scores(hidden, weight, targets, transform, with_entropy=work.with_entropy))
+            stats = head_launch.head_scores(
+                hidden, weight, targets, transform, with_entropy=work.with_entropy, extras=extras
+            )
+            parts.append(stats)
             del hidden  # before the next copy is made
         return Statistics.concatenate(parts, head.weight, work.with_entropy)
 
@@ -90,10 +99,10 @@ class TritonEngine:
         from grpo_fused.kernels import head_launch
 
         tokens, head = work.tokens, products.rounded_weight(work.head)
-        weight = head_launch.aligned(head.operand(head.weight))
+        weight, extras = _weight(head)
         stores = work.known is None and head.softcap is None
         reserved = slab_rows(work, self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes))
-        slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), products.transform(head))
+        slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), _config(head))
         dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
@@ -106,7 +115,7 @@ class TritonEngine:
             else:
                 stats = head_launch.head_scores(
                     hidden, weight, targets, transform, with_entropy=work.with_entropy,
-                    exponentials=place if stores else None,
+                    exponentials=place if stores else None, extras=extras,
                 )  # fmt: skip
                 stats = tokens.merged(taken, stats)
             parts.append(stats)
@@ -119,10 +128,10 @@ class TritonEngine:
             elif stores:
                 head_launch.exponentials_to_dlogits(place, targets, coefficients, transform)
             else:
-                head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values)
+                head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values, extras=extras)
             if entries is not None:
                 entries.put(place.values)
-            sums.add(taken, hidden[:, : head.weight.shape[1]], place.values, scale, factor)
+            sums.add(taken, hidden[:, : head.width], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None) -> int:
@@ -131,13 +140,39 @@ class TritonEngine:
         return max(count - count % ROW_MULTIPLE if count > ROW_MULTIPLE else count, 1)
 
 
+def _weight(head: LMHead) -> tuple[Tensor, Extras]:
+    """What the kernels multiply: a weight in the compute dtype, or bytes, and what is beside it."""
+    from grpo_fused.kernels import head_launch
+
+    if head.base is None:
+        return head_launch.aligned(head.operand(head.weight)), Extras()
+    more = head_launch.aligned(head.operand(head.weight)) if head.weight.shape[1] else None
+    row_scale = None if head.row_scale is None else head.row_scale.contiguous()
+    base = head.base if head.base.dtype in BYTES else head.operand(head.base)
+    return head_launch.aligned(base), Extras(more, row_scale)
+
+
+def _config(head: LMHead) -> HeadConfig:
+    """How the kernels score it."""
+    from grpo_fused.kernels.head_configs import head_config
+
+    extras = Extras() if head.base is None else Extras(head.weight, head.row_scale)
+    operand = head.weight.new_empty(0, dtype=head.compute_dtype)
+    return head_config(operand, products.transform(head), extras)
+
+
+def _statistics_bytes(head: LMHead) -> tuple[int, int]:
+    """Bytes for each row of (partial statistics, offsets)."""
+    from grpo_fused.kernels import head_launch
+
+    return head_launch.row_bytes(head.weight if head.base is None else head.base, _config(head))
+
+
 def _row_bytes(head: LMHead) -> int:
     """Bytes for each row: exponentials or dlogits, offsets, partial statistics, copies."""
-    from grpo_fused.kernels import head_launch
     from grpo_fused.kernels.configs import padded
 
-    rounded = head.weight.new_empty(1, dtype=head.compute_dtype).expand(head.weight.shape)  # takes no memory
-    row_bytes = _copies_bytes(head) + sum(head_launch.row_bytes(rounded, products.transform(head)))
+    row_bytes = _copies_bytes(head) + sum(_statistics_bytes(head))
     return row_bytes + gradient_dtype(head).itemsize * padded(head.vocab_size)
 
 
@@ -145,4 +180,4 @@ def _copies_bytes(head: LMHead) -> int:
     """Bytes for each row: hidden states gathered, then masked, then its fp32 dhidden."""
     from grpo_fused.kernels import head_launch
 
-    return head_launch.aligned_width(head.weight.shape[1], head.compute_dtype) * (2 * head.compute_dtype.itemsize + 4)
+    return head_launch.aligned_width(head.width, head.compute_dtype) * (2 * head.compute_dtype.itemsize + 4)

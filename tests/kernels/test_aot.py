@@ -50,6 +50,7 @@ def head_in_gate(variant) -> bool:
         or (variant.mode == "score" and variant.options == "plain")
         or (variant.table == "bf16" and variant.mode == "dlogits" and variant.options == "full" and variant.hardest)
         or (variant.table == "bf16" and variant.mode in ("finish", "pass") and variant.options == "full")
+        or (variant.options == "int8-adapter" and variant.mode in ("exponentials", "finish") and variant.hardest)
     )
 
 
@@ -168,7 +169,7 @@ def test_head_kernel_fits(head_evidence):
     from benchmarks.compiled import SHARED_LIMIT
 
     assert {(row["arch"], row["table"]) for row in head_evidence} >= {
-        (arch, table) for arch in KINDS for table in ("bf16", "fp32")
+        (arch, table) for arch in KINDS for table in ("bf16", "fp32", "extras")
     }
     for row in head_evidence:
         assert row["stack"] == 0, row
@@ -253,12 +254,14 @@ for tokens, temperature in ((1, 1.0), (4096, 0.7), (70000, 0.31), (17, 2.0)):
     if tokens == 17 and CONTROL: flags["num_warps"] = 4
     panels, numbers = -(-tokens // 128), (temperature, 1.0, 1.0)
     for mode in (0, 1, 2):
-        head.head_fwd_kernel.warmup(b, b, b if mode else None, None, ids, None, row, row, row, row, row, None, f if mode == 1 else None, f,
-            f, f, 896, 896, 151936, tokens, 151936, 896, panels, 73, 119, 10, 1187, *numbers, MODE=mode, WITH_ENTROPY=True, E_SCALE=1.0,
+        head.head_fwd_kernel.warmup(b, b, b if mode else None, None, None, None, None, ids, None, row, row, row, row, row, None,
+            f if mode == 1 else None, f, f, f, 896, 896, 0, 151936, tokens, 151936, 896, 0, panels, 73, 119, 10, 1187, *numbers,
+            MODE=mode, FP8=False, MORE_STEPS=0, HAS_ROW_SCALE=False, WITH_ENTROPY=True, E_SCALE=1.0,
             HAS_DENTROPY=False, HAS_ROW_OFFSETS=mode == 1, TMA=False, EVEN_K=True, BLOCK_N=128, BLOCK_V=64,
             BLOCK_K=64, num_stages=3, grid=(panels * 119,), **flags)
-    head.finish_scores_fwd_kernel.warmup(b, b, None, ids, None, f, f, f, row, row, row, row, 896, 896, tokens, 151936,
-        896, 119, *numbers, WITH_ENTROPY=True, EVEN_K=True, BLOCK_N=64, BLOCK_K=64, grid=(panels,), **flags)
+    head.finish_scores_fwd_kernel.warmup(b, b, None, None, None, ids, None, f, f, f, row, row, row, row, 896, 896, 0, tokens,
+        151936, 896, 0, 119, *numbers, FP8=False, MORE_STEPS=0, HAS_ROW_SCALE=False, WITH_ENTROPY=True, EVEN_K=True,
+        BLOCK_N=64, BLOCK_K=64, grid=(panels,), **flags)
     flags_pass = {k: v for k, v in flags.items() if k not in ("HAS_BIAS", "HAS_SOFTCAP", "UPCAST")}
     head.exponentials_bwd_kernel.warmup(b, f, ids, None, row, row, row, row, row, None, 151936, 151936, 1187, temperature, 1.0,
         HAS_DENTROPY=False, E_SCALE=1.0, TILES=32, BLOCK_V=128, grid=(tokens,), **flags_pass)

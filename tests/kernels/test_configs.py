@@ -6,6 +6,10 @@ import pytest
 import torch
 from grpo_fused.kernels import head_configs
 from grpo_fused.kernels.configs import architecture
+from grpo_fused.kernels.row_types import Extras, Transform
+
+from grpo_fused.call.calls import LMHead
+from grpo_fused.engines import triton
 
 
 @pytest.mark.parametrize(
@@ -16,6 +20,25 @@ def test_the_nearest_older_architecture(capability, key, monkeypatch):
     """Consumer Blackwell (12.0) has less shared memory than the other (10.x)."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert architecture(torch.device("cuda")) == key
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_a_frozen_weight_takes_smaller_tiles(arch, monkeypatch):
+    """Those of its table, in the launch and where the engine reserves memory; in fp32 those of any weight."""
+    monkeypatch.setattr(head_configs, "architecture", lambda device: arch)
+    narrow, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
+    table, plain = head_configs.EXTRAS_CONFIGS[arch], head_configs.HEAD_CONFIGS[arch].plain
+    for extras in (Extras(narrow), Extras(row_scale=wide)):
+        assert head_configs.head_config(narrow, Transform(), extras) == table.plain != plain
+        assert head_configs.head_config(narrow, Transform(), extras, gradient=True) == table.gradient
+        assert head_configs.head_config(wide, Transform(), extras) == head_configs.FP32_CONFIGS[arch].plain
+    weight, base = torch.empty(4096, 48, dtype=torch.bfloat16), torch.empty(4096, 896, dtype=torch.bfloat16)
+    head = LMHead(weight, compute_dtype=torch.bfloat16, base=base)
+    assert triton._config(head) == table.plain
+    splits, _ = table.plain.splits(*base.shape)
+    assert triton._statistics_bytes(head) == (12 * splits, 4 * 4096 // table.plain.block_v)
+    of_columns = triton._copies_bytes(head) / triton._copies_bytes(head._replace(weight=weight[:, :16]))
+    assert of_columns == (896 + 48) / (896 + 16)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from grpo_fused.kernels.head_configs import (
     HEAD_CONFIGS,
 )
 from grpo_fused.kernels.head_launch import Exponentials, head_scores
-from grpo_fused.kernels.row_types import Transform
+from grpo_fused.kernels.row_types import Extras, Transform
 from head_cases import CONFIGS, OPTIONS, SMALL, case, exact, transform_of, z_of
 
-from grpo_fused import fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import HeadAdapter, QuantizedWeight, fused_linear_grpo_loss, fused_linear_logprobs
 
 SHAPES = [(1, 8, 3), (1, 24, 1), (3, 16, 16), (37, 40, 131), (18, 64, 160)]  # N, H, V; 8 for a descriptor's rows
 
@@ -34,7 +34,7 @@ SHAPES = [(1, 8, 3), (1, 24, 1), (3, 16, 16), (37, 40, 131), (18, 64, 160)]  # N
 def test_scores(shape, config, exponentials):
     hidden, weight, targets = case(shape)
     transform = transform_of("all" if shape[0] == 37 else "plain", shape[0], shape[2])
-    room = Exponentials.empty(shape[0], weight, torch.float32, transform, config=config) if exponentials else None
+    room = Exponentials.empty(shape[0], weight, torch.float32, config) if exponentials else None
     got = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=config)
     for mine, want in zip(got, exact(hidden, weight, targets, transform), strict=True):
         torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-5)
@@ -74,7 +74,7 @@ def test_one_factor_for_scale_and_temperature_is_accurate(scale, temperature):
     assert scale == 0.0 or 31.9 < z.abs().max() < 32.1
     for targets in (z.argmax(1), z.argmin(1)):
         want = exact(hidden, weight, targets, transform)
-        for room in (None, Exponentials.empty(16, weight, torch.float32, transform, config=SMALL)):
+        for room in (None, Exponentials.empty(16, weight, torch.float32, SMALL)):
             got = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=SMALL)
             assert (got.logp.double() - want.logp).abs().max() < 1e-4
             torch.testing.assert_close(got.log_sum.double(), want.log_sum, rtol=1e-3, atol=0)
@@ -103,7 +103,7 @@ def test_a_score_does_not_depend_on_the_batch(config):
     for rows in (order, every[16:17], every[3:20]):
         for mine, want in zip(scores(rows), together, strict=True):
             assert torch.equal(mine, want[rows])
-    room = Exponentials.empty(25, weight, torch.float32, transform, config=config)
+    room = Exponentials.empty(25, weight, torch.float32, config)
     for mine, want in zip(scores(every, exponentials=room), together, strict=True):
         assert torch.equal(mine, want)
     assert torch.equal(scores(every, with_entropy=False).logp, together.logp)
@@ -192,6 +192,47 @@ def test_splits_cover_every_head():
             assert splits <= 128
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("form", ["int8", "adapter"])
+def test_a_frozen_weight_and_what_is_beside_it(form, config):
+    """An adapter of several k steps; factors of rows also in the columns that are sampled for the rows' offsets."""
+    N, H, V, C = 21, 64, 300, 80
+    hidden, weight, targets = case((N, H + C, V))
+    base, more, scale = weight[:, :H].contiguous(), weight[:, H:].contiguous(), None
+    if form == "int8":
+        base, scale = (20.0 * base).round().to(torch.int8), torch.linspace(0.005, 0.08, V)
+    dense = torch.cat([base.double(), more.double()], 1) * (1.0 if scale is None else scale.double().unsqueeze(1))
+    transform, extras = transform_of("plain", N, V), Extras(more, scale)
+    room = Exponentials.empty(N, base, torch.float32, config)
+    for out in (None, room):
+        got = head_scores(
+            hidden, base, targets, transform, with_entropy=True, exponentials=out, extras=extras, config=config
+        )
+        for mine, want in zip(got, exact(hidden, dense, targets, transform), strict=True):
+            torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=1e-5)
+    step = V // config.block_v
+    sampled = (hidden.double() @ dense.T)[:, : step * config.block_v : step].amax(1)
+    want = ((sampled / math.log(2.0)).ceil() * math.log(2.0)).unsqueeze(1).expand_as(room.offsets)
+    torch.testing.assert_close(room.offsets.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_kernel_reads_of_a_frozen_weight():
+    """Bytes as they are, other numbers in the dtype of the computation, both with contiguous rows."""
+    ids, adapter = torch.randint(0, 40, (2, 9)), HeadAdapter(torch.randn(3, 32), torch.randn(40, 3))
+    hidden = torch.randn(2, 9, 32, dtype=torch.bfloat16)
+    for weight in (
+        torch.randn(32, 40).T,
+        QuantizedWeight(torch.randint(-9, 9, (32, 40)).to(torch.int8).T, torch.rand(40)),
+    ):
+        dense = weight if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = fused_linear_logprobs(hidden, weight, ids, impl="triton", lm_head_adapter=adapter).logps
+        wide = dense.double() if isinstance(weight, QuantizedWeight) else dense.bfloat16().double()
+        z = hidden.double() @ (wide + adapter.b.double() @ adapter.a.double()).T
+        want = z.log_softmax(2).gather(2, ids.unsqueeze(2)).squeeze(2)
+        assert (got - want).abs().max() < 2e-4
+
+
 def test_wrong_operands_are_refused():
     hidden, weight, targets = case((4, 24, 20))
     for bad in (hidden.bfloat16(), hidden.T.contiguous().T):
@@ -245,7 +286,7 @@ def test_pointers_have_the_alignment_that_is_compiled_in(rows, monkeypatch):
 
     monkeypatch.setattr(head_launch, "head_fwd_kernel", Seen())
     hidden, weight, targets = case((rows, 16, 40), torch.bfloat16)
-    room = Exponentials.empty(rows, weight, torch.bfloat16, Transform(), config=SMALL)
+    room = Exponentials.empty(rows, weight, torch.bfloat16, SMALL)
     head_scores(hidden, weight, targets, Transform(), with_entropy=True, exponentials=room, config=SMALL)
     assert set(odd) <= set(kernel.kwargs["do_not_specialize_on_alignment"])
 

@@ -67,7 +67,7 @@ def test_dlogits(option, with_entropy, way):
     dlogp[4] = 0.0
     dentropy = torch.randn(N, generator=g) if with_entropy else None
     if way in ("exponentials", "factor"):
-        room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
+        room = Exponentials.empty(N, weight, torch.float32, SMALL)
         room.values.fill_(torch.nan)
         stats = head_scores(
             hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL
@@ -96,7 +96,7 @@ def test_confident_tokens_have_accurate_gradients(way):
     transform = Transform(None, 1.0, None, 1.0)
     exact_logp = exact(hidden, weight, targets, transform).logp
     assert (exact_logp.abs() < 5e-3).all()
-    room = Exponentials.empty(8, weight, torch.float32, transform, config=SMALL)
+    room = Exponentials.empty(8, weight, torch.float32, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     assert (stats.logp <= 0).all()
     ones = torch.ones(8)
@@ -135,7 +135,7 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
     g = torch.Generator().manual_seed(3)
     dlogp, dentropy = torch.randn(N, generator=g), torch.randn(N, generator=g) * 0.1 if with_entropy else None
     want, once, scale = rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype)
-    room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
+    room = Exponentials.empty(N, weight, dtype, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=with_entropy, exponentials=room, config=SMALL)
     coefficients = Coefficients(stats, dlogp * scale, None if dentropy is None else dentropy * scale)
     from_exponentials(way, room, targets, coefficients, transform)
@@ -151,7 +151,7 @@ def test_fp16_exponentials_reach_far_below_their_maximum():
     weight[0, 0] = 0.0
     hidden, targets = torch.eye(1, 8, dtype=torch.float16), torch.tensor([0])
     transform = Transform(None, 1.0, None, 1.0)
-    room = Exponentials.empty(1, weight, torch.float16, transform, config=SMALL)
+    room = Exponentials.empty(1, weight, torch.float16, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     exponentials_to_dlogits(room, targets, Coefficients(stats, torch.tensor([2.0**15]), None), transform)
     want = torch.full((23,), -(2.0**15) * math.exp(-20.0))
@@ -166,7 +166,7 @@ def test_a_tile_without_a_possible_entry():
     bias[32:64] = -torch.inf
     targets %= 32
     transform = Transform(bias, 1.0, None, 1.0)
-    room = Exponentials.empty(N, weight, torch.float32, transform, config=SMALL)
+    room = Exponentials.empty(N, weight, torch.float32, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=SMALL)
     exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(N), torch.ones(N)), transform)
     live = torch.cat([torch.arange(32), torch.arange(64, 96)])
@@ -191,7 +191,7 @@ def test_an_offset_far_below_the_maximum(far, dtype, way):
     bias[high] = torch.tensor([far, far - 1.0, far - 2.0])
     targets[:3], transform = high, Transform(bias, 1.0, None, 1.0)
     dlogp = torch.linspace(-1.0, 1.0, N)
-    room = Exponentials.empty(N, weight, dtype, transform, config=SMALL)
+    room = Exponentials.empty(N, weight, dtype, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     assert room.values.isfinite().all()
     assert room.offsets.eq(room.offsets[:, :1]).all(1).any() == (far < 44.0)
@@ -206,7 +206,7 @@ def test_a_target_that_is_not_in_the_slice_is_not_written(target):
     """-1 is another rank's; one outside the vocabulary has the log-prob NaN, and its row the gradient NaN."""
     hidden, weight, _ = case((3, 24, 77))
     transform, targets = Transform(None, 1.0, None, 1.0), torch.tensor([5, target, 7])
-    room = Exponentials.empty(3, weight, torch.float32, transform, config=SMALL)
+    room = Exponentials.empty(3, weight, torch.float32, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     before = room.values.clone()
     coefficients = Coefficients(stats._replace(logp=torch.zeros(3)), torch.ones(3), None)
@@ -221,7 +221,7 @@ def test_softcap_uses_no_exponentials():
     """Their rounding loses its slope: the engine computes dlogits directly, and the launcher refuses exponentials."""
     hidden, weight, targets = case((4, 24, 20))
     transform = transform_of("softcap", 4, 20)
-    room = Exponentials.empty(4, weight, torch.float32, transform, config=SMALL)
+    room = Exponentials.empty(4, weight, torch.float32, SMALL)
     stats = head_scores(hidden, weight, targets, transform, with_entropy=False, exponentials=room, config=SMALL)
     with pytest.raises(ValueError, match="exponentials do not give the gradient of a softcap; got softcap=5.0"):
         exponentials_to_dlogits(room, targets, Coefficients(stats, torch.ones(4), None), transform)

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import numbers
 from .forms import TYPES, Decoder, Execute, form
-from .numbers import F32, F64, NAN_F32, U32, U64, Array
+from .numbers import F32, F64, NAN_F32, U16, U32, U64, Array
 from .warps import Warps
 
 INTEGER = r"(?P<type>[su](?:16|32|64))"
@@ -120,6 +120,18 @@ def pairs(d: Decoder, found: re.Match[str]) -> Execute:
         return np.ascontiguousarray(fn(*halves), F32).view(U64)
 
     return d.elementwise(apply, "f32x2")
+
+
+@form(r"(?P<op>add|sub|mul)(?:\.rn)?\.(?P<type>bf16|f16)x2")
+def narrow_pairs(d: Decoder, found: re.Match[str]) -> Execute:
+    """Two 16-bit numbers in each 32-bit register, rounded once."""
+    decode, encode, fn = numbers.DECODE[found["type"]], numbers.ENCODE[found["type"]], _BINARY[found["op"]]
+
+    def apply(*sources: Array) -> Array:
+        halves = [np.ascontiguousarray(s).view(U16) for s in np.broadcast_arrays(*sources)]
+        return np.ascontiguousarray(encode(fn(*map(decode, halves)))).view(U32)
+
+    return d.elementwise(apply, f"{found['type']}x2")
 
 
 _ROUNDED: dict[str, Callable[..., Array]] = {"div": np.divide, "rcp": lambda x: F32(1) / x, "sqrt": np.sqrt}

@@ -122,18 +122,18 @@ def note(
 
 @form(r"mov\.(?P<type>pred|[bsu](?:16|32|64)|f32|f64)")
 def move(d: Decoder, found: re.Match[str]) -> Execute:
-    """Also packs {low, high} into one register, and unpacks it."""
+    """Also packs {low, high} into one register, and unpacks it, the four bytes of 32 bits too."""
     kind = found["type"]
     into, source = d.operands
     if isinstance(into, tuple):
         whole = d.read(source, kind)
-        half = {"b32": U16, "b64": U32}[kind]
         puts = [d.write(part) for part in into]
-        if len(puts) != 2:
-            raise PtxError(f"expected two parts; got {len(puts)}")
+        each = {("b32", 2): U16, ("b64", 2): U32, ("b32", 4): np.uint8}.get((kind, len(puts)))
+        if each is None:
+            raise PtxError(f"{kind} does not have {len(puts)} parts")
 
         def unpack(warps: Warps, mask: Array | None) -> None:
-            parts = np.ascontiguousarray(whole(warps)).view(half).reshape(-1, 2)
+            parts = np.ascontiguousarray(whole(warps)).view(each).reshape(-1, len(puts))
             for number, put in enumerate(puts):
                 put(warps, np.ascontiguousarray(parts[:, number]), mask)
 

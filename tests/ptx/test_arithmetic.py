@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from tests.ptx import numbers
 from tests.ptx.block import Options
@@ -106,6 +107,15 @@ def test_pairs_of_floats():
     a, b, c = (RANDOM.standard_normal(64).astype(F32) for _ in range(3))
     got = apply("fma.rn.f32x2 {d}, {0}, {1}, {2}", a.view(U64), b.view(U64), c.view(U64), out=U64).view(F32)
     assert (got == numbers.fma(a, b, c)).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_pairs_of_16_bits(kind, dtype):
+    a, b = (torch.from_numpy(RANDOM.standard_normal(64).astype(F32)).to(dtype) for _ in range(2))
+    for op, fn in (("add", torch.add), ("sub", torch.sub), ("mul.rn", torch.mul)):
+        words = [x.view(torch.int16).numpy().view(U32) for x in (a, b)]
+        got = apply(f"{op}.{kind}x2 {{d}}, {{0}}, {{1}}", *words).view(U16)
+        assert (got == fn(a, b).view(torch.int16).numpy().view(U16)).all()
 
 
 def exactly_rounded(value: Fraction) -> np.float32:

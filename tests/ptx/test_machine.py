@@ -77,6 +77,12 @@ def test_packing():
     assert (got == (LANES + 5) << 16).all()
     got = outcome("mov.b64 %rd3, {%r0, 7};\nmov.b64 {%r2, %r3}, %rd3;\nadd.s32 %r1, %r2, %r3;")
     assert (got == LANES + 7).all()
+    got = outcome(
+        "mul.lo.s32 %r2, %r0, 0x01020408;\nmov.b32 {%rs1, %rs2, %rs3, %rs4}, %r2;\nmov.b32 %r1, {%rs2, %rs4};"
+    )
+    assert (got == LANES * 4 + (LANES << 16)).all()
+    with pytest.raises(PtxError, match="b32 does not have 3 parts"):
+        outcome("mov.b32 {%rs1, %rs2, %rs3}, %r0;")
 
 
 def test_lanes_part_and_meet():

@@ -53,6 +53,15 @@ def test_head(driver, dtype, name):
     cases.head(dtype, name)
 
 
+FROZEN_SAMPLE = (("sm_80", "fp8"), ("sm_90", "int8-adapter"))
+
+
+@pytest.mark.gate(keep=lambda driver, dtype, form: (driver, form) in FROZEN_SAMPLE)
+@pytest.mark.parametrize(("dtype", "form"), cases.FROZEN, ids=str)
+def test_frozen_heads(driver, dtype, form):
+    cases.frozen_head(dtype, form)
+
+
 ERRORS = {"up": numbers.up, "down": numbers.down, "either": numbers.either}
 LAUNCHES = {
     "head-bf16": lambda: cases.head(cases.BF16, "all"),
@@ -188,7 +197,7 @@ def test_exponentials_beyond_two_to_the_31(driver):
     hidden, weight = torch.randn(N, H, generator=g).bfloat16(), torch.zeros(V, H, dtype=torch.bfloat16)
     weight[-1024:] = torch.randn(1024, H, generator=g)
     config = head_configs.head_config(weight, Transform())
-    room = head_launch.Exponentials.empty(N, weight, torch.bfloat16, Transform())
+    room = head_launch.Exponentials.empty(N, weight, torch.bfloat16, config)
     _, tiles = config.splits(V, H)
     last = tiles * config.block_v
     weight[-last:] = torch.randn(last, H, generator=g)

@@ -52,7 +52,7 @@ def head_scores(dtype, name, store):
     results = []
     for hidden, weight, _, _, transform in head_problems(dtype, name):
         config = head_configs.head_config(weight, transform)._replace(persistent=True)
-        room = head_launch.Exponentials.empty(len(hidden), weight, dtype, transform, config=config) if store else None
+        room = head_launch.Exponentials.empty(len(hidden), weight, dtype, config) if store else None
         if room is not None:
             room.values.zero_()
             room.offsets.zero_()
