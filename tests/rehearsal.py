@@ -26,7 +26,7 @@ class SmallCases:
         if big is not None:
             monkeypatch.setattr(
                 request.module, "big_case",
-                lambda N, H, V, dtype, **options: big(min(N, 16), min(H, 24 + H % 8), min(V, 300), dtype, **options),
+                lambda N, H, V, dtype, **options: big(min(N, 16), min(H, 32 + H % 8), min(V, 300), dtype, **options),
             )  # fmt: skip
 
 

@@ -7,7 +7,15 @@ import torch
 from helpers import Case, assert_same, config_id, covering_configs, frobenius_error, make_case, make_config
 from torch.utils._pytree import tree_map_only
 
-from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs, selective_logprobs
+from grpo_fused import (
+    GRPOLossConfig,
+    HeadAdapter,
+    QuantizedWeight,
+    engines,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    selective_logprobs,
+)
 from grpo_fused.call.calls import LMHead
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +95,33 @@ def test_head_options_at_real_size(options, impl):
     config = make_config("dapo", entropy_coef=0.01)
     want = case.to(torch.float64).run(config, impl="reference", lm_head_bias=bias.double())
     assert_close_to(want, case.run(config, impl=impl, lm_head_bias=bias), torch.bfloat16, 896)
+
+
+@pytest.mark.parametrize("form", ["plain", "int8", "fp8"])
+def test_frozen_heads_with_an_adapter(form):
+    """Log-probs, and gradients of hidden states, A and B, against the dense weight in fp64."""
+    case = big_case(512, 896, 151936, torch.bfloat16)
+    weight = case.lm_head_weight
+    V, H = weight.shape
+    if form != "plain":
+        most, dtype = (127, torch.int8) if form == "int8" else (448, torch.float8_e4m3fn)
+        scale = weight.float().abs().amax(1) / most
+        values = weight.float() / scale.unsqueeze(1)
+        weight = QuantizedWeight((values.round() if form == "int8" else values).to(dtype), scale)
+    dense = weight.double() if form == "plain" else weight.dequantize(torch.float64)
+    g = torch.Generator(device="cuda").manual_seed(1)
+    a, b = (0.05 * torch.randn(size, generator=g, device="cuda") for size in ((16, H), (V, 16)))
+    leaves = [x.clone().requires_grad_() for x in (case.hidden_states, a, b)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = fused_linear_logprobs(exact[0], dense + exact[2] @ exact[1], case.completion_ids, impl="reference").logps
+    at = torch.randn(want.shape, generator=g, device="cuda")
+    gradients = torch.autograd.grad((want * at).sum(), exact)
+    for impl in ENGINES:
+        adapter = HeadAdapter(leaves[1], leaves[2])
+        got = fused_linear_logprobs(leaves[0], weight, case.completion_ids, lm_head_adapter=adapter, impl=impl).logps
+        assert (got - want).abs().max() <= logp_tolerance(896, torch.bfloat16)
+        for mine, theirs in zip(torch.autograd.grad((got * at).sum(), leaves), gradients, strict=True):
+            assert frobenius_error(mine, theirs) <= GRADIENT_TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("H", "V"), [(896, 151936), (903, 1009)])
