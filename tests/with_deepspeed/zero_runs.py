@@ -35,7 +35,7 @@ class Case(NamedTuple):
     program: str
     """stock, patched, fused, or one of a subclass with another loss: stock-altered, recomputed"""
     model: str
-    """untied, tied, lora, or object: made before DeepSpeed's configuration is known"""
+    """untied, tied, lora, lora-head: also on the head, or object: made before DeepSpeed's configuration is known"""
     impl: str = "auto"
     """of the head; "auto" is `native`, if it runs here"""
 
@@ -51,9 +51,12 @@ OURS = [
     for model in ("untied", "tied", "lora")
 ]
 OURS.append(Case(3, "fused", "object"))
+ON_THE_HEAD = [Case(stage, program, "lora-head") for stage in (2, 3) for program in ("patched", "fused")]
+"""stock TRL refuses these"""
 OURS += [Case(3, program, "untied", "chunked") for program in ("patched", "fused", "recomputed")]
 CASES = [
     *OURS,
+    *ON_THE_HEAD,
     *(Case(3, program, model) for program in ("stock", "stock-altered") for model in ("untied", "tied", "lora")),
 ]
 
@@ -75,6 +78,15 @@ class AnotherMask:
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
         return (entropies > entropies.mean()) & mask.bool()
+
+
+def adapters(model: str) -> LoraConfig | None:
+    """On the head B begins at random numbers, so that A has a gradient in the first step, too."""
+    if model == "lora":
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if model == "lora-head":
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    return None
 
 
 def configuration(stage: int) -> dict[str, Any]:
@@ -106,12 +118,12 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     try:
         trainer = type("Trainer", tuple(bases), {})(
             model=model, reward_funcs=reward, train_dataset=dataset(), processing_class=build_tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if case.model == "lora" else None,
+            peft_config=adapters(case.model),
             args=GRPOConfig(
                 str(folder / "out"), per_device_train_batch_size=8 // processes, num_generations=4,
                 max_completion_length=8, max_steps=3, num_iterations=2, beta=0.1, learning_rate=3e-4, optim="sgd",
                 lr_scheduler_type="constant", logging_steps=1, report_to="none", use_cpu=True, bf16=False,
-                save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, gradient_checkpointing=case.model == "lora",
+                save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, gradient_checkpointing="lora" in case.model,
                 top_entropy_quantile=0.4 if altered else 1.0,
                 **({} if case.model == "object" else {"model_init_kwargs": {"dtype": "float32"}}),
                 **({"deepspeed": configuration(case.stage)} if case.stage else {}),
