@@ -64,14 +64,13 @@ class Problem:
         self.ids = torch.randint(V, self.hidden.shape[:2], generator=g).to(device)
         self.advantages = torch.randn(N // LENGTH, generator=g).to(device)
 
-    def fused(self, weight: Tensor | QuantizedWeight, adapted: bool) -> Tensor:
+    def fused(self, weight: Tensor | QuantizedWeight, adapted: bool, max_scratch_bytes: int | None = None) -> Tensor:
         """Forward and backward."""
-        adapters = (self.adapter,) if adapted else ()
-        return self._backward(
-            fused_linear_grpo_loss(
-                self.hidden, weight, self.ids, self.advantages, with_metrics=False, lm_head_adapter=adapters
-            ).loss
-        )
+        out = fused_linear_grpo_loss(
+            self.hidden, weight, self.ids, self.advantages, with_metrics=False,
+            lm_head_adapter=(self.adapter,) if adapted else (), max_scratch_bytes=max_scratch_bytes,
+        )  # fmt: skip
+        return self._backward(out.loss)
 
     def on_logits(self) -> Tensor:
         """The same loss (dapo, on-policy) on the logits of peft's layer."""
@@ -124,6 +123,8 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     for name, weight in problem.quantized.items():
         calls |= {f"frozen {name}": partial(problem.fused, weight, False)}
         calls |= {f"LoRA on {name}": partial(problem.fused, weight, True)}
+    room = 5 * N * V // 2  # two bytes for each exponential, and the rest of a call's scratch
+    calls["LoRA on int8, all exponentials kept"] = partial(problem.fused, problem.quantized["int8"], True, room)
     error = problem.check()
     of_adapter = problem.adapter.a.nbytes + problem.adapter.b.nbytes
     with blocks_given_back():

@@ -532,13 +532,7 @@ void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientI
       for (int64_t k = 0; k < plan.hidden; k++) out[k] = factor * sums[k] * *lane.minus_dlogp;
       if (target < 0) continue;
       uint32_t* const row = rows.of(worker);
-      int64_t word = 0;
-      for (const WeightRows& part : {inputs.base, inputs.weight}) {
-        if (part.columns == 0) continue;
-        plan.kernels->pack_rows(part.from(target), 1, inputs.compute, Operand::fp32, {row + word, 0, 0},
-                                round_up(plan.hidden, 16) - word);
-        word += part.columns;
-      }
+      pack_weight(plan, inputs, target, 1, Operand::fp32, {row, 0, 0}, round_up(plan.hidden, 16));
       const float scale = inputs.row_scale == nullptr ? 1.0f : inputs.row_scale[target];
       plan.kernels->add_row(Dtype::fp32, out, row, *lane.target_value * scale, plan.hidden);
     }

@@ -228,6 +228,10 @@ class TokenPanels {
   Buffer<uint32_t> words_;
 };
 
+// Rows of base and weight as `Kernels::pack_rows` writes them.
+void pack_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
+                 int64_t words);
+
 // What `weight_block` will read, if that is the weight itself; nothing beyond the last block.
 Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);
 

@@ -66,17 +66,21 @@ Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   return found.words == nullptr ? Ahead{} : Ahead{found.words, plan.rows_of(block) * found.stride};
 }
 
+void pack_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
+                 int64_t words) {
+  for (const WeightRows& part : {inputs.base, inputs.weight}) {
+    if (part.columns == 0) continue;
+    plan.kernels->pack_rows(part.from(first), rows, inputs.compute, kind, out, words);
+    out.words += part.columns / per_word(kind);
+    words -= part.columns / per_word(kind);
+  }
+}
+
 Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
   const Left found = weight_in_place(plan, inputs, block);
   if (found.words != nullptr) return found;
   const int64_t rows = plan.rows_of(block);
-  int64_t word = 0;
-  for (const WeightRows& part : {inputs.base, inputs.weight}) {
-    if (part.columns == 0) continue;
-    plan.kernels->pack_rows(part.from(block * plan.block_rows), rows, inputs.compute, plan.kind,
-                            plan.packed(buffer + word, plan.stride), plan.words - word);
-    word += part.columns / per_word(plan.kind);
-  }
+  pack_weight(plan, inputs, block * plan.block_rows, rows, plan.kind, plan.packed(buffer, plan.stride), plan.words);
   std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);
   return {buffer, plan.stride, plan.words};
 }
