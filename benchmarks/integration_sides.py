@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.memory import peak_of_process
 from benchmarks.providers import module_of, of_file
 from benchmarks.qwen2 import small_qwen2
 
@@ -318,7 +318,7 @@ PROJECTS = {"verl": verl, "torchtitan": plain, "prime-rl": plain, "liger": plain
 def main(project: str, side: str, setting: dict[str, Any], folder: Path) -> None:
     commands = Commands()
     PROJECTS[project](project, side == "ours", Setting(**setting), folder, commands)
-    commands.answer(peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    commands.answer(peak_bytes=peak_of_process())
 
 
 if __name__ == "__main__":

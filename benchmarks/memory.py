@@ -126,7 +126,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> float:
         return _cuda_peak(call)
     before = _forget_peak()
     call()
-    return math.nan if before is None else _resident() - before
+    return math.nan if before is None else peak_of_process() - before
 
 
 def _forget_peak() -> int | None:
@@ -134,7 +134,7 @@ def _forget_peak() -> int | None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        return _resident()
+        return peak_of_process()
     except (AttributeError, OSError):
         return None
 
@@ -144,7 +144,7 @@ def _cpu_peaks(call: Callable[[], None]) -> tuple[int | None, int]:
     before = _forget_peak()
     with _profiler() as profiler:
         call()
-        after = None if before is None else _resident()
+        after = None if before is None else peak_of_process()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -157,8 +157,8 @@ def _profiler() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
-def _resident() -> int:
-    """Bytes of the resident set at its peak."""
+def peak_of_process() -> int:
+    """Bytes of this process's resident set at its peak. (`getrusage` may give that of the process which started it.)"""
     line = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     if line is None:
         raise OSError("no VmHWM in /proc/self/status")

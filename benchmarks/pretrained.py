@@ -22,7 +22,6 @@ Peak memory is that of the process of a run.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ import torch
 
 from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
+from benchmarks.memory import peak_of_process
 from benchmarks.results import load, machine
 from benchmarks.small_policy import add_run, read_runs
 from benchmarks.study import Section, main
@@ -309,7 +309,7 @@ def train(arm: str, model: str, seed: int) -> dict[str, Any]:
 
 def figures_of(folder: Path) -> dict[str, Any]:
     """Curves, seconds of a step, and memory of a run in this process, from its folder."""
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = peak_of_process()
     rows = read_jsonl(folder / "steps.jsonl")
     tokens = [PROMPTS * GENERATIONS * (row["completion_length"] or 0.0) / (row["seconds"] or 1.0) for row in rows]
     return {

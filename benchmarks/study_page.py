@@ -47,8 +47,9 @@ def adapted(run: Run) -> str:
     rows = []
     for arm, label in (("ours", "all weights"), ("lora_int8", "LoRA of rank 16, head in int8")):
         own, against = section["arms"][arm], section["against_ours"].get(arm)
-        medians = [row["median"] | row for row in section["runs"] if row["arm"] == arm]
-        seconds, peak = (fmean(row[name] for row in medians) for name in ("seconds", "peak_bytes"))
+        runs = [row for row in section["runs"] if row["arm"] == arm]
+        seconds = fmean(row["median"]["seconds"] for row in runs)
+        peak = fmean(row["peak_bytes"] for row in runs if row["peak_bytes"] is not None)
         cells = ["", "", ""] if against is None else [*points(against), p_value(against["p"])]
         sd = f"{100 * own['sd']:.1f}"
         rows.append([label, str(own["n"]), f"{own['mean']:.1%}", sd, *cells, f"{seconds:.1f}", f"{peak / 2**30:.1f}"])

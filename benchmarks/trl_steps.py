@@ -10,7 +10,6 @@ same completions and must report the same losses. A small model with a large voc
 from __future__ import annotations
 
 import random
-import resource
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.child import in_child
+from benchmarks.memory import peak_of_process
 from benchmarks.study import Section, main
 from benchmarks.timing import summary
 
@@ -75,7 +75,7 @@ def train(kind: str, place: str, steps: int) -> dict[str, Any]:
     return {
         "seconds": time.perf_counter() - wall,
         "processor_seconds": time.process_time() - processor,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_bytes": peak_of_process(),
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
     }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import measure, memory
+from benchmarks.child import in_child
 from benchmarks.exact import Exact, wrong
 from benchmarks.problem import PATTERNS, Case, loss_from_logps, shares
 from benchmarks.providers import PEERS, PROVIDERS, available
@@ -160,6 +161,13 @@ def test_peak_memory_of_a_fresh_process():
 
 
 @pytest.mark.full
+def test_the_peak_of_a_child_is_its_own():
+    """Not that of the process which started it, as `getrusage` has it."""
+    bytearray(b"1") * 2**30
+    assert memory.peak_of_process() > 2**30
+    assert in_child("benchmarks.memory:peak_of_process") < 2**30
+
+
 @pytest.mark.parametrize(
     ("case", "timeout_s", "reason"),
     [(SMALL, 0.01, "no result within 0 s"), (Case(1, 4, 8, 2**45), 120, "memory")],
