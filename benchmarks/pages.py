@@ -86,6 +86,7 @@ TABLES: dict[str, Table] = {
     "shared-prompts": of("shared_prompts"),
     "pretrained": of("pretrained"),
     "pretrained-cut": of("pretrained_cut"),
+    "pretrained-lora": of("pretrained_lora"),
     "study-distribution": of("real_rollouts"),
     "mismatch": of("mismatch"),
     "masks": of("masks"),
@@ -114,7 +115,7 @@ _PAGES = {
     "docs/heads.md": ("heads",),
     "docs/study.md": (
         "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "centering",
-        "pretrained", "pretrained-cut", "study-distribution",
+        "pretrained", "pretrained-cut", "pretrained-lora", "study-distribution",
     ),
 }  # fmt: skip
 _ELSEWHERE = {name for names in _PAGES.values() for name in names}
