@@ -55,7 +55,7 @@ EXTENSION = Step("extension", ("setup.py", "-q", "build_ext", "--inplace"), 80)
 PARTS: dict[str, tuple[Step, ...]] = {
     "first": (
         EXTENSION,
-        Step("doctor", ("-m", "grpo_fused", "doctor"), 20, ("grpo_fused", "doctor")),
+        Step("doctor", ("-m", "grpo_fused", "doctor"), 20, ("grpo_fused", "doctor", "--no-measure")),
         Step(
             "check", ("-m", "grpo_fused", "check", "--engines", "chunked", "cuda", "triton"), 60,
             ("grpo_fused", "check", "--quick", "--engines", "chunked"),

@@ -89,6 +89,7 @@ def test_every_engine_that_runs_is_timed(monkeypatch):
     monkeypatch.setattr(predictions, "seconds", lambda shape, device, name: (asked.append(name), (1.25, 0.5))[1])
     text = doctor.report(SHAPE)
     assert asked == [p.engine for p in predictions.predict(SHAPE, CPU)]
+    assert "triton" not in asked, "interpreted for these tests"
     for p in predictions.predict(SHAPE, CPU):
         assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16, 64))
         assert p.cost == engines.engine(p.engine).cost(SHAPE.head(CPU), 1024, None)
