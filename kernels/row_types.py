@@ -115,7 +115,7 @@ class Extras(NamedTuple):
     more: Tensor | None = None
     """[V, C] further columns, those of an adapter, in the dtype of the computation"""
     row_scale: Tensor | None = None
-    """[V] fp32, by which products are multiplied"""
+    """[V] fp32, contiguous, by which products are multiplied"""
 
     def any(self) -> bool:
         """Whether there is any."""
@@ -123,7 +123,8 @@ class Extras(NamedTuple):
 
     def rows(self, which: slice) -> Extras:
         """Those of some rows of the weight."""
-        return Extras(*(None if x is None else x[which] for x in self))
+        more, row_scale = (None if x is None else x[which] for x in self)
+        return Extras(more, None if row_scale is None else row_scale.contiguous())
 
 
 NOTHING = Extras()
