@@ -107,7 +107,7 @@ def test_the_file_of_results_reaches_the_programs(tmp_path):
     assert gpu._command(FINE, out, True)[1:] == list(FINE.arguments)
     doctor = PARTS["first"][1]
     assert gpu._command(doctor, out, False)[1:] == ["-m", "grpo_fused", "doctor"]
-    assert gpu._command(doctor, out, True)[1:] == ["tests/rehearsal.py", "grpo_fused", "doctor"]
+    assert gpu._command(doctor, out, True)[1:] == ["tests/rehearsal.py", "grpo_fused", "doctor", "--no-measure"]
 
 
 @pytest.mark.parametrize(("out", "file"), [("new/folder", "new/folder/first.json"), ("a.json", "a.json")])
