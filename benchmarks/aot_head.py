@@ -11,9 +11,9 @@ from benchmarks.compiled import compile_kernel, machine_code, resources
 from benchmarks.cost import H200, occupancy, predicted_rate
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
-EXTRAS, EXTRA_COLUMNS = ("int8-adapter", "fp8", "adapter"), 64
-"""Kinds of frozen weights, and columns of an adapter: in bf16 rank 16 takes 48. With 192, rank 64, nothing spills
-either, but products of Hopper wait for each other."""
+EXTRAS = {"int8-adapter": ("i8", 64), "fp8": ("u8", 0), "adapter": ("", 64)}
+"""Kinds of frozen weights: the type of their bytes, and columns of an adapter, of which rank 16 takes 48 in bf16. With
+192, rank 64, nothing spills either, but products of Hopper wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,18 @@ class Variant:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """The compile-time arguments of a frozen weight: its dtype, an adapter, and scales of bytes."""
-        bytes_ = self.options.partition("-")[0] if self.options in EXTRAS[:2] else ""
-        steps = -(-EXTRA_COLUMNS // self.config.block_k) if "adapter" in self.options else 0
-        absent = dict.fromkeys(("x_ptr", "more_ptr") if self.mode != "finish" else ("more_ptr",)) if steps == 0 else {}
-        absent |= {} if bytes_ else {"row_scale_ptr": None}
-        return {"FP8": bytes_ == "fp8", "MORE_STEPS": steps, "HAS_ROW_SCALE": bool(bytes_), **absent}
+        """The compile-time arguments of a frozen weight."""
+        bytes_, columns = EXTRAS.get(self.options, ("", 0))
+        absent = [] if bytes_ else ["row_scale_ptr"]
+        if columns == 0:  # `x_ptr` of the kernel that finishes scores is no pointer beside a descriptor
+            absent += ["more_ptr"] if self.mode == "finish" else ["more_ptr", "x_ptr"]
+        steps = -(-columns // self.config.block_k)
+        return {"FP8": bytes_ == "u8", "MORE_STEPS": steps, "HAS_ROW_SCALE": bytes_ != "", **dict.fromkeys(absent)}
 
     @property
     def weight_type(self) -> str:
         """Of the weight's numbers."""
-        return {"int8-adapter": "i8", "fp8": "u8"}.get(self.options, self.dtype)
+        return EXTRAS.get(self.options, ("", 0))[0] or self.dtype
 
     @property
     def dtype(self) -> str:
@@ -111,7 +112,7 @@ def variants() -> list[Variant]:
 
     made = []
     for name, table in _tables().items():
-        all_options = EXTRAS if name == "extras" else ("plain", "full")
+        all_options = tuple(EXTRAS) if name == "extras" else ("plain", "full")
         for arch, mode, options, even in itertools.product(table, MODES, all_options, (True, False)):
             variant = Variant(arch, name, mode, options, even)
             if arch != "interpreter" and (even or not variant.always_even):

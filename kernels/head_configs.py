@@ -124,17 +124,15 @@ FP32_CONFIGS: dict[str, HeadTable] = {
 }
 
 # Widened numbers and an adapter's products take registers. With these tiles, and adapters of up to 192 columns (rank 64
-# in bf16), triton 3.7 takes no stack; with those above 8 to 232 bytes
+# in bf16), triton 3.7 takes no stack; with the tiles of plain heads up to 232 bytes
 _EXTRAS = _same(HeadConfig(128, 64, 32, num_warps=8, num_stages=3, store_stages=3))
 
 EXTRAS_CONFIGS: dict[str, HeadTable] = {
     "sm_80": _EXTRAS._replace(gradient=HeadConfig(64, 64, 32, num_warps=4, num_stages=3, store_stages=3)),
     "sm_86": _EXTRAS,
     "sm_89": _EXTRAS,
-    "sm_90": HeadTable(
-        plain=_HOPPER.capped._replace(store_stages=3),
-        capped=_HOPPER.capped._replace(store_stages=3),
-        gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=4, store_stages=3, tma=True),
+    "sm_90": _same(_HOPPER.capped)._replace(
+        gradient=HeadConfig(128, 64, 64, num_warps=8, num_stages=4, store_stages=3, tma=True)
     ),
     "sm_100": _same(HeadConfig(128, 64, 32, num_warps=8, num_stages=3, store_stages=3, tma=True)),
     "gfx942": _same(HeadConfig(128, 64, 64, num_warps=8, num_stages=2, store_stages=2)),

@@ -123,14 +123,7 @@ def head_of(
         check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
     compute = compute_dtype(hidden_states, lm_head_weight if isinstance(lm_head_weight, Tensor) else hidden_states)
     impl, width = options.get("impl", "auto"), hidden_states.shape[-1]
-    form = None
-    if isinstance(lm_head_weight, QuantizedWeight):
-        groups = lm_head_weight.scale.shape[1] if lm_head_weight.scale.dim() == 2 else 1
-        form = engines.WeightForm(
-            lm_head_weight.values.dtype, width // groups, has_codes=lm_head_weight.codes is not None
-        )
-    elif adapters:
-        form = engines.WeightForm(lm_head_weight.dtype, width)
+    form = engines.WeightForm.of(lm_head_weight, adapters)
     engine = engines.choose(impl, hidden_states.device, compute, width, form)
     if engine == "reference" and group is not None:
         raise ValueError("impl='reference' supports one process only; got a process_group")

@@ -7,8 +7,9 @@ from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
-from grpo_fused.call.head_parts import BYTES
+from grpo_fused.call.head_parts import BYTES, HeadAdapter, QuantizedWeight
 from grpo_fused.engines import choice, cpu_library, cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
@@ -33,6 +34,15 @@ class WeightForm(NamedTuple):
     group: int
     """columns with one scale; H without scales"""
     has_codes: bool = False
+
+    @classmethod
+    def of(cls, weight: Tensor | QuantizedWeight, adapters: tuple[HeadAdapter, ...]) -> WeightForm | None:
+        """That of a checked weight [V, H]; None if it is plain."""
+        width = weight.shape[1]
+        if isinstance(weight, Tensor):
+            return cls(weight.dtype, width) if adapters else None
+        groups = weight.scale.shape[1] if weight.scale.dim() == 2 else 1
+        return cls(weight.values.dtype, width // groups, weight.codes is not None)
 
 
 def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, form: WeightForm | None = None) -> str:

@@ -136,9 +136,8 @@ class FusedLogProbFunction:
         check_adapters(adapters, hidden, weight, has_group=False)
         head = LMHead(weight, bias, float(logit_scale), softcap, float(temperature), None, compute)
         candidates, mask = announced_candidates(targets, head.vocab_size)
-        width = weight.shape[1]
-        form = engines.WeightForm(weight.dtype, width) if adapters else None
-        engine = engines.choose(cls.impl, hidden.device, compute, width, form)
+        form = engines.WeightForm.of(weight, adapters)
+        engine = engines.choose(cls.impl, hidden.device, compute, weight.shape[1], form)
         run = Run(engine, cls.max_scratch_bytes)
         head, hidden = composed(head, weight, adapters, hidden, mask)
         return LogprobsCall(hidden, head, targets, mask, candidates, with_entropy, run), bias
