@@ -136,10 +136,10 @@ EXTRAS_CONFIGS: dict[str, HeadTable] = {
     ),
     "sm_100": _same(HeadConfig(128, 64, 32, num_warps=8, num_stages=3, store_stages=3, tma=True)),
     "gfx942": _same(HeadConfig(128, 64, 64, num_warps=8, num_stages=2, store_stages=2)),
-    "interpreter": HEAD_CONFIGS["interpreter"],
+    "interpreter": _same(HeadConfig(32, 64, 64, 1, 1, 1, max_splits=8, steps_per_split=2)),
 }
-"""bf16 and fp16 with `Extras`; in fp32 `FP32_CONFIGS`, which take an adapter without a stack, too. (Bytes in fp32 would
-take up to 88 bytes.)"""
+"""bf16 and fp16 with `Extras`; in fp32 `FP32_CONFIGS`. There an adapter takes a stack of 8 to 16 bytes in some modes,
+above 128 columns (its rank, in fp32) up to 160, at 256 up to 424: slower, not wrong."""
 
 CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
     "sm_90": (

@@ -19,7 +19,7 @@ from .head import (
 )
 from .head_configs import HeadConfig, finish_config, head_config, pass_config
 from .launch import contiguous_bias, device_of, flags_of
-from .row_types import NOTHING, Coefficients, Extras, Statistics, Transform
+from .row_types import BYTES, NOTHING, Coefficients, Extras, Statistics, Transform
 
 GROUP_BYTES = 16 * 2**20
 """Hidden states of the panels that run together: a share of the L2 (50 MB on an H100, 40 on an A100) that leaves room
@@ -241,6 +241,34 @@ _POINTERS = (
 )  # fmt: skip
 
 
+def _check(hidden: Tensor, weight: Tensor, extras: Extras) -> None:
+    more, row_scale = extras
+    rows = {"weight": weight} if more is None else {"weight": weight, "more": more}
+    one_dtype = all(x.dtype == hidden.dtype for x in rows.values())
+    if weight.dtype in BYTES and row_scale is not None:
+        one_dtype = more is None or more.dtype == hidden.dtype
+    adjacent = all(x.shape[1] <= 1 or x.stride(1) == 1 for x in rows.values())
+    if not (one_dtype and adjacent and hidden.is_contiguous()):
+        of_rows = ", ".join(f"{name} {x.dtype} {x.stride()}" for name, x in rows.items())
+        raise ValueError(
+            "the head kernel takes contiguous hidden states and weight rows of one dtype, or a weight of int8 or "
+            f"float8_e4m3fn with a row scale; got hidden states {hidden.dtype} {hidden.stride()}, {of_rows}"
+        )
+    vocab_size, columns = len(weight), sum(x.shape[1] for x in rows.values())
+    if hidden.shape[1] != columns or any(len(x) != vocab_size for x in rows.values()):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in rows.items())
+        raise ValueError(
+            f"hidden states [N, H] must have the columns of [V, H] beside them; got {tuple(hidden.shape)}, {shapes}"
+        )
+    if row_scale is not None:
+        is_vector = row_scale.shape == (vocab_size,) and row_scale.is_contiguous()
+        if not is_vector or row_scale.dtype != torch.float32:
+            raise ValueError(
+                f"row_scale must be float32 [{vocab_size}], contiguous; got {row_scale.dtype} {tuple(row_scale.shape)} "
+                f"with stride {row_scale.stride()}"
+            )
+
+
 def _flags(weight: Tensor, extras: Extras, config: HeadConfig) -> dict[str, Any]:
     """What is compiled in of a weight and its extras."""
     return {
@@ -256,13 +284,7 @@ def _launch(
 ) -> None:  # fmt: skip
     num_rows, (vocab_size, width) = hidden.shape[0], weight.shape
     more, row_scale = extras
-    one_dtype = hidden.dtype == weight.dtype or extras.any()
-    fits = hidden.shape[1] == width + _columns(more) and hidden.is_contiguous()
-    if not (one_dtype and fits and (width <= 1 or weight.stride(1) == 1)):
-        raise ValueError(
-            "the head kernel takes contiguous hidden states and weight rows of one dtype; "
-            f"got {hidden.dtype} {hidden.stride()} and {weight.dtype} {weight.stride()}"
-        )
+    _check(hidden, weight, extras)
     panels = -(-num_rows // config.block_n)
     splits, tiles_per_split = config.splits(vocab_size, width)
     each, number, scale, softcap = transform.numbers

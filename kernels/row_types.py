@@ -106,6 +106,10 @@ class Transform(NamedTuple):
         return each, number, float(self.logit_scale), 1.0 if self.softcap is None else float(self.softcap)
 
 
+BYTES = (torch.int8, torch.float8_e4m3fn)
+"""Dtypes of quantised numbers, one a byte."""
+
+
 class Extras(NamedTuple):
     """What a frozen weight [V, H] may have beside it, in a product of hidden states [N, H + C].
 

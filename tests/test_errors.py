@@ -6,7 +6,14 @@ import pytest
 import torch
 from helpers import make_config
 
-from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused import (
+    GRPOLossConfig,
+    HeadAdapter,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    grpo_loss,
+    selective_logprobs,
+)
 
 B, T, H, V = 2, 3, 4, 5
 
@@ -107,6 +114,8 @@ VALUE_ERRORS = {
     "scale": ("logit_scale must be finite; got inf", lambda: loss(logit_scale=float("inf"))),
     "impl": ("impl must be one of auto, reference, .*; got 'metal'", lambda: loss(impl="metal")),
     "scratch": ("max_scratch_bytes=1 is too small: one token of a vocabulary of 5", lambda: loss(max_scratch_bytes=1, impl="chunked")),
+    "rank-0": (r"lm_head_adapter.a must be \[r, H\] with r >= 1; got a rank of 0",
+               lambda: loss(lm_head_adapter=HeadAdapter(torch.ones(0, 4), torch.ones(5, 0)))),
     "scratch-zero": ("max_scratch_bytes must be at least 1; got 0", lambda: loss(max_scratch_bytes=0)),
     "offsets-end": (r"cu_seqlens must rise from 0 to the number of tokens, 5; got \[0, 2, 4\]",
                     lambda: packed(cu_seqlens=torch.tensor([0, 2, 4]))),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import memory
 from grpo_fused import (
     CandidateSets,
     GRPOLossConfig,
@@ -21,6 +22,7 @@ from grpo_fused import (
     fused_linear_objective,
 )
 from grpo_fused.api import operators
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import candidates, products
 from grpo_fused.heads.check import inputs_of
 from grpo_fused.heads.form import HeadForm
@@ -145,7 +147,7 @@ def test_the_loss_is_that_of_the_dense_weight(name, dtype, of, count, impl):
             fused_linear_logprobs(case.hidden, case.weight, case.ids, impl=impl)
         return
     if impl == "triton" and name != "plain" and dtype != torch.bfloat16:
-        with pytest.raises(RuntimeError, match=f"triton takes .* under hidden states of bfloat16; they are {dtype}"):
+        with pytest.raises(RuntimeError, match=f"triton takes .* where products are of bfloat16; they are of {dtype}"):
             fused_linear_logprobs(case.hidden, case.weight, case.ids, impl=impl)
         return
     generator = torch.Generator().manual_seed(1)
@@ -527,3 +529,25 @@ def test_a_quantised_reference_is_refused():
             states, case.weight, case.ids, torch.ones(B), ref_hidden_states=states, ref_lm_head_weight=_quantized(),
             config=config,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize("budget", [None, 14 * 2**20])
+def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
+    """They are part of the scratch; of the hidden states there are some copies beside it."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+    vocab, width, count = 8192, 256, 64
+    weight = QuantizedWeight(torch.randint(-90, 90, (vocab, width), dtype=torch.int8), torch.full((vocab,), 0.001))
+    hidden = torch.randn(count, width, dtype=torch.bfloat16, requires_grad=True)
+    ids, options = torch.randint(vocab, (count,)), {"impl": impl, "max_scratch_bytes": budget}
+
+    def call():
+        fused_linear_logprobs(hidden, weight, ids, **options).logps.sum().backward()
+
+    empty = hidden.new_empty(vocab, 0)
+    head = LMHead(empty, compute_dtype=torch.bfloat16, base=weight.values, row_scale=weight.scale)
+    cost = engines.engine(impl).cost(head, count, budget)
+    assert budget is None or cost.scratch_bytes <= budget
+    _, peak = memory._cpu_peaks(call)
+    assert peak <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)

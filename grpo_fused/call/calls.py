@@ -109,6 +109,8 @@ class LMHead(NamedTuple):
 
     def rows(self, where: slice | Tensor) -> Tensor:
         """[K, H]: rows of base and weight in the dtype of the computation, without `row_scale`."""
+        if self.base is not None and self.weight.shape[1] == 0:
+            return self.base_rows(where)
         own = self.operand(self.weight[where])
         return own if self.base is None else torch.cat([self.base_rows(where), own], dim=1)
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BYTES = (torch.int8, torch.float8_e4m3fn)
-"""Dtypes of quantised numbers, one a byte."""
-
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:

@@ -24,10 +24,11 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.candidates import CandidateSets, check_alternative_values, check_sets, check_values
 from grpo_fused.call.config import GRPOLossConfig
-from grpo_fused.call.head_parts import BYTES, HeadAdapter, QuantizedWeight
+from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, active_tokens, values_are_checked
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_number
+from grpo_fused.kernels.row_types import BYTES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -169,6 +170,8 @@ def check_adapters(
             raise TypeError(f"lm_head_adapter must be HeadAdapter or a sequence of them; got {type(adapter).__name__}")
         _check(adapter.a, "lm_head_adapter.a", _FLOAT, ("r", hidden_states.shape[-1]), beside="hidden_states")
         rank = adapter.a.shape[0]
+        if rank == 0:
+            raise ValueError("lm_head_adapter.a must be [r, H] with r >= 1; got a rank of 0: leave the adapter out")
         _check(adapter.b, "lm_head_adapter.b", _FLOAT, (weight.shape[0], rank), beside="lm_head_weight and a")
         check_number(adapter.scale, "lm_head_adapter.scale")
         check_number(adapter.dropout, "lm_head_adapter.dropout")

@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.call.head_parts import BYTES, HeadAdapter, QuantizedWeight
+from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.engines import choice, cpu_library, cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.pairs import NativePairs, Pairs, TritonPairs
 from grpo_fused.kernels.configs import architecture
+from grpo_fused.kernels.row_types import BYTES
 
 Impl = Literal["auto", "reference", "chunked", "cuda", "triton", "native"]
 
@@ -127,7 +128,7 @@ def _refuses(name: str, dtype: torch.dtype, width: int, form: WeightForm) -> str
         return "triton takes quantised weights of int8 and fp8 with one scale a row"
     # fp32 products with widened bytes: triton 3.7 rounds hidden states to TF32 for sm_100, and spills on the others
     if name == "triton" and form.dtype in BYTES and dtype != torch.bfloat16:
-        return f"triton takes quantised weights under hidden states of bfloat16; they are {dtype}"
+        return f"triton takes quantised weights where products are of bfloat16; they are of {dtype}"
     return None
 
 

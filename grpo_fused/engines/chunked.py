@@ -17,14 +17,12 @@ from torch import Tensor
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows
-from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, gradient_dtype, logits_into, rounded_weight
+from grpo_fused.engines.products import gradient_dtype, logits_into, rounded_weight, widened_bytes
 from grpo_fused.engines.rows import RowWork, TorchRows
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
-
-_WIDENED_BLOCKS = 3  # a weight block converted to fp32, and a block of dW, on the CPU
 
 RowWorkOf = Callable[[torch.device, torch.dtype], RowWork]
 """The row work for logits on a device and of a dtype."""
@@ -86,7 +84,7 @@ class _Plan(NamedTuple):
         device, budget = head.weight.device.type, budget // heads
         dtype = head.statistics_dtype
         temporaries, row_bytes = rows(head.weight.device, dtype).temporaries, dtype.itemsize * padded(head.vocab_size)
-        widened = _WIDENED_BLOCKS * min(VOCAB_BLOCK_BYTES, 4 * head.vocab_size * head.width) if device == "cpu" else 0
+        widened = widened_bytes(head)
         block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
         chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
         if chunk_rows > _ROW_MULTIPLE:

@@ -84,6 +84,7 @@ class GradientSums:
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.need_weight:
+            hidden = hidden[:, self.head.base_width :]
             if factor is not None:
                 hidden = hidden.to(gradient_dtype(self.head))  # in fp16 the product might underflow
                 hidden = torch.mul(hidden, factor.unsqueeze(1), out=torch.empty_like(hidden))

@@ -191,25 +191,25 @@ def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
         return _product(head, dlogits, _block(head, blocks[0], gradient_dtype(head)))
     total = dlogits.new_zeros((dlogits.shape[0], head.width), dtype=head.statistics_dtype)
     for block in blocks:
-        total += _product(head, dlogits[:, block], _block(head, block, gradient_dtype(head)))
+        _add_product(head, total, dlogits[:, block], _block(head, block, gradient_dtype(head)))
     return total
 
 
 def accumulate_weight_gradient(
     head: LMHead, out: Tensor, dlogits: Tensor, hidden: Tensor, *, first: bool, scale: Tensor | None = None
 ) -> None:
-    """out (shaped like the weight) = or += dlogits^T [V, C] @ the last columns of hidden [C, H] / scale.
+    """out (shaped like the weight [V, K]) = or += dlogits^T [V, C] @ hidden [C, K] / scale.
 
     The first chunk is written, not added; if others follow, `out` must be of the statistics dtype.
     """
-    hidden = hidden[:, head.base_width :].to(gradient_dtype(head))
+    hidden = hidden.to(gradient_dtype(head))
     if scale is None and dlogits.dtype == out.dtype:
         torch.addmm(out, dlogits.T, hidden, beta=0 if first else 1, out=out)
     elif scale is None and has_fp32_output(head) and out.dtype == torch.float32:
         if first:
             torch.mm(dlogits.T, hidden, out_dtype=torch.float32, out=out)
         else:
-            torch.addmm(out, dlogits.T, hidden, out_dtype=torch.float32, out=out)
+            _add_product(head, out, dlogits.T, hidden)
     else:
         rows = _block_rows(head)
         for start in range(0, out.shape[0], rows):
@@ -224,6 +224,24 @@ def _product(head: LMHead, a: Tensor, b: Tensor) -> Tensor:
     if has_fp32_output(head):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
+
+
+def _add_product(head: LMHead, out: Tensor, a: Tensor, b: Tensor) -> None:
+    if has_fp32_output(head):
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.addmm_(a, b)
+
+
+def widened_bytes(head: LMHead) -> int:
+    """Bytes of the blocks of a weight, at most, while they are converted for a product; on a CPU, of a block of dW too.
+
+    On a GPU a plain weight is multiplied as it is.
+    """
+    if head.weight.is_cuda and head.base is None:
+        return 0
+    blocks = 2 if head.weight.is_cuda else 3
+    return blocks * 4 * min(_block_rows(head), head.vocab_size) * head.width
 
 
 def _blocks(head: LMHead, dtype: torch.dtype) -> Iterator[slice]:

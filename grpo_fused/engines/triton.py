@@ -8,7 +8,8 @@ for heads with a softcap, a second product of the kernel computes dlogits direct
 pass.
 
 A weight in another dtype than the computation's, without contiguous rows, or whose rows are no multiple of 16 elements
-(fp32: 32), is copied completely: kernels with narrow loads would take longer than the copy.
+(fp32: 32), is copied completely: kernels with narrow loads would take longer than the copy. A frozen one of bytes is
+widened by the kernel, and block by block for the gradient products (on AMD GPUs in fp32, with exponentials of 4 bytes).
 
 A token's scores are bitwise the same in any batch, and the same in scoring and training.
 """
@@ -23,13 +24,12 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
-from grpo_fused.call.head_parts import BYTES
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, Gradients, Work
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
-from grpo_fused.kernels.row_types import Extras, Statistics
+from grpo_fused.kernels.row_types import BYTES, NOTHING, Extras, Statistics
 
 if TYPE_CHECKING:
     from grpo_fused.kernels.head_configs import HeadConfig
@@ -58,9 +58,9 @@ class TritonEngine:
 
     def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: rows of dlogits, offsets, partial statistics and copies of hidden states."""
-        row_bytes = _row_bytes(head)
-        most = one_chunk_budget(head) // row_bytes if max_scratch_bytes is None else 0
-        return max(num_tokens, 1) if num_tokens <= most else self._rows_of(head, row_bytes, max_scratch_bytes)
+        row_bytes, widened = _row_bytes(head), _widened_bytes(head)
+        most = (one_chunk_budget(head) - widened) // row_bytes if max_scratch_bytes is None else 0
+        return max(num_tokens, 1) if num_tokens <= most else self._rows_of(head, row_bytes, max_scratch_bytes, widened)
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""
@@ -71,8 +71,8 @@ class TritonEngine:
         """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
         rows = min(self.chunk_rows(head, num_tokens, max_scratch_bytes), num_tokens)
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
-        products = 3.0 if head.softcap is None else 4.0
-        return Cost(products, rows * _row_bytes(head), GradientSums.accumulator_bytes(head, dtype))
+        scratch = rows * _row_bytes(head) + _widened_bytes(head)
+        return Cost(3.0 if head.softcap is None else 4.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`; scratch holds the rows' hidden states and partial statistics."""
@@ -134,9 +134,9 @@ class TritonEngine:
             sums.add(taken, hidden[:, : head.width], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
-    def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None) -> int:
-        count = scratch_budget(head.weight.device, max_scratch_bytes) // bytes_each
-        check_fits_a_token(max_scratch_bytes, count, bytes_each, head.vocab_size)
+    def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None, once: int = 0) -> int:
+        count = (scratch_budget(head.weight.device, max_scratch_bytes) - once) // bytes_each
+        check_fits_a_token(max_scratch_bytes, count, bytes_each + once, head.vocab_size)
         return max(count - count % ROW_MULTIPLE if count > ROW_MULTIPLE else count, 1)
 
 
@@ -145,20 +145,26 @@ def _weight(head: LMHead) -> tuple[Tensor, Extras]:
     from grpo_fused.kernels import head_launch
 
     if head.base is None:
-        return head_launch.aligned(head.operand(head.weight)), Extras()
-    more = head_launch.aligned(head.operand(head.weight)) if head.weight.shape[1] else None
-    row_scale = None if head.row_scale is None else head.row_scale.contiguous()
+        return head_launch.aligned(head.operand(head.weight)), NOTHING
+    more, row_scale = _extras(head)
     base = head.base if head.base.dtype in BYTES else head.operand(head.base)
-    return head_launch.aligned(base), Extras(more, row_scale)
+    return head_launch.aligned(base), Extras(
+        None if more is None else head_launch.aligned(head.operand(more)),
+        None if row_scale is None else row_scale.contiguous(),
+    )
+
+
+def _extras(head: LMHead) -> Extras:
+    """Those of the head as they are."""
+    return NOTHING if head.base is None else Extras(head.weight if head.weight.shape[1] else None, head.row_scale)
 
 
 def _config(head: LMHead) -> HeadConfig:
     """How the kernels score it."""
     from grpo_fused.kernels.head_configs import head_config
 
-    extras = Extras() if head.base is None else Extras(head.weight, head.row_scale)
     operand = head.weight.new_empty(0, dtype=head.compute_dtype)
-    return head_config(operand, products.transform(head), extras)
+    return head_config(operand, products.transform(head), _extras(head))
 
 
 def _statistics_bytes(head: LMHead) -> tuple[int, int]:
@@ -166,6 +172,11 @@ def _statistics_bytes(head: LMHead) -> tuple[int, int]:
     from grpo_fused.kernels import head_launch
 
     return head_launch.row_bytes(head.weight if head.base is None else head.base, _config(head))
+
+
+def _widened_bytes(head: LMHead) -> int:
+    """Bytes of blocks of a frozen weight, for the gradient products."""
+    return 0 if head.base is None else products.widened_bytes(head)
 
 
 def _row_bytes(head: LMHead) -> int:

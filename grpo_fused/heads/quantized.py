@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fused.call.head_parts import BYTES, QuantizedWeight
+from grpo_fused.call.head_parts import QuantizedWeight
+from grpo_fused.kernels.row_types import BYTES
 
 
 def quantized_weight(head: nn.Module) -> QuantizedWeight | None:

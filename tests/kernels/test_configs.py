@@ -10,6 +10,7 @@ from grpo_fused.kernels.row_types import Extras, Transform
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import triton
+from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,10 @@ def test_a_frozen_weight_takes_smaller_tiles(arch, monkeypatch):
     weight, base = torch.empty(4096, 48, dtype=torch.bfloat16), torch.empty(4096, 896, dtype=torch.bfloat16)
     head = LMHead(weight, compute_dtype=torch.bfloat16, base=base)
     assert triton._config(head) == table.plain
+    assert triton._config(head._replace(weight=weight[:, :0])) == plain
+    assert triton._config(head._replace(weight=weight[:, :0], row_scale=wide)) == table.plain
+    fits = DEFAULT_SCRATCH_BYTES["cpu"] // triton._row_bytes(head)
+    assert triton.TritonEngine().chunk_rows(head, fits, None) < fits, "blocks of the weight are widened beside it"
     splits, _ = table.plain.splits(*base.shape)
     assert triton._statistics_bytes(head) == (12 * splits, 4 * 4096 // table.plain.block_v)
     of_columns = triton._copies_bytes(head) / triton._copies_bytes(head._replace(weight=weight[:, :16]))

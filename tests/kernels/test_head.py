@@ -21,6 +21,7 @@ from head_cases import CONFIGS, OPTIONS, SMALL, case, exact, transform_of, z_of
 
 from grpo_fused import HeadAdapter, QuantizedWeight, fused_linear_grpo_loss, fused_linear_logprobs
 
+MORE = torch.zeros(20, 8, dtype=torch.bfloat16)
 SHAPES = [(1, 8, 3), (1, 24, 1), (3, 16, 16), (37, 40, 131), (18, 64, 160)]  # N, H, V; 8 for a descriptor's rows
 
 
@@ -236,8 +237,35 @@ def test_what_the_kernel_reads_of_a_frozen_weight():
 def test_wrong_operands_are_refused():
     hidden, weight, targets = case((4, 24, 20))
     for bad in (hidden.bfloat16(), hidden.T.contiguous().T):
-        with pytest.raises(ValueError, match="contiguous hidden states and weight rows of one dtype; got"):
+        with pytest.raises(ValueError, match="contiguous hidden states and weight rows of one dtype, or .*; got"):
             head_scores(bad, weight, targets, transform_of("plain", 4, 20), with_entropy=False)
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        (Extras(torch.zeros(8, 20, dtype=torch.bfloat16).T), "one dtype, or a weight of int8 .* more torch.bfloat16 \\(1, 20"),
+        (Extras(torch.zeros(20, 8)), "one dtype, or a weight of int8 or float8_e4m3fn with a row scale; .* more torch.float32"),
+        (Extras(torch.zeros(20, 4, dtype=torch.bfloat16)), "columns of .* got \\(4, 32\\), weight \\(20, 24\\), more \\(20, 4"),
+        (Extras(torch.zeros(19, 8, dtype=torch.bfloat16)), "more \\(19, 8"),
+        (Extras(MORE, torch.ones(40)[::2]), "row_scale must be float32 \\[20\\], contiguous; got .* with stride \\(2,\\)"),
+        (Extras(MORE, torch.ones(19)), "got torch.float32 \\(19,\\)"),
+        (Extras(MORE, torch.ones(20).double()), "got torch.float64"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_operands_beside_a_frozen_weight_are_refused(extras, message):
+    hidden, weight = torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(20, 24, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        head_scores(hidden, weight, torch.zeros(4, dtype=torch.int64), Transform(), with_entropy=False, extras=extras)
+
+
+@pytest.mark.parametrize("extras", [Extras(), Extras(MORE)], ids=["alone", "adapter"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2], ids=str)
+def test_bytes_without_their_scales_are_refused(dtype, extras):
+    hidden, weight = torch.zeros(4, 24 + 8 * extras.any(), dtype=torch.bfloat16), torch.zeros(20, 24).to(dtype)
+    with pytest.raises(ValueError, match=f"a row scale; got hidden states .* weight {dtype}"):
+        head_scores(hidden, weight, torch.zeros(4, dtype=torch.int64), Transform(), with_entropy=False, extras=extras)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every-other-column", "expanded-column", "every-other-row"])
