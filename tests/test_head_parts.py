@@ -23,7 +23,7 @@ from grpo_fused import (
 )
 from grpo_fused.api import operators
 from grpo_fused.call.calls import LMHead
-from grpo_fused.engines import candidates, products
+from grpo_fused.engines import candidates, native, products
 from grpo_fused.heads.check import inputs_of
 from grpo_fused.heads.form import HeadForm
 from grpo_fused.heads.modules import HeadParts
@@ -551,3 +551,19 @@ def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
     assert budget is None or cost.scratch_bytes <= budget
     _, peak = memory._cpu_peaks(call)
     assert peak <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)
+
+
+def test_the_columns_of_an_adapter_are_part_of_natives_scratch():
+    """They leave less of a budget for exponentials: with 1 MiB of columns and 1 MiB of their gradient."""
+    if native.unavailable(torch.device("cpu"), torch.bfloat16) is not None:
+        pytest.skip("no C++ library")
+    base, columns = torch.empty(2**14, 64, dtype=torch.bfloat16), torch.empty(2**14, 32, dtype=torch.bfloat16)
+    head = LMHead(columns, compute_dtype=torch.bfloat16, base=base)
+    plain = LMHead(torch.empty(2**14, 96, dtype=torch.bfloat16), compute_dtype=torch.bfloat16)
+    engine, budget = native.NativeEngine(), 16 * 2**20
+    cost = engine.cost(head, 1024, budget)
+    rest = native._plan(head, 1024, columns, budget - 2**21)
+    assert cost.scratch_bytes == rest.fixed_bytes + rest.spill_bytes + 2**21 <= budget
+    # of 1024 tokens 3 panels more, and those in dW's memory
+    assert cost.products > engine.cost(plain, 1024, budget).products
+    assert cost.products > engine.cost(head, 1024, budget + 2**22).products

@@ -24,8 +24,8 @@ from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
-is most. Operands and the fp32 dH take their part of it first (12 to 20 bytes for each of N·H, and 2 to 4 MiB a thread),
-with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
+is most. Operands, the fp32 dH and the columns of an adapter take their part of it first (12 to 20 bytes for each of
+N·H, and 2 to 4 MiB a thread), with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
 
 SAMPLE, HEADROOM = 128, 48.0
 """dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48, or to the target's
@@ -65,9 +65,10 @@ class NativeEngine:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
-        plan = _plan(head, num_tokens, dweight, _budget(max_scratch_bytes, dweight))
+        plan = _plan(head, num_tokens, dweight, _budget(head, max_scratch_bytes, dweight))
         products = 3.0 + (num_tokens - plan.kept_tokens) / max(num_tokens, 1)
-        return Cost(products, plan.fixed_bytes + plan.spill_bytes, GradientSums.accumulator_bytes(head, dtype))
+        scratch = plan.fixed_bytes + plan.spill_bytes + _adapter_bytes(head, dweight)
+        return Cost(products, scratch, GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
@@ -85,7 +86,7 @@ class NativeEngine:
         dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         kept = head.weight.new_empty(0) if dweight is None else dweight
-        budget = _budget(work.max_scratch_bytes, kept)
+        budget = _budget(head, work.max_scratch_bytes, kept)
         worked, scores = 0, []
         for part, rows in work.parts():
             plan = _plan(head, part.stop - part.start, kept, budget)
@@ -239,10 +240,14 @@ def _product_dtype(head: LMHead) -> torch.dtype:
     return head.compute_dtype if head.softcap is None else torch.float32
 
 
-def _budget(max_scratch_bytes: int | None, kept: Tensor) -> int:
-    of_gradient = kept.numel() * kept.element_size()
-    default = max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads(), of_gradient)
-    return default if max_scratch_bytes is None else max_scratch_bytes
+def _budget(head: LMHead, max_scratch_bytes: int | None, kept: Tensor) -> int:
+    default = max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads(), kept.nbytes)
+    return (default if max_scratch_bytes is None else max_scratch_bytes) - _adapter_bytes(head, kept)
+
+
+def _adapter_bytes(head: LMHead, dweight: Tensor) -> int:
+    """Bytes of an adapter's columns (its terms in the dtype of the products), and of their gradient."""
+    return 0 if head.base is None else head.weight.nbytes + dweight.nbytes
 
 
 def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
