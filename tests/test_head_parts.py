@@ -22,8 +22,10 @@ from grpo_fused import (
     fused_linear_objective,
 )
 from grpo_fused.api import operators
-from grpo_fused.call.calls import LMHead
+from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines import candidates, native, products
+from grpo_fused.engines.base import Tokens
+from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.heads.check import inputs_of
 from grpo_fused.heads.form import HeadForm
 from grpo_fused.heads.modules import HeadParts
@@ -567,3 +569,14 @@ def test_the_columns_of_an_adapter_are_part_of_natives_scratch():
     # of 1024 tokens 3 panels more, and those in dW's memory
     assert cost.products > engine.cost(plain, 1024, budget).products
     assert cost.products > engine.cost(head, 1024, budget + 2**22).products
+
+
+def test_factors_of_rows_multiply_states_in_the_dtype_of_the_gradient():
+    """Of the adapter's columns alone. In bf16 each product of state and factor would be rounded."""
+    states, factor, dlogits = torch.randn(9, H + 4).bfloat16(), torch.rand(9), torch.randn(9, V)
+    head = LMHead(torch.randn(V, 4).bfloat16(), compute_dtype=torch.bfloat16, base=torch.randn(V, H).bfloat16())
+    tokens = Tokens(states, torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.bool), 1.0)
+    sums = GradientSums(head, tokens, Needs(need_hidden=False, need_weight=True, need_bias=False), torch.float32)
+    sums.add(torch.arange(9), states, dlogits, None, factor)
+    want = (factor.double().unsqueeze(1) * dlogits.double()).T @ states[:, H:].double()
+    assert float((sums.result().weight.double() - want).norm() / want.norm()) < 1e-6
