@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import sass
 from benchmarks.compiled import compile_kernel, machine_code, resources
 from benchmarks.cost import H200, occupancy, predicted_rate
+from grpo_fused.engines.cpu_library import BASE_COLUMNS
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
 EXTRAS = {"int8-adapter": ("i8", 64), "fp8": ("u8", 0), "adapter": ("", 64)}
@@ -47,7 +48,9 @@ class Variant:
     @property
     def always_even(self) -> bool:
         """Whether there is no variant for other H."""
-        return self.config.tma or self.dtype == "fp32"
+        config = self.config
+        whole = self.table == "extras" and config.block_k == BASE_COLUMNS  # frozen columns are a multiple of it
+        return config.tma or self.dtype == "fp32" or whole
 
     @property
     def is_full(self) -> bool:
@@ -71,8 +74,13 @@ class Variant:
 
     @property
     def dtype(self) -> str:
-        """Of hidden states, weight and stored values."""
+        """Of hidden states, and of a plain weight."""
         return "fp32" if self.table.startswith("fp32") else "bf16"
+
+    @property
+    def stored_type(self) -> str:
+        """Of exponentials and dlogits: AMD's library has no bf16 products with fp32 results for a widened weight."""
+        return "fp32" if self.table == "extras" and self.arch.startswith("gfx") else self.dtype
 
     @property
     def config(self) -> Any:
@@ -153,7 +161,7 @@ def compile_variant(variant: Variant) -> Any:
     for name, dtype, rows, cols in (
         ("x", variant.dtype, config.block_n, config.block_k),
         ("w", variant.weight_type, config.block_v, config.block_k),
-        ("out", variant.dtype, config.block_n, config.block_v),
+        ("out", variant.stored_type, config.block_n, config.block_v),
     ):
         types[name] = f"tensordesc<{dtype}[{rows}, {cols}]>" if config.tma else f"*{dtype}"
     types |= dict.fromkeys(("x_ptr", "more_ptr"), f"*{variant.dtype}")
