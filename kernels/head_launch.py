@@ -244,9 +244,8 @@ _POINTERS = (
 def _check(hidden: Tensor, weight: Tensor, extras: Extras) -> None:
     more, row_scale = extras
     rows = {"weight": weight} if more is None else {"weight": weight, "more": more}
-    one_dtype = all(x.dtype == hidden.dtype for x in rows.values())
-    if weight.dtype in BYTES and row_scale is not None:
-        one_dtype = more is None or more.dtype == hidden.dtype
+    of_weight = (hidden.dtype,) if row_scale is None else (hidden.dtype, *BYTES)
+    one_dtype = weight.dtype in of_weight and (more is None or more.dtype == hidden.dtype)
     adjacent = all(x.shape[1] <= 1 or x.stride(1) == 1 for x in rows.values())
     if not (one_dtype and adjacent and hidden.is_contiguous()):
         of_rows = ", ".join(f"{name} {x.dtype} {x.stride()}" for name, x in rows.items())

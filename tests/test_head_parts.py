@@ -566,7 +566,6 @@ def test_the_columns_of_an_adapter_are_part_of_natives_scratch():
     cost = engine.cost(head, 1024, budget)
     rest = native._plan(head, 1024, columns, budget - 2**21)
     assert cost.scratch_bytes == rest.fixed_bytes + rest.spill_bytes + 2**21 <= budget
-    # of 1024 tokens 3 panels more, and those in dW's memory
     assert cost.products > engine.cost(plain, 1024, budget).products
     assert cost.products > engine.cost(head, 1024, budget + 2**22).products
 
