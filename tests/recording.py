@@ -89,11 +89,11 @@ class CostRecorder(AllocationRecorder):
         return super().__exit__(*error)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args):
+        def call(*args, **options):
             self.calls[name] += 1
             with _disable_current_modes():
                 self.flop += _FLOP[name](*args)
-            return function(*args)
+            return function(*args, **options)
 
         return call
 

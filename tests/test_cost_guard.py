@@ -423,11 +423,11 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "most", "want"),
-    [(8192, 3533, [2816, 2816, 2560]), (410, 410, [410]), (820, 410, [410, 410]), (1024, 410, [352, 352, 320]),
+    [(8192, 3533, [2816, 2816, 2560]), (410, 410, [410]), (820, 410, [410, 410]), (1024, 410, [384, 384, 256]),
      (130, 128, [80, 50]), (5, 2, [2, 2, 1]), (0, 7, [])],
 )  # fmt: skip
 def test_chunks_share_the_rows_evenly(count, most, want):
-    """As few as fit, without a short last one that reads the weight for few rows; multiples of 16 or 128 if they fit."""
+    """As few as fit, without a short last one, which would read the weight for few rows; multiples of 16, 64 or 128."""
     assert [chunk.stop - chunk.start for chunk in even_chunks(count, most)] == want
 
 

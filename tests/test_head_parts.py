@@ -23,7 +23,7 @@ from grpo_fused import (
 )
 from grpo_fused.api import operators
 from grpo_fused.call.calls import LMHead, Needs
-from grpo_fused.engines import candidates, native, products
+from grpo_fused.engines import candidates, cpu_library, native, products
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.heads.check import inputs_of
@@ -37,6 +37,9 @@ NF4 = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.
 IMPLS = ("native", "chunked", "triton", "reference")
 OF_TRITON = ("plain", "int8", "fp8")
 """formats that the kernel takes"""
+needs_library = pytest.mark.skipif(
+    native.unavailable(torch.device("cpu"), torch.float32) is not None, reason="no C++ library"
+)
 LOGPS = {torch.bfloat16: 1e-4, torch.float32: 4e-6, torch.float16: 2e-5}
 GRADIENT = {torch.bfloat16: 6e-3, torch.float32: 4e-6, torch.float16: 1e-3}
 """relative, by Frobenius norms; adapters have the dtype of the hidden states or fp32"""
@@ -555,27 +558,70 @@ def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
     assert peak <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)
 
 
-def test_the_columns_of_an_adapter_are_part_of_natives_scratch():
-    """They leave less of a budget for exponentials: with 1 MiB of columns and 1 MiB of their gradient."""
-    if native.unavailable(torch.device("cpu"), torch.bfloat16) is not None:
-        pytest.skip("no C++ library")
-    base, columns = torch.empty(2**14, 64, dtype=torch.bfloat16), torch.empty(2**14, 32, dtype=torch.bfloat16)
-    head = LMHead(columns, compute_dtype=torch.bfloat16, base=base)
-    plain = LMHead(torch.empty(2**14, 96, dtype=torch.bfloat16), compute_dtype=torch.bfloat16)
-    engine, budget = native.NativeEngine(), 16 * 2**20
-    cost = engine.cost(head, 1024, budget)
-    rest = native._plan(head, 1024, columns, budget - 2**21)
-    assert cost.scratch_bytes == rest.fixed_bytes + rest.spill_bytes + 2**21 <= budget
-    assert cost.products > engine.cost(plain, 1024, budget).products
-    assert cost.products > engine.cost(head, 1024, budget + 2**22).products
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_native_hold_as_many_tokens_as_exponentials_fit(dtype):
+    """Two products for each, of whole panels of 64 tokens; where none fits, a call is one part, with three."""
+    base, b = torch.empty(2**14, 64, dtype=dtype), torch.empty(2**14, 16)
+    head = LMHead(b, compute_dtype=dtype, base=base)
+    engine, frozen = native.NativeEngine(), head._replace(weight=b[:, :0])
+    of_panel = 64 * 2**14 * dtype.itemsize
+    for panels in (1, 2, 5):
+        fixed = native._plan(head, 64 * panels, torch.empty(0), 2**40).fixed_bytes
+        budget = fixed + panels * of_panel + of_panel // 2
+        assert engine.chunk_rows(head, 1000, budget) == 64 * panels
+        cost = engine.cost(head, 1000, budget)
+        assert cost.products == 2.0
+        assert panels * of_panel < cost.scratch_bytes <= budget
+    assert engine.chunk_rows(head, 100, budget) == 100
+    assert engine.chunk_rows(frozen, 1000, budget) > 2**60
+    assert engine.cost(frozen, 1000, budget).products == 2.0
+    assert engine.chunk_rows(head, 1000, of_panel // 2) > 2**60
+    assert engine.cost(head, 1000, of_panel // 2).products == 3.0
+
+
+@needs_library
+@pytest.mark.parametrize("skips", [False, True], ids=["dense", "clipped rows"])
+@pytest.mark.parametrize("name", ["plain", "int8", "int8-groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_native(dtype, name, skips, monkeypatch):
+    """Parts of one, two or three panels, of which the last is short: gradients of one part, in two products."""
+    g = torch.Generator().manual_seed(3)
+    case = case_of(name, dtype, vocab=900)._replace(
+        hidden=torch.randn(330, 1, H, generator=g).to(dtype).requires_grad_()
+    )
+    ids, old, advantages = torch.randint(900, (330, 1), generator=g), None, torch.rand(330, generator=g)
+    if skips:  # all ratios but each seventh are far above 1
+        old = torch.where(torch.arange(330).unsqueeze(1) % 7 > 0, -20.0, 0.0)
+
+    def run(rows):
+        monkeypatch.setattr(native.NativeEngine, "chunk_rows", lambda *_: rows)
+        out = fused_linear_grpo_loss(
+            case.hidden, case.weight, ids, advantages, with_metrics=False, old_per_token_logps=old,
+            lm_head_adapter=case.adapters, impl="native",
+        )  # fmt: skip
+        return out.loss, gradients(out.loss, case.leaves)
+
+    calls, real = [], cpu_library.head_gradient
+    monkeypatch.setattr(cpu_library, "head_gradient", lambda *a: (calls.append((len(a[3]), a[10])), real(*a))[1])
+    loss, want = run(2**62)
+    for rows in (64, 128, 192):
+        calls.clear()
+        got_loss, got = run(rows)
+        assert len(calls) == -(-330 // rows)
+        assert all(sums is not None for _, sums in calls)
+        assert (sum(count for count, _ in calls) < 330) == (skips and rows > 64)  # panels are saved
+        torch.testing.assert_close(got_loss, loss, rtol=1e-6, atol=0)
+        assert_close(got, want, dtype)
 
 
 def test_factors_of_rows_multiply_states_in_the_dtype_of_the_gradient():
     """Of the adapter's columns alone. In bf16 each product of state and factor would be rounded."""
-    states, factor, dlogits = torch.randn(9, H + 4).bfloat16(), torch.rand(9), torch.randn(9, V)
-    head = LMHead(torch.randn(V, 4).bfloat16(), compute_dtype=torch.bfloat16, base=torch.randn(V, H).bfloat16())
+    states, factor, dlogits = torch.randn(9, H + 12).bfloat16(), torch.rand(9), torch.randn(9, V)
+    head = LMHead(torch.randn(V, 4), compute_dtype=torch.bfloat16, base=torch.randn(V, H).bfloat16())
     tokens = Tokens(states, torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.bool), 1.0)
     sums = GradientSums(head, tokens, Needs(need_hidden=False, need_weight=True, need_bias=False), torch.float32)
     sums.add(torch.arange(9), states, dlogits, None, factor)
-    want = (factor.double().unsqueeze(1) * dlogits.double()).T @ states[:, H:].double()
+    terms = states[:, H + 4 :].double().unflatten(1, (2, 4)).sum(1)
+    want = (factor.double().unsqueeze(1) * dlogits.double()).T @ terms
     assert float((sums.result().weight.double() - want).norm() / want.norm()) < 1e-6

@@ -35,7 +35,7 @@ WeightRows base_rows(const Tensor& x, const Tensor* group_scale, const Tensor* c
                      int64_t columns) {
   check_matrix(x, "base", "[V, H]");
   check_shape(x, "base", {vocab, codes == nullptr ? columns : columns / 2});
-  check(columns % 32 == 0, "base must have a multiple of 32 columns; got ", columns);
+  check(columns > 0 && columns % 32 == 0, "base must have a multiple of 32 columns; got ", columns);
   check((codes != nullptr) == (x.scalar == Scalar::bytes), "bytes of a base need codes, and codes bytes");
   WeightRows base = weight_rows(x, "base", x.scalar == Scalar::int8    ? Dtype::int8
                                            : x.scalar == Scalar::fp8   ? Dtype::fp8
@@ -59,17 +59,22 @@ WeightRows base_rows(const Tensor& x, const Tensor* group_scale, const Tensor* c
   return base;
 }
 
-// `base`, `group_scale`, `codes`, `rounded`: see `base_rows`.
-Head checked_matrices(const Tensor& hidden, const Tensor& weight, const Tensor* base, const Tensor* group_scale,
-                      const Tensor* codes, int64_t rounded) {
+// `terms`: see HeadInputs; `base`, `group_scale`, `codes`, `rounded`: see `base_rows`.
+Head checked_matrices(const Tensor& hidden, const Tensor& weight, int64_t terms, const Tensor* base,
+                      const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale) {
   check_matrix(hidden, "hidden", "[N, H]");
   check_matrix(weight, "weight", "[V, H]");
   const int64_t N = hidden.size(0), H = hidden.size(1), V = weight.size(0);
   const Dtype compute = dtype_of(hidden, "hidden");
   Head head{plan_of(V, H, compute), {}};
   HeadInputs& inputs = head.inputs;
-  if (base != nullptr) inputs.base = base_rows(*base, group_scale, codes, rounded, V, H - weight.size(1));
-  check_shape(weight, "weight", {V, H - inputs.base.columns});
+  check(terms == 1 || (terms == 3 && base != nullptr), "terms must be 1, or 3 with a base; got ", terms);
+  inputs.terms = terms;
+  const int64_t own = terms * weight.size(1);
+  if (base != nullptr) inputs.base = base_rows(*base, group_scale, codes, rounded, V, H - own);
+  check(inputs.base.columns + own == H, "hidden must have ", inputs.base.columns + own, " columns; got ", H);
+  check(row_scale == nullptr || base != nullptr, "row_scale needs a base");
+  inputs.row_scale = floats(row_scale, "row_scale", V);
   check(hidden.is_contiguous(), "hidden must be contiguous");
   inputs.hidden = hidden.data;
   inputs.weight = weight_rows(weight, "weight", dtype_of(weight, "weight"));
@@ -93,12 +98,12 @@ void add_sets(HeadInputs& inputs, const Tensor& ids, const Tensor& ranges, int64
   }
 }
 
-// `kept`: dW's storage, shaped like the weight, of any dtype, or empty; `spill`: bytes.
-Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* base, const Tensor* group_scale,
-                  const Tensor* codes, int64_t rounded, const Tensor* row_scale, const Tensor* bias, const Tensor& targets,
-                  const Tensor& temperature, double scale, double softcap, const Tensor* set_ids,
-                  const Tensor* set_ranges, const Tensor& kept, const Tensor& spill) {
-  Head head = checked_matrices(hidden, weight, base, group_scale, codes, rounded);
+// `kept`: dW's storage, shaped like the weight, or empty; with a base nothing is kept there. `spill`: bytes.
+Head checked_head(const Tensor& hidden, const Tensor& weight, int64_t terms, const Tensor* base,
+                  const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
+                  const Tensor* bias, const Tensor& targets, const Tensor& temperature, double scale, double softcap,
+                  const Tensor* set_ids, const Tensor* set_ranges, const Tensor& kept, const Tensor& spill) {
+  Head head = checked_matrices(hidden, weight, terms, base, group_scale, codes, rounded, row_scale);
   HeadInputs& inputs = head.inputs;
   const int64_t N = inputs.tokens, columns = inputs.weight.columns, V = head.plan.vocab;
   check_tensor(targets, "targets", Scalar::int64, {N});
@@ -118,15 +123,15 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const Tensor* base
   if (kept.numel() != 0) {
     check_shape(kept, "dweight", {V, columns});
     check(kept.is_contiguous(), "dweight must be contiguous");
-    dtype_of(kept, "dweight");
-    in_gradient = Store::of(data<char>(kept), columns * kept.element_size(), head.plan, panels);
+    const Dtype dtype = dtype_of(kept, "dweight");
+    check(base == nullptr || dtype == Dtype::fp32, "with a base dweight must be float32");
+    if (base == nullptr) in_gradient = Store::of(data<char>(kept), columns * kept.element_size(), head.plan, panels);
   }
   check_tensor(spill, "spill", Scalar::bytes, {spill.numel()});
   check(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ",
                   spill.numel());
   const Store spilled = Store::of(data<char>(spill), spill.numel() / V, head.plan,
                                   panels - in_gradient.panels);
-  inputs.row_scale = floats(row_scale, "row_scale", V);
   inputs.bias = floats(bias, "bias", V);
   inputs.targets = ids;
   inputs.temperature = data<float>(temperature);
@@ -250,17 +255,18 @@ API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t bf16, i
   });
 }
 
-API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, const Tensor* base,
-                                   const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* out) {
+API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, int64_t terms, const Tensor* base,
+                                   const Tensor* group_scale, const Tensor* codes, int64_t rounded,
+                                   const Tensor* row_scale, const Tensor* out) {
   return guarded([&] {
-    const Head head = checked_matrices(*hidden, *weight, base, group_scale, codes, rounded);
+    const Head head = checked_matrices(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale);
     const LogitRows rows = logit_rows(*out, "out");
     check_shape(*out, "out", {head.inputs.tokens, head.plan.vocab});
     if (head.inputs.tokens > 0) multiply_head(head.plan, head.inputs, rows.data, rows.stride);
   });
 }
 
-API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, const Tensor* base,
+API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, int64_t terms, const Tensor* base,
                                  const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
                                  const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
                                  double softcap, const Tensor* set_ids, const Tensor* set_ranges, int64_t with_entropy,
@@ -269,23 +275,23 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, con
                                  int64_t superblock) {
   return guarded([&] {
     const Head head =
-        checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets, *temperature, scale,
-                     softcap, set_ids, set_ranges, *kept, *spill);
+        checked_head(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale, bias, *targets,
+                     *temperature, scale, softcap, set_ids, set_ranges, *kept, *spill);
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     const HeadSums of = sums_of(head, sum_offset, sums);
-    check(of.values == nullptr || (superblock >= 1 && set_ids == nullptr && head.inputs.kept_panels() == 0),
-          "sums need a superblock of at least 1, no candidate sets, and no memory for exponentials");
+    check(of.values == nullptr || (superblock >= 1 && set_ids == nullptr),
+          "sums need a superblock of at least 1, and no candidate sets");
     if (head.inputs.tokens == 0) return;
     if (of.values == nullptr) {
       score_head(head.plan, head.inputs, out, data<float>(*offsets));
     } else {
-      score_and_sum_head(head.plan, head.inputs, out, of, superblock);
+      score_and_sum_head(head.plan, head.inputs, out, data<float>(*offsets), of, superblock);
     }
   });
 }
 
-API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, const Tensor* base,
+API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, int64_t terms, const Tensor* base,
                                    const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
                                    const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
                                    double softcap, const Tensor* set_ids, const Tensor* set_ranges,
@@ -295,8 +301,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
                                    const Tensor* spill, int64_t superblock, const Tensor* sum_offset,
                                    const Tensor* sums, const Tensor* dhidden, const Tensor* dbias) {
   return guarded([&] {
-    const Head head = checked_head(*hidden, *weight, base, group_scale, codes, rounded, row_scale, bias, *targets,
-                                   *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
+    const Head head = checked_head(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale, bias,
+                                   *targets, *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
     const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab, count = rows->numel();
     const Statistics known = rows_of(*statistics, "statistics", N, true);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
@@ -315,7 +321,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
     if (count > 0) {
       gradient_of_head(head.plan, head.inputs, gradient);
     } else {
-      if (need_weight) std::fill_n(data<char>(*dweight), dweight->numel() * dweight->element_size(), 0);
+      const bool writes = need_weight && !head.inputs.has_base();  // with a base it is added to
+      if (writes) std::fill_n(data<char>(*dweight), dweight->numel() * dweight->element_size(), 0);
       if (dbias != nullptr) std::fill_n(data<float>(*dbias), V, 0.0f);
     }
   });

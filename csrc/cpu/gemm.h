@@ -31,6 +31,7 @@ struct Left {
 struct Right {
   const uint32_t* words;  // [depth, 64] without gaps
   int64_t piece;
+  int64_t lanes = kLanes;  // the first ones, which are needed: others of the result may be left as they are
 };
 
 // c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that depends only on the depth,

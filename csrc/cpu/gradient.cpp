@@ -33,13 +33,15 @@ struct Sizes {
   int64_t superblock;     // vocabulary blocks between two rounds of the dH product
   int64_t slots;
   int64_t step;           // words of the depth of a dH product
-  int64_t tile_height, tile_panels, groups, tiles;  // of dH: columns and token panels of a tile, tiles in each direction
+  int64_t hidden_panels;  // of dH: its columns in panels of 64
+  int64_t tile_height, tile_panels, groups, tiles;  // of dH: tokens and panels of a tile, tiles in each direction
   int64_t workers;
   bool dense;             // every token has a gradient
+  bool folds;             // dW is made of all its panels, see `add_to_adapter`
   bool looks_ahead;       // products fetch what comes after them
-  // Words of a row: of dz as a and as b (a piece of it), of the transposed weight. Elements of a row of gathered
-  // exponentials.
-  int64_t across_stride, along_depth, transposed_stride, gathered_stride;
+  // Words of a row: of dz as a of the dW product and of the dH product; of a piece of the latter. Elements of a row of
+  // gathered exponentials.
+  int64_t across_stride, along_stride, along_depth, gathered_stride;
 
   static Sizes of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g) {
     Sizes sizes{};
@@ -47,7 +49,8 @@ struct Sizes {
     sizes.chunk = std::min(plan.token_chunk, sizes.padded);
     sizes.pair = per_word(plan.kind);
     sizes.pieces = plan.pieces();
-    sizes.column_panels = ceil_div(inputs.weight.columns, kLanes);
+    sizes.column_panels = ceil_div(inputs.gradient_columns(), kLanes);
+    sizes.folds = inputs.has_base();
     sizes.superblock = std::clamp<int64_t>(g.superblock, 1, plan.blocks);
     sizes.slots = slots_of(sizes.superblock);
     sizes.workers = worker_count(plan.blocks);
@@ -57,13 +60,15 @@ struct Sizes {
     // with a cache line more than is used, rows do not lie in few sets of the first-level cache
     sizes.across_stride = sizes.pieces * sizes.chunk / sizes.pair + 16;
     sizes.along_depth = sizes.superblock * plan.block_rows / sizes.pair;
-    sizes.transposed_stride = sizes.pieces * sizes.along_depth + 16;
+    sizes.along_stride = sizes.pieces * sizes.along_depth + 16;
+    if (shares_cache_sets(sizes.along_stride)) sizes.along_stride += 16;
     sizes.gathered_stride = sizes.chunk + kLanes;  // what compress_tile may write beyond
     // A product of fixed depth: how a micro-kernel sums may depend on it, and how long a superblock is depends on the
-    // machine. Rows of W^T, in pairs of AMX's tiles, that stay in the second-level cache while the token panels pass.
+    // machine. Tokens, in panels, whose dz stays in the second-level cache while the panels of the weight pass.
     sizes.step = std::min(kBlocksOfAProduct * plan.block_rows / sizes.pair, sizes.along_depth);
-    sizes.tile_height = std::max<int64_t>(plan.held_words / (sizes.pieces * sizes.step) / 32 * 32, 32);
-    const int64_t strips = ceil_div(plan.hidden, sizes.tile_height), panels = sizes.padded / kLanes;
+    sizes.tile_height = std::max(plan.held_words / (sizes.pieces * sizes.step) / kLanes * kLanes, kLanes);
+    sizes.hidden_panels = ceil_div(inputs.dhidden_columns(), kLanes);
+    const int64_t strips = ceil_div(sizes.padded, sizes.tile_height), panels = sizes.hidden_panels;
     sizes.tile_panels = std::clamp<int64_t>(panels * strips / (4 * thread_count()), 1, panels);  // four tiles a thread
     sizes.groups = ceil_div(panels, sizes.tile_panels);
     sizes.tiles = g.dhidden == nullptr ? 0 : strips * sizes.groups;
@@ -71,7 +76,7 @@ struct Sizes {
   }
 
   // Panels of dW whose sums wait for the next chunk of tokens.
-  int64_t waiting_panels() const { return padded > chunk ? column_panels : 1; }
+  int64_t waiting_panels() const { return padded > chunk || folds ? column_panels : 1; }
 };
 
 // Inputs of the tiles for each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
@@ -136,20 +141,13 @@ class Lanes {
   bool entropy_;
 };
 
-// Inf and NaN become 0 in rows [rows][words] of W^T. With candidate sets: a row of the weight outside of a token's set
-// has dz = 0 there, and 0 * NaN would be NaN. A token that keeps such a row has NaN scores, which make its dz NaN.
-void drop_nonfinite(uint32_t* first, int64_t rows, int64_t words, int64_t stride, Operand kind) {
-  for (int64_t r = 0; r < rows; r++) {
-    uint32_t* row = first + r * stride;
-    if (per_word(kind) == 2) {
-      for (int64_t k = 0; k < words; k++) {
-        const uint32_t low = (row[k] & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0xffffffffu;
-        const uint32_t high = (row[k] & 0x7f800000u) == 0x7f800000u ? 0x0000ffffu : 0xffffffffu;
-        row[k] &= low & high;
-      }
-    } else {
-      for (int64_t k = 0; k < words; k++) row[k] = (row[k] & 0x7f800000u) == 0x7f800000u ? 0u : row[k];
-    }
+// Inf and NaN become 0 in words of the weight. With candidate sets: a row of the weight outside of a token's set has
+// dz = 0 there, and 0 * NaN would be NaN. A token that keeps such a row has NaN scores, which make its dz NaN.
+void drop_nonfinite(uint32_t* words, int64_t count, Operand kind) {
+  for (int64_t k = 0; k < count; k++) {
+    const uint32_t low = (words[k] & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0xffffffffu;
+    const uint32_t high = (words[k] & 0x7f800000u) == 0x7f800000u ? 0x0000ffffu : 0xffffffffu;
+    words[k] &= per_word(kind) == 2 ? low & high : high == 0xffffffffu ? high : 0u;
   }
 }
 
@@ -171,15 +169,15 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
         std::fill(to, to + row, 0u);
         continue;
       }
-      const int64_t at = g.rows[first + i] * plan.hidden + inputs.base.columns;
+      const int64_t at = g.rows[first + i] * plan.hidden + inputs.first_gradient_column();
       const WeightRows hidden{static_cast<const char*>(inputs.hidden) + at * item, inputs.compute,
-                              inputs.weight.columns, plan.hidden};
+                              inputs.gradient_columns(), plan.hidden};
       plan.kernels->pack_rows(hidden, 1, inputs.compute, plan.kind, {to, row, words}, words);
     }
     uint32_t* out = columns.get() + sizes.pieces * (first / sizes.pair) * width;
     for (int64_t p = 0; p < sizes.column_panels; p++) {
       for (int64_t piece = 0; piece < sizes.pieces; piece++, out += count / sizes.pair * kLanes) {
-        plan.kernels->interleave_panel(rows + piece * words, count, row, p * kLanes, plan.kind, out);
+        plan.kernels->interleave_panel(rows + piece * words, count, row, p * kLanes, words, plan.kind, out);
       }
     }
   });
@@ -187,13 +185,14 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
 }
 
 struct Scratch {
-  // of a superblock in each slot: dz as b of the dH product, [padded / 64][pieces][along_depth][64]; W^T,
-  // [hidden][transposed_stride]
-  WorkerBuffers<uint32_t> along, transposed;
-  Buffer<float> dhidden;  // dH^T, [padded / 64][hidden][64]
-  // of a block: its weight; dz of a chunk as a of the dW product, [block_rows][across_stride]; panels of dW
+  // of a superblock in each slot: dz as a of the dH product, [padded][along_stride]; the weight as b,
+  // [hidden_panels][pieces][along_depth][64]
+  WorkerBuffers<uint32_t> along, weights;
+  Buffer<float> dhidden;  // [hidden_panels][padded][64]
+  // of a block: its weight; dz of a chunk as a of the dW product, [block_rows][across_stride]; panels of dW; dz of a
+  // panel before it is transposed
   WorkerBuffers<uint32_t> weight, across;
-  WorkerBuffers<float> sums;
+  WorkerBuffers<float> sums, before;
   // of a tile that is computed again: z, the maxima, the exponentials
   WorkerBuffers<float> tile, tile_offsets;
   WorkerBuffers<char> tile_exponentials;
@@ -204,13 +203,15 @@ struct Scratch {
   static Scratch of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Sizes& sizes) {
     const int64_t rows = plan.block_rows, workers = sizes.workers, size = plan.kept_size();
     const int64_t for_dhidden = g.dhidden != nullptr, for_dweight = g.dweight != nullptr;
+    const int64_t panel = sizes.pieces * sizes.along_depth * kLanes;
     return {
-        .along = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.padded * sizes.pieces * sizes.along_depth),
-        .transposed = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * plan.words * sizes.pair * sizes.transposed_stride),
-        .dhidden = Buffer<float>(for_dhidden * sizes.padded * plan.hidden),
+        .along = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.padded * sizes.along_stride),
+        .weights = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.hidden_panels * panel),
+        .dhidden = Buffer<float>(for_dhidden * sizes.hidden_panels * sizes.padded * kLanes),
         .weight = WorkerBuffers<uint32_t>(workers, rows * plan.stride),
         .across = WorkerBuffers<uint32_t>(workers, for_dweight * rows * sizes.across_stride),
         .sums = WorkerBuffers<float>(workers, for_dweight * sizes.waiting_panels() * rows * kLanes),
+        .before = WorkerBuffers<float>(workers, for_dhidden * sizes.pieces * (rows / sizes.pair) * kLanes),
         .tile = WorkerBuffers<float>(workers, tile_size(plan, inputs)),
         .tile_offsets = WorkerBuffers<float>(workers, kLanes),
         .tile_exponentials = WorkerBuffers<char>(workers, rows * kLanes * size),
@@ -225,9 +226,10 @@ struct Scratch {
 struct Scoring {
   Partials partials;
   std::vector<char> first;  // [blocks]: whether a split begins there
+  float* offsets;           // of kept exponentials: see `GradientInputs`
 
-  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, int64_t superblock)
-      : partials(2 + slots_of(superblock) * superblock, inputs, with_entropy), first(plan.blocks) {
+  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, int64_t superblock, float* offsets)
+      : partials(2 + slots_of(superblock) * superblock, inputs, with_entropy), first(plan.blocks), offsets(offsets) {
     for (int64_t split = 0; split < split_count(plan); split++) first[split_begin(plan, split)] = true;
   }
 
@@ -272,7 +274,7 @@ struct Call {
     const Sizes sizes = Sizes::of(plan, inputs, g);
     const int64_t panels = ceil_div(inputs.tokens, kLanes);
     return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded),
-            TokenPanels(plan, inputs, std::min(inputs.kept_panels(), panels), panels),
+            TokenPanels(plan, inputs, scoring != nullptr ? 0 : std::min(inputs.kept_panels(), panels), panels),
             packed_columns(plan, inputs, g, sizes), Scratch::of(plan, inputs, g, sizes)};
   }
 
@@ -290,16 +292,18 @@ struct Exponentials {
 // Those of a panel of all tokens: stored, or computed again; or for the first time.
 Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block, int64_t panel, int64_t worker) {
   const HeadInputs& inputs = call.inputs;
-  if (char* kept = inputs.kept_tile(call.plan, block, panel)) {
+  char* const kept = inputs.kept_tile(call.plan, block, panel);
+  if (kept != nullptr && call.scoring == nullptr) {
     return {kept, kLanes, call.gradient.offsets + inputs.offset_at(block, panel)};
   }
   float rest[kLanes];
   TileStatistics tile{call.scratch.tile_offsets.of(worker), rest, nullptr};
   if (call.scoring != nullptr) tile = call.scoring->partials.at(Scoring::range_of(call.sizes, block), panel);
   float* const z = call.scratch.tile.of(worker);
-  char* values = call.scratch.tile_exponentials.of(worker);
+  char* values = kept != nullptr ? kept : call.scratch.tile_exponentials.of(worker);
   exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel, z, tile, values, {});
   if (call.scoring != nullptr) call.scoring->partials.take_targets(call.plan, inputs, block, panel, z);
+  if (kept != nullptr) std::copy(tile.max, tile.max + kLanes, call.scoring->offsets + inputs.offset_at(block, panel));
   return {values, kLanes, tile.max};
 }
 
@@ -327,14 +331,16 @@ Exponentials gather(const Call& call, Left weight, int64_t block, int64_t begin,
   return {values, stride, offsets};
 }
 
-void transpose_weight(const Call& call, Left weight, int64_t rows, uint32_t* out) {
+// A block's rows of the weight, whose first word is at `at` in the depth of a superblock, as b of the dH product.
+void pack_columns(const Call& call, Left weight, int64_t rows, int64_t at, uint32_t* out) {
   const Plan& plan = call.plan;
-  const int64_t stride = call.sizes.transposed_stride;
-  for (int64_t piece = 0; piece < plan.pieces(); piece++, out += call.sizes.along_depth) {
-    plan.kernels->transpose_block(weight.words + piece * weight.piece, round_up(rows, 32), weight.stride, plan.words,
-                                  plan.kind, out, stride);
-    if (call.inputs.set_ranges != nullptr) {
-      drop_nonfinite(out, plan.hidden, ceil_div(rows, call.sizes.pair), stride, plan.kind);
+  const int64_t whole = round_up(rows, call.sizes.pair);
+  for (int64_t panel = 0; panel < call.sizes.hidden_panels; panel++) {
+    for (int64_t piece = 0; piece < plan.pieces(); piece++) {
+      uint32_t* const to = out + ((panel * plan.pieces() + piece) * call.sizes.along_depth + at) * kLanes;
+      plan.kernels->interleave_panel(weight.words + piece * weight.piece, whole, weight.stride, panel * kLanes,
+                                     plan.words, plan.kind, to);
+      if (call.inputs.set_ranges != nullptr) drop_nonfinite(to, whole / call.sizes.pair * kLanes, plan.kind);
     }
   }
 }
@@ -401,6 +407,24 @@ void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_
   }
 }
 
+// Rows of the gradient of an adapter += the product of dz, which was multiplied by row_scale, and the terms of u, whose
+// columns are in `sums`: panels [block_rows, 64].
+void add_to_adapter(const Call& call, int64_t block, const float* sums) {
+  const int64_t first = block * call.plan.block_rows, columns = call.inputs.weight.columns;
+  const int64_t all = call.inputs.gradient_columns();
+  for (int64_t r = 0; r < call.plan.rows_of(block); r++) {
+    float* const out = static_cast<float*>(call.gradient.dweight) + (first + r) * columns;
+    const float inverse = call.inputs.row_scale == nullptr ? 1.0f : 1.0f / call.inputs.row_scale[first + r];
+    for (int64_t at = 0; at < all;) {  // of a panel, and of a term
+      const int64_t column = at % columns, lane = at % kLanes;
+      const int64_t count = std::min({columns - column, kLanes - lane, all - at});
+      const float* const from = sums + ((at / kLanes) * call.plan.block_rows + r) * kLanes + lane;
+      for (int64_t j = 0; j < count; j++) out[column + j] += from[j] * inverse;
+      at += count;
+    }
+  }
+}
+
 // A block's rows of dW from dz of `length` tokens: the products of all tokens are summed in fp32 and rounded once.
 void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t length, int64_t worker, Ahead ahead) {
   const Plan& plan = call.plan;
@@ -413,13 +437,15 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   char* out = static_cast<char*>(g.dweight) + block * plan.block_rows * width * item;
   for (int64_t p = 0; p < sizes.column_panels; p++) {
     float* sum = call.scratch.sums.of(worker) + p % sizes.waiting_panels() * plan.block_rows * kLanes;
-    const Right hidden{columns + p * sizes.pieces * depth * kLanes, depth * kLanes};
+    const int64_t lanes = std::min(kLanes, call.inputs.gradient_columns() - p * kLanes);
+    const Right hidden{columns + p * sizes.pieces * depth * kLanes, depth * kLanes, lanes};
     plan.multiply(rows, depth, dz, hidden, sum, kLanes, begin > 0, ahead.part(p, sizes.column_panels));
-    if (begin + length == sizes.padded) {
+    if (begin + length == sizes.padded && !sizes.folds) {
       plan.kernels->store_gradient(sum, rows, std::min(kLanes, width - p * kLanes), g.dweight_dtype,
                                    out + p * kLanes * item, width);
     }
   }
+  if (begin + length == sizes.padded && sizes.folds) add_to_adapter(call, block, call.scratch.sums.of(worker));
 }
 
 // dz of all tokens for a block of the superblock, its rows of dW and db, and its weight transposed.
@@ -431,12 +457,13 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
   const bool need_hidden = g.dhidden != nullptr, need_weight = g.dweight != nullptr;
   const int64_t rows = plan.rows_of(block), first = block * plan.block_rows;
   const int64_t column = (block - superblock * sizes.superblock) * plan.block_rows / sizes.pair;
-  uint32_t* const along = scratch.along.of(superblock % sizes.slots) + column * kLanes;
+  uint32_t* const along = scratch.along.of(superblock % sizes.slots) + column;
+  float* const before = scratch.before.of(worker);
   Left weight{};
   if (need_hidden || call.inputs.kept_panels() * kLanes < call.inputs.tokens) {
     weight = weight_block(plan, call.inputs, block, scratch.weight.of(worker));
   }
-  if (need_hidden) transpose_weight(call, weight, rows, scratch.transposed.of(superblock % sizes.slots) + column);
+  if (need_hidden) pack_columns(call, weight, rows, column, scratch.weights.of(superblock % sizes.slots));
   const float* const row_scale = call.inputs.row_scale == nullptr ? nullptr : call.inputs.row_scale + first;
   float* row_sums = g.dbias == nullptr ? nullptr : g.dbias + first;
   if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);
@@ -457,14 +484,19 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
       }
       const Packed dz{need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr, sizes.across_stride,
                       sizes.chunk / sizes.pair};
-      const Packed dz_along{need_hidden ? along + (begin + lane) * sizes.pieces * sizes.along_depth : nullptr, kLanes,
-                            sizes.along_depth * kLanes};
+      const int64_t depth = ceil_div(rows, sizes.pair);
+      const Packed dz_along{need_hidden ? reinterpret_cast<uint32_t*>(before) : nullptr, kLanes, depth * kLanes};
       const EntryRange here = entries_of_panel(call, entries, begin + lane);
       clear_exponentials(call, here, begin + lane, first, tile);
       plan.kernels->gradient_tile(tile.values, plan.kept, tile.stride, rows, plan.kind,
                                   call.lanes.at(begin + lane, tile.offsets, targets, row_scale), dz,
                                   dz_along, row_sums);
       put_entries(call, here, begin + lane, first, dz, dz_along, row_sums);
+      for (int64_t piece = 0; need_hidden && piece < sizes.pieces; piece++) {
+        plan.kernels->transpose_tile(before + piece * depth * kLanes, depth, kLanes,
+                                     reinterpret_cast<float*>(along + (begin + lane) * sizes.along_stride) +
+                                         piece * sizes.along_depth, sizes.along_stride);
+      }
     }
     if (!need_weight) continue;
     // the block that this worker probably takes next, while the last tokens are multiplied
@@ -474,45 +506,53 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
   }
 }
 
-// dH^T [columns of the tile, its tokens] += W^T [columns, superblock] dz^T [superblock, tokens].
+// dH [tokens of the tile, its columns] += dz [tokens, superblock] W [superblock, columns].
 void second_round(const Call& call, int64_t superblock, int64_t blocks, int64_t tile) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const int64_t last = superblock * sizes.superblock + blocks - 1;
   const int64_t depth = ceil_div((blocks - 1) * plan.block_rows + plan.rows_of(last), sizes.pair);
-  const int64_t column = tile / sizes.groups * sizes.tile_height, begin = tile % sizes.groups * sizes.tile_panels;
-  const int64_t columns = std::min(sizes.tile_height, plan.hidden - column);
-  const int64_t end = std::min(begin + sizes.tile_panels, sizes.padded / kLanes);
+  const int64_t token = tile / sizes.groups * sizes.tile_height, begin = tile % sizes.groups * sizes.tile_panels;
+  const int64_t tokens = std::min(sizes.tile_height, sizes.padded - token);
+  const int64_t end = std::min(begin + sizes.tile_panels, sizes.hidden_panels);
   const uint32_t* const along = call.scratch.along.of(superblock % sizes.slots);
-  const uint32_t* const transposed = call.scratch.transposed.of(superblock % sizes.slots);
-  if (call.scoring != nullptr && column == 0) {
+  const uint32_t* const weights = call.scratch.weights.of(superblock % sizes.slots);
+  if (call.scoring != nullptr && begin == 0) {
     for (int64_t block = superblock * sizes.superblock; block <= last; block++) {
-      for (int64_t panel = begin; panel < end; panel++) call.scoring->merge(plan, sizes, block, panel);
+      for (int64_t panel = token / kLanes; panel < (token + tokens) / kLanes; panel++) {
+        call.scoring->merge(plan, sizes, block, panel);
+      }
     }
   }
-  // the rows of W^T that this worker probably takes next
+  // the rows of dz that this worker probably takes next
   const int64_t next = (tile + sizes.workers) / sizes.groups * sizes.tile_height;
   Ahead ahead{};
-  if (sizes.looks_ahead && next > column && next + sizes.tile_height <= plan.hidden) {
-    ahead = {transposed + next * sizes.transposed_stride, sizes.tile_height * sizes.transposed_stride};
+  if (sizes.looks_ahead && next > token && next + sizes.tile_height <= sizes.padded) {
+    ahead = {along + next * sizes.along_stride, sizes.tile_height * sizes.along_stride};
   }
   for (int64_t k = 0; k < depth; k += sizes.step) {
     for (int64_t panel = begin; panel < end; panel++) {
-      const Left weight{transposed + column * sizes.transposed_stride + k, sizes.transposed_stride, sizes.along_depth};
-      const Right dz{along + (panel * sizes.pieces * sizes.along_depth + k) * kLanes, sizes.along_depth * kLanes};
-      plan.multiply(columns, std::min(sizes.step, depth - k), weight, dz,
-                    call.scratch.dhidden.get() + (panel * plan.hidden + column) * kLanes, kLanes,
+      const Left dz{along + token * sizes.along_stride + k, sizes.along_stride, sizes.along_depth};
+      const Right weight{weights + (panel * sizes.pieces * sizes.along_depth + k) * kLanes, sizes.along_depth * kLanes,
+                         std::min(kLanes, call.inputs.dhidden_columns() - panel * kLanes)};
+      plan.multiply(tokens, std::min(sizes.step, depth - k), dz, weight,
+                    call.scratch.dhidden.get() + (panel * sizes.padded + token) * kLanes, kLanes,
                     superblock > 0 || k > 0, ahead.part(panel - begin, end - begin));
     }
   }
 }
 
 void store_dhidden(const Call& call) {
-  const int64_t panels = call.sizes.padded / kLanes, hidden = call.plan.hidden;
-  parallel_tasks(panels, worker_count(panels), [&](int64_t panel, int64_t) {
-    const int64_t token = panel * kLanes, count = std::min(kLanes, call.gradient.count - token);
-    call.plan.kernels->transpose_tile(call.scratch.dhidden.get() + token * hidden, hidden, count,
-                                      call.gradient.dhidden + token * hidden, hidden);
+  const int64_t padded = call.sizes.padded, hidden = call.plan.hidden, columns = call.inputs.dhidden_columns();
+  parallel_tasks(padded / kLanes, worker_count(padded / kLanes), [&](int64_t panel, int64_t) {
+    for (int64_t token = panel * kLanes; token < std::min((panel + 1) * kLanes, call.gradient.count); token++) {
+      float* const out = call.gradient.dhidden + token * hidden;
+      for (int64_t column = 0; column < columns; column += kLanes) {
+        const float* const from = call.scratch.dhidden.get() + column * padded + token * kLanes;
+        std::copy(from, from + std::min(kLanes, columns - column), out + column);
+      }
+      std::fill(out + columns, out + hidden, 0.0f);
+    }
   });
 }
 
@@ -564,7 +604,7 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   if (scratch.superblock == 0) scratch.superblock = std::min(affordable, kBlocksOfAProduct - 1);
   scratch.superblock = std::min({wanted, scratch.superblock, plan.blocks});
   const int64_t chunk = std::min(padded, plan.token_chunk);
-  int64_t per_thread = plan.block_rows * (columns * item + chunk * item + 4 * kLanes * 4);
+  int64_t per_thread = plan.block_rows * (columns * item + chunk * item + (3 * 4 + item) * kLanes);
   if (padded > chunk) per_thread += plan.block_rows * columns * 4;
   scratch.fixed_bytes = slots_of(scratch.superblock) * scratch.superblock * block_bytes + threads * per_thread;
   // hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
@@ -579,13 +619,13 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   return scratch;
 }
 
-void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, const HeadSums& sums,
-                        int64_t superblock) {
+void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets,
+                        const HeadSums& sums, int64_t superblock) {
   std::vector<int64_t> rows(inputs.tokens);
   std::iota(rows.begin(), rows.end(), 0);
   GradientInputs g{};
   g.rows = rows.data(), g.count = inputs.tokens, g.superblock = superblock, g.sums = sums, g.dhidden = sums.values;
-  const Scoring scoring(plan, inputs, out.with_entropy, Sizes::of(plan, inputs, g).superblock);
+  const Scoring scoring(plan, inputs, out.with_entropy, Sizes::of(plan, inputs, g).superblock, offsets);
   Call::of(plan, inputs, g, &scoring).run();
   scoring.partials.finish(inputs, out);
 }

@@ -59,6 +59,8 @@ class WorkerBuffers {
 // Whether the rows of a tile, this many words apart, lie in few sets of the first-level cache.
 inline bool shares_cache_sets(int64_t stride) { return stride % 256 == 0; }
 
+constexpr int64_t kMostBlockRows = 256;
+
 // How a head is split, by its size and types only: a score must not depend on the other tokens of the batch.
 struct Plan {
   const Kernels* kernels;
@@ -102,13 +104,15 @@ struct Store {
   }
 };
 
-// The inputs that both operations share. A row of the head is that of `base`, then that of `weight`. `base` has no
-// gradient, perhaps no columns, and may be quantised.
+// The inputs that both operations share. The head is `weight`; or a frozen `base`, which may be quantised, and beside
+// it the low-rank product of `weight`, perhaps of no columns. Then hidden states are [h, u], or [h, u', u', u''] with
+// three terms, where u' + u'' = u: a narrow product of one term would round u and weight.
 struct HeadInputs {
   const void* hidden;  // [tokens, hidden] in the compute dtype, contiguous
   WeightRows base, weight;
+  int64_t terms;           // of each column of `weight`: 1, or 3 with a base
   Dtype compute;
-  const float* row_scale;  // [vocab] or nullptr: products are multiplied by it
+  const float* row_scale;  // [vocab] or nullptr: products of the base are multiplied by it
   const float* bias;       // [vocab] or nullptr
   const int64_t* targets;  // [tokens]
   const float* temperature;  // [tokens]
@@ -119,6 +123,13 @@ struct HeadInputs {
   float scale;
   float softcap;  // 0: none
   Store in_gradient, spill;  // exponentials of the first panels, and of the next ones
+
+  bool has_base() const { return base.columns > 0; }
+  // The first of three terms has no part in dW, which is the sum of the products of the others; the last has none in
+  // dH: u'' is a rest without a gradient.
+  int64_t first_gradient_column() const { return base.columns + (terms == 1 ? 0 : weight.columns); }
+  int64_t gradient_columns() const { return weight.columns * (terms == 1 ? 1 : 2); }
+  int64_t dhidden_columns() const { return base.columns + gradient_columns(); }
 
   int64_t kept_panels() const { return in_gradient.panels + spill.panels; }
 
@@ -166,12 +177,11 @@ struct HeadSums {
   float* values;        // nullptr: there are none
 };
 
-// Scores, to the same bits, and the sums while a block of the weight is in the cache. No exponentials are kept.
-// `superblock`: see GradientInputs.
-void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, const HeadSums& sums,
-                        int64_t superblock);
+// Scores, to the same bits, and the sums while a block of the weight is in the cache. `superblock`: see GradientInputs.
+void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets,
+                        const HeadSums& sums, int64_t superblock);
 
-// out [tokens, vocab] = hidden @ weight^T; only the first five inputs and the number of tokens are read.
+// out [tokens, vocab] = hidden @ weight^T; only the inputs up to `row_scale` and the number of tokens are read.
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride);
 
 struct GradientInputs {
@@ -181,7 +191,7 @@ struct GradientInputs {
   Statistics statistics;
   const float* offsets;     // [blocks, kept panels * 64] as scoring wrote them
   int64_t superblock;       // blocks between two rounds of the dH product
-  void* dweight;            // [vocab, columns of `weight`] or nullptr
+  void* dweight;            // [vocab, columns of `weight`] or nullptr; with a base in fp32, and added to
   Dtype dweight_dtype;
   float* dhidden;           // [count, hidden] or nullptr
   float* dbias;             // [vocab] or nullptr
@@ -235,8 +245,8 @@ void pack_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int6
 // What `weight_block` will read, if that is the weight itself; nothing beyond the last block.
 Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);
 
-// Rows of the weight as a of a product, zeros after them up to a multiple of 32 rows: the weight itself where its layout
-// is that of an operand, else a copy in `buffer` [block_rows * stride].
+// Rows of the weight as a of a product, then a row of zeros if words hold two of them and one is left over: the weight
+// itself where its layout is that of an operand, else a copy in `buffer` [block_rows * stride].
 Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
 
 // Floats of one worker for `exponentials_of_tile`: a tile, and one more for candidate sets.

@@ -117,8 +117,8 @@ inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t*
 
 // A depth that is a multiple of `step`, which is at most 16. Every second strip goes from the last rows to the first,
 // whose sums the strip before has left in the cache. docs/findings.md has the other orders that were measured.
-void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int64_t lda, const uint32_t* b, float* c,
-              int64_t ldc, bool add, Ahead ahead) {
+void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int64_t lda, const uint32_t* b,
+              int64_t lanes, float* c, int64_t ldc, bool add, Ahead ahead) {
   configure(kTile, step);
   const int64_t pairs = rows / (2 * kTile), steps = depth / step, strips = (steps + kStripSteps - 1) / kStripSteps;
   const int64_t words_a_step = ahead.count / (std::max<int64_t>(pairs, 1) * kLanes / (2 * kTile) * steps);
@@ -127,14 +127,14 @@ void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int6
     const int64_t k = strip * steps / strips * step, length = (strip + 1) * steps / strips * step - k;
     for (int64_t n = 0; n < pairs; n++) {
       const int64_t i = 2 * kTile * (strip % 2 == 0 ? n : pairs - 1 - n);
-      for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+      for (int64_t lane = 0; lane < lanes; lane += 2 * kTile) {
         block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, stream, c + i * ldc + lane, ldc, add || k > 0);
       }
     }
   }
   for (int64_t i = 2 * kTile * pairs; i < rows; i += kTile) {
     if (rows - i < kTile) configure(rows - i, step);
-    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+    for (int64_t lane = 0; lane < lanes; lane += 2 * kTile) {
       block<1>(depth, a + i * lda, lda, b + lane, stream, c + i * ldc + lane, ldc, add);
     }
   }
@@ -144,10 +144,10 @@ void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int6
 // thread configures them too.
 void multiply_amx(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead ahead) {
   const int64_t whole = depth / kTile * kTile;
-  if (whole > 0) multiply(rows, whole, kTile, a.words, a.stride, b.words, c, ldc, add, ahead);
+  if (whole > 0) multiply(rows, whole, kTile, a.words, a.stride, b.words, b.lanes, c, ldc, add, ahead);
   if (whole < depth) {
-    multiply(rows, depth - whole, depth - whole, a.words + whole, a.stride, b.words + whole * kLanes, c, ldc,
-             add || whole > 0, {});
+    multiply(rows, depth - whole, depth - whole, a.words + whole, a.stride, b.words + whole * kLanes, b.lanes,
+             c, ldc, add || whole > 0, {});
   }
   _tile_release();
 }
@@ -223,7 +223,7 @@ void multiply_slice(int64_t rows, int64_t depth, int64_t step, Left a, Right b, 
                     bool add) {
   configure(kTile, step);
   for (int64_t i = 0; i + 2 * kTile <= rows; i += 2 * kTile) {
-    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+    for (int64_t lane = 0; lane < b.lanes; lane += 2 * kTile) {
       piece_block<2>(2 * kTile, depth, {a.words + i * a.stride, a.stride, a.piece}, {b.words + lane, b.piece}, stream,
                      c + i * ldc + lane, ldc, add);
     }
@@ -231,7 +231,7 @@ void multiply_slice(int64_t rows, int64_t depth, int64_t step, Left a, Right b, 
   for (int64_t i = rows / (2 * kTile) * 2 * kTile; i < rows; i += kTile) {
     const int64_t count = std::min(rows - i, kTile);
     if (count < kTile) configure(count, step);
-    for (int64_t lane = 0; lane < kLanes; lane += 2 * kTile) {
+    for (int64_t lane = 0; lane < b.lanes; lane += 2 * kTile) {
       piece_block<1>(count, depth, {a.words + i * a.stride, a.stride, a.piece}, {b.words + lane, b.piece}, stream,
                      c + i * ldc + lane, ldc, add);
     }
@@ -244,8 +244,8 @@ void multiply_pieces(int64_t rows, int64_t depth, Left a, Right b, float* c, int
   for (int64_t k = 0; k < depth;) {
     const int64_t step = k < whole ? kTile : depth - whole;
     const int64_t length = k < whole ? std::min(kPieceSteps * kTile, whole - k) : step;
-    multiply_slice(rows, length, step, {a.words + k, a.stride, a.piece}, {b.words + k * kLanes, b.piece}, stream, c,
-                   ldc, add || k > 0);
+    multiply_slice(rows, length, step, {a.words + k, a.stride, a.piece}, {b.words + k * kLanes, b.piece, b.lanes},
+                   stream, c, ldc, add || k > 0);
     k += length;
   }
   _tile_release();

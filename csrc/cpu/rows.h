@@ -112,20 +112,16 @@ struct Kernels {
   // out [depth words][64] = the transpose of 64 packed rows [64][stride]; depth and stride are multiples of 16 words.
   void (*transpose_panel)(const uint32_t* rows, int64_t stride, int64_t depth, uint32_t* out);
 
-  // out [columns][..., at `at`] = transpose of packed rows [rows][stride], with vocabulary neighbours in a word.
-  // rows: a multiple of 32; depth: a multiple of 16 words.
-  void (*transpose_block)(const uint32_t* rows, int64_t count, int64_t stride, int64_t depth, Operand kind,
-                          uint32_t* out, int64_t out_stride);
-
-  // out [tokens in words][64] = columns [first, first + 64) of packed rows, neighbouring rows in a word.
-  void (*interleave_panel)(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, Operand kind,
-                           uint32_t* out);
+  // out [rows in words][64] = columns [first, first + 64) of packed rows of so many words, neighbouring rows in a word;
+  // zeros after the last column. words: a multiple of 16.
+  void (*interleave_panel)(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, int64_t words,
+                           Operand kind, uint32_t* out);
 
   // A panel of dW [rows, 64] (stride 64) rounded into `columns` columns of the result.
   void (*store_gradient)(const float* panel, int64_t rows, int64_t columns, Dtype dtype, void* out,
                          int64_t out_stride);
 
-  // out [tokens][rows] = the transpose of a tile [rows, 64], of which the first `tokens` lanes are taken.
+  // out [tokens][rows] = the transpose of a tile [rows, 64], of which the first `tokens` lanes are taken, bit by bit.
   void (*transpose_tile)(const float* tile, int64_t rows, int64_t tokens, float* out, int64_t out_stride);
 
   // The product of two rows, and out += factor * x.

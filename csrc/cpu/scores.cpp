@@ -21,7 +21,7 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache; fp32
   // products take 1.03 x the time if they are cut for 2 MiB
   plan.held_words = (plan.kind == Operand::fp32 ? 1 << 20 : here.bf16_cache_bytes) * 7 / 16 / 4;
-  plan.block_rows = std::clamp<int64_t>(plan.held_words / row / 32 * 32, 64, 256);
+  plan.block_rows = std::clamp<int64_t>(plan.held_words / row / 32 * 32, 64, kMostBlockRows);
   plan.blocks = ceil_div(vocab, plan.block_rows);
   plan.token_chunk = plan.kind == Operand::bf16 ? 1024 : 512;
   return plan;
@@ -53,8 +53,8 @@ Left weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) 
                           plan.kind != Operand::pieces;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && weight.stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
-  // the transposition takes 32 rows at a time
-  const bool fits = same_words && whole_lines && !shares_cache_sets(stride) && plan.rows_of(block) % 32 == 0;
+  // as b of a product, rows are taken in pairs
+  const bool fits = same_words && whole_lines && !shares_cache_sets(stride) && plan.rows_of(block) % pairs == 0;
   return {fits ? static_cast<const uint32_t*>(source) : nullptr, stride, 0};
 }
 
@@ -66,14 +66,65 @@ Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   return found.words == nullptr ? Ahead{} : Ahead{found.words, plan.rows_of(block) * found.stride};
 }
 
+namespace {
+
+// [B'', B', B'] of rows of `weight` for three terms: B' is B / row_scale, rounded as narrow words are, B'' the rest. In
+// tiles of some rows and columns, which are packed on the stack.
+void pack_terms(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
+                int64_t words) {
+  constexpr int64_t kRows = 16, kColumns = 64;
+  const int64_t columns = inputs.weight.columns, item = 4 / per_word(kind);
+  const bool narrow = kind == Operand::bf16;
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const int64_t count = std::min(kRows, rows - r);
+    float inverse[kRows];
+    for (int64_t i = 0; i < count; i++) {
+      inverse[i] = inputs.row_scale == nullptr ? 1.0f : 1.0f / inputs.row_scale[first + r + i];
+      for (int64_t piece = 0; piece < pieces_of(kind); piece++) {
+        uint32_t* const row = out.words + (r + i) * out.stride + piece * out.piece;
+        std::fill(row, row + words, 0u);
+      }
+    }
+    for (int64_t j = 0; j < columns; j += kColumns) {
+      const int64_t width = std::min(kColumns, columns - j);
+      WeightRows source = inputs.weight.from(first + r);
+      source.data = static_cast<const char*>(source.data) + j * item_bytes(source.dtype);
+      source.columns = width;
+      source.scale = inverse;
+      alignas(64) uint32_t tile[kRows][3][kColumns];
+      plan.kernels->pack_rows(source, count, Dtype::fp32, narrow ? Operand::pieces : kind,
+                              {tile[0][0], 3 * kColumns, kColumns}, kColumns / per_word(kind));
+      for (int64_t i = 0; i < count; i++) {
+        for (int64_t piece = 0; piece < pieces_of(kind); piece++) {
+          uint32_t* const row = out.words + (r + i) * out.stride + piece * out.piece;
+          char* const to = reinterpret_cast<char*>(row) + j * item;
+          if (narrow) std::memcpy(to, tile[i][1], width * item);
+          std::memcpy(to + columns * item, tile[i][piece], width * item);
+          std::memcpy(to + 2 * columns * item, tile[i][piece], width * item);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
 void pack_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
                  int64_t words) {
-  for (const WeightRows& part : {inputs.base, inputs.weight}) {
-    if (part.columns == 0) continue;
-    plan.kernels->pack_rows(part.from(first), rows, inputs.compute, kind, out, words);
-    out.words += part.columns / per_word(kind);
-    words -= part.columns / per_word(kind);
+  if (inputs.has_base()) {
+    plan.kernels->pack_rows(inputs.base.from(first), rows, inputs.compute, kind, out, words);
+    out.words += inputs.base.columns / per_word(kind);
+    words -= inputs.base.columns / per_word(kind);
   }
+  if (inputs.terms == 3) return pack_terms(plan, inputs, first, rows, kind, out, words);
+  if (inputs.weight.columns == 0) return;
+  WeightRows weight = inputs.weight.from(first);
+  float inverse[kMostBlockRows];
+  if (inputs.has_base() && inputs.row_scale != nullptr) {
+    for (int64_t r = 0; r < rows; r++) inverse[r] = 1.0f / inputs.row_scale[first + r];
+    weight.scale = inverse;
+  }
+  plan.kernels->pack_rows(weight, rows, inputs.compute, kind, out, words);
 }
 
 Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
@@ -81,7 +132,7 @@ Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uin
   if (found.words != nullptr) return found;
   const int64_t rows = plan.rows_of(block);
   pack_weight(plan, inputs, block * plan.block_rows, rows, plan.kind, plan.packed(buffer, plan.stride), plan.words);
-  std::fill(buffer + rows * plan.stride, buffer + round_up(rows, 32) * plan.stride, 0u);
+  std::fill(buffer + rows * plan.stride, buffer + round_up(rows, per_word(plan.kind)) * plan.stride, 0u);
   return {buffer, plan.stride, plan.words};
 }
 
@@ -193,6 +244,9 @@ void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
       plan.multiply(rows, plan.words, weight, tokens.panel(panel), tile, kLanes, false, {});
+      for (int64_t r = 0; inputs.row_scale != nullptr && r < rows; r++) {
+        for (int64_t j = 0; j < kLanes; j++) tile[r * kLanes + j] *= inputs.row_scale[first + r];
+      }
       plan.kernels->transpose_tile(tile, rows, count, out + token * out_stride + first, out_stride);
     }
   });

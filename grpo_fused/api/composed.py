@@ -1,11 +1,12 @@
 """Heads of several parts as one product.
 
 An adapter adds u B^T to the logits, u = scale * dropout(h) A^T. The engines multiply hidden states [h, u] by the weight
-[W, B]: W is frozen (`LMHead.base`), and only the columns of B get a gradient there. u is made by plain torch, whose
-autograd makes dA, and dH of the low-rank part.
+[W, B]: W is frozen (`LMHead.base`), and only B gets a gradient there. u is made by plain torch, whose autograd makes
+dA, and dH of the low-rank part.
 
-A narrow product would round u and B to 8 bits, which costs the log-probs 1e-3 nats. So they are given as two terms
-each, u = u' + u'' and B = B' + B'': u B^T = u' B'^T + u'' B'^T + u' B''^T to 16 bits.
+A narrow product would round u and B to 8 bits, which costs the log-probs 1e-3 nats. So they are taken as two terms
+each, u = u' + u'' and B = B' + B'': u B^T = u' B''^T + u' B'^T + u'' B'^T to 16 bits. Those of u are made here, those
+of B block by block in the engines (`LMHead.weight_columns`).
 """
 
 from __future__ import annotations
@@ -47,30 +48,18 @@ def composed(
                 codes=None if weight.codes is None else weight.codes.detach().to(wide).contiguous(),
             )
         weight = weight.values
-    states, columns = [hidden_states.to(compute)], []
-    if adapters and mask is not None:  # a masked state may be anything, also NaN, which 0 does not remove from dA
-        hidden_states = torch.where(active_tokens(mask, mask).unsqueeze(-1), hidden_states, 0.0)
-    for adapter in adapters:
-        a, b = adapter.a.to(wide), adapter.b.to(wide)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            low_rank = adapter.scale * (dropout(hidden_states.to(wide), adapter.dropout) @ a.T)
-            if scale is not None:
-                b = b / scale.unsqueeze(1)
-        is_exact = scale is None and adapter.b.dtype == compute
-        rest_of_states, rest_of_b = _rest(low_rank, compute), None if is_exact else _rest(b, compute)
-        terms = [(low_rank, b), (rest_of_states, b), (low_rank, rest_of_b)]
-        for x, y in terms:
-            if x is not None and y is not None:
-                states.append(x.to(compute))
-                columns.append(y.to(compute))
-    none = hidden_states.new_empty((len(weight), 0), dtype=compute)
-    head = head._replace(weight=torch.cat(columns, dim=1) if columns else none, base=weight, row_scale=scale)
-    return head, torch.cat(states, dim=-1)
-
-
-def _rest(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What rounding to `dtype` takes from x, if anything. Detached: the rounded term carries the whole gradient."""
-    if dtype == x.dtype:
-        return None
-    x = x.detach()
-    return x - x.to(dtype).to(x.dtype)
+    if not adapters:
+        none = hidden_states.new_empty((len(weight), 0), dtype=compute)
+        return head._replace(weight=none, base=weight, row_scale=scale), hidden_states.to(compute)
+    states, kept = hidden_states.to(compute), hidden_states
+    if mask is not None:  # a masked state may be anything, also NaN, which 0 does not remove from dA
+        kept = torch.where(active_tokens(mask, mask).unsqueeze(-1), hidden_states, 0.0)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        low_rank = torch.cat([x.scale * (dropout(kept.to(wide), x.dropout) @ x.a.to(wide).T) for x in adapters], dim=-1)
+        columns = adapters[0].b  # not a copy, where a single one is held by the dtype of sums
+        if len(adapters) > 1 or torch.promote_types(columns.dtype, wide) != wide:
+            columns = torch.cat([x.b.to(wide) for x in adapters], dim=1)
+    terms = [low_rank.to(compute)]
+    if compute != wide:  # the rounded term carries the whole gradient
+        terms += [terms[0], (low_rank - terms[0]).detach().to(compute)]
+    return head._replace(weight=columns, base=weight, row_scale=scale), torch.cat([states, *terms], dim=-1)

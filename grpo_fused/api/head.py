@@ -108,11 +108,12 @@ def head_of(
     if not isinstance(lm_head_weight, QuantizedWeight):
         lm_head_weight = whole(lm_head_weight, group)
     bias = None if bias is None else whole(bias, group)
+    given = options.get("lm_head_adapter") or ()
+    adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
     adds = options.get("add_to_weight_grad", False)
     if adds:
         check.check_grad_can_be_added_to(lm_head_weight)
-    given = options.get("lm_head_adapter") or ()
-    adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
+    adds = adds and not adapters  # of which nobody has said that hooks may be left out
     check.check_head(hidden_states, lm_head_weight, bias, token_ids, names[0])
     has_slices = ParallelGroups.of(group).vocab is not None
     check.check_adapters(adapters, hidden_states, lm_head_weight, has_group=has_slices)

@@ -19,7 +19,7 @@ from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
 from grpo_fused.call.validation import check_call_values, check_divergence_values
 from grpo_fused.engines.divergence import check_finite
-from grpo_fused.engines.products import ieee_products
+from grpo_fused.engines.products import ieee_products, rounded_bias
 
 
 def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
@@ -56,18 +56,18 @@ def _with_rows(head: LMHead, used: Tensor) -> LMHead:
 
 def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
     """[..., V] at temperature 1; hidden states count 0 where not `active`."""
-    weight, bias, compute = head.weight, head.bias, head.compute_dtype
-    dtype = torch.promote_types(compute, torch.float32)
-    by_autocast = compute != torch.promote_types(hidden.dtype, weight.dtype)
+    compute, dtype, bias = head.compute_dtype, head.statistics_dtype, rounded_bias(hidden, head).bias
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
         states = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0)
-        logits = states[..., head.base_width :] @ weight.to(compute).to(dtype).T
-        if head.base is not None:
-            logits = logits + states[..., : head.base_width] @ head.base_rows(slice(None)).to(dtype).T
-        if head.row_scale is not None:
-            logits = logits * head.row_scale
+        if head.base is None:
+            logits = states @ head.operand(head.weight).to(dtype).T
+        else:
+            logits = states[..., : head.base_width] @ head.base_rows(slice(None)).to(dtype).T
+            logits = logits if head.row_scale is None else logits * head.row_scale
+            low_rank = torch.stack(head.weight_states(states)).sum(0)
+            logits = logits + low_rank @ head.weight.to(dtype).T
         if bias is not None:
-            logits = logits + bias.to(compute if by_autocast else dtype).to(dtype)
+            logits = logits + bias.to(dtype)
         logits = logits * head.logit_scale
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)

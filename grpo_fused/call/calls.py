@@ -52,11 +52,12 @@ class LossInputs(NamedTuple):
 class LMHead(NamedTuple):
     """An lm head: z = softcap * tanh(logit_scale * (h W^T + b) / softcap) / temperature.
 
-    W has the columns of `base`, then those of `weight`, its rows multiplied by `row_scale`.
+    With a base, W is frozen, and low-rank states u [N, R] add to its products: row_scale * (h base^T) + u weight^T. The
+    hidden states of a call are then [h, u], in narrow products [h, u', u', u''], where u' + u'' = u.
     """
 
     weight: Tensor
-    """[V, H], or fewer columns with a base"""
+    """[V, H], or [V, R] with a base"""
     bias: Tensor | None = None
     """[V]"""
     logit_scale: float = 1.0
@@ -68,9 +69,9 @@ class LMHead(NamedTuple):
     compute_dtype: torch.dtype = torch.float32
     """hidden states and weight are rounded to it first: their promoted dtype, or autocast's"""
     base: Tensor | None = None
-    """[V, B] columns without a gradient, in floating point, or the values of a `QuantizedWeight`"""
+    """[V, B] without a gradient, in floating point, or the values of a `QuantizedWeight`"""
     row_scale: Tensor | None = None
-    """[V] of the statistics dtype"""
+    """[V] of the statistics dtype: what products of the base are multiplied by"""
     group_scale: Tensor | None = None
     """[V, G] of the base, in the statistics dtype, see `QuantizedWeight`"""
     codes: Tensor | None = None
@@ -89,9 +90,14 @@ class LMHead(NamedTuple):
         return self.base_width if self.group_scale is None else self.base_width // self.group_scale.shape[1]
 
     @property
+    def terms(self) -> int:
+        """Columns of the products for each column of `weight`: three where one would be rounded to a narrow dtype."""
+        return 1 if self.base is None or self.compute_dtype == self.statistics_dtype else 3
+
+    @property
     def width(self) -> int:
-        """H"""
-        return self.base_width + self.weight.shape[1]
+        """Columns of the products, and of the hidden states."""
+        return self.base_width + self.terms * self.weight.shape[1]
 
     @property
     def vocab_size(self) -> int:
@@ -108,11 +114,27 @@ class LMHead(NamedTuple):
         return x.to(self.compute_dtype)
 
     def rows(self, where: slice | Tensor) -> Tensor:
-        """[K, H]: rows of base and weight in the dtype of the computation, without `row_scale`."""
-        if self.base is not None and self.weight.shape[1] == 0:
+        """[K, width]: rows of base and weight in the dtype of the computation, still to be scaled by `row_scale`."""
+        if self.base is None:
+            return self.operand(self.weight[where])
+        if self.weight.shape[1] == 0:
             return self.base_rows(where)
-        own = self.operand(self.weight[where])
-        return own if self.base is None else torch.cat([self.base_rows(where), own], dim=1)
+        return torch.cat([self.base_rows(where), self.weight_columns(where)], dim=1)
+
+    def weight_columns(self, where: slice | Tensor) -> Tensor:
+        """[K, terms R]: what rows of `weight` are beside a base, whose `row_scale` they are divided by."""
+        rows = self.weight[where].to(self.statistics_dtype)
+        if self.row_scale is not None:
+            rows = rows / self.row_scale[where].unsqueeze(1)
+        if self.terms == 1:
+            return rows
+        rounded = self.operand(rows)
+        return torch.cat([self.operand(rows - rounded.to(rows.dtype)), rounded, rounded], dim=1)
+
+    def weight_states(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Parts of hidden states [..., width], which sum to what the gradient of `weight` is a product of."""
+        own, columns = hidden[..., self.base_width :], self.weight.shape[1]
+        return (own,) if self.terms == 1 else (own[..., columns : 2 * columns], own[..., 2 * columns :])
 
     def every(self, step: int) -> LMHead:
         """The head of every `step`-th row."""

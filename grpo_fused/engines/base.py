@@ -33,7 +33,8 @@ def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
 def longest_chunk(count: int, chunk_rows: int) -> int:
     """Rows of the longest of `even_chunks`: a short last chunk would read the weight, and add to dW, for few rows."""
     size = -(-count // max(-(-count // chunk_rows), 1))
-    multiple = 128 if size >= 1024 else 16  # of the tiles of a product, if that costs little balance
+    # of the tiles of a product, if that costs little balance
+    multiple = 128 if size >= 1024 else 64 if size >= 128 else 16
     return max(min(-(-size // multiple) * multiple, chunk_rows), 1)
 
 

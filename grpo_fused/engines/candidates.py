@@ -162,9 +162,8 @@ def add_weight_gradient(
     factor = dproducts[live]
     if weight is not None:
         everywhere = torch.arange(tokens.ids.shape[0], device=ids.device)
-        hidden = head.operand(tokens.hidden_rows(everywhere))[:, head.base_width :].contiguous()
-        scaled = factor if head.row_scale is None else factor * head.row_scale[ids]
-        pairs.add_sums(weight, unique, hidden, token, scaled, offsets)
+        for states in head.weight_states(head.operand(tokens.hidden_rows(everywhere))):
+            pairs.add_sums(weight, unique, states.contiguous(), token, factor, offsets)
     if bias is not None:
         bias.index_add_(0, unique, segments(factor, "sum", offsets).to(bias.dtype))
 

@@ -98,22 +98,24 @@ def scalar(dtype: torch.dtype) -> int:
 
 
 def head_products(
-    hidden: Tensor, weight: Tensor, base: Tensor | None, group_scale: Tensor | None, codes: Tensor | None, rounded: int,
-    out: Tensor,
+    hidden: Tensor, weight: Tensor, out: Tensor, *, terms: int = 1, base: Tensor | None = None,
+    group_scale: Tensor | None = None, codes: Tensor | None = None, rounded: int = 0, row_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [N, V] fp32 = hidden [N, H] @ [base, weight]^T; see `HeadInputs`."""
-    _call("head_products", hidden, weight, base, group_scale, codes, rounded, out)
+    """out [N, V] fp32: the products of the first eight of `HeadInputs`."""
+    _call("head_products", hidden, weight, terms, base, group_scale, codes, rounded, row_scale, out)
 
 
 class HeadInputs(NamedTuple):
     """What scores and gradient of N tokens read."""
 
     hidden: Tensor
-    """[N, H] in the compute dtype"""
+    """[N, H] in the compute dtype; with a base [N, B + terms R], see `LMHead`"""
     weight: Tensor
-    """[V, H], or fewer columns with a base"""
+    """[V, H], or [V, R] with a base"""
+    terms: int
+    """of each column of `weight`: `LMHead.terms`"""
     base: Tensor | None
-    """[V, B]: the first columns of the head, perhaps in int8 or fp8; [V, B / 2] bytes with `codes`"""
+    """[V, B], perhaps in int8 or fp8; [V, B / 2] bytes with `codes`"""
     group_scale: Tensor | None
     """[V, G] fp32: what groups of B / G columns of the base are multiplied by"""
     codes: Tensor | None
@@ -121,7 +123,7 @@ class HeadInputs(NamedTuple):
     rounded: int
     """`scalar` of the dtype to which products of numbers and scales are rounded"""
     row_scale: Tensor | None
-    """[V] fp32: what products are multiplied by"""
+    """[V] fp32: what products of the base are multiplied by"""
     bias: Tensor | None
     """[V] fp32"""
     targets: Tensor
@@ -152,7 +154,7 @@ def head_scores(
 ) -> tuple[Tensor, Tensor, HeadSums | None]:  # fmt: skip
     """Statistics [4, N], offsets of the exponentials that go to `kept` and `spill`, and sums if they have an offset.
 
-    One product, two with sums; then no exponentials are kept.
+    One product, two with sums.
     """
     hidden = inputs.hidden
     layout = head_layout((len(inputs.weight), hidden.shape[-1]), hidden.dtype, len(hidden), kept, spill.numel())

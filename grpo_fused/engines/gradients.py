@@ -26,7 +26,8 @@ class GradientSums:
     @staticmethod
     def weight_dtype(head: LMHead, *, one_chunk: bool) -> torch.dtype:
         """Dtype of dW: one chunk needs no fp32 accumulator, except in fp16, which the upstream gradient may rescale."""
-        if one_chunk and torch.float16 not in (head.weight.dtype, head.compute_dtype):
+        one_product = one_chunk and head.base is None
+        if one_product and torch.float16 not in (head.weight.dtype, head.compute_dtype):
             return head.weight.dtype
         return head.statistics_dtype
 
@@ -84,14 +85,14 @@ class GradientSums:
             else:
                 self.hidden.index_copy_(0, rows, dhidden.to(self.hidden.dtype))
         if self.needs.need_weight:
-            hidden = hidden[:, self.head.base_width :]
-            if factor is not None:
-                hidden = hidden.to(gradient_dtype(self.head))  # in fp16 the product might underflow
-                hidden = torch.mul(hidden, factor.unsqueeze(1), out=torch.empty_like(hidden))
-            first = self.weight is None
-            if self.weight is None:
-                self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
-            accumulate_weight_gradient(self.head, self.weight, dlogits, hidden, first=first, scale=scale)
+            for states in self.head.weight_states(hidden):
+                if factor is not None:
+                    states = states.to(gradient_dtype(self.head))  # in fp16 the product might underflow
+                    states = torch.mul(states, factor.unsqueeze(1), out=torch.empty_like(states))
+                first = self.weight is None
+                if self.weight is None:
+                    self.weight = torch.empty(self.head.weight.shape, dtype=self.dtype, device=dlogits.device)
+                accumulate_weight_gradient(self.head, self.weight, dlogits, states, first=first, scale=scale)
 
     def _finish_sum(self) -> None:
         if self.pending is not None and self.hidden is not None:
@@ -105,6 +106,8 @@ class GradientSums:
         if self.needs.need_weight and self.weight is None:
             weight = self.head.weight
             self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
+        if self.weight is not None and self.head.row_scale is not None:  # which multiplies the base alone
+            self.weight /= self.head.row_scale.unsqueeze(1)
         return Gradients(self.hidden, self.weight, self.bias, self.rows)
 
 

@@ -4,7 +4,8 @@ Scoring stores the exponentials of the logits in the memory that dW will be writ
 of H tokens. The rest goes to scratch, and what does not fit there is computed again. So all rows can be scored before
 the first coefficient is needed, and rows without a coefficient cost no gradient work.
 
-With a frozen head nothing is stored: dH is summed, up to factors of its tokens, while they are scored. Two products.
+With a frozen head dH is summed, up to factors of its tokens, while they are scored: two products, and nothing is
+stored. An adapter beside it has its gradient from stored exponentials, for parts of the tokens that fit.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
 """Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
-is most. Operands, the fp32 dH and the columns of an adapter take their part of it first (12 to 20 bytes for each of
-N·H, and 2 to 4 MiB a thread), with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
+is most. Operands and the fp32 dH take their part of it first (12 to 20 bytes for each of N·H, and 2 to 4 MiB a thread),
+with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
 
 SAMPLE, HEADROOM = 128, 48.0
 """dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48, or to the target's
@@ -51,24 +52,42 @@ class NativeEngine:
     """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
 
     def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
-        """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first."""
-        return _WHOLE_CALL
+        """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first.
+
+        With an adapter, as many tokens as exponentials are stored of: it costs a reading of the weight for each chunk,
+        where tokens beyond would cost a product.
+        """
+        if head.base is None or head.weight.shape[1] == 0:
+            return _WHOLE_CALL
+        nothing = head.weight.new_empty(0)
+        budget = _budget(max_scratch_bytes, nothing)
+        of_token = head.vocab_size * (2 if _product_dtype(head) == torch.bfloat16 else 4)
+        panel = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).panel_tokens
+        rows = min(num_tokens, budget // of_token)
+        while rows > 0 and _plan(head, rows, nothing, budget).kept_tokens < rows:
+            rows = (rows - 1) // panel * panel
+        return rows or _WHOLE_CALL
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
 
-        In fp16 it stays fp32 until the upstream gradient is known, which may be a loss scale.
+        In fp16 it stays fp32 until the upstream gradient is known, which may be a loss scale. That of an adapter is
+        summed over chunks.
         """
-        return torch.float32 if head.weight.dtype == torch.float16 else head.weight.dtype
+        sums = head.base is not None or head.weight.dtype == torch.float16
+        return torch.float32 if sums else head.weight.dtype
 
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
-        dweight = head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape)
-        plan = _plan(head, num_tokens, dweight, _budget(head, max_scratch_bytes, dweight))
-        products = 3.0 + (num_tokens - plan.kept_tokens) / max(num_tokens, 1)
-        scratch = plan.fixed_bytes + plan.spill_bytes + _adapter_bytes(head, dweight)
-        return Cost(products, scratch, GradientSums.accumulator_bytes(head, dtype))
+        storage = _storage(head, head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape))
+        rows = min(num_tokens, self.chunk_rows(head, num_tokens, max_scratch_bytes))
+        plan = _plan(head, rows, storage, _budget(max_scratch_bytes, storage))
+        sums_alone = head.base is not None and head.weight.shape[1] == 0
+        products, spill = 3.0 if head.base is None else 2.0, 0 if sums_alone else plan.spill_bytes
+        if not sums_alone:
+            products += (rows - plan.kept_tokens) / max(rows, 1)
+        return Cost(products, plan.fixed_bytes + spill, GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`."""
@@ -80,24 +99,31 @@ class NativeEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`. Known scores are computed again where dW's memory holds exponentials: one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        shape = (tokens.ids.shape[0], head.width)
+        shape, nothing = (tokens.ids.shape[0], head.width), head.weight.new_empty(0)
         dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
-        dweight = head.weight.new_empty(head.weight.shape, dtype=dtype) if needs.need_weight else None
+        dweight = None
+        if needs.need_weight:  # chunks add to that of an adapter
+            dweight = (torch.empty if head.base is None else torch.zeros)(head.weight.shape, dtype=dtype)
         dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
-        kept = head.weight.new_empty(0) if dweight is None else dweight
-        budget = _budget(head, work.max_scratch_bytes, kept)
-        worked, scores = 0, []
+        storage = nothing if dweight is None else _storage(head, dweight)
+        budget = _budget(work.max_scratch_bytes, storage)
+        worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)
         for part, rows in work.parts():
-            plan = _plan(head, part.stop - part.start, kept, budget)
-            layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), kept)
-            scored, by_sums, sums = work.known is None or layout.kept_panels > 0, _by_sums(work), None
+            plan = _plan(head, len(rows), storage, budget)
+            layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), storage)
+            scored, sums = work.known is None or layout.kept_panels > 0, None
+            by_sums = _by_sums(work, plan.kept_tokens >= len(rows))
+            stores = scored and (not by_sums or needs.need_weight or needs.need_bias)
             inputs = _inputs(work, rows)
-            spill = head.weight.new_empty(plan.spill_bytes if scored and not by_sums else 0, dtype=torch.uint8)
+            bytes_stored = plan.spill_bytes if stores else 0
+            if len(memory) < bytes_stored:  # pages of a chunk's memory serve the next one, too
+                memory = head.weight.new_empty(bytes_stored, dtype=torch.uint8)
+            spill = memory[:bytes_stored]
             if scored:
                 offset = _sum_offset(work, rows, inputs) if by_sums else None
                 table, offsets, sums = cpu_library.head_scores(
-                    inputs, work.with_entropy, kept, spill, offset, plan.superblock
+                    inputs, work.with_entropy, storage, spill, offset, plan.superblock
                 )
                 stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             else:  # no large dW holds the exponentials, so they are computed again either way
@@ -111,19 +137,18 @@ class NativeEngine:
                 inputs = inputs._replace(targets=inputs.targets.index_fill(0, entries.rows, -1))
                 entries = _in_blocks(head, entries if len(chosen) == len(dlogp) else entries.select(chosen))
             del coefficients  # its entries would be in memory twice
-            given = (
-                dlogp.to(torch.float32).contiguous(),
-                None if dentropy is None else dentropy.to(torch.float32).contiguous(),
-                entries, kept, spill, plan.superblock,
-            )  # fmt: skip
-            wanted = needs.need_hidden, needs.need_bias
+            dlogp = dlogp.to(torch.float32).contiguous()
+            dentropy = None if dentropy is None else dentropy.to(torch.float32).contiguous()
             part_dhidden, part_dbias = cpu_library.head_gradient(
-                inputs, stats.table, offsets, chosen, *given, sums, *wanted
-            )
+                inputs, stats.table, offsets, chosen, dlogp, dentropy, entries, nothing if dweight is None else dweight,
+                spill, plan.superblock, sums, needs.need_hidden, needs.need_bias,
+            )  # fmt: skip
             if sums is not None and part_dhidden is not None and not (table[0] <= sums.offset).all():
                 far = ~(table[0] <= sums.offset)[chosen]
-                again, _ = cpu_library.head_gradient(inputs, stats.table, offsets, chosen[far], *given, None, *wanted)
-                part_dhidden[far] = cast(Tensor, again)
+                part_dhidden[far] = cast(Tensor, cpu_library.head_gradient(
+                    inputs, stats.table, offsets, chosen[far], dlogp, None, None, nothing, spill, plan.superblock, None,
+                    True, False,
+                )[0])  # fmt: skip
             worked += chosen.shape[0]
             if part_dhidden is not None:
                 dhidden = _zeros(shape, head) if dhidden is None else dhidden
@@ -149,6 +174,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
     return cpu_library.HeadInputs(
         head.operand(_hidden(tokens, rows)).to(_product_dtype(head)).contiguous(),
         _with_adjacent_columns(head.weight),
+        head.terms,
         None if head.base is None else _with_adjacent_columns(head.base),
         head.group_scale,
         head.codes,
@@ -163,13 +189,14 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
     )
 
 
-def _by_sums(work: Work) -> bool:
-    """Whether dH is summed while rows are scored: a product less where no gradient but dH needs the exponentials.
+def _by_sums(work: Work, all_kept: bool) -> bool:
+    """Whether dH is summed while rows are scored: a product less where no other gradient needs them computed again.
 
-    Clipped rows are summed in vain. With a dW it would save no product, only reading the weight a second time.
+    Clipped rows are summed in vain. With dW of a head it would save no product, only reading the weight a second time.
     """
-    alone = work.needs.need_hidden and not work.needs.need_weight and not work.needs.need_bias
-    return alone and work.only_logps and work.tokens.candidates is None
+    needs, frozen = work.needs, work.head.base is not None
+    alone = not needs.need_weight and not needs.need_bias
+    return needs.need_hidden and work.only_logps and work.tokens.candidates is None and (alone or (frozen and all_kept))
 
 
 def _sum_offset(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tensor:
@@ -240,14 +267,15 @@ def _product_dtype(head: LMHead) -> torch.dtype:
     return head.compute_dtype if head.softcap is None else torch.float32
 
 
-def _budget(head: LMHead, max_scratch_bytes: int | None, kept: Tensor) -> int:
-    default = max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads(), kept.nbytes)
-    return (default if max_scratch_bytes is None else max_scratch_bytes) - _adapter_bytes(head, kept)
+def _budget(max_scratch_bytes: int | None, storage: Tensor) -> int:
+    if max_scratch_bytes is not None:
+        return max_scratch_bytes
+    return max(SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD * torch.get_num_threads(), storage.nbytes)
 
 
-def _adapter_bytes(head: LMHead, dweight: Tensor) -> int:
-    """Bytes of an adapter's columns (its terms in the dtype of the products), and of their gradient."""
-    return 0 if head.base is None else head.weight.nbytes + dweight.nbytes
+def _storage(head: LMHead, dweight: Tensor) -> Tensor:
+    """What exponentials are stored in besides scratch: a dW, but not one that chunks add to."""
+    return dweight if head.base is None else dweight.new_empty(0)
 
 
 def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:

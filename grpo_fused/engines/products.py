@@ -131,8 +131,10 @@ def _has_fp32_output(dtype: torch.dtype, device: torch.device) -> bool:
 
 def rounded_bias(hidden_states: Tensor, head: LMHead) -> LMHead:
     """The head with its bias as the products are rounded: autocast rounds it, else it is added in fp32."""
+    if head.base is not None or head.bias is None:  # with a base, `composed` rounds it
+        return head
     by_autocast = head.compute_dtype != torch.promote_types(hidden_states.dtype, head.weight.dtype)
-    return head._replace(bias=head.operand(head.bias)) if by_autocast and head.bias is not None else head
+    return head._replace(bias=head.operand(head.bias)) if by_autocast else head
 
 
 def rounded_weight(head: LMHead) -> LMHead:
@@ -171,9 +173,12 @@ def has_native_logits(head: LMHead) -> bool:
 def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
     """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ W^T; row work adds the bias."""
     if has_native_logits(head):
-        base = head.base, head.group_scale, head.codes, cpu_library.scalar(head.compute_dtype)
-        cpu_library.head_products(hidden.contiguous(), head.weight, *base, out)
-    elif has_fp32_output(head):
+        cpu_library.head_products(
+            hidden.contiguous(), head.weight, out, terms=head.terms, base=head.base, group_scale=head.group_scale,
+            codes=head.codes, rounded=cpu_library.scalar(head.compute_dtype), row_scale=head.row_scale,
+        )  # fmt: skip
+        return
+    if has_fp32_output(head):
         for block in _blocks(head, head.compute_dtype):
             torch.mm(hidden, _block(head, block, head.compute_dtype).T, out_dtype=torch.float32, out=out[:, block])
     else:

@@ -146,17 +146,20 @@ def _weight(head: LMHead) -> tuple[Tensor, Extras]:
 
     if head.base is None:
         return head_launch.aligned(head.operand(head.weight)), NOTHING
-    more, row_scale = _extras(head)
     base = head.base if head.base.dtype in BYTES else head.operand(head.base)
     return head_launch.aligned(base), Extras(
-        None if more is None else head_launch.aligned(head.operand(more)),
-        None if row_scale is None else row_scale.contiguous(),
+        head_launch.aligned(head.weight_columns(slice(None))) if head.weight.shape[1] else None,
+        None if head.row_scale is None else head.row_scale.contiguous(),
     )
 
 
 def _extras(head: LMHead) -> Extras:
-    """Those of the head as they are."""
-    return NOTHING if head.base is None else Extras(head.weight if head.weight.shape[1] else None, head.row_scale)
+    """What has the shapes of those that `_weight` makes."""
+    if head.base is None:
+        return NOTHING
+    columns = head.width - head.base_width
+    more = head.weight.new_empty(1, dtype=head.compute_dtype).expand(head.vocab_size, columns)
+    return Extras(more if columns else None, head.row_scale)
 
 
 def _config(head: LMHead) -> HeadConfig:
@@ -175,8 +178,11 @@ def _statistics_bytes(head: LMHead) -> tuple[int, int]:
 
 
 def _widened_bytes(head: LMHead) -> int:
-    """Bytes of blocks of a frozen weight, for the gradient products."""
-    return 0 if head.base is None else products.widened_bytes(head)
+    """Bytes of blocks of a frozen weight, for the gradient products, and of an adapter's terms, for the kernels."""
+    if head.base is None:
+        return 0
+    terms = head.vocab_size * (head.width - head.base_width) * head.compute_dtype.itemsize
+    return products.widened_bytes(head) + terms
 
 
 def _row_bytes(head: LMHead) -> int:

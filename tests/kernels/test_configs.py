@@ -9,7 +9,7 @@ from grpo_fused.kernels.configs import architecture
 from grpo_fused.kernels.row_types import Extras, Transform
 
 from grpo_fused.call.calls import LMHead
-from grpo_fused.engines import triton
+from grpo_fused.engines import products, triton
 from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 
 
@@ -33,7 +33,7 @@ def test_a_frozen_weight_takes_smaller_tiles(arch, monkeypatch):
         assert head_configs.head_config(narrow, Transform(), extras) == table.plain != plain
         assert head_configs.head_config(narrow, Transform(), extras, gradient=True) == table.gradient
         assert head_configs.head_config(wide, Transform(), extras) == head_configs.FP32_CONFIGS[arch].plain
-    weight, base = torch.empty(4096, 48, dtype=torch.bfloat16), torch.empty(4096, 896, dtype=torch.bfloat16)
+    weight, base = torch.empty(4096, 16), torch.empty(4096, 896, dtype=torch.bfloat16)
     head = LMHead(weight, compute_dtype=torch.bfloat16, base=base)
     assert triton._config(head) == table.plain
     assert triton._config(head._replace(weight=weight[:, :0])) == plain
@@ -42,8 +42,10 @@ def test_a_frozen_weight_takes_smaller_tiles(arch, monkeypatch):
     assert triton.TritonEngine().chunk_rows(head, fits, None) < fits, "blocks of the weight are widened beside it"
     splits, _ = table.plain.splits(*base.shape)
     assert triton._statistics_bytes(head) == (12 * splits, 4 * 4096 // table.plain.block_v)
-    of_columns = triton._copies_bytes(head) / triton._copies_bytes(head._replace(weight=weight[:, :16]))
-    assert of_columns == (896 + 48) / (896 + 16)
+    of_columns = triton._copies_bytes(head) / triton._copies_bytes(head._replace(weight=weight[:, :0]))
+    assert of_columns == (896 + 3 * 16) / 896
+    made = triton._widened_bytes(head) - products.widened_bytes(head)
+    assert made == 4096 * 3 * 16 * 2, "three terms of each column"
 
 
 @pytest.mark.parametrize(

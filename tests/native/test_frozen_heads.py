@@ -94,7 +94,7 @@ def test_scores_are_those_of_scoring_and_sums_of_any_threads(vocab, dtype, with_
     problem = Problem(dtype, tokens=130, width=8, vocab=vocab)
     nothing = torch.empty(0), torch.empty(0, dtype=torch.uint8)
     inputs = cpu_library.HeadInputs(
-        problem.hidden[0], problem.weight, None, None, None, 0, None, None, problem.ids[0], torch.ones(130), 1.0, 0.0
+        problem.hidden[0], problem.weight, 1, None, None, None, 0, None, None, problem.ids[0], torch.ones(130), 1.0, 0.0
     )
     want, _, none = cpu_library.head_scores(inputs, with_entropy, *nothing)
     assert none is None
@@ -222,7 +222,7 @@ def test_slices_of_the_vocabulary():
     for part in slices:
         mine = (problem.ids[0] >= part.start) & (problem.ids[0] < part.stop)
         inputs = cpu_library.HeadInputs(
-            problem.hidden[0], problem.weight[part], None, None, None, 0, None, None,
+            problem.hidden[0], problem.weight[part], 1, None, None, None, 0, None, None,
             torch.where(mine, problem.ids[0] - part.start, -1), torch.ones(N), 1.0, 0.0,
         )  # fmt: skip
         z = problem.hidden[0] @ problem.weight[part].T

@@ -19,8 +19,8 @@ BASE = {"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32)}
 
 def scores(**changes):
     arguments = {
-        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "base": None, "group_scale": None, "codes": None,
-        "rounded": 0, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
+        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "terms": 1, "base": None, "group_scale": None,
+        "codes": None, "rounded": 0, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
         "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
         "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8),
         "sum_offset": None, "superblock": 1, **changes,
@@ -60,7 +60,12 @@ def entries(tokens, ids, values=None):
         ({"targets": torch.zeros(N, dtype=torch.int32)}, "targets has the wrong dtype"),
         ({"targets": torch.zeros(N - 1, dtype=torch.int64)}, rf"targets must be \[{N}\]; got \[{N - 1}\]"),
         ({"targets": torch.zeros(2 * N, dtype=torch.int64)[::2]}, "targets must be contiguous"),
-        ({"hidden": torch.randn(N, H + 1)}, rf"weight must be \[{V}, {H + 1}\]; got \[{V}, {H}\]"),
+        ({"hidden": torch.randn(N, H + 1)}, rf"hidden must have {H} columns; got {H + 1}"),
+        ({"terms": 3}, "terms must be 1, or 3 with a base; got 3"),
+        ({**BASE, "terms": 2}, "terms must be 1, or 3 with a base; got 2"),
+        ({**BASE, "terms": 3}, "base must be .300, 16.; got .300, 32."),
+        ({**BASE, "hidden": torch.randn(N, 8), "base": torch.zeros(V, 0)}, "a multiple of 32 columns; got 0"),
+        ({**BASE, "kept": torch.empty(V, 8).bfloat16()}, "with a base dweight must be float32"),
         ({"hidden": torch.randn(H, N).T}, "hidden must be contiguous"),
         ({"weight": torch.randn(V, H - 32), "base": torch.randn(V, 33)}, "base must be .*; got "),
         ({"weight": torch.randn(V, H - 32), "base": torch.randn(V - 1, 32)}, "base must be .*; got "),
@@ -73,7 +78,8 @@ def entries(tokens, ids, values=None):
         ({**BASE, "group_scale": torch.ones(V, 0)}, "got 0 groups of 32 columns"),
         ({**BASE, "group_scale": torch.ones(V - 1, 1)}, "group_scale must be .300, 1.; got .299, 1."),
         ({**BASE, "rounded": 3}, "rounded must be that of a float; got 3"),
-        ({"row_scale": torch.ones(V - 1)}, rf"row_scale must be \[{V}\]; got \[{V - 1}\]"),
+        ({"row_scale": torch.ones(V)}, "row_scale needs a base"),
+        ({**BASE, "row_scale": torch.ones(V - 1)}, rf"row_scale must be \[{V}\]; got \[{V - 1}\]"),
         ({"hidden": torch.randn(N)}, r"hidden must be \[N, H\]; got 1 dimensions"),
         ({"hidden": torch.randn(N, 0), "weight": torch.randn(V, 0)}, "from 1 to 2.31 - 1 rows and columns"),
         ({"hidden": torch.randn(N, H).double()}, "hidden must be float32, bfloat16 or float16"),
@@ -94,7 +100,6 @@ def entries(tokens, ids, values=None):
         ({"set_ids": torch.arange(2)}, "set_ids and set_ranges go together"),
         ({"set_ids": torch.arange(2), "set_ranges": torch.zeros(N, 3, dtype=torch.int64)}, r"must be \[70, 2\]"),
         ({"spill": torch.empty(V * 64 * 4 + 1, dtype=torch.uint8)}, "the same number of bytes for each of 300 rows"),
-        ({"sum_offset": torch.zeros(N)}, "sums need .* no memory for exponentials"),
         ({**NOTHING_KEPT, "sum_offset": torch.zeros(N - 1)}, rf"sum_offset must be \[{N}\]; got \[{N - 1}\]"),
         ({**NOTHING_KEPT, "sum_offset": torch.zeros(N), "superblock": 0}, "a superblock of at least 1"),
         ({**NOTHING_KEPT, "sum_offset": torch.zeros(N), **sets_of_first([1], [0, 1])}, "no candidate sets"),
@@ -255,12 +260,12 @@ def test_products_are_those_of_float64(dtype, isa):
         for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
             hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
             out = torch.full((n, v + 2), 7.0)
-            cpu_library.head_products(hidden, weight, None, None, None, 0, out[:, :v])
+            cpu_library.head_products(hidden, weight, out[:, :v])
             want = hidden.double() @ weight.double().T
             torch.testing.assert_close(out[:, :v].double(), want, rtol=0.0, atol=1e-5 * h**0.5)
             assert (out[:, v:] == 7).all()
             last = torch.empty(1, v)
-            cpu_library.head_products(hidden[-1:].contiguous(), weight, None, None, None, 0, last)
+            cpu_library.head_products(hidden[-1:].contiguous(), weight, last)
             assert torch.equal(last[0], out[-1, :v])
     finally:
         cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
@@ -286,8 +291,8 @@ def test_numbers_of_a_base_are_widened_exactly(kind, groups, own, rounded):
     want = widened(base, scale, codes, rounded).float()
     for compute in {torch.float32, rounded}:
         hidden, out = torch.eye(count + own, dtype=compute), torch.empty(count + own, rows)
-        parts = base, scale, codes, cpu_library.scalar(rounded)
-        cpu_library.head_products(hidden, weight.to(compute), *parts, out)
+        parts = {"base": base, "group_scale": scale, "codes": codes, "rounded": cpu_library.scalar(rounded)}
+        cpu_library.head_products(hidden, weight.to(compute), out, **parts)
         assert torch.equal(out[:count].T, want)
         assert torch.equal(out[count:].T, weight.to(compute).float())
 
@@ -300,7 +305,7 @@ def test_strides_of_a_single_row_or_column_are_any(hidden_size):
     assert hidden.is_contiguous()
     assert hidden.stride(0) == hidden_size + 1
     assert weight.stride() == ((1, V) if hidden_size == 1 else (H, 1))
-    cpu_library.head_products(hidden, weight, None, None, None, 0, out)
+    cpu_library.head_products(hidden, weight, out)
     torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
 
 
@@ -332,12 +337,10 @@ def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gra
 )
 def test_products_refuse_a_wrong_result(out, message):
     with pytest.raises(RuntimeError, match=message):
-        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), None, None, None, 0, out)
+        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), out)
 
 
 def test_tensors_elsewhere_are_refused():
     """Their pointers are none of this process's memory; with no token, the library would not use them."""
     with pytest.raises(RuntimeError, match="all tensors must be on the CPU; got one on meta"):
-        cpu_library.head_products(
-            torch.empty(0, H, device="meta"), torch.randn(V, H), None, None, None, 0, torch.empty(0, V)
-        )
+        cpu_library.head_products(torch.empty(0, H, device="meta"), torch.randn(V, H), torch.empty(0, V))

@@ -24,7 +24,6 @@ constexpr Kernels kAll{
     .compress_tile = compress_tile,
     .pack_rows = pack_rows,
     .transpose_panel = transpose_panel,
-    .transpose_block = transpose_block,
     .interleave_panel = interleave_panel,
     .store_gradient = store_gradient,
     .transpose_tile = transpose_tile,

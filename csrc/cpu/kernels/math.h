@@ -69,8 +69,6 @@ inline Words take_piece(Floats& x) {
 
 inline Floats from_bf16(Halves x) { return (Floats)(widen(x) << 16); }
 
-inline Floats from_int8(Bytes x) { return from_int((Words)((Ints)(widen(x) << 24) >> 24)); }
-
 // fp8 with 4 bits of exponent (e4m3fn: no infinity; all other bits set is NaN), by way of fp16, whose exponents are 8 larger.
 inline Floats from_fp8(Bytes x) {
   const Words bits = widen(x), magnitude = bits & all_words(0x7f);

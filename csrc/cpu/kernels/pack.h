@@ -111,51 +111,28 @@ void transpose_panel(const uint32_t* rows, int64_t stride, int64_t depth, uint32
   }
 }
 
-void transpose_block(const uint32_t* rows, int64_t count, int64_t stride, int64_t depth, Operand kind, uint32_t* out,
-                     int64_t out_stride) {
-  for (int64_t k = 0; k < depth; k += kWidth) {
-    if (!holds_pairs(kind)) {
-      for (int64_t r = 0; r < count; r += kWidth) {
-        transpose_words(rows + r * stride + k, stride, out + k * out_stride + r, out_stride);
-      }
-      continue;
-    }
-    for (int64_t r = 0; r < count; r += 2 * kWidth) {
-      Words even[kWidth], odd[kWidth];
-      for (int i = 0; i < kWidth; i++) {
-        const uint32_t* const upper = rows + (r + 2 * i) * stride + k;
-        const uint32_t* const lower = upper + stride;
-        __builtin_prefetch(upper + kWidth);  // of the weight itself: no stream that the hardware sees
-        __builtin_prefetch(lower + kWidth);
-        const Words a = load(upper), b = load(lower);
-        even[i] = even_columns(a, b);
-        odd[i] = odd_columns(a, b);
-      }
-      transpose(even);
-      transpose(odd);
-      for (int i = 0; i < kWidth; i++) {
-        store(out + 2 * (k + i) * out_stride + r / 2, even[i]);
-        store(out + (2 * (k + i) + 1) * out_stride + r / 2, odd[i]);
-      }
-    }
-  }
-}
-
-void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, Operand kind, uint32_t* out) {
+void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, int64_t words, Operand kind,
+                      uint32_t* out) {
+  const int64_t left = words * per_word(kind) - first, columns = left < kLanes ? left : kLanes;
   if (!holds_pairs(kind)) {
-    for (int64_t r = 0; r < count; r++) {
-      for (int64_t j = 0; j < kLanes; j += kWidth) store(out + r * kLanes + j, load(rows + r * stride + first + j));
+    for (int64_t r = 0; r < count; r++, out += kLanes) {
+      int64_t j = 0;
+      for (; j < columns; j += kWidth) store(out + j, load(rows + r * stride + first + j));
+      for (; j < kLanes; j += kWidth) store(out + j, all_words(0));
     }
     return;
   }
-  for (int64_t r = 0; r < count; r += 2) {
-    for (int64_t j = 0; j < kLanes; j += 2 * kWidth) {
-      const Words a = load(rows + r * stride + (first + j) / 2), b = load(rows + (r + 1) * stride + (first + j) / 2);
+  for (int64_t r = 0; r < count; r += 2, out += kLanes) {
+    const uint32_t* const upper = rows + r * stride + first / 2;
+    int64_t j = 0;
+    for (; j < columns; j += 2 * kWidth) {
+      const Words a = load(upper + j / 2), b = load(upper + stride + j / 2);
       Words low, high;
       interleave(even_columns(a, b), odd_columns(a, b), &low, &high);
-      store(out + r / 2 * kLanes + j, low);
-      store(out + r / 2 * kLanes + j + kWidth, high);
+      store(out + j, low);
+      store(out + j + kWidth, high);
     }
+    for (; j < kLanes; j += kWidth) store(out + j, all_words(0));
   }
 }
 

@@ -18,7 +18,6 @@ struct Bytes {
 };
 using Mask = __m256;
 typedef uint32_t Words __attribute__((vector_size(32)));
-typedef int32_t Ints __attribute__((vector_size(32)));
 
 // There are no bf16 products: operands are fp32.
 inline bool holds_pairs(Operand) { return false; }
@@ -110,6 +109,7 @@ inline float sum_of(Floats x) {
 }
 
 inline Words widen(Halves x) { return (Words)_mm256_cvtepu16_epi32(x); }
+inline Floats from_int8(Bytes x) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x.low)); }
 inline Words widen(Bytes x) { return (Words)_mm256_cvtepu8_epi32(x.low); }
 inline Halves narrow(Words x) {
   const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));

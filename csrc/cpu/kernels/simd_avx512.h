@@ -19,7 +19,6 @@ using Halves = __m256i;  // fp16 or bf16
 using Bytes = __m128i;
 using Mask = __mmask16;
 typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
 
 inline bool holds_pairs(Operand kind) { return kind != Operand::fp32; }
 
@@ -90,6 +89,7 @@ inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 
 // Between words and their low halves.
 inline Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32(x); }
+inline Floats from_int8(Bytes x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
 inline Words widen(Bytes x) { return (Words)_mm512_cvtepu8_epi32(x); }
 inline Halves narrow(Words x) { return _mm512_cvtepi32_epi16((__m512i)x); }
 
