@@ -595,11 +595,11 @@ def test_parts_of_native(dtype, name, skips, monkeypatch):
         at = torch.arange(330).unsqueeze(1)
         old = torch.where((at % 7 > 0) | (at >= 256), -20.0, 0.0)
 
-    def run(rows):
+    def run(rows, budget=None):
         monkeypatch.setattr(native.NativeEngine, "chunk_rows", lambda *_: rows)
         out = fused_linear_grpo_loss(
             case.hidden, case.weight, ids, advantages, with_metrics=False, old_per_token_logps=old,
-            lm_head_adapter=case.adapters, impl="native",
+            lm_head_adapter=case.adapters, impl="native", max_scratch_bytes=budget,
         )  # fmt: skip
         return out.loss, gradients(out.loss, case.leaves)
 
@@ -614,6 +614,9 @@ def test_parts_of_native(dtype, name, skips, monkeypatch):
         assert (sum(count for count, _ in calls) < 330) == skips
         torch.testing.assert_close(got_loss, loss, rtol=1e-6, atol=0)
         assert_close(got, want, dtype)
+    calls.clear()
+    assert_close(run(2**62, budget=1)[1], want, dtype)
+    assert [sums for _, sums in calls] == [None], "a product in vain: the exponentials are computed again"
 
 
 def test_factors_of_rows_multiply_states_in_the_dtype_of_the_gradient():
