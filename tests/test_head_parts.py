@@ -580,6 +580,22 @@ def test_parts_of_native_hold_as_many_tokens_as_exponentials_fit(dtype):
     assert engine.cost(head, 1000, of_panel // 2).products == 3.0
 
 
+def test_hooks_of_an_adapter_are_called_where_rows_could_be_added_to_a_gradient():
+    """`add_to_weight_grad` says that the weight's hooks may be left out, not those of an adapter."""
+    case, calls = case_of(), []
+    adapter = case.adapters[0]
+    kept = torch.zeros(B * T, V, dtype=torch.bool).scatter_(1, case.ids.view(-1, 1), True)
+    kept[:, :4] = True
+    adapter.b.register_hook(calls.append)
+    for _ in range(2):
+        out = fused_linear_logprobs(
+            case.hidden, case.weight, case.ids, lm_head_adapter=adapter, candidates=sets_of(kept),
+            add_to_weight_grad=True,
+        )  # fmt: skip
+        out.logps.sum().backward()
+    assert [x is not None and bool(x.any()) for x in calls] == [True, True]
+
+
 @needs_library
 @pytest.mark.parametrize("skips", [False, True], ids=["dense", "clipped rows"])
 @pytest.mark.parametrize("name", ["plain", "int8", "int8-groups"])
