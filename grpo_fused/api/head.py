@@ -45,7 +45,7 @@ class HeadOptions(LogitOptions, total=False):
     Args:
         lm_head_bias: `[V]`; default None.
         lm_head_adapter: `HeadAdapter`, or several: the weight is W + scale * B A with W frozen. Gradients go to A and
-            B, without a tensor of the size of W. On `native`, `chunked`, `cuda` and `reference`.
+            B, without a tensor of the size of W.
         temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token; default 1.
         logit_scale: factor on the logits, before the cap; default 1.
         softcap: c in `c * tanh(logits / c)`, > 0; default None.
@@ -63,7 +63,7 @@ class HeadOptions(LogitOptions, total=False):
         add_to_weight_grad: where all tokens have a candidate set, `backward()` adds the rows in the sets to
             `lm_head_weight.main_grad` if there is one, as Megatron names it, else to `lm_head_weight.grad` if it is
             not None, in place of filling a [V, H] that autograd adds: for the second and later micro-batches of an
-            optimizer step. Default False, since hooks of a reducer (DDP outside of `no_sync`, Megatron's overlapped
+            optimizer step. It has no effect beside an adapter. Default False, since hooks of a reducer (DDP outside of `no_sync`, Megatron's overlapped
             reduction) are not called then. What is known to need it otherwise is refused: a weight that is no leaf or
             sharded, one with hooks, `torch.compile`.
         process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
@@ -113,7 +113,7 @@ def head_of(
     adds = options.get("add_to_weight_grad", False)
     if adds:
         check.check_grad_can_be_added_to(lm_head_weight)
-    adds = adds and not adapters  # of which nobody has said that hooks may be left out
+    adds = adds and not adapters  # their own hooks must be called
     check.check_head(hidden_states, lm_head_weight, bias, token_ids, names[0])
     has_slices = ParallelGroups.of(group).vocab is not None
     check.check_adapters(adapters, hidden_states, lm_head_weight, has_group=has_slices)
