@@ -61,11 +61,11 @@ class HeadOptions(LogitOptions, total=False):
             first); False has none, computes masked rows too (and ignores them), and gives the same results. Default
             True.
         add_to_weight_grad: where all tokens have a candidate set, `backward()` adds the rows in the sets to
-            `lm_head_weight.main_grad` if there is one, as Megatron names it, else to `lm_head_weight.grad` if it is
-            not None, in place of filling a [V, H] that autograd adds: for the second and later micro-batches of an
-            optimizer step. It has no effect beside an adapter. Default False, since hooks of a reducer (DDP outside of `no_sync`, Megatron's overlapped
-            reduction) are not called then. What is known to need it otherwise is refused: a weight that is no leaf or
-            sharded, one with hooks, `torch.compile`.
+            `lm_head_weight.main_grad` if there is one, as Megatron names it, else to `lm_head_weight.grad` if it is not
+            None, in place of filling a [V, H] that autograd adds: for the second and later micro-batches of an
+            optimizer step. It has no effect beside an adapter. Default False, since hooks of a reducer (DDP outside of
+            `no_sync`, Megatron's overlapped reduction) are not called then. What is known to need it otherwise is
+            refused: a weight that is no leaf or sharded, one with hooks, `torch.compile`.
         process_group: ranks that share the call. A group: ranks with the same tokens, of which each holds a slice of
             the vocabulary (rows of `lm_head_weight` and of `lm_head_bias`, those of rank r after those of r - 1; any
             number of rows); ids are those of the whole vocabulary. `ParallelGroups` also has groups whose ranks have
