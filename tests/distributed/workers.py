@@ -49,6 +49,9 @@ class Workers:
 
     def run(self, job: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         """`job(rank, group, *args)` on `ranks` ranks: their results in order; the first error is raised."""
+        ended = [rank for rank in range(ranks) if not self.processes[rank].is_alive()]
+        if ended:
+            raise RuntimeError(f"ranks {ended} ended in an earlier job")
         for rank in range(ranks):
             self.inboxes[rank].put((job, ranks, args))
         results: dict[int, tuple[str, Any]] = {}
