@@ -145,9 +145,12 @@ class Lanes {
 // dz = 0 there, and 0 * NaN would be NaN. A token that keeps such a row has NaN scores, which make its dz NaN.
 void drop_nonfinite(uint32_t* words, int64_t count, Operand kind) {
   for (int64_t k = 0; k < count; k++) {
-    const uint32_t low = (words[k] & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0xffffffffu;
-    const uint32_t high = (words[k] & 0x7f800000u) == 0x7f800000u ? 0x0000ffffu : 0xffffffffu;
-    words[k] &= per_word(kind) == 2 ? low & high : high == 0xffffffffu ? high : 0u;
+    const bool low = (words[k] & 0x7f80u) == 0x7f80u, high = (words[k] & 0x7f800000u) == 0x7f800000u;
+    if (per_word(kind) == 2) {
+      words[k] &= (low ? 0xffff0000u : 0xffffffffu) & (high ? 0x0000ffffu : 0xffffffffu);
+    } else if (high) {
+      words[k] = 0;
+    }
   }
 }
 
@@ -448,7 +451,7 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   if (begin + length == sizes.padded && sizes.folds) add_to_adapter(call, block, call.scratch.sums.of(worker));
 }
 
-// dz of all tokens for a block of the superblock, its rows of dW and db, and its weight transposed.
+// dz of all tokens for a block of the superblock, its rows of dW and db, and its weight as b of the dH product.
 void first_round(const Call& call, int64_t superblock, int64_t block, int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
@@ -594,7 +597,7 @@ void Call::run() const {
 ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes, int64_t budget) {
   const int64_t item = 4 / per_word(plan.kind) * plan.pieces(), kept = plan.kept_size(), threads = thread_count();
   const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes, columns = round_up(plan.hidden, kLanes);
-  // dz of all tokens, and the weight transposed
+  // dz of all tokens, and the weight
   const int64_t block_bytes = plan.block_rows * (padded + columns) * item;
   const int64_t wanted = round_up(threads, kBlocksOfAProduct);  // a block for each thread
   const int64_t affordable = std::max<int64_t>(budget / 6 / block_bytes, 1);

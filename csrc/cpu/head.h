@@ -68,6 +68,7 @@ struct Plan {
   Dtype kept;  // of exponentials
   Gemm multiply;
   int64_t vocab, hidden;
+  int64_t depth;         // of the products of scoring, in words
   int64_t words;         // of a packed row of weight or hidden states, or of a piece of it; a multiple of 16
   int64_t stride;        // of packed rows, see `shares_cache_sets`
   int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache

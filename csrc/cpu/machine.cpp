@@ -40,7 +40,7 @@ Machine probe(const std::string& wanted) {
   if (best || wanted == "amx") {
     needs = "AVX-512 and AMX (in the processor, the operating system, and the compiler: GCC 11 or clang 11)";
     const AmxProducts amx = avx512 && has_amx_bf16() ? amx_products() : AmxProducts{};
-    if (amx.bf16 != nullptr) return {"", "AMX", &kernels_avx512, amx.bf16, amx.pieces, 2 << 20};
+    if (amx.bf16 != nullptr) return {"", "AMX", &kernels_avx512, amx.bf16, amx.pieces, 2 << 20, 16};
   }
   if (best || wanted == "avx512") {
     needs = "AVX-512 (F, BW, VL, DQ)";

@@ -96,7 +96,7 @@ struct Kernels {
 
   // dL/d(row_scale * product) of a tile from its kept exponentials [rows, 64 lanes with `stride` elements a row].
   // `across` (words of nullptr: not wanted): times row_scale, row-major over tokens: a of the dW product.
-  // `along` (the same): times row_scale, [rows in words, 64]: b of the dH product.
+  // `along` (the same): times row_scale, [rows in words, 64]; its transpose is a of the dH product.
   // `row_sums` (nullptr: not wanted): sums over the tokens are added, [rows].
   void (*gradient_tile)(const void* kept, Dtype kept_dtype, int64_t stride, int64_t rows, Operand kind,
                         const GradientLanes& lanes, Packed across, Packed along, float* row_sums);

@@ -15,7 +15,8 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   plan.multiply = narrow == nullptr ? here.kernels->multiply : narrow;
   plan.vocab = vocab;
   plan.hidden = hidden;
-  plan.words = round_up(ceil_div(hidden, per_word(plan.kind)), 16);
+  plan.depth = round_up(ceil_div(hidden, per_word(plan.kind)), plan.kind == Operand::fp32 ? 1 : here.narrow_step);
+  plan.words = round_up(plan.depth, 16);
   const int64_t row = plan.words * plan.pieces();
   plan.stride = shares_cache_sets(row) ? row + 16 : row;
   // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache; fp32
@@ -93,7 +94,7 @@ void pack_terms(const Plan& plan, const HeadInputs& inputs, int64_t first, int64
       source.scale = inverse;
       alignas(64) uint32_t tile[kRows][3][kColumns];
       plan.kernels->pack_rows(source, count, Dtype::fp32, narrow ? Operand::pieces : kind,
-                              {tile[0][0], 3 * kColumns, kColumns}, kColumns / per_word(kind));
+                              {tile[0][0], 3 * kColumns, kColumns}, round_up(width, 32) / per_word(kind));
       for (int64_t i = 0; i < count; i++) {
         for (int64_t piece = 0; piece < pieces_of(kind); piece++) {
           uint32_t* const row = out.words + (r + i) * out.stride + piece * out.piece;
@@ -173,7 +174,7 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weigh
   for (int64_t j = 0; j < kLanes; j++) {
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
-  plan.multiply(rows, plan.words, weight, token_panel, z, kLanes, false, ahead);
+  plan.multiply(rows, plan.depth, weight, token_panel, z, kLanes, false, ahead);
   const int64_t first = block * plan.block_rows;
   const Transform transform{inputs.row_scale == nullptr ? nullptr : inputs.row_scale + first,
                             inputs.bias == nullptr ? nullptr : inputs.bias + first, inputs.scale, inputs.softcap,
@@ -243,7 +244,7 @@ void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64
     const Left weight = weight_block(plan, inputs, block, weights.of(worker));
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
-      plan.multiply(rows, plan.words, weight, tokens.panel(panel), tile, kLanes, false, {});
+      plan.multiply(rows, plan.depth, weight, tokens.panel(panel), tile, kLanes, false, {});
       for (int64_t r = 0; inputs.row_scale != nullptr && r < rows; r++) {
         for (int64_t j = 0; j < kLanes; j++) tile[r * kLanes + j] *= inputs.row_scale[first + r];
       }

@@ -12,10 +12,6 @@ inline Floats rounded_to(Floats x, Dtype compute) {
   }
 }
 
-// Words (low halves a, high halves b) of two rows of bf16 pairs: neighbours of the even columns, then of the odd ones.
-inline Words even_columns(Words a, Words b) { return (a & all_words(0xffff)) | b << 16; }
-inline Words odd_columns(Words a, Words b) { return a >> 16 | (b & all_words(0xffff0000)); }
-
 // Transpose kWidth x kWidth words.
 inline void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to, int64_t out_stride) {
   Words block[kWidth];
@@ -35,31 +31,38 @@ void pack(const WeightRows& source, int64_t rows, Dtype compute, Packed out, int
   const bool exact = item_bytes(From) == 1 && source.scale == nullptr && From != Dtype::half_bytes;
   const Dtype between = Kind == Operand::bf16 && source.rounded == compute ? Dtype::fp32 : source.rounded;
   const int64_t depth = source.columns, group = depth / source.groups, item = item_bytes(From);
+  constexpr int64_t kNumbers = kWidth * (Kind == Operand::fp32 ? 1 : 2);
   for (int64_t r = 0; r < rows; r++) {
     uint32_t* to = out.words + r * out.stride;
     const void* from = source.row(r);
     Floats scale = all(1.0f);
     const auto numbers = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      Floats x;
       if constexpr (From == Dtype::half_bytes) {
-        return from_half_bytes(static_cast<const uint8_t*>(from) + k / 2, source.codes, count);
+        x = from_half_bytes(static_cast<const uint8_t*>(from) + k / 2, source.codes, count);
       } else {
-        return load_as(from, From, k, count);
+        x = load_as(from, From, k, count);
       }
-    };
-    const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
-      __builtin_prefetch(static_cast<const char*>(from) + k * item + kAheadBytes);
-      Floats x = numbers(k, count);
       if (source.scale != nullptr) x = x * scale;
       if (between != Dtype::fp32) x = rounded_to(x, between);
-      if constexpr (Kind == Operand::bf16) {
-        store(reinterpret_cast<uint16_t*>(to + k / 2), narrow(exact ? (Words)x >> 16 : bf16_words(x)));
+      return Kind == Operand::bf16 || compute == Dtype::fp32 ? x : rounded_to(x, compute);
+    };
+    // as many numbers as a vector of words holds
+    const auto pack = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      for (int64_t line = 0; line < kNumbers * item; line += 64) {
+        __builtin_prefetch(static_cast<const char*>(from) + k * item + kAheadBytes + line);
+      }
+      Floats x = numbers(k, count);
+      if constexpr (Kind == Operand::fp32) {
+        store(to + k, (Words)x);
       } else {
-        if (compute != Dtype::fp32) x = rounded_to(x, compute);
-        if constexpr (Kind == Operand::fp32) {
-          store(to + k, (Words)x);
+        Floats y = numbers(k + kWidth, count - kWidth);
+        if constexpr (Kind == Operand::bf16) {
+          store(to + k / 2, exact ? low_halves((Words)x >> 16, (Words)y >> 16) : low_halves(bf16_words(x), bf16_words(y)));
         } else {
           for (int64_t p = 0; p < pieces_of(Kind); p++) {
-            store(reinterpret_cast<uint16_t*>(to + p * out.piece + k / 2), narrow(take_piece(x)));
+            const Words low = take_piece(x), high = take_piece(y);
+            store(to + p * out.piece + k / 2, low_halves(low, high));
           }
         }
       }
@@ -67,9 +70,9 @@ void pack(const WeightRows& source, int64_t rows, Dtype compute, Packed out, int
     int64_t k = 0;
     for (int64_t g = 0; g < source.groups; g++) {
       if (source.scale != nullptr) scale = all(source.scale[r * source.groups + g]);
-      for (; k + kWidth <= (g + 1) * group; k += kWidth) pack(k, kWidth);
+      for (; k + kNumbers <= (g + 1) * group; k += kNumbers) pack(k, kNumbers);
     }
-    for (; k < words * per_word(Kind); k += kWidth) pack(k, depth - k);  // the source may end here
+    for (; k < words * per_word(Kind); k += kNumbers) pack(k, depth - k);  // the source may end here
   }
 }
 
@@ -128,7 +131,7 @@ void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64
     for (; j < columns; j += 2 * kWidth) {
       const Words a = load(upper + j / 2), b = load(upper + stride + j / 2);
       Words low, high;
-      interleave(even_columns(a, b), odd_columns(a, b), &low, &high);
+      interleave(a, b, &low, &high);
       store(out + j, low);
       store(out + j + kWidth, high);
     }

@@ -6,15 +6,24 @@ namespace {
 
 constexpr float kLowest = -3.4028234e38f;
 
-void to_logits(float* z, int64_t rows, const Transform& t, const Floats* factor) {
+// z of raw products, where they stand, if they are to be changed at all; and the maxima.
+template <bool Changed>
+void to_logits(float* z, int64_t rows, const Transform& t, const Floats* factor, Floats* max) {
   for (int64_t r = 0; r < rows; r++) {
     const Floats bias = all(t.bias == nullptr ? 0.0f : t.bias[r]);
     const Floats row_scale = all(t.row_scale == nullptr ? 1.0f : t.row_scale[r]);
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; j++) {
-      float* at = z + r * kLanes + kWidth * j;
-      Floats x = multiply_add(load(at), row_scale, bias);
-      if (t.softcap != 0.0f) x = tanh_of(x * all(t.scale / t.softcap)) * all(t.softcap);
-      store(at, x * factor[j]);
+      const int64_t at = r * kLanes + kWidth * j;
+      Floats x = load(z + at);
+      if constexpr (Changed) {
+        x = multiply_add(x, row_scale, bias);
+        if (t.softcap != 0.0f) x = tanh_of(x * all(t.scale / t.softcap)) * all(t.softcap);
+        x = x * factor[j];
+        if (t.most != nullptr) x = smaller(x, load(t.most + at));
+        store(z + at, x);
+      }
+      max[j] = larger(max[j], x);
     }
   }
 }
@@ -63,21 +72,14 @@ void dispatch(const float* z, int64_t rows, const Floats* max, const TileStatist
 
 void score_tile(float* z, int64_t rows, const Transform& t, const TileStatistics& out, Dtype dtype, void* kept) {
   Floats factor[kVectors], max[kVectors];
-  bool identity = t.row_scale == nullptr && t.bias == nullptr && t.softcap == 0.0f;
+  bool changed = t.row_scale != nullptr || t.bias != nullptr || t.softcap != 0.0f || t.most != nullptr;
   for (int j = 0; j < kVectors; j++) {
     factor[j] = load(t.inverse_temperature + kWidth * j);
     if (t.softcap == 0.0f) factor[j] = factor[j] * all(t.scale);
-    identity = identity && all_of(equal(factor[j], all(1.0f)));
+    changed = changed || !all_of(equal(factor[j], all(1.0f)));
     max[j] = all(kLowest);  // finite, so that a tile of -inf gives exponentials of 0
   }
-  if (!identity) to_logits(z, rows, t, factor);
-  if (t.most != nullptr) {
-    for (int64_t at = 0; at < rows * kLanes; at += kWidth) store(z + at, smaller(load(z + at), load(t.most + at)));
-  }
-  for (int64_t r = 0; r < rows; r++) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; j++) max[j] = larger(max[j], load(z + r * kLanes + kWidth * j));
-  }
+  changed ? to_logits<true>(z, rows, t, factor, max) : to_logits<false>(z, rows, t, factor, max);
   for (int j = 0; j < kVectors; j++) store(out.max + kWidth * j, max[j]);
   if (out.weighted == nullptr) {
     dispatch<false>(z, rows, max, out, dtype, kept);

@@ -137,9 +137,15 @@ inline Words compressed(uint32_t bits, Words x) {
   return (Words)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_cvtepu8_epi32(from));
 }
 
+inline Words low_halves(Words a, Words b) {
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  const __m256i in_lanes = _mm256_packus_epi32(_mm256_and_si256((__m256i)a, low), _mm256_and_si256((__m256i)b, low));
+  return (Words)_mm256_permute4x64_epi64(in_lanes, 0xd8);
+}
+
 inline void interleave(Words a, Words b, Words* low, Words* high) {
-  const __m256i even = _mm256_unpacklo_epi32((__m256i)a, (__m256i)b);
-  const __m256i odd = _mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
+  const __m256i even = _mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
+  const __m256i odd = _mm256_unpackhi_epi16((__m256i)a, (__m256i)b);
   *low = (Words)_mm256_permute2x128_si256(even, odd, 0x20);
   *high = (Words)_mm256_permute2x128_si256(even, odd, 0x31);
 }

@@ -101,12 +101,20 @@ inline Words compressed(uint32_t bits, Words x) {
   return (Words)_mm512_maskz_compress_epi32(static_cast<Mask>(bits), (__m512i)x);
 }
 
-// Lanes of a and b in turns: a0 b0 a1 b1 ...
+// The low halves of the words of a, then those of b.
+inline Words low_halves(Words a, Words b) {
+  alignas(64) static constexpr uint16_t kFrom[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                     32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  return (Words)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(kFrom), (__m512i)b);
+}
+
+// Halves of a and b in turns: a0 b0 a1 b1 ...
 inline void interleave(Words a, Words b, Words* low, Words* high) {
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i last = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  *low = (Words)_mm512_permutex2var_epi32((__m512i)a, first, (__m512i)b);
-  *high = (Words)_mm512_permutex2var_epi32((__m512i)a, last, (__m512i)b);
+  alignas(64) static constexpr uint16_t kFrom[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_load_si512(kFrom), last = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  *low = (Words)_mm512_permutex2var_epi16((__m512i)a, first, (__m512i)b);
+  *high = (Words)_mm512_permutex2var_epi16((__m512i)a, last, (__m512i)b);
 }
 
 // A 16 x 16 transposition.
