@@ -61,5 +61,7 @@ def composed(
             columns = torch.cat([x.b.to(wide) for x in adapters], dim=1)
     terms = [low_rank.to(compute)]
     if compute != wide:  # the rounded term carries the whole gradient
-        terms += [terms[0], (low_rank - terms[0]).detach().to(compute)]
-    return head._replace(weight=columns, base=weight, row_scale=scale), torch.cat([states, *terms], dim=-1)
+        # converted again, not the same tensor: then autograd adds their gradients in the wide dtype
+        terms += [low_rank.to(compute), (low_rank - terms[0]).detach().to(compute)]
+    head = head._replace(weight=columns, base=weight, row_scale=scale, terms=len(terms))
+    return head, torch.cat([states, *terms], dim=-1)

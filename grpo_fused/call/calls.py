@@ -76,6 +76,8 @@ class LMHead(NamedTuple):
     """[V, G] of the base, in the statistics dtype, see `QuantizedWeight`"""
     codes: Tensor | None = None
     """[16] of the base, in the statistics dtype: then its values are [V, B / 2]"""
+    terms: int = 1
+    """columns of the products for each column of `weight`: three where one would be rounded to a narrow dtype"""
 
     @property
     def base_width(self) -> int:
@@ -88,11 +90,6 @@ class LMHead(NamedTuple):
     def base_group(self) -> int:
         """Columns of the base that share a scale."""
         return self.base_width if self.group_scale is None else self.base_width // self.group_scale.shape[1]
-
-    @property
-    def terms(self) -> int:
-        """Columns of the products for each column of `weight`: three where one would be rounded to a narrow dtype."""
-        return 1 if self.base is None or self.compute_dtype == self.statistics_dtype else 3
 
     @property
     def width(self) -> int:

@@ -34,7 +34,7 @@ def test_a_frozen_weight_takes_smaller_tiles(arch, monkeypatch):
         assert head_configs.head_config(narrow, Transform(), extras, gradient=True) == table.gradient
         assert head_configs.head_config(wide, Transform(), extras) == head_configs.FP32_CONFIGS[arch].plain
     weight, base = torch.empty(4096, 16), torch.empty(4096, 896, dtype=torch.bfloat16)
-    head = LMHead(weight, compute_dtype=torch.bfloat16, base=base)
+    head = LMHead(weight, compute_dtype=torch.bfloat16, base=base, terms=3)
     assert triton._config(head) == table.plain
     assert triton._config(head._replace(weight=weight[:, :0])) == plain
     assert triton._config(head._replace(weight=weight[:, :0], row_scale=wide)) == table.plain
