@@ -38,7 +38,7 @@ BARE = "bare products of a frozen head"
 
 
 class Problem:
-    """Hidden states [N, H] and a head [V, H] in bf16 and int8, with an adapter in fp32, as peft makes it."""
+    """Hidden states [N, H] and a head [V, H] in bf16 and int8, with an adapter in fp32, as peft's models hold it."""
 
     def __init__(self, device: str) -> None:
         N, H, V = SHAPES[device]
@@ -57,6 +57,8 @@ class Problem:
         base = nn.Linear(H, V, bias=False, device="meta")
         base.weight = nn.Parameter(self.weight, requires_grad=False)
         self.layer = Linear(base, "default", config=LoraConfig(r=RANK, lora_alpha=RANK), r=RANK, lora_alpha=RANK)
+        for part in (self.layer.lora_A, self.layer.lora_B):  # a layer alone makes them in the dtype of its base
+            part.float()
         with torch.no_grad():
             self.layer.lora_B["default"].weight.normal_(std=0.01)
         a, b = self.layer.lora_A["default"].weight, self.layer.lora_B["default"].weight
