@@ -252,6 +252,28 @@ def test_objectives_and_divergences(name, scope):
         assert_close(gradients(out.loss, case.leaves), gradients(want.loss, leaves), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["plain", "int8"])
+@pytest.mark.parametrize("kind", ["divergence", "exact KL"])
+def test_a_narrow_head_beside_a_reference_in_float64(name, kind):
+    """Differences of logits are taken in fp64; the adapter has the terms of a bf16 product all the same."""
+    case, g = case_of(name, torch.bfloat16, of=torch.float32), torch.Generator().manual_seed(1)
+    other = torch.randn(B, T, H, dtype=torch.float64, generator=g), torch.randn(V, H, generator=g).double() / 8
+
+    def loss(hidden, weight, adapters):
+        if kind == "divergence":
+            return fused_linear_divergence(hidden, weight, *other, case.mask, lm_head_adapter=adapters).loss
+        return fused_linear_grpo_loss(
+            hidden, weight, case.ids, torch.ones(B, dtype=hidden.dtype), case.mask, lm_head_adapter=adapters,
+            ref_hidden_states=other[0], ref_lm_head_weight=other[1],
+            config=GRPOLossConfig(beta=0.1, kl_estimator="exact"),
+        ).loss  # fmt: skip
+
+    leaves, hidden, weight = case.exact()
+    found, want = loss(case.hidden, case.weight, case.adapters), loss(hidden, weight, ())
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+    assert_close(gradients(found, case.leaves), gradients(want, leaves), torch.bfloat16)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 def test_every_number_of_a_format(dtype, impl):
@@ -562,20 +584,27 @@ def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_of_native_hold_as_many_tokens_as_exponentials_fit(dtype):
     """Two products for each, of whole panels of 64 tokens; where none fits, a call is one part, with three."""
-    base, b = torch.empty(2**14, 64, dtype=dtype), torch.empty(2**14, 16)
-    head = LMHead(b, compute_dtype=dtype, base=base)
+    base, b = torch.empty(2**15, 64, dtype=dtype), torch.empty(2**15, 16)
+    head = LMHead(b, compute_dtype=dtype, base=base, terms=1 if dtype == torch.float32 else 3)
     engine, frozen = native.NativeEngine(), head._replace(weight=b[:, :0])
-    of_panel = 64 * 2**14 * dtype.itemsize
-    for panels in (1, 2, 5):
-        fixed = native._plan(head, 64 * panels, torch.empty(0), 2**40).fixed_bytes
-        budget = fixed + panels * of_panel + of_panel // 2
-        assert engine.chunk_rows(head, 1000, budget) == 64 * panels
-        cost = engine.cost(head, 1000, budget)
+    of_panel = 64 * 2**15 * dtype.itemsize
+    for panels in (2, 4, 8):
+        budget = round((panels + 0.5) * of_panel / native.STORED)
+        assert engine.chunk_rows(head, 1024, budget) == 64 * panels
+        cost = engine.cost(head, 1024, budget)
         assert cost.products == 2.0
         assert panels * of_panel < cost.scratch_bytes <= budget
-    assert engine.chunk_rows(head, 100, budget) == 100
+    assert engine.chunk_rows(head, 100, budget) == 512
+    assert engine.cost(head, 100, budget).products == 2.0
+    assert engine.chunk_rows(head, 1000, budget, of_weight=False) > 2**60, "then dH is summed and nothing stored"
     assert engine.chunk_rows(frozen, 1000, budget) > 2**60
     assert engine.cost(frozen, 1000, budget).products == 2.0
+    wide = head._replace(base=torch.empty(1, 2**15, dtype=dtype).expand(2**15, -1))
+    budget = native._plan(wide, 64, torch.empty(0), 2**40).fixed_bytes  # of which operands take more than their part
+    rows = engine.chunk_rows(wide, 1024, budget)
+    kept = [native._plan(wide, count, torch.empty(0), budget).kept_tokens for count in (rows, rows + 64)]
+    assert kept[0] == rows >= 64
+    assert kept[1] < rows + 64 < native.STORED * budget / of_panel * 64
     assert engine.chunk_rows(head, 1000, of_panel // 2) > 2**60
     assert engine.cost(head, 1000, of_panel // 2).products == 3.0
 
@@ -638,7 +667,7 @@ def test_parts_of_native(dtype, name, skips, monkeypatch):
 def test_factors_of_rows_multiply_states_in_the_dtype_of_the_gradient():
     """Of the adapter's columns alone. In bf16 each product of state and factor would be rounded."""
     states, factor, dlogits = torch.randn(9, H + 12).bfloat16(), torch.rand(9), torch.randn(9, V)
-    head = LMHead(torch.randn(V, 4), compute_dtype=torch.bfloat16, base=torch.randn(V, H).bfloat16())
+    head = LMHead(torch.randn(V, 4), compute_dtype=torch.bfloat16, base=torch.randn(V, H).bfloat16(), terms=3)
     tokens = Tokens(states, torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.bool), 1.0)
     sums = GradientSums(head, tokens, Needs(need_hidden=False, need_weight=True, need_bias=False), torch.float32)
     sums.add(torch.arange(9), states, dlogits, None, factor)

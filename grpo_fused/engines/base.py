@@ -33,7 +33,7 @@ def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
 def longest_chunk(count: int, chunk_rows: int) -> int:
     """Rows of the longest of `even_chunks`: a short last chunk would read the weight, and add to dW, for few rows."""
     size = -(-count // max(-(-count // chunk_rows), 1))
-    # of the tiles of a product, if that costs little balance
+    # whole tiles of a product, where chunks have several of them
     multiple = 128 if size >= 1024 else 64 if size >= 128 else 16
     return max(min(-(-size // multiple) * multiple, chunk_rows), 1)
 
@@ -234,11 +234,11 @@ class Work:
 class Engine(Protocol):
     """An implementation of the head. Its scores of a token do not depend on the other tokens of the call."""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
         """Rows that a chunk of `fused` holds at most: what fits the scratch budget.
 
-        All of `num_tokens`, if that is the default budget and they fit it with the fp32 sum of dW that one chunk does
-        not need.
+        `of_weight`: whether weight or bias has a gradient. All of `num_tokens`, if that is the default budget and they
+        fit it with the fp32 sum of dW that one chunk does not need.
         """
         ...
 

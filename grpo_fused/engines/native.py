@@ -10,6 +10,8 @@ stored. An adapter beside it has its gradient from stored exponentials, for part
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
-from grpo_fused.engines.base import Cost, Gradients, Tokens, Work
+from grpo_fused.engines.base import Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import product_dtype
 from grpo_fused.engines.rows import z_
@@ -33,6 +35,9 @@ SAMPLE, HEADROOM = 128, 48.0
 own z where that is higher. So a token's maximum may be 48 nats above that of the sample, and exponentials down to e-39
 of the largest are still normal numbers; dH of a token with a higher maximum is computed again. The sample takes 0.8 %
 of a product. It leaves the target out, as the sums do: what is left beside a confident one keeps its digits."""
+
+STORED = 5 / 8
+"""Of scratch, for exponentials of an adapted head: 128 tokens at V = 151936 in bf16."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,22 +56,27 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class NativeEngine:
     """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
         """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first.
 
-        With an adapter, as many tokens as exponentials are stored of: it costs a reading of the weight for each chunk,
-        where tokens beyond would cost a product.
+        With a gradient of an adapter, as many tokens as exponentials are stored of: that costs a reading of the weight
+        for each chunk, where tokens beyond would cost a product. If the threads' blocks fit beside `STORED` of scratch,
+        their number changes nothing.
         """
-        if head.base is None or head.weight.shape[1] == 0:
+        if head.base is None or head.weight.shape[1] == 0 or not of_weight:
             return _WHOLE_CALL
         nothing = head.weight.new_empty(0)
         budget = _budget(max_scratch_bytes, nothing)
         of_token = head.vocab_size * (2 if _product_dtype(head) == torch.bfloat16 else 4)
         panel = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).panel_tokens
-        rows = min(num_tokens, budget // of_token)
-        while rows > 0 and _plan(head, rows, nothing, budget).kept_tokens < rows:
-            rows = (rows - 1) // panel * panel
-        return rows or _WHOLE_CALL
+        stored = STORED * (SCRATCH_BYTES if max_scratch_bytes is None else max_scratch_bytes)
+
+        def too_many(panels: int) -> bool:
+            rows = longest_chunk(num_tokens, panels * panel)
+            return _plan(head, rows, nothing, budget).kept_tokens < rows
+
+        most = range(1, int(stored) // (of_token * panel) + 1)
+        return bisect_left(most, True, key=too_many) * panel or _WHOLE_CALL
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
@@ -81,7 +91,7 @@ class NativeEngine:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
         dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
         storage = _storage(head, head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape))
-        rows = min(num_tokens, self.chunk_rows(head, num_tokens, max_scratch_bytes))
+        rows = min(num_tokens, longest_chunk(num_tokens, self.chunk_rows(head, num_tokens, max_scratch_bytes)))
         plan = _plan(head, rows, storage, _budget(max_scratch_bytes, storage))
         sums_alone = head.base is not None and head.weight.shape[1] == 0
         products, spill = 3.0 if head.base is None else 2.0, 0 if sums_alone else plan.spill_bytes
@@ -109,11 +119,14 @@ class NativeEngine:
         storage = nothing if dweight is None else _storage(head, dweight)
         budget = _budget(work.max_scratch_bytes, storage)
         worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)
+        if work.known is not None:  # then parts would save nothing
+            work = replace(work, chunks=even_chunks(len(work.rows), _WHOLE_CALL))
+        by_sums = _by_sums(work, _plan(head, work.longest, storage, budget).kept_tokens >= work.longest)
+        sum_offset = _sum_offset(work) if by_sums and work.known is None else None
         for part, rows in work.parts():
             plan = _plan(head, len(rows), storage, budget)
             layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), storage)
             scored, sums = work.known is None or layout.kept_panels > 0, None
-            by_sums = _by_sums(work, plan.kept_tokens >= len(rows))
             stores = scored and (not by_sums or needs.need_weight or needs.need_bias)
             inputs = _inputs(work, rows)
             bytes_stored = plan.spill_bytes if stores else 0
@@ -121,7 +134,7 @@ class NativeEngine:
                 memory = head.weight.new_empty(bytes_stored, dtype=torch.uint8)
             spill = memory[:bytes_stored]
             if scored:
-                offset = _sum_offset(work, rows, inputs) if by_sums else None
+                offset = None if sum_offset is None else sum_offset[part]
                 table, offsets, sums = cpu_library.head_scores(
                     inputs, work.with_entropy, storage, spill, offset, plan.superblock
                 )
@@ -199,8 +212,9 @@ def _by_sums(work: Work, all_kept: bool) -> bool:
     return needs.need_hidden and work.only_logps and work.tokens.candidates is None and (alone or (frozen and all_kept))
 
 
-def _sum_offset(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tensor:
+def _sum_offset(work: Work) -> Tensor:
     """[R]: above the largest z of the sampled rows of the head, and above the target's own."""
+    inputs = _inputs(work, work.rows)
     sample, ids = work.head.every(SAMPLE), inputs.targets
     sampled = (ids >= 0) & (ids % SAMPLE == 0)
     of_sample = inputs._replace(
@@ -214,10 +228,10 @@ def _sum_offset(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Ten
     nothing = work.head.weight.new_empty(0), work.head.weight.new_empty(0, dtype=torch.uint8)
     (maxima, log_sums, logps, _), _, _ = cpu_library.head_scores(of_sample, False, *nothing)
     others = torch.where(sampled, maxima + log_sums + (-logps.expm1()).log(), maxima)
-    return torch.maximum(others + HEADROOM, _target_z(work, rows, inputs) + 1.0)
+    return torch.maximum(others + HEADROOM, _target_z(work, inputs) + 1.0)
 
 
-def _target_z(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tensor:
+def _target_z(work: Work, inputs: cpu_library.HeadInputs) -> Tensor:
     """[R]: z of the targets, to some digits; of any row where another rank has it."""
     head, ids = work.head, inputs.targets.clamp(min=0)
     z = torch.cat([
@@ -228,7 +242,7 @@ def _target_z(work: Work, rows: Tensor, inputs: cpu_library.HeadInputs) -> Tenso
         z *= inputs.row_scale[ids]
     if inputs.bias is not None:
         z += inputs.bias[ids]
-    return z_(z.unsqueeze(1), work.tokens.transform(head, rows)._replace(bias=None)).squeeze(1)
+    return z_(z.unsqueeze(1), work.tokens.transform(head, work.rows)._replace(bias=None)).squeeze(1)
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:

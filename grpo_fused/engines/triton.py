@@ -56,7 +56,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class TritonEngine:
     """See the module."""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
         """See `Engine.chunk_rows`: rows of dlogits, offsets, partial statistics and copies of hidden states."""
         row_bytes, widened = _row_bytes(head), _widened_bytes(head)
         most = (one_chunk_budget(head) - widened) // row_bytes if max_scratch_bytes is None else 0
@@ -81,7 +81,7 @@ class TritonEngine:
         head, tokens, rows = work.head, work.tokens, work.rows
         weight, extras = _weight(head)
         partials, _ = _statistics_bytes(head)
-        count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes)
+        count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes, _terms_bytes(head))
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
@@ -179,10 +179,12 @@ def _statistics_bytes(head: LMHead) -> tuple[int, int]:
 
 def _widened_bytes(head: LMHead) -> int:
     """Bytes of blocks of a frozen weight, for the gradient products, and of an adapter's terms, for the kernels."""
-    if head.base is None:
-        return 0
-    terms = head.vocab_size * (head.width - head.base_width) * head.compute_dtype.itemsize
-    return products.widened_bytes(head) + terms
+    return 0 if head.base is None else products.widened_bytes(head) + _terms_bytes(head)
+
+
+def _terms_bytes(head: LMHead) -> int:
+    columns = 0 if head.base is None else head.width - head.base_width
+    return head.vocab_size * columns * head.compute_dtype.itemsize
 
 
 def _row_bytes(head: LMHead) -> int:

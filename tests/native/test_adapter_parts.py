@@ -1,0 +1,64 @@
+"""The parts of a call in which `native` makes the gradient of an adapter: where they save a product, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fused import GRPOLossConfig, HeadAdapter, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.call.calls import LMHead
+from grpo_fused.engines import cpu_library, native
+
+pytestmark = pytest.mark.usefixtures("cpu_extension")
+
+N, H, V = 300, 32, 2000
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(32000, 640), (151936, 128), (256000, 64)])
+def test_the_number_of_threads_does_not_change_the_parts(vocab, rows, threads):
+    """The gradient of B is summed over them."""
+    base, b = torch.empty(1, 1024, dtype=torch.bfloat16).expand(vocab, -1), torch.empty(1, 16).expand(vocab, -1)
+    head = LMHead(b, compute_dtype=torch.bfloat16, base=base, terms=3)
+    for count in (1, 2, 8, 16):
+        threads(count)
+        assert native.NativeEngine().chunk_rows(head, 4096, None) == rows
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Of tokens with a gradient in each call of the library, and whether dH came from sums. They are short."""
+    found, real = [], cpu_library.head_gradient
+
+    def gradient(*args):
+        found.append((len(args[3]), args[10] is not None))
+        return real(*args)
+
+    monkeypatch.setattr(cpu_library, "head_gradient", gradient)
+    monkeypatch.setattr(native, "STORED", 130 * V * 4 / native.SCRATCH_BYTES)
+    return found
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_parts_of_a_loss(level, trained, parts):
+    """A sequence that fits no part: all is scored first. An adapter without a gradient stores nothing."""
+    hidden = torch.randn(2, N // 2, H, requires_grad=True)
+    adapter = HeadAdapter(torch.randn(4, H) / 8, torch.randn(V, 4).requires_grad_(trained))
+    fused_linear_grpo_loss(
+        hidden, torch.randn(V, H) / 8, torch.randint(V, (2, N // 2)), torch.tensor([1.0, -1.0]),
+        lm_head_adapter=adapter, impl="native", config=GRPOLossConfig(importance_sampling_level=level),
+    ).loss.backward()  # fmt: skip
+    assert parts == {
+        ("token", True): [(112, True), (112, True), (76, True)], ("sequence", True): [(N, False)],
+        ("token", False): [(N, True)], ("sequence", False): [(N, True)],
+    }[level, trained]  # fmt: skip
+
+
+def test_parts_of_known_scores(parts):
+    hidden, b = torch.randn(N, H, requires_grad=True), torch.randn(V, 4, requires_grad=True)
+    out = fused_linear_logprobs(
+        hidden, torch.randn(V, H) / 8, torch.randint(V, (N,)), impl="native",
+        lm_head_adapter=HeadAdapter(torch.randn(4, H) / 8, b),
+    )  # fmt: skip
+    out.logps.sum().backward()
+    assert parts == [(N, False)]
