@@ -22,6 +22,7 @@ from grpo_fused import (
     fused_linear_objective,
 )
 from grpo_fused.api import operators
+from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines import candidates, cpu_library, native, products
 from grpo_fused.engines.base import Tokens
@@ -674,3 +675,33 @@ def test_factors_of_rows_multiply_states_in_the_dtype_of_the_gradient():
     terms = states[:, H + 4 :].double().unflatten(1, (2, 4)).sum(1)
     want = (factor.double().unsqueeze(1) * dlogits.double()).T @ terms
     assert float((sums.result().weight.double() - want).norm() / want.norm()) < 1e-6
+
+
+def test_gradients_of_the_terms_of_a_state_are_added_in_the_wide_dtype():
+    """In bf16 their sum would be rounded once more."""
+    weight, hidden = torch.randn(V, H).bfloat16(), torch.randn(9, H).bfloat16()
+    adapter = HeadAdapter(torch.randn(4, H, requires_grad=True), torch.randn(V, 4), 0.7)
+    _, states = composed(LMHead(weight, compute_dtype=torch.bfloat16), weight, (adapter,), hidden, None)
+    upstream = torch.randn_like(states)
+    states.backward(upstream)
+    of_terms = upstream[:, H : H + 8].double().unflatten(1, (2, 4)).sum(1)
+    want = 0.7 * of_terms.T @ hidden.double()
+    assert float((adapter.a.grad.double() - want).norm() / want.norm()) < 1e-6
+
+
+def test_triton_scores_within_scratch_that_holds_the_terms():
+    pytest.importorskip("triton")
+    width, vocab, rank = 64, 4096, 64
+    adapter = HeadAdapter(torch.randn(rank, width), torch.randn(vocab, rank))
+    hidden, weight = torch.randn(8, width).bfloat16(), torch.randn(vocab, width).bfloat16()
+    terms = vocab * 3 * rank * 2
+
+    def score(budget):
+        ids = torch.zeros(8, dtype=torch.int64)
+        return fused_linear_logprobs(
+            hidden, weight, ids, lm_head_adapter=adapter, impl="triton", max_scratch_bytes=budget
+        )  # fmt: skip
+
+    assert score(terms + 2**20).logps.isfinite().all()
+    with pytest.raises(ValueError, match="too small"):
+        score(terms)
