@@ -633,13 +633,13 @@ def test_hooks_of_an_adapter_are_called_where_rows_could_be_added_to_a_gradient(
 def test_parts_of_native(dtype, name, skips, monkeypatch):
     """Parts of one, two or three panels, of which the last is short: gradients of one part, in two products."""
     g = torch.Generator().manual_seed(3)
-    case = case_of(name, dtype, vocab=900)._replace(
-        hidden=torch.randn(330, 1, H, generator=g).to(dtype).requires_grad_()
-    )
+    hidden = torch.randn(330, 1, H, generator=g)
+    hidden[300:] *= 12  # logits far above the offsets of other tokens
+    case = case_of(name, dtype, vocab=900)._replace(hidden=hidden.to(dtype).requires_grad_())
     ids, old, advantages = torch.randint(900, (330, 1), generator=g), None, torch.rand(330, generator=g)
     if skips:  # all ratios but each seventh are far above 1, in the last parts all of them
         at = torch.arange(330).unsqueeze(1)
-        old = torch.where((at % 7 > 0) | (at >= 256), -20.0, 0.0)
+        old = torch.where((at % 7 > 0) | (at >= 256), -120.0, 0.0)
 
     def run(rows, budget=None):
         monkeypatch.setattr(native.NativeEngine, "chunk_rows", lambda *_: rows)

@@ -8,6 +8,7 @@ import torch
 from grpo_fused import GRPOLossConfig, HeadAdapter, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, native
+from grpo_fused.engines.base import longest_chunk
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 
@@ -22,6 +23,21 @@ def test_the_number_of_threads_does_not_change_the_parts(vocab, rows, threads):
     for count in (1, 2, 8, 16):
         threads(count)
         assert native.NativeEngine().chunk_rows(head, 4096, None) == rows
+
+
+def test_the_parts_that_are_made_fit(threads):
+    """They share the tokens evenly, and shorter ones may store fewer tokens: their blocks are more at a time."""
+    threads(8)
+    base, b = torch.empty(1, 64, dtype=torch.bfloat16).expand(8000, -1), torch.empty(1, 256).expand(8000, -1)
+    head, nothing = LMHead(b, compute_dtype=torch.bfloat16, base=base, terms=3), torch.empty(0)
+    budget = native._budget(None, nothing)
+    assert native._plan(head, 1792, nothing, budget).kept_tokens == 1792, "which would be two parts of 1536"
+    assert native._plan(head, 1536, nothing, budget).kept_tokens < 1536
+    engine = native.NativeEngine()
+    rows = longest_chunk(3000, engine.chunk_rows(head, 3000, None))
+    plan, cost = native._plan(head, rows, nothing, budget), engine.cost(head, 3000, None)
+    assert plan.kept_tokens == rows
+    assert (cost.products, cost.scratch_bytes) == (2.0, plan.fixed_bytes + plan.spill_bytes)
 
 
 @pytest.fixture
@@ -54,8 +70,11 @@ def test_parts_of_a_loss(level, trained, parts):
         assert parts == ([(112, True), (112, True), (76, True)] if level == "token" else [(N, False)])
 
 
-def test_parts_of_known_scores(parts):
-    hidden, b = torch.randn(N, H, requires_grad=True), torch.randn(V, 4, requires_grad=True)
+@pytest.mark.parametrize("trained", [True, False], ids=["adapter", "nothing"])
+def test_parts_of_known_scores(trained, parts, monkeypatch):
+    """One, and nothing is sampled for sums."""
+    monkeypatch.delattr(native, "_sum_offset")
+    hidden, b = torch.randn(N, H, requires_grad=True), torch.randn(V, 4, requires_grad=trained)
     out = fused_linear_logprobs(
         hidden, torch.randn(V, H) / 8, torch.randint(V, (N,)), impl="native",
         lm_head_adapter=HeadAdapter(torch.randn(4, H) / 8, b),
