@@ -322,8 +322,7 @@ def _of_all_ranks(scores: Statistics, ranks: TokenParallel | None) -> tuple[Tens
 
 
 def _chunk_rows(engine: Engine, work: Work) -> int:
-    of_weight = work.needs.need_weight or work.needs.need_bias
-    rows = engine.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes, of_weight)
+    rows = engine.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes)
     return rows if work.tokens.vocab is None else work.tokens.vocab.smallest(rows)
 
 

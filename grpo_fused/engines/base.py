@@ -234,11 +234,11 @@ class Work:
 class Engine(Protocol):
     """An implementation of the head. Its scores of a token do not depend on the other tokens of the call."""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """Rows that a chunk of `fused` holds at most: what fits the scratch budget.
 
-        `of_weight`: whether weight or bias has a gradient. All of `num_tokens`, if that is the default budget and they
-        fit it with the fp32 sum of dW that one chunk does not need.
+        All of `num_tokens`, if that is the default budget and they fit it with the fp32 sum of dW that one chunk does
+        not need. `MANY` of them without a dW.
         """
         ...
 

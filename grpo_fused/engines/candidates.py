@@ -36,9 +36,9 @@ class CandidateEngine:
     most: int
     """tokens of a set that is not too large"""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
-        return self.whole.chunk_rows(head, num_tokens, max_scratch_bytes, of_weight) if self.any_whole else MANY
+        return self.whole.chunk_rows(head, num_tokens, max_scratch_bytes) if self.any_whole else MANY
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`."""

@@ -101,7 +101,7 @@ class ChunkedEngine:
     def __init__(self, rows: RowWorkOf = row_work, heads: int = 1) -> None:
         self._rows, self._heads = rows, heads
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`."""
         return self._plan(head, num_tokens, max_scratch_bytes).chunk_rows
 

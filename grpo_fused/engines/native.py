@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
-from grpo_fused.engines.base import Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
+from grpo_fused.engines.base import MANY, Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import product_dtype
 from grpo_fused.engines.rows import z_
@@ -41,8 +41,6 @@ STORED = 5 / 8
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_WHOLE_CALL = 2**62
-
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the engine cannot run on `device` in the compute dtype `dtype`, or None if it can."""
@@ -56,15 +54,15 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class NativeEngine:
     """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first.
 
-        With a gradient of an adapter, as many tokens as exponentials are stored of: that costs a reading of the weight
-        for each chunk, where tokens beyond would cost a product. If the threads' blocks fit beside `STORED` of scratch,
-        their number changes nothing.
+        With a gradient of an adapter, as many tokens as exponentials are stored of: each chunk reads the weight again,
+        but tokens beyond would cost a product. Slices of a vocabulary are not cut. If the threads' blocks fit beside
+        `STORED` of scratch, the number of threads changes nothing.
         """
-        if head.base is None or head.weight.shape[1] == 0 or not of_weight:
-            return _WHOLE_CALL
+        if head.base is None or head.weight.shape[1] == 0 or num_tokens == MANY:
+            return MANY
         nothing = head.weight.new_empty(0)
         budget = _budget(max_scratch_bytes, nothing)
         of_token = head.vocab_size * (2 if _product_dtype(head) == torch.bfloat16 else 4)
@@ -76,7 +74,7 @@ class NativeEngine:
             return _plan(head, rows, nothing, budget).kept_tokens < rows
 
         most = range(1, int(stored) // (of_token * panel) + 1)
-        return bisect_left(most, True, key=too_many) * panel or _WHOLE_CALL
+        return bisect_left(most, True, key=too_many) * panel or MANY
 
     def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
         """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
@@ -120,9 +118,9 @@ class NativeEngine:
         budget = _budget(work.max_scratch_bytes, storage)
         worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)
         if work.known is not None:  # then parts would save nothing
-            work = replace(work, chunks=even_chunks(len(work.rows), _WHOLE_CALL))
+            work = replace(work, chunks=even_chunks(len(work.rows), MANY))
         by_sums = _by_sums(work, _plan(head, work.longest, storage, budget).kept_tokens >= work.longest)
-        sum_offset = _sum_offset(work) if by_sums and work.known is None else None
+        sum_offset = _sum_offset(work) if by_sums else None
         for part, rows in work.parts():
             plan = _plan(head, len(rows), storage, budget)
             layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), storage)
@@ -207,9 +205,11 @@ def _by_sums(work: Work, all_kept: bool) -> bool:
 
     Clipped rows are summed in vain. With dW of a head it would save no product, only reading the weight a second time.
     """
+    if work.known is not None or work.tokens.candidates is not None or not work.only_logps:
+        return False
     needs, frozen = work.needs, work.head.base is not None
     alone = not needs.need_weight and not needs.need_bias
-    return needs.need_hidden and work.only_logps and work.tokens.candidates is None and (alone or (frozen and all_kept))
+    return needs.need_hidden and (alone or (frozen and all_kept))
 
 
 def _sum_offset(work: Work) -> Tensor:

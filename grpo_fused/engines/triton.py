@@ -56,7 +56,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 class TritonEngine:
     """See the module."""
 
-    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, of_weight: bool = True) -> int:
+    def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: rows of dlogits, offsets, partial statistics and copies of hidden states."""
         row_bytes, widened = _row_bytes(head), _widened_bytes(head)
         most = (one_chunk_budget(head) - widened) // row_bytes if max_scratch_bytes is None else 0
