@@ -25,7 +25,7 @@ from grpo_fused.api import operators
 from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, Needs
 from grpo_fused.engines import candidates, cpu_library, native, products
-from grpo_fused.engines.base import MANY, Tokens
+from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.heads.check import inputs_of
 from grpo_fused.heads.form import HeadForm
@@ -579,35 +579,6 @@ def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
     assert budget is None or cost.scratch_bytes <= budget
     _, peak = memory._cpu_peaks(call)
     assert peak <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)
-
-
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_of_native_hold_as_many_tokens_as_exponentials_fit(dtype):
-    """Two products for each, of whole panels of 64 tokens; where none fits, a call is one part, with three."""
-    base, b = torch.empty(2**15, 64, dtype=dtype), torch.empty(2**15, 16)
-    head = LMHead(b, compute_dtype=dtype, base=base, terms=1 if dtype == torch.float32 else 3)
-    engine, frozen = native.NativeEngine(), head._replace(weight=b[:, :0])
-    of_panel = 64 * 2**15 * dtype.itemsize
-    for panels in (2, 4, 8):
-        budget = round((panels + 0.5) * of_panel / native.STORED)
-        assert engine.chunk_rows(head, 1024, budget) == 64 * panels
-        cost = engine.cost(head, 1024, budget)
-        assert cost.products == 2.0
-        assert panels * of_panel < cost.scratch_bytes <= budget
-    assert engine.chunk_rows(head, 100, budget) == 512
-    assert engine.cost(head, 100, budget).products == 2.0
-    assert engine.chunk_rows(head, MANY, budget) == MANY, "without dW dH is summed and nothing stored"
-    assert engine.chunk_rows(frozen, 1000, budget) > 2**60
-    assert engine.cost(frozen, 1000, budget).products == 2.0
-    wide = head._replace(base=torch.empty(1, 2**15, dtype=dtype).expand(2**15, -1))
-    budget = native._plan(wide, 64, torch.empty(0), 2**40).fixed_bytes  # of which operands take more than their part
-    rows = engine.chunk_rows(wide, 1024, budget)
-    kept = [native._plan(wide, count, torch.empty(0), budget).kept_tokens for count in (rows, rows + 64)]
-    assert kept[0] == rows >= 64
-    assert kept[1] < rows + 64 < native.STORED * budget / of_panel * 64
-    assert engine.chunk_rows(head, 1000, of_panel // 2) > 2**60
-    assert engine.cost(head, 1000, of_panel // 2).products == 3.0
 
 
 def test_hooks_of_an_adapter_are_called_where_rows_could_be_added_to_a_gradient():

@@ -8,11 +8,39 @@ import torch
 from grpo_fused import GRPOLossConfig, HeadAdapter, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, native
-from grpo_fused.engines.base import longest_chunk
+from grpo_fused.engines.base import MANY, longest_chunk
 
 pytestmark = pytest.mark.usefixtures("cpu_extension")
 
 N, H, V = 300, 32, 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_hold_as_many_tokens_as_exponentials_fit(dtype):
+    """Two products for each, of whole panels of 64 tokens; where none fits, a call is one part, with three."""
+    base, b = torch.empty(2**15, 64, dtype=dtype), torch.empty(2**15, 16)
+    head = LMHead(b, compute_dtype=dtype, base=base, terms=1 if dtype == torch.float32 else 3)
+    engine, frozen = native.NativeEngine(), head._replace(weight=b[:, :0])
+    of_panel = 64 * 2**15 * dtype.itemsize
+    for panels in (2, 4, 8):
+        budget = round((panels + 0.5) * of_panel / native.STORED)
+        assert engine.chunk_rows(head, 1024, budget) == 64 * panels
+        cost = engine.cost(head, 1024, budget)
+        assert cost.products == 2.0
+        assert panels * of_panel < cost.scratch_bytes <= budget
+    assert engine.chunk_rows(head, 100, budget) == 512
+    assert engine.cost(head, 100, budget).products == 2.0
+    assert engine.chunk_rows(head, MANY, budget) == MANY, "without dW dH is summed and nothing stored"
+    assert engine.chunk_rows(frozen, 1000, budget) == MANY
+    assert engine.cost(frozen, 1000, budget).products == 2.0
+    wide = head._replace(base=torch.empty(1, 2**15, dtype=dtype).expand(2**15, -1))
+    budget = native._plan(wide, 64, torch.empty(0), 2**40).fixed_bytes  # of which operands take more than their part
+    rows = engine.chunk_rows(wide, 1024, budget)
+    kept = [native._plan(wide, count, torch.empty(0), budget).kept_tokens for count in (rows, rows + 64)]
+    assert kept[0] == rows >= 64
+    assert kept[1] < rows + 64 < native.STORED * budget / of_panel * 64
+    assert engine.chunk_rows(head, 1000, of_panel // 2) == MANY
+    assert engine.cost(head, 1000, of_panel // 2).products == 3.0
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(32000, 640), (151936, 128), (256000, 64)])
