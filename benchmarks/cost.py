@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
+from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, even_chunks
 from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 from grpo_fused.tools import predictions
@@ -235,7 +236,10 @@ def chunks_of(engine: str, shape: Shape) -> list[int]:
     if engine == "bare":
         return [shape.tokens]
     head = predictions.Shape(shape.tokens, shape.H, shape.V, torch.bfloat16).head(torch.device("cpu"))
-    with mock.patch.dict(DEFAULT_SCRATCH_BYTES, cpu=DEFAULT_SCRATCH_BYTES["cuda"]):  # the head is one of a CPU
+    with (  # the head is one of a CPU, perhaps of one without bf16
+        mock.patch.dict(DEFAULT_SCRATCH_BYTES, cpu=DEFAULT_SCRATCH_BYTES["cuda"]),
+        mock.patch.object(products, "has_products_in", return_value=True),
+    ):
         rows = engines.engine(engine).chunk_rows(head, shape.tokens, None)
     return [chunk.stop - chunk.start for chunk in even_chunks(shape.tokens, rows)]
 

@@ -252,11 +252,10 @@ def test_wrong_sums_are_refused(changes, message):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products_are_those_of_float64(dtype, isa):
     """Odd sizes and gaps between rows; a token's are bitwise the same in any batch."""
+    cpu_library.use_isa(isa)
     try:
-        cpu_library.use_isa(isa)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    try:
+        if cpu_library.missing():
+            pytest.skip(cpu_library.missing())
         for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
             hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
             out = torch.full((n, v + 2), 7.0)
