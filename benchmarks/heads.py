@@ -4,7 +4,8 @@
 
 GRPO's loss, forward and backward, with a bf16 head that is frozen, one with LoRA of rank 16, and both on int8 and NF4
 (groups of 64). peft's layer makes all logits, in chunks of tokens, since they would not fit otherwise. Gradients of A
-are compared before anything is timed. The bare products are those of a frozen head, two.
+are compared before anything is timed. The bare products are those of a frozen head, two. On a CPU without bf16 these
+and peft's layer take fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.results import Device, Run, where
 from benchmarks.study import Section, main
 from benchmarks.tables import calls_grid
-from benchmarks.timing import MIB, times_by_round, with_ratios
+from benchmarks.timing import MIB, bare_dtype, times_by_round, with_ratios
 from grpo_fused import HeadAdapter, QuantizedWeight, fused_linear_grpo_loss
 
 SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
@@ -54,8 +55,9 @@ class Problem:
             ),
         }
         self.weight = weight.to(device, torch.bfloat16)
+        self.library_weight = self.weight.to(bare_dtype(torch.bfloat16, device))
         base = nn.Linear(H, V, bias=False, device="meta")
-        base.weight = nn.Parameter(self.weight, requires_grad=False)
+        base.weight = nn.Parameter(self.library_weight, requires_grad=False)
         self.layer = Linear(base, "default", config=LoraConfig(r=RANK, lora_alpha=RANK), r=RANK, lora_alpha=RANK)
         for part in (self.layer.lora_A, self.layer.lora_B):  # a layer alone makes them in the dtype of its base
             part.float()
@@ -80,7 +82,7 @@ class Problem:
         for row, ids, advantage in zip(self.hidden, self.ids, self.advantages, strict=True):
             for start in range(0, LENGTH, CHUNK):
                 part = slice(start, start + CHUNK)
-                log_p = self.layer(row[part]).float().log_softmax(1)
+                log_p = self.layer(row[part].to(self.library_weight.dtype)).float().log_softmax(1)
                 logps = log_p.gather(1, ids[part].unsqueeze(1))
                 loss = -(advantage * (logps - logps.detach()).exp()).sum() / self.ids.numel()
                 loss.backward()
@@ -90,8 +92,8 @@ class Problem:
     def bare(self) -> None:
         """hidden @ weight^T and dlogits @ weight."""
         with torch.no_grad():
-            logits = self.hidden.flatten(0, 1) @ self.weight.T
-            logits @ self.weight
+            logits = self.hidden.flatten(0, 1).to(self.library_weight.dtype) @ self.library_weight.T
+            logits @ self.library_weight
 
     def _backward(self, loss: Tensor) -> Tensor:
         if loss.requires_grad:

@@ -138,6 +138,15 @@ def test_memory_on_a_gpu_is_counted_in_this_process(monkeypatch):
     assert failed == {"failed": "ZeroDivisionError: division by zero"}
 
 
+@pytest.mark.parametrize("has_products", [True, False])
+def test_bare_products_are_those_that_a_cpu_has(has_products, monkeypatch):
+    """bf16 without instructions for it is no measure: with AVX2 it takes a hundred times as long as fp32."""
+    monkeypatch.setattr("benchmarks.timing.has_products_in", lambda *_: has_products)
+    calls = bare_gemms(6, 4, 10, torch.bfloat16, "cpu")
+    want = torch.bfloat16 if has_products else torch.float32
+    assert [x.dtype for x in (calls["bare-1"](), *calls["bare-3"]())] == [want] * 4
+
+
 def test_bare_products_have_the_shapes_of_a_head():
     calls = bare_gemms(6, 4, 10, torch.float32, "cpu")
     assert calls["bare-1"]().shape == (6, 10)
