@@ -138,12 +138,15 @@ def test_gradients_that_are_not_needed_are_not_computed(impl):
 
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_scoring_is_one_product(impl):
+    """One more makes dlogp/dh, in the same pass."""
     case = dense()
     head, run, tokens = prepared(case)
     call = LogprobsCall(case.hidden_states, head, case.completion_ids, None, Candidates(), True, run)
-    with torch.no_grad(), CostRecorder() as recorded:
-        run_logprobs(engines.engine(impl), tokens, call)
-    assert recorded.products(N, H, V) == 1
+    sampled = -(-V // native.SAMPLE) / V if impl == "native" else 0
+    for with_dhidden, products in ((False, 1), (True, 2 + sampled)):
+        with torch.no_grad(), CostRecorder() as recorded:
+            run_logprobs(engines.engine(impl), tokens, call._replace(with_dhidden=with_dhidden))
+        assert recorded.products(N, H, V) == products
 
 
 def test_reference_holds_all_logits():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers import PRECISION, frobenius_error, make_case
 
-from grpo_fused import fused_linear_logprobs, selective_logprobs
+from grpo_fused import CandidateSets, engines, fused_linear_logprobs, selective_logprobs
+from grpo_fused.api import operators
 
 ENGINES = ["chunked", "native", "triton"]
 
@@ -17,11 +18,11 @@ def objective(out, weights):
     return loss if out.entropies is None else loss + (out.entropies * weights[1]).sum()
 
 
-def head_gradients(case, impl, mask, **options):
+def head_gradients(case, impl, mask, frozen=False, **options):
     hidden = case.hidden_states.detach().requires_grad_()
-    weight = case.lm_head_weight.detach().requires_grad_()
+    weight = case.lm_head_weight.detach().requires_grad_(not frozen)
     bias = options.pop("lm_head_bias", None)
-    bias = None if bias is None else bias.detach().requires_grad_()
+    bias = None if bias is None else bias.detach().requires_grad_(not frozen)
     out = fused_linear_logprobs(hidden, weight, case.completion_ids, mask, lm_head_bias=bias, impl=impl, **options)
     weights = torch.randn(2, *out.logps.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     objective(out, weights).backward()
@@ -29,6 +30,7 @@ def head_gradients(case, impl, mask, **options):
 
 
 @pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -44,15 +46,17 @@ def head_gradients(case, impl, mask, **options):
     ],
     ids=lambda options: "+".join(options) or "plain",
 )
-def test_linear_matches_reference(options, with_entropy, impl):
+def test_linear_matches_reference(options, with_entropy, frozen, impl):
     dtype, tol = PRECISION[impl]
     case = make_case(0).to(dtype)
     mask = case.completion_mask
     if impl != "chunked" and "max_scratch_bytes" in options:
         options = {"max_scratch_bytes": 1500}
-    got = head_gradients(case, impl, mask, with_entropy=with_entropy, **options)
+    got = head_gradients(case, impl, mask, frozen, with_entropy=with_entropy, **options)
     reference_options = {k: v for k, v in options.items() if k not in ("max_scratch_bytes", "compact")}
-    want = head_gradients(case.to(torch.float64), "reference", mask, with_entropy=with_entropy, **reference_options)
+    want = head_gradients(
+        case.to(torch.float64), "reference", mask, frozen, with_entropy=with_entropy, **reference_options
+    )  # fmt: skip
     torch.testing.assert_close(got[0].logps, want[0].logps, rtol=tol, atol=tol, check_dtype=False)
     assert (got[0].entropies is None) == (not with_entropy)
     if with_entropy:
@@ -86,6 +90,48 @@ def test_gradcheck():
 
     hidden, weight = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
     assert torch.autograd.gradcheck(scores, (hidden, weight))
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_a_frozen_head_takes_two_products(impl, monkeypatch):
+    """dlogp/dh is made with the log-probs; an entropy's gradient takes two more; without gradients there is one."""
+    case = make_case(2).to(PRECISION[impl].dtype)
+    hidden, inputs = case.hidden_states.requires_grad_(), (case.lm_head_weight, case.completion_ids)
+    out = fused_linear_logprobs(hidden, *inputs, with_entropy=True, impl=impl)
+    with monkeypatch.context() as patch:
+        patch.delattr(operators, "linear_logprobs_gradient")
+        out.logps.sum().backward(retain_graph=True)
+        with pytest.raises(AttributeError):
+            out.entropies.sum().backward()
+        sets = CandidateSets(torch.arange(28), torch.arange(29))
+        for trained in ({"alternatives": sets}, {"lm_head_bias": torch.zeros(29, dtype=hidden.dtype).requires_grad_()}):
+            with pytest.raises(AttributeError):
+                fused_linear_logprobs(hidden, *inputs, impl=impl, **trained).logps.sum().backward()
+    monkeypatch.delattr(type(engines.engine(impl)), "fused")
+    with torch.no_grad():
+        assert torch.equal(fused_linear_logprobs(hidden, *inputs, impl=impl).logps, out.logps)
+    fused_linear_logprobs(hidden.detach(), *inputs, impl=impl)
+    with pytest.raises(AttributeError):
+        fused_linear_logprobs(hidden, *inputs, impl=impl)
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("impl", ENGINES)
+def test_products_of_a_frozen_head_that_are_not_finite(impl, compact):
+    """A token without a coefficient has a gradient of 0, whatever its hidden states; so has a masked one, for any."""
+    case = make_case(4).to(PRECISION[impl].dtype)
+    hidden, weights = case.hidden_states.clone(), torch.ones(case.completion_ids.shape)
+    mask = torch.ones_like(case.completion_ids, dtype=torch.bool)
+    hidden[0, 1], weights[0, 1] = torch.finfo(hidden.dtype).max, 0.0
+    mask[1, 2], weights[1, 2] = False, torch.nan
+    hidden.requires_grad_()
+    inputs = case.lm_head_weight, case.completion_ids, mask
+    fused_linear_logprobs(hidden, *inputs, impl=impl, compact=compact).logps.backward(weights.to(hidden.dtype))
+    none = torch.zeros_like(mask)
+    none[0, 1] = none[1, 2] = True
+    assert hidden.grad[none].eq(0).all()
+    assert hidden.grad.isfinite().all()
+    assert hidden.grad[~none].abs().amax(-1).min() > 0
 
 
 def test_only_one_result_is_used():

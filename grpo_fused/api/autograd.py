@@ -28,6 +28,7 @@ from grpo_fused.call.calls import (
     tensors_of,
     with_tensors,
 )
+from grpo_fused.call.layout import active_tokens
 from grpo_fused.objective.custom import Objective
 
 
@@ -123,7 +124,10 @@ class LinearLoss(torch.autograd.Function):
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """(logps, entropies, alternative_logps); the backward recomputes the logits of rows that have a coefficient."""
+    """(logps, entropies, alternative_logps); the backward recomputes the logits of rows that have a coefficient.
+
+    Where dlogp/dh was made in the forward pass, the backward scales it, and recomputes logits for entropies alone.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
@@ -141,7 +145,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None, dalternatives: Tensor | None) -> Any:
-        logps, entropies, maxima, log_sums, alternative_logps, *tensors = ctx.saved_tensors
+        logps, entropies, maxima, log_sums, alternative_logps, dhidden, *tensors = ctx.saved_tensors
         call: LogprobsCall = attach(ctx.call, tensors)
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
             entropies, dentropies = None, None
@@ -149,14 +153,23 @@ class LinearLogprobs(torch.autograd.Function):
             alternative_logps, dalternatives = None, None
         if dlogps is None and dentropies is None and dalternatives is None:
             return None, None, None, None
-        scores = Scores(logps, entropies, maxima, log_sums, alternative_logps)
+        of_logps: Tensor | None = None
+        if call.with_dhidden and dlogps is not None:
+            has = active_tokens(call.mask, call.token_ids) & (dlogps != 0)  # other coefficients and products may be NaN
+            of_logps, dlogps = torch.where(has.unsqueeze(-1), dhidden * dlogps.unsqueeze(-1), 0.0), None
+            if dentropies is None:
+                return of_logps.to(call.hidden_states.dtype), None, None, None
         needs = Needs(*ctx.needs_input_grad[:3])
-        gradient_call = LogprobsGradientCall(call, *scores, dlogps, dentropies, dalternatives, needs)
+        gradient_call = LogprobsGradientCall(
+            call, logps, entropies, maxima, log_sums, alternative_logps, dlogps, dentropies, dalternatives, needs
+        )
         add_to = _grad_to_add_to(ctx, dlogps, dentropies, dalternatives) if needs.need_weight else None
         if add_to is None:
-            gradients = operators.linear_logprobs_gradient(*flat(gradient_call))
+            gradients = operators.HeadGradients(*operators.linear_logprobs_gradient(*flat(gradient_call)))
         else:
             gradients, needs = operators.logprobs_gradient(gradient_call, add_to), needs._replace(need_weight=False)
+        if of_logps is not None:
+            gradients = gradients._replace(dhidden=gradients.dhidden + of_logps)
         return (
             *(
                 gradient.to(x.dtype) if need and x is not None else None

@@ -171,7 +171,9 @@ def fused_linear_logprobs(
 
         logp_t = z_{t,y_t} - log sum_j exp z_tj,   z = softcap_c(logit_scale * (h W^T + b)) / temperature
 
-    Differentiable in both results, so that any objective can use it: DPO, KTO, RLOO, or a custom one.
+    Differentiable in both results, so that any objective can use it: DPO, KTO, RLOO, or a custom one. Where hidden
+    states alone have a gradient (a frozen head), dlogp/dh `[N, H]` is made in the forward pass: two head products in
+    all, and two more for a gradient of entropies. Under `torch.no_grad()` there is one.
 
     Args:
         hidden_states: `[B, T, H]` or packed `[N, H]`: the state that *predicts* each token.
@@ -207,7 +209,9 @@ def fused_linear_logprobs(
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_alternatives(alternatives, None, token_ids, ())
         others = Alternatives.of(alternatives)
-        call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others)
+        needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
+        alone = needs == (True, False, False) and alternatives is None
+        call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others, alone)
         check.check_devices(call)
 
     if run.engine == "reference":

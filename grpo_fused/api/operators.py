@@ -165,21 +165,24 @@ def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
 
 @_operator(LogprobsCall, Scores)
 def linear_logprobs(*values: Any) -> Scores:
-    """Log-probs and entropies from hidden states and head, and other statistics that the gradient needs."""
+    """Log-probs and entropies from hidden states and head, and what the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
     with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
-        scores, alternative_logps = run_logprobs(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
-    shape = call.token_ids.shape
+        scores, others, dhidden = run_logprobs(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
+    shape, hidden = call.token_ids.shape, call.hidden_states
     entropies = _shaped(scores.entropy, shape, scores.logp)
-    return Scores(scores.logp.view(shape), entropies, scores.max, scores.log_sum, alternative_logps)
+    dhidden = _shaped(dhidden, hidden.shape, hidden)
+    return Scores(scores.logp.view(shape), entropies, scores.max, scores.log_sum, others, dhidden)
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
 def _(call: LogprobsCall) -> Scores:
     like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
     row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.alternative_ids
-    alternative_logps = _nothing(like) if ids is None else like.new_empty(ids.shape)
-    return Scores(*_fake_scores(like, call.token_ids, call.with_entropy), row, torch.empty_like(row), alternative_logps)
+    others = _nothing(like) if ids is None else like.new_empty(ids.shape)
+    dhidden = _fake_gradients(call, Needs(call.with_dhidden, False, False)).dhidden
+    scores = _fake_scores(like, call.token_ids, call.with_entropy)
+    return Scores(*scores, row, torch.empty_like(row), others, dhidden)
 
 
 @_operator(LogprobsGradientCall, HeadGradients)

@@ -26,6 +26,7 @@ from grpo_fused.call.calls import (
     LogprobsCall,
     LogprobsGradientCall,
     LossCall,
+    Needs,
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
@@ -219,17 +220,27 @@ def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
 
 def run_logprobs(
     engine: Engine, tokens: Tokens, call: LogprobsCall, alternatives: Alternatives | None = None
-) -> tuple[Statistics, Tensor]:
-    """Scores of all N positions and log-probs of all alternatives, 0 where masked."""
+) -> tuple[Statistics, Tensor, Tensor | None]:
+    """Scores of all N positions, log-probs of all alternatives and, if requested, dlogp/dh [N, H]; 0 where masked."""
     head, run = _head(call), call.run
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     rows = tokens.undecided.nonzero().squeeze(1) if run.compact else _everything(tokens)
     candidate_z = None if alternatives is None else alternatives.candidate_z
-    _score(engine, Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z), scores)
+    work = Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z)
+    if call.with_dhidden:
+        work = replace(work, needs=Needs(True, False, False), only_logps=True)
+        statistics, gradients = engine.fused(replace(
+            work, chunks=even_chunks(len(rows), _chunk_rows(engine, work)),
+            coefficients=lambda part, stats: Coefficients(stats, torch.ones_like(stats.logp), None),
+        ))  # fmt: skip
+        _place(statistics, rows, tokens, scores)
+        return scores, scores.logp.new_empty(0), gradients.hidden
+    _score(engine, work, scores)
     if alternatives is None:
-        return scores, scores.logp.new_empty(0)
+        return scores, scores.logp.new_empty(0), None
     logps = scores.logp.new_zeros(len(alternatives.sets.ids))
-    return scores, logps.index_copy_(0, alternatives.places(rows), alternatives.logps(rows, scores.select(rows)))
+    logps.index_copy_(0, alternatives.places(rows), alternatives.logps(rows, scores.select(rows)))
+    return scores, logps, None
 
 
 def run_logprobs_gradient(
@@ -252,7 +263,7 @@ def run_logprobs_gradient(
     else:
         logps = call.alternative_logps
         if scores is None or logps is None:
-            scores, logps = run_logprobs(engine, tokens, call.forward, alternatives)
+            scores, logps, _ = run_logprobs(engine, tokens, call.forward, alternatives)
         active = tokens.undecided[alternatives.sets.positions]
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
         found = alternatives.coefficients(rows, scores, cut(logps, dlogp, dentropy, dlogps))

@@ -248,6 +248,8 @@ class LogprobsCall(NamedTuple):
     with_entropy: bool
     run: Run
     alternatives: Alternatives = Alternatives()
+    with_dhidden: bool = False
+    """whether derivatives of the log-probs are made with them: only hidden states have a gradient"""
 
 
 class CustomCall(NamedTuple):
@@ -313,6 +315,8 @@ class Scores(NamedTuple):
     log_sums: Tensor
     alternative_logps: Tensor
     """[M]"""
+    dhidden: Tensor
+    """[..., H] dlogp/dh of each token, in the dtype of the products"""
 
 
 class LogprobsGradientCall(NamedTuple):

@@ -177,7 +177,7 @@ class PredictedLogprobs(torch.autograd.Function):
             return (None,) * 5
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
         if ctx.prediction is None:
-            logps, entropies, maxima, log_sums, _ = saved
+            logps, entropies, maxima, log_sums, *_ = saved
             scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
         else:
             rows, gstar, hstar, one_nat, dhidden, dweight, dbias = saved
