@@ -155,8 +155,7 @@ class LinearLogprobs(torch.autograd.Function):
             return None, None, None, None
         of_logps: Tensor | None = None
         if call.with_dhidden and dlogps is not None:
-            has = active_tokens(call.mask, call.token_ids) & (dlogps != 0)  # other coefficients and products may be NaN
-            of_logps, dlogps = torch.where(has.unsqueeze(-1), dhidden * dlogps.unsqueeze(-1), 0.0), None
+            of_logps, dlogps = dhidden_of_logps(call, dhidden, dlogps), None
             if dentropies is None:
                 return of_logps.to(call.hidden_states.dtype), None, None, None
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -227,6 +226,15 @@ class SelectiveLogprobs(torch.autograd.Function):
         if dlogps is None and dentropies is None:
             return None, None
         return operators.selective_logprobs_gradient(*flat(LogitsGradientCall(call, dlogps, dentropies))), None
+
+
+def dhidden_of_logps(call: LogprobsCall, made: Tensor, dlogps: Tensor) -> Tensor:
+    """[..., H] from the coefficients of log-probs and dlogp/dh as it was `made`.
+
+    0 where masked, and without a coefficient, since other coefficients and products may be NaN.
+    """
+    has = active_tokens(call.mask, call.token_ids) & (dlogps != 0)
+    return torch.where(has.unsqueeze(-1), made * dlogps.unsqueeze(-1), 0.0)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

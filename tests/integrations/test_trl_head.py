@@ -20,6 +20,7 @@ if RELEASE < FUSED_HEAD:
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
+from grpo_fused.api import operators
 from grpo_fused.integrations.trl import (
     FusedLogProbFunction,
     head,
@@ -71,8 +72,10 @@ def test_five_results(options, with_bias, dtype):
     assert [x is None for x in only] == [False, True, True, True, False]
 
 
-def test_gradients_are_trls():
-    """Through log-probs and entropies, in fp32."""
+@pytest.mark.parametrize("used", ["logps", "entropies", "both"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_gradients_are_trls(frozen, used, monkeypatch):
+    """Through log-probs and entropies, in fp32. A frozen head's log-probs take no product in the backward."""
     g = torch.Generator().manual_seed(1)
     hidden, weight, bias = (
         torch.randn(19, 24, generator=g),
@@ -83,12 +86,18 @@ def test_gradients_are_trls():
     a, b = torch.randn(2, 19, generator=g)
     grads = []
     for function in (FusedLogProbFunction, ChunkedLogProbFunction):
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        leaves = [x.clone().requires_grad_(x is hidden or not frozen) for x in (hidden, weight, bias)]
         out = function.apply(*leaves, targets, 0.8, 16, 4.0, 1.2, ("entropy",))
-        ((out[0] * a).sum() + (out[1] * b).sum()).backward()
+        with monkeypatch.context() as patch:
+            if frozen and used == "logps":
+                patch.delattr(operators, "linear_logprobs_gradient")
+            parts = {"logps": [(out[0], a)], "entropies": [(out[1], b)], "both": [(out[0], a), (out[1], b)]}
+            torch.stack([(x * factor).sum() for x, factor in parts[used]]).sum().backward()
         grads.append([x.grad for x in leaves])
     for mine, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_autocast_is_closer_to_float64_than_trl():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import operators
-from grpo_fused.api.autograd import first_order, scaled
+from grpo_fused.api.autograd import dhidden_of_logps, first_order, scaled
 from grpo_fused.call.calls import (
     LogprobsCall,
     LogprobsGradientCall,
@@ -152,14 +152,15 @@ class PredictedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:3])
         packed = prediction.take(call.token_ids) if prediction is not None and needs.any() else None
-        ctx.call, tensors = detach(call)
         if prediction is None or packed is None:
             ctx.prediction = None
+            call = call._replace(with_dhidden=needs == (True, False, False))
             scores = Scores(*operators.linear_logprobs(*flat(call)))
             logps, entropies, saved = scores.logps, scores.entropies, tuple(scores)
         else:
             logps, entropies, *predicted = _predicted(call, needs, prediction, packed)
             saved = (packed.rows, *predicted)
+        ctx.call, tensors = detach(call)
         ctx.count = len(tensors)
         ctx.save_for_backward(*tensors, *saved)
         if not call.with_entropy:
@@ -176,9 +177,14 @@ class PredictedLogprobs(torch.autograd.Function):
         if dlogps is None and dentropies is None:
             return (None,) * 5
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
+        of_logps: Tensor | None = None
         if ctx.prediction is None:
-            logps, entropies, maxima, log_sums, *_ = saved
+            logps, entropies, maxima, log_sums, _, made = saved
             scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
+            if call.with_dhidden and dlogps is not None:
+                of_logps, dlogps = dhidden_of_logps(call, made, dlogps), None
+                if dentropies is None:
+                    return of_logps.to(hidden.dtype), *(None,) * 4
         else:
             rows, gstar, hstar, one_nat, dhidden, dweight, dbias = saved
             scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
@@ -196,6 +202,8 @@ class PredictedLogprobs(torch.autograd.Function):
             dhidden, dweight, dbias = operators.linear_logprobs_gradient(
                 *flat(LogprobsGradientCall(call, *scores, None, dlogps, dentropies, None, needs))
             )
+        if of_logps is not None:
+            dhidden = dhidden + of_logps
         return (
             dhidden.to(hidden.dtype) if needs.need_hidden else None,
             dweight.to(weight.dtype) if needs.need_weight else None,
