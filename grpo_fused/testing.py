@@ -121,12 +121,13 @@ class Problem:
         }
         return {name: x for name, x in {**self.options, **options}.items() if not left_out.get(name, False)}
 
-    def run(self, config: GRPOLossConfig, *, upstream: float = 1.0, **options: Any) -> Result:
-        """Loss and gradients; `options` override the problem's own."""
-        hidden, weight = self.hidden_states.detach().requires_grad_(), self.lm_head_weight.detach().requires_grad_()
+    def run(self, config: GRPOLossConfig, *, upstream: float = 1.0, frozen: bool = False, **options: Any) -> Result:
+        """Loss and gradients, with `frozen` that of hidden states alone; `options` override the problem's own."""
+        hidden = self.hidden_states.detach().requires_grad_()
+        weight = self.lm_head_weight.detach().requires_grad_(not frozen)
         given = self.inputs(config, **options)
         bias = given.pop("lm_head_bias", None)
-        bias = None if bias is None else bias.detach().requires_grad_()
+        bias = None if bias is None else bias.detach().requires_grad_(not frozen)
         out = fused_linear_grpo_loss(
             hidden, weight, self.completion_ids, self.advantages, self.completion_mask, lm_head_bias=bias,
             config=config, **given,

@@ -342,7 +342,8 @@ def _operator_calls():
     no_ref = inputs._replace(ref_per_token_logps=None)
     yield operators.linear_grpo_loss, LossCall(h, head, ids, no_ref, None, sets, exact, True, needs, run, *other)
     with_others = scored._replace(alternatives=Alternatives(ids.reshape(-1), torch.arange(ids.numel() + 1)))
-    yield operators.linear_logprobs, scored._replace(with_dhidden=True)
+    narrow = LMHead(w.bfloat16(), compute_dtype=torch.bfloat16)
+    yield operators.linear_logprobs, scored._replace(hidden_states=h.bfloat16(), lm_head=narrow, with_dhidden=True)
     for score, others in ((scored, None), (with_others, flat_old)):
         yield operators.linear_logprobs, score
         gradient = LogprobsGradientCall(score, old, None, flat_old, flat_old, others, old, None, others, needs)

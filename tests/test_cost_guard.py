@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
 from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
-from grpo_fused.call.calls import Candidates, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run
+from grpo_fused.call.calls import HIDDEN_ALONE, Candidates, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run
 from grpo_fused.call.layout import Layout
 from grpo_fused.engines import chunked, cpu_library, native
 from grpo_fused.engines.base import MANY, Tokens, even_chunks
@@ -100,12 +101,16 @@ def test_three_products_for_every_objective_that_fits(impl, config):
 
 @pytest.mark.parametrize("config", SEQUENCE, ids=config_id)
 def test_one_more_product_if_a_sequence_does_not_fit(config):
-    """Except in native, which keeps exponentials instead."""
+    """Except in native, which keeps exponentials instead, and with a frozen head: then dlogp/dh is made at once."""
     case = dense(B=2)
     scratch = small_chunks(case, T // 4)
     assert engines.engine("chunked").chunk_rows(prepared(case)[0], MANY, scratch) < T
     assert count(case, "chunked", config, scratch=scratch)[0].products(2 * T, H, V) == 4
     assert count(case, "chunked", TOKEN[0], scratch=scratch)[0].products(2 * T, H, V) == 3
+    for entropy_coef, products in ((0.0, 2), (0.01, 3)):
+        chosen = replace(config, entropy_coef=entropy_coef)
+        frozen, _ = count(case, "chunked", chosen, scratch=scratch, needs=HIDDEN_ALONE)
+        assert frozen.products(2 * T, H, V) == products
 
 
 def test_a_chunk_is_as_many_whole_sequences_as_fit():
@@ -117,6 +122,7 @@ def test_a_chunk_is_as_many_whole_sequences_as_fit():
 @pytest.mark.parametrize("config", BATCH, ids=config_id)
 def test_one_more_product_if_the_batch_must_be_scored_first(impl, config):
     assert count(dense(), impl, config)[0].products(N, H, V) == 4
+    assert count(dense(), impl, config, needs=HIDDEN_ALONE)[0].products(N, H, V) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

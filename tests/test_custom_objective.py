@@ -56,7 +56,8 @@ def run(case, scope, impl, *, upstream=1.0, freeze=False, **options):
 
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("scope", list(OBJECTIVES))
-@pytest.mark.parametrize("options", [{}, {"max_scratch_bytes": 9000}, {"compact": False}, {"freeze": True}],
+@pytest.mark.parametrize("options", [{}, {"max_scratch_bytes": 9000}, {"compact": False}, {"freeze": True},
+                          {"freeze": True, "max_scratch_bytes": 9000, "compact": False}],
                          ids=lambda o: "+".join(o) or "plain")  # fmt: skip
 def test_it_is_the_function_over_all_logits(scope, options, impl):
     dtype, tol = PRECISION[impl]

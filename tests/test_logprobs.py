@@ -111,6 +111,9 @@ def test_a_frozen_head_takes_two_products(impl, monkeypatch):
     with torch.no_grad():
         assert torch.equal(fused_linear_logprobs(hidden, *inputs, impl=impl).logps, out.logps)
     fused_linear_logprobs(hidden.detach(), *inputs, impl=impl)
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo_fused.api.head.product_dtype", lambda head: torch.float16)
+        fused_linear_logprobs(hidden, *inputs, impl=impl)  # a loss scale is to multiply them before they are rounded
     with pytest.raises(AttributeError):
         fused_linear_logprobs(hidden, *inputs, impl=impl)
 
@@ -118,17 +121,22 @@ def test_a_frozen_head_takes_two_products(impl, monkeypatch):
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("impl", ENGINES)
 def test_products_of_a_frozen_head_that_are_not_finite(impl, compact):
-    """A token without a coefficient has a gradient of 0, whatever its hidden states; so has a masked one, for any."""
+    """A token without a coefficient has a gradient of 0, whatever its hidden states; so has a masked one, and one that is
+    alone in its candidate set, for any coefficient."""
     case = make_case(4).to(PRECISION[impl].dtype)
     hidden, weights = case.hidden_states.clone(), torch.ones(case.completion_ids.shape)
     mask = torch.ones_like(case.completion_ids, dtype=torch.bool)
     hidden[0, 1], weights[0, 1] = torch.finfo(hidden.dtype).max, 0.0
     mask[1, 2], weights[1, 2] = False, torch.nan
+    ids, sizes = case.completion_ids, torch.zeros(case.completion_ids.numel(), dtype=torch.int64)
+    sizes[20], weights.view(-1)[20] = 1, torch.inf
+    sets = CandidateSets(ids.view(-1)[20:21], torch.cat([sizes[:0].new_zeros(1), sizes.cumsum(0)]))
     hidden.requires_grad_()
-    inputs = case.lm_head_weight, case.completion_ids, mask
-    fused_linear_logprobs(hidden, *inputs, impl=impl, compact=compact).logps.backward(weights.to(hidden.dtype))
+    inputs = case.lm_head_weight, ids, mask
+    out = fused_linear_logprobs(hidden, *inputs, impl=impl, compact=compact, candidates=sets)
+    out.logps.backward(weights.to(hidden.dtype))
     none = torch.zeros_like(mask)
-    none[0, 1] = none[1, 2] = True
+    none[0, 1] = none[1, 2] = none.view(-1)[20] = True
     assert hidden.grad[none].eq(0).all()
     assert hidden.grad.isfinite().all()
     assert hidden.grad[~none].abs().amax(-1).min() > 0

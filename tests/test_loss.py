@@ -53,7 +53,8 @@ def test_matches_reference(config, layout, impl):
         pytest.skip("gmpo takes one advantage a sequence")
     case = make_case(1, per_token_advantages=layout == "per-token")
     case = pack(case) if layout == "packed" else case
-    variants = [{}, {"max_scratch_bytes": SEVERAL_CHUNKS[impl]}, {"compact": False}]
+    several = {"max_scratch_bytes": SEVERAL_CHUNKS[impl]}
+    variants = [{}, several, {"compact": False}, several | {"frozen": True}]
     want = assert_engine_matches(impl, case, config, variants=variants)
     assert want.dhidden.norm() > 0
 

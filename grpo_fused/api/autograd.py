@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import operators
+from grpo_fused.api.pipeline import times_dlogp
 from grpo_fused.call.calls import (
     CandidateGradientCall,
     CustomCall,
@@ -28,7 +29,8 @@ from grpo_fused.call.calls import (
     tensors_of,
     with_tensors,
 )
-from grpo_fused.call.layout import active_tokens
+from grpo_fused.call.layout import Layout
+from grpo_fused.engines.base import Tokens
 from grpo_fused.objective.custom import Objective
 
 
@@ -229,12 +231,12 @@ class SelectiveLogprobs(torch.autograd.Function):
 
 
 def dhidden_of_logps(call: LogprobsCall, made: Tensor, dlogps: Tensor) -> Tensor:
-    """[..., H] from the coefficients of log-probs and dlogp/dh as it was `made`.
+    """[..., H] from the coefficients of log-probs, and dlogp/dh as it was `made`.
 
-    0 where masked, and without a coefficient, since other coefficients and products may be NaN.
+    Coefficients may be NaN where a log-prob is constant: of a masked token, and of one alone in its candidate set.
     """
-    has = active_tokens(call.mask, call.token_ids) & (dlogps != 0)
-    return torch.where(has.unsqueeze(-1), made * dlogps.unsqueeze(-1), 0.0)
+    undecided = Tokens.of(call, Layout.of(call.token_ids)).undecided.view(dlogps.shape)
+    return times_dlogp(made, torch.where(undecided, dlogps, 0.0))
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

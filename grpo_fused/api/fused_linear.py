@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLogprobs, LinearLoss
-from grpo_fused.api.head import HeadOptions, beside, check_names, head_of, needs_of
+from grpo_fused.api.head import HeadOptions, beside, check_names, early, head_of, needs_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import Alternatives, LogprobsCall, LossCall, LossInputs, tensors_of
 from grpo_fused.call.candidates import CandidateSets
@@ -209,9 +209,7 @@ def fused_linear_logprobs(
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_alternatives(alternatives, None, token_ids, ())
         others = Alternatives.of(alternatives)
-        needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
-        alone = needs == (True, False, False) and alternatives is None
-        call = LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others, alone)
+        call = early(LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others))
         check.check_devices(call)
 
     if run.engine == "reference":

@@ -13,13 +13,13 @@ from torch import Tensor
 from grpo_fused import engines
 from grpo_fused.api.composed import composed
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import Candidates, LMHead, Needs, Run
+from grpo_fused.call.calls import HIDDEN_ALONE, Candidates, LMHead, LogprobsCall, Needs, Run, tensors_of
 from grpo_fused.call.candidates import CandidateSets, may_need_whole_head
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_integer
 from grpo_fused.engines import Impl
-from grpo_fused.engines.products import compute_dtype
+from grpo_fused.engines.products import compute_dtype, product_dtype
 from grpo_fused.ranks.parallel import ParallelGroups, whole
 
 
@@ -147,6 +147,15 @@ def head_of(
 def needs_of(*tensors: Tensor | None) -> Needs:
     """Which gradients autograd will request, of hidden states, weight and bias."""
     return Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors))
+
+
+def early(call: LogprobsCall) -> LogprobsCall:
+    """The call, with dlogp/dh if that is all that its gradient needs of the head.
+
+    fp16 products would be rounded before a loss scale multiplies them.
+    """
+    alone = needs_of(*tensors_of(call)) == HIDDEN_ALONE and call.alternatives.sets is None
+    return call._replace(with_dhidden=alone and product_dtype(call.lm_head) != torch.float16)
 
 
 def beside(

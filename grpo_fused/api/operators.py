@@ -26,6 +26,8 @@ from grpo_fused.api.pipeline import (
     run_objective,
 )
 from grpo_fused.call.calls import (
+    HIDDEN_ALONE,
+    NO_GRADIENT,
     CandidateGradientCall,
     CustomCall,
     DivergenceCall,
@@ -180,7 +182,7 @@ def _(call: LogprobsCall) -> Scores:
     like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
     row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.alternative_ids
     others = _nothing(like) if ids is None else like.new_empty(ids.shape)
-    dhidden = _fake_gradients(call, Needs(call.with_dhidden, False, False)).dhidden
+    dhidden = _fake_gradients(call, HIDDEN_ALONE if call.with_dhidden else NO_GRADIENT).dhidden
     scores = _fake_scores(like, call.token_ids, call.with_entropy)
     return Scores(*scores, row, torch.empty_like(row), others, dhidden)
 

@@ -4,6 +4,7 @@
 - Sequence-level objective: it depends on the whole sequence. One pass too if chunks can end at sequence boundaries;
   otherwise all rows are scored first.
 - `top_entropy_quantile`: it depends on the whole batch. Score first.
+- If only hidden states have a gradient, the pass that scores first makes dlogp/dh, which coefficients multiply later.
 
 Rows are gathered once (`compact`): first those that may have a gradient, then those that are only scored. This is the
 only device synchronisation of a call; there is a second one if scoring comes first: clipped rows are then removed.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import (
+    HIDDEN_ALONE,
     NO_GRADIENT,
     CustomCall,
     DivergenceCall,
@@ -26,7 +28,6 @@ from grpo_fused.call.calls import (
     LogprobsCall,
     LogprobsGradientCall,
     LossCall,
-    Needs,
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
@@ -95,6 +96,8 @@ def run_loss(
     whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
     gradients, result = Gradients(None, None, None, 0), None
+    # of a quantile's tokens few have a coefficient: to compute these again is less
+    early = _may_be_early(work) and not config.needs_batch and divergence is None
     if needs.any() and chunks is not None:
         # the only chunk's coefficients are those of the call: then the objective is evaluated once
         once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
@@ -103,6 +106,8 @@ def run_loss(
         _place(statistics, rows.gradient, tokens, scores)
         _place_divergence(gradients, rows.gradient, divergence)
         result = objective.result
+    elif early:
+        gradients = _score_early(engine, work, scores)
     else:
         _score(engine, work, scores, divergence)
 
@@ -115,9 +120,12 @@ def run_loss(
         dlogp, dentropy = result.derivatives()
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
-        compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
-        found = Coefficients(scores, dlogp, dentropy).select(work.rows)
-        gradients = engine.fused(_known_gradient(engine, work, scores, found, compact))[1]
+        if early:
+            gradients = gradients._replace(hidden=times_dlogp(gradients.hidden, dlogp))
+        else:
+            compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
+            found = Coefficients(scores, dlogp, dentropy).select(work.rows)
+            gradients = engine.fused(_known_gradient(engine, work, scores, found, compact))[1]
 
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
     metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
@@ -173,8 +181,11 @@ def run_objective(
         statistics, gradients = engine.fused(work)
         _place(statistics, rows, tokens, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
-    _score(engine, work, scores)
-    known, everything = scores.select(rows), slice(0, len(rows))
+    early, everything = _may_be_early(work), slice(0, len(rows))
+    made = _score_early(engine, work, scores) if early else None
+    if made is None:
+        _score(engine, work, scores)
+    known = scores.select(rows)
     if not needs.any():
         others = None if alternatives is None else alternatives.logps(rows, known).clamp(min=LOWEST_LOGP)
         with torch.set_grad_enabled(call.records):
@@ -182,7 +193,12 @@ def run_objective(
         check_no_other_gradient(value, ())
         nothing = Gradients(None, None, None, 0)
         return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, nothing, {})
-    gradients = engine.fused(_known_gradient(engine, work, scores, coefficients(everything, known), run.compact))[1]
+    found = coefficients(everything, known)
+    if made is None:
+        gradients = engine.fused(_known_gradient(engine, work, scores, found, run.compact))[1]
+    else:
+        dlogp = torch.zeros_like(scores.logp).index_copy_(0, rows, found.dlogp)
+        gradients = made._replace(hidden=times_dlogp(made.hidden, dlogp))
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
@@ -228,12 +244,7 @@ def run_logprobs(
     candidate_z = None if alternatives is None else alternatives.candidate_z
     work = Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z)
     if call.with_dhidden:
-        work = replace(work, needs=Needs(True, False, False), only_logps=True)
-        statistics, gradients = engine.fused(replace(
-            work, chunks=even_chunks(len(rows), _chunk_rows(engine, work)),
-            coefficients=lambda part, stats: Coefficients(stats, torch.ones_like(stats.logp), None),
-        ))  # fmt: skip
-        _place(statistics, rows, tokens, scores)
+        gradients = _score_early(engine, replace(work, needs=HIDDEN_ALONE, only_logps=True), scores)
         return scores, scores.logp.new_empty(0), gradients.hidden
     _score(engine, work, scores)
     if alternatives is None:
@@ -295,6 +306,27 @@ def _score(engine: Engine, work: Work, scores: Statistics, divergence: Tensor | 
         statistics, gradients = engine.fused(replace(work, chunks=chunks))
         _place_divergence(gradients, work.rows, divergence)
     _place(work.tokens.merged(work.rows, statistics), work.rows, work.tokens, scores)
+
+
+def _may_be_early(work: Work) -> bool:
+    """Whether the gradients of `work` are dlogp/dh, times coefficients that are known later."""
+    return work.needs == HIDDEN_ALONE and work.only_logps
+
+
+def _score_early(engine: Engine, work: Work, scores: Statistics) -> Gradients:
+    """Score the rows of `work` into `scores`, and make dlogp/dh [N, H] in the same pass, two products in all."""
+    statistics, gradients = engine.fused(replace(
+        work, chunks=even_chunks(len(work.rows), _chunk_rows(engine, work)),
+        coefficients=lambda part, stats: Coefficients(stats, torch.ones_like(stats.logp), None),
+    ))  # fmt: skip
+    _place(statistics, work.rows, work.tokens, scores)
+    return gradients
+
+
+def times_dlogp(dhidden: Tensor | None, dlogp: Tensor) -> Tensor:
+    """[..., H]: dlogp/dh times the coefficients [...]; 0 where these are 0, since a product may not be finite."""
+    assert dhidden is not None
+    return (dhidden * dlogp.unsqueeze(-1)).masked_fill_((dlogp == 0).unsqueeze(-1), 0.0)
 
 
 def _place_divergence(gradients: Gradients, rows: Tensor, divergence: Tensor | None) -> None:

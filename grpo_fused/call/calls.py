@@ -34,7 +34,7 @@ class Needs(NamedTuple):
         return self.need_hidden or self.need_weight or self.need_bias
 
 
-NO_GRADIENT = Needs(False, False, False)
+NO_GRADIENT, HIDDEN_ALONE = Needs(False, False, False), Needs(True, False, False)
 
 
 class LossInputs(NamedTuple):

@@ -55,17 +55,17 @@ def vocab_loss(rank: int, group: Any, case: Case, config: Any, impl: str, sizes:
     return plain(result, traffic)
 
 
-def vocab_logprobs(rank: int, group: Any, case: Case, impl: str, sizes: list[int]) -> dict:
+def vocab_logprobs(rank: int, group: Any, case: Case, impl: str, sizes: list[int], frozen: bool = False) -> dict:
     """Log-probs and entropies, and gradients of a loss of both."""
     mine = of_vocabulary(case, slices(sizes)[rank])
     hidden = mine.hidden_states.detach().requires_grad_()
-    weight = mine.lm_head_weight.detach().requires_grad_()
+    weight = mine.lm_head_weight.detach().requires_grad_(not frozen)
     out = fused_linear_logprobs(
         hidden, weight, mine.completion_ids, mine.completion_mask, with_entropy=True, impl=impl, process_group=group
     )
     (out.logps.sin().sum() + (out.entropies * 0.3).sum()).backward()
     arrays = {"logps": out.logps, "entropies": out.entropies, "dhidden": hidden.grad, "dweight": weight.grad}
-    return {name: x.detach().double().numpy() for name, x in arrays.items()}
+    return {name: x.detach().double().numpy() for name, x in arrays.items() if x is not None}
 
 
 def vocab_parts(

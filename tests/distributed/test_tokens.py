@@ -70,6 +70,16 @@ def test_positions_on_several_ranks(parts, config, impl, workers):
     assert_is_one_process(results, want, lambda rank, x: x[:, parts[rank]], tol)
 
 
+@pytest.mark.parametrize("impl", ENGINES)
+def test_positions_of_a_frozen_head_on_several_ranks(impl, workers):
+    """A ratio needs the scores of all ranks: dlogp/dh is made before."""
+    dtype, tol = PRECISION[impl]
+    case, config, parts = make_case(2, B=5).to(dtype), make_config("vespo"), COLUMNS[0]
+    want = case.to(torch.float64).run(config, impl="reference")
+    for rank, got in enumerate(workers.run(token_loss, 2, case, config, impl, parts, "split", {"frozen": True})):
+        close(got["dhidden"], want.dhidden[:, parts[rank]].numpy(), tol * 10, "dhidden")
+
+
 def test_packed_sequences_and_small_budgets(workers):
     case = make_case(3, B=6)
     for config in CONFIGS[:2]:

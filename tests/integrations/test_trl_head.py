@@ -20,6 +20,7 @@ if RELEASE < FUSED_HEAD:
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
+from grpo_fused import engines
 from grpo_fused.api import operators
 from grpo_fused.integrations.trl import (
     FusedLogProbFunction,
@@ -98,6 +99,17 @@ def test_gradients_are_trls(frozen, used, monkeypatch):
         assert (mine is None) == (theirs is None)
         if mine is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_made_without_a_gradient(monkeypatch):
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
+    monkeypatch.delattr(type(engines.engine("native")), "fused")
+    monkeypatch.delattr(type(engines.engine("chunked")), "fused")
+    call = hidden, weight, None, torch.arange(5), 1.0, 16
+    with torch.no_grad():
+        FusedLogProbFunction.apply(*call)
+    with pytest.raises(AttributeError):
+        FusedLogProbFunction.apply(*call)
 
 
 def test_bf16_autocast_is_closer_to_float64_than_trl():

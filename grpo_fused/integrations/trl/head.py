@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_fused import engines
 from grpo_fused.api.autograd import LinearLogprobs
 from grpo_fused.api.composed import composed
+from grpo_fused.api.head import early
 from grpo_fused.call.calls import LMHead, LogprobsCall, Run
 from grpo_fused.call.candidates import may_need_whole_head
 from grpo_fused.call.validation import check_adapters, is_alone_with
@@ -90,7 +91,7 @@ class FusedLogProbFunction:
             call = call._replace(candidates=candidates, run=run)
             logps, entropies, _ = LinearLogprobs.apply(hidden, weight, bias, call)
         else:
-            logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, call, prediction)
+            logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, early(call), prediction)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,

@@ -154,7 +154,6 @@ class PredictedLogprobs(torch.autograd.Function):
         packed = prediction.take(call.token_ids) if prediction is not None and needs.any() else None
         if prediction is None or packed is None:
             ctx.prediction = None
-            call = call._replace(with_dhidden=needs == (True, False, False))
             scores = Scores(*operators.linear_logprobs(*flat(call)))
             logps, entropies, saved = scores.logps, scores.entropies, tuple(scores)
         else:
@@ -236,7 +235,7 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     assert inputs.completion_mask is not None
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
-        others = _at(call, beside)._replace(mask=None, with_entropy=True)
+        others = _at(call, beside)._replace(mask=None, with_entropy=True, with_dhidden=False)
         scores = Scores(*operators.linear_logprobs(*flat(others)))
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)
