@@ -6,7 +6,14 @@ import pytest
 import torch
 from helpers import PRECISION, frobenius_error, make_case, make_config, with_sets
 
-from grpo_fused import GRPOLossConfig, check_objective, fused_linear_grpo_loss, fused_linear_objective, objectives
+from grpo_fused import (
+    GRPOLossConfig,
+    check_objective,
+    engines,
+    fused_linear_grpo_loss,
+    fused_linear_objective,
+    objectives,
+)
 from grpo_fused.engines import chunked, gradients
 
 ENGINES = ["chunked", "native", "triton"]
@@ -69,6 +76,16 @@ def test_it_is_the_function_over_all_logits(scope, options, impl):
     assert frobenius_error(got[1], want[1]) <= 2 * tol
     if not options.get("freeze"):
         assert frobenius_error(got[2], want[2]) <= 2 * tol
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_a_frozen_head_is_not_scored_before(impl, monkeypatch):
+    """dlogp/dh is made with the scores of a batch."""
+    monkeypatch.delattr(type(engines.engine(impl)), "score")
+    case = make_case(0, extras=False).to(PRECISION[impl].dtype)
+    assert run(case, "batch", impl, freeze=True)[1].norm() > 0
+    with pytest.raises(AttributeError):
+        run(case, "batch", impl)
 
 
 @pytest.mark.parametrize("impl", ENGINES)

@@ -21,6 +21,8 @@ from helpers import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from grpo_fused import engines
+
 SEVERAL_CHUNKS = {
     "chunked": 9000,
     "native": 1500,
@@ -57,6 +59,19 @@ def test_matches_reference(config, layout, impl):
     variants = [{}, several, {"compact": False}, several | {"frozen": True}]
     want = assert_engine_matches(impl, case, config, variants=variants)
     assert want.dhidden.norm() > 0
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_a_frozen_head_whose_sequences_fit_no_chunk(impl, monkeypatch):
+    """dlogp/dh is made with the scores: nothing is scored alone, or again."""
+    case, config = make_case(1, B=2, T=40), make_config("dapo", importance_sampling_level="sequence")
+    monkeypatch.delattr(type(engines.engine(impl)), "score")
+    variant = {"max_scratch_bytes": SEVERAL_CHUNKS[impl], "frozen": True, "with_metrics": False}
+    dtype, tol = PRECISION[impl]
+    want = case.run(config, impl="reference")
+    got = case.to(dtype).run(config, impl=impl, **variant)
+    assert frobenius_error(got.dhidden, want.dhidden) <= tol
+    torch.testing.assert_close(got.out.loss, want.out.loss, rtol=tol, atol=tol, check_dtype=False)
 
 
 @pytest.mark.full
