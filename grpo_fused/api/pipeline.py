@@ -181,11 +181,10 @@ def run_objective(
         statistics, gradients = engine.fused(work)
         _place(statistics, rows, tokens, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
-    early, everything = _may_be_early(work), slice(0, len(rows))
-    made = _score_early(engine, work, scores) if early else None
+    made = _score_early(engine, work, scores) if _may_be_early(work) else None
     if made is None:
         _score(engine, work, scores)
-    known = scores.select(rows)
+    known, everything = scores.select(rows), slice(0, len(rows))
     if not needs.any():
         others = None if alternatives is None else alternatives.logps(rows, known).clamp(min=LOWEST_LOGP)
         with torch.set_grad_enabled(call.records):

@@ -152,6 +152,7 @@ class PredictedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = Needs(*ctx.needs_input_grad[:3])
         packed = prediction.take(call.token_ids) if prediction is not None and needs.any() else None
+        ctx.call, tensors = detach(call)
         if prediction is None or packed is None:
             ctx.prediction = None
             scores = Scores(*operators.linear_logprobs(*flat(call)))
@@ -159,7 +160,6 @@ class PredictedLogprobs(torch.autograd.Function):
         else:
             logps, entropies, *predicted = _predicted(call, needs, prediction, packed)
             saved = (packed.rows, *predicted)
-        ctx.call, tensors = detach(call)
         ctx.count = len(tensors)
         ctx.save_for_backward(*tensors, *saved)
         if not call.with_entropy:
