@@ -34,12 +34,12 @@ struct Right {
   int64_t lanes = kLanes;  // the first ones, which are needed: others of the result may be left as they are
 };
 
-// c [rows, 64] = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that depends only on the depth,
-// which counts words.
-using Gemm = void (*)(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead ahead);
+// c [rows, 64], without gaps, = or += a [rows, depth] @ b [depth, 64], accumulated in fp32 in an order that depends only
+// on the depth, which counts words.
+using Gemm = void (*)(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead ahead);
 
 // bf16 by AVX512-BF16 (kernels_avx512.cpp).
-void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead);
+void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead);
 
 // By AMX (kernels_amx.cpp), on a processor that has it: bf16, and fp32 in three pieces.
 struct AmxProducts {

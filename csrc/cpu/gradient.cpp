@@ -442,7 +442,7 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
     float* sum = call.scratch.sums.of(worker) + p % sizes.waiting_panels() * plan.block_rows * kLanes;
     const int64_t lanes = std::min(kLanes, call.inputs.gradient_columns() - p * kLanes);
     const Right hidden{columns + p * sizes.pieces * depth * kLanes, depth * kLanes, lanes};
-    plan.multiply(rows, depth, dz, hidden, sum, kLanes, begin > 0, ahead.part(p, sizes.column_panels));
+    plan.multiply(rows, depth, dz, hidden, sum, begin > 0, ahead.part(p, sizes.column_panels));
     if (begin + length == sizes.padded && !sizes.folds) {
       plan.kernels->store_gradient(sum, rows, std::min(kLanes, width - p * kLanes), g.dweight_dtype,
                                    out + p * kLanes * item, width);
@@ -539,7 +539,7 @@ void second_round(const Call& call, int64_t superblock, int64_t blocks, int64_t 
       const Right weight{weights + (panel * sizes.pieces * sizes.along_depth + k) * kLanes, sizes.along_depth * kLanes,
                          std::min(kLanes, call.inputs.dhidden_columns() - panel * kLanes)};
       plan.multiply(tokens, std::min(sizes.step, depth - k), dz, weight,
-                    call.scratch.dhidden.get() + (panel * sizes.padded + token) * kLanes, kLanes,
+                    call.scratch.dhidden.get() + (panel * sizes.padded + token) * kLanes,
                     superblock > 0 || k > 0, ahead.part(panel - begin, end - begin));
     }
   }

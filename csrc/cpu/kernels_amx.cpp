@@ -88,37 +88,37 @@ inline void add_steps(int64_t depth, const uint32_t* a, int64_t lda, const uint3
 }
 
 template <int Tiles>
-inline void store_sums(float* c, int64_t ldc) {
-  _tile_stored(0, c, 4 * ldc);
-  _tile_stored(1, c + kTile, 4 * ldc);
+inline void store_sums(float* c, int64_t stride) {
+  _tile_stored(0, c, 4 * stride);
+  _tile_stored(1, c + kTile, 4 * stride);
   if constexpr (Tiles == 2) {
-    _tile_stored(2, c + kTile * ldc, 4 * ldc);
-    _tile_stored(3, c + kTile * ldc + kTile, 4 * ldc);
+    _tile_stored(2, c + kTile * stride, 4 * stride);
+    _tile_stored(3, c + kTile * stride + kTile, 4 * stride);
   }
 }
 
 // c = or += a @ b, as above.
 template <int Tiles>
 inline void block(int64_t depth, const uint32_t* a, int64_t lda, const uint32_t* b, Stream& stream, float* c,
-                  int64_t ldc, bool add) {
+                  bool add) {
   if (add) {
-    _tile_loadd(0, c, 4 * ldc);
-    _tile_loadd(1, c + kTile, 4 * ldc);
+    _tile_loadd(0, c, 4 * kLanes);
+    _tile_loadd(1, c + kTile, 4 * kLanes);
     if constexpr (Tiles == 2) {
-      _tile_loadd(2, c + kTile * ldc, 4 * ldc);
-      _tile_loadd(3, c + kTile * ldc + kTile, 4 * ldc);
+      _tile_loadd(2, c + kTile * kLanes, 4 * kLanes);
+      _tile_loadd(3, c + kTile * kLanes + kTile, 4 * kLanes);
     }
   } else {
     clear_sums();
   }
   add_steps<Tiles>(depth, a, lda, b, stream);
-  store_sums<Tiles>(c, ldc);
+  store_sums<Tiles>(c, kLanes);
 }
 
 // A depth that is a multiple of `step`, which is at most 16. Every second strip goes from the last rows to the first,
 // whose sums the strip before has left in the cache. docs/findings.md has the other orders that were measured.
 void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int64_t lda, const uint32_t* b,
-              int64_t lanes, float* c, int64_t ldc, bool add, Ahead ahead) {
+              int64_t lanes, float* c, bool add, Ahead ahead) {
   configure(kTile, step);
   const int64_t pairs = rows / (2 * kTile), steps = depth / step, strips = (steps + kStripSteps - 1) / kStripSteps;
   const int64_t words_a_step = ahead.count / (std::max<int64_t>(pairs, 1) * kLanes / (2 * kTile) * steps);
@@ -128,26 +128,26 @@ void multiply(int64_t rows, int64_t depth, int64_t step, const uint32_t* a, int6
     for (int64_t n = 0; n < pairs; n++) {
       const int64_t i = 2 * kTile * (strip % 2 == 0 ? n : pairs - 1 - n);
       for (int64_t lane = 0; lane < lanes; lane += 2 * kTile) {
-        block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, stream, c + i * ldc + lane, ldc, add || k > 0);
+        block<2>(length, a + i * lda + k, lda, b + k * kLanes + lane, stream, c + i * kLanes + lane, add || k > 0);
       }
     }
   }
   for (int64_t i = 2 * kTile * pairs; i < rows; i += kTile) {
     if (rows - i < kTile) configure(rows - i, step);
     for (int64_t lane = 0; lane < lanes; lane += 2 * kTile) {
-      block<1>(depth, a + i * lda, lda, b + lane, stream, c + i * ldc + lane, ldc, add);
+      block<1>(depth, a + i * lda, lda, b + lane, stream, c + i * kLanes + lane, add);
     }
   }
 }
 
 // The tiles are configured and released in each call, which takes about 1 % of its time: whatever else uses AMX on this
 // thread configures them too.
-void multiply_amx(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead ahead) {
+void multiply_amx(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead ahead) {
   const int64_t whole = depth / kTile * kTile;
-  if (whole > 0) multiply(rows, whole, kTile, a.words, a.stride, b.words, b.lanes, c, ldc, add, ahead);
+  if (whole > 0) multiply(rows, whole, kTile, a.words, a.stride, b.words, b.lanes, c, add, ahead);
   if (whole < depth) {
     multiply(rows, depth - whole, depth - whole, a.words + whole, a.stride, b.words + whole * kLanes, b.lanes,
-             c, ldc, add || whole > 0, {});
+             c, add || whole > 0, {});
   }
   _tile_release();
 }
@@ -205,27 +205,26 @@ using Line = float __attribute__((vector_size(64), aligned(4), may_alias));
 
 // c [Tiles * rows, 32] = or += a @ b in pieces.
 template <int Tiles>
-inline void piece_block(int64_t rows, int64_t depth, Left a, Right b, Stream& stream, float* c, int64_t ldc, bool add) {
+inline void piece_block(int64_t rows, int64_t depth, Left a, Right b, Stream& stream, float* c, bool add) {
   alignas(64) float sums[2 * kTile * 2 * kTile];
   clear_sums();
   add_pieces<Tiles>(depth, a, b, stream);
-  if (!add) return store_sums<Tiles>(c, ldc);
+  if (!add) return store_sums<Tiles>(c, kLanes);
   store_sums<Tiles>(sums, 2 * kTile);
   for (int64_t r = 0; r < rows; r++) {
     for (int64_t j = 0; j < 2 * kTile; j += kTile) {
-      *reinterpret_cast<Line*>(c + r * ldc + j) += *reinterpret_cast<const Line*>(sums + r * 2 * kTile + j);
+      *reinterpret_cast<Line*>(c + r * kLanes + j) += *reinterpret_cast<const Line*>(sums + r * 2 * kTile + j);
     }
   }
 }
 
 // As `multiply`.
-void multiply_slice(int64_t rows, int64_t depth, int64_t step, Left a, Right b, Stream& stream, float* c, int64_t ldc,
-                    bool add) {
+void multiply_slice(int64_t rows, int64_t depth, int64_t step, Left a, Right b, Stream& stream, float* c, bool add) {
   configure(kTile, step);
   for (int64_t i = 0; i + 2 * kTile <= rows; i += 2 * kTile) {
     for (int64_t lane = 0; lane < b.lanes; lane += 2 * kTile) {
       piece_block<2>(2 * kTile, depth, {a.words + i * a.stride, a.stride, a.piece}, {b.words + lane, b.piece}, stream,
-                     c + i * ldc + lane, ldc, add);
+                     c + i * kLanes + lane, add);
     }
   }
   for (int64_t i = rows / (2 * kTile) * 2 * kTile; i < rows; i += kTile) {
@@ -233,19 +232,19 @@ void multiply_slice(int64_t rows, int64_t depth, int64_t step, Left a, Right b, 
     if (count < kTile) configure(count, step);
     for (int64_t lane = 0; lane < b.lanes; lane += 2 * kTile) {
       piece_block<1>(count, depth, {a.words + i * a.stride, a.stride, a.piece}, {b.words + lane, b.piece}, stream,
-                     c + i * ldc + lane, ldc, add);
+                     c + i * kLanes + lane, add);
     }
   }
 }
 
-void multiply_pieces(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead) {
+void multiply_pieces(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead) {
   Stream stream{b.words + 2 * b.piece + depth * kLanes, nullptr, 0};  // the next panel follows the last piece
   const int64_t whole = depth / kTile * kTile;
   for (int64_t k = 0; k < depth;) {
     const int64_t step = k < whole ? kTile : depth - whole;
     const int64_t length = k < whole ? std::min(kPieceSteps * kTile, whole - k) : step;
     multiply_slice(rows, length, step, {a.words + k, a.stride, a.piece}, {b.words + k * kLanes, b.piece, b.lanes},
-                   stream, c, ldc, add || k > 0);
+                   stream, c, add || k > 0);
     k += length;
   }
   _tile_release();

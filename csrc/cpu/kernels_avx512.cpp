@@ -25,8 +25,8 @@ struct Bf16 {
 
 }  // namespace
 
-PRODUCT void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead) {
-  multiply<Bf16>(rows, depth, a, b, c, ldc, add);
+PRODUCT void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead) {
+  multiply<Bf16>(rows, depth, a, b, c, add);
 }
 
 const Kernels kernels_avx512 = kAll;

@@ -174,7 +174,7 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weigh
   for (int64_t j = 0; j < kLanes; j++) {
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
-  plan.multiply(rows, plan.depth, weight, token_panel, z, kLanes, false, ahead);
+  plan.multiply(rows, plan.depth, weight, token_panel, z, false, ahead);
   const int64_t first = block * plan.block_rows;
   const Transform transform{inputs.row_scale == nullptr ? nullptr : inputs.row_scale + first,
                             inputs.bias == nullptr ? nullptr : inputs.bias + first, inputs.scale, inputs.softcap,
@@ -244,7 +244,7 @@ void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64
     const Left weight = weight_block(plan, inputs, block, weights.of(worker));
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
-      plan.multiply(rows, plan.depth, weight, tokens.panel(panel), tile, kLanes, false, {});
+      plan.multiply(rows, plan.depth, weight, tokens.panel(panel), tile, false, {});
       for (int64_t r = 0; inputs.row_scale != nullptr && r < rows; r++) {
         for (int64_t j = 0; j < kLanes; j++) tile[r * kLanes + j] *= inputs.row_scale[first + r];
       }

@@ -96,9 +96,9 @@ void multiply_bf16(int c, int a, int b) {
 // Returns the number of refused instructions; tiles that are still configured count as one. `pieces`: whether operands
 // have three, which are so many words apart.
 extern "C" int multiply(bool pieces, int64_t rows, int64_t depth, const uint32_t* a, int64_t lda, int64_t a_piece,
-                        const uint32_t* b, int64_t b_piece, float* c, int64_t ldc, bool add) {
+                        const uint32_t* b, int64_t b_piece, int64_t lanes, float* c, bool add) {
   emulated::faults = 0;
   const grpo::Gemm product = pieces ? grpo::multiply_pieces : grpo::multiply_amx;
-  product(rows, depth, {a, lda, a_piece}, {b, b_piece}, c, ldc, add, {a, rows * lda});
+  product(rows, depth, {a, lda, a_piece}, {b, b_piece, lanes}, c, add, {a, rows * lda});
   return emulated::faults + (emulated::shapes.palette != 0);
 }

@@ -22,7 +22,7 @@ struct Fp32 {
 template <int Rows, int Vectors, class Element>
 PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const uint32_t* a, int64_t lda,
                                                            const uint32_t* b, const uint32_t* later, float* c,
-                                                           int64_t ldc, bool add) {
+                                                           bool add) {
   Floats sum[Rows][Vectors];
 #pragma GCC unroll 6
   for (int i = 0; i < Rows; i++) {
@@ -45,7 +45,7 @@ PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const 
   for (int i = 0; i < Rows; i++) {
 #pragma GCC unroll 4
     for (int j = 0; j < Vectors; j++) {
-      float* to = c + i * ldc + kWidth * j;
+      float* to = c + i * kLanes + kWidth * j;
       store(to, add ? load(to) + sum[i][j] : sum[i][j]);
     }
   }
@@ -57,27 +57,26 @@ PRODUCT inline __attribute__((always_inline)) void rows_of(int64_t depth, const 
 template <int Vectors, class Element>
 PRODUCT inline __attribute__((always_inline)) void rows_of_slice(int64_t rows, int64_t length, const uint32_t* left,
                                                                  int64_t lda, const uint32_t* slice,
-                                                                 const uint32_t* next, float* to, int64_t ldc,
-                                                                 bool adds) {
+                                                                 const uint32_t* next, float* to, bool adds) {
   int64_t i = 0;
   for (; i + kProductRows <= rows; i += kProductRows) {
     const uint32_t* later = next + i / kProductRows % (kLanes / kLine) * length * kLine;
-    rows_of<kProductRows, Vectors, Element>(length, left + i * lda, lda, slice, later, to + i * ldc, ldc, adds);
+    rows_of<kProductRows, Vectors, Element>(length, left + i * lda, lda, slice, later, to + i * kLanes, adds);
   }
-  left += i * lda, to += i * ldc;
+  left += i * lda, to += i * kLanes;
   switch (rows - i) {
-    case 5: rows_of<5, Vectors, Element>(length, left, lda, slice, next, to, ldc, adds); break;
-    case 4: rows_of<4, Vectors, Element>(length, left, lda, slice, next, to, ldc, adds); break;
-    case 3: rows_of<3, Vectors, Element>(length, left, lda, slice, next, to, ldc, adds); break;
-    case 2: rows_of<2, Vectors, Element>(length, left, lda, slice, next, to, ldc, adds); break;
-    case 1: rows_of<1, Vectors, Element>(length, left, lda, slice, next, to, ldc, adds); break;
+    case 5: rows_of<5, Vectors, Element>(length, left, lda, slice, next, to, adds); break;
+    case 4: rows_of<4, Vectors, Element>(length, left, lda, slice, next, to, adds); break;
+    case 3: rows_of<3, Vectors, Element>(length, left, lda, slice, next, to, adds); break;
+    case 2: rows_of<2, Vectors, Element>(length, left, lda, slice, next, to, adds); break;
+    case 1: rows_of<1, Vectors, Element>(length, left, lda, slice, next, to, adds); break;
     default: break;
   }
 }
 
 template <class Element>
 PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_t depth, Left a, Right b, float* c,
-                                                            int64_t ldc, bool add) {
+                                                            bool add) {
   constexpr int64_t kStep = kProductVectors * kWidth;
   int64_t k = 0;
   do {
@@ -87,18 +86,17 @@ PRODUCT inline __attribute__((always_inline)) void multiply(int64_t rows, int64_
     const uint32_t *const next = slice + length * kLanes, *const left = a.words + k;
     for (int64_t lane = 0; lane < b.lanes; lane += kStep) {
       if (2 * (b.lanes - lane) > kStep) {
-        rows_of_slice<kProductVectors, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, ldc, adds);
+        rows_of_slice<kProductVectors, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, adds);
       } else {
-        rows_of_slice<kProductVectors / 2, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, ldc,
-                                                    adds);
+        rows_of_slice<kProductVectors / 2, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, adds);
       }
     }
     k += kDepth;
   } while (k < depth);
 }
 
-PRODUCT void multiply_fp32(int64_t rows, int64_t depth, Left a, Right b, float* c, int64_t ldc, bool add, Ahead) {
-  multiply<Fp32>(rows, depth, a, b, c, ldc, add);
+PRODUCT void multiply_fp32(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead) {
+  multiply<Fp32>(rows, depth, a, b, c, add);
 }
 
 }  // namespace
