@@ -39,7 +39,7 @@ import torch
 from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
 from benchmarks.memory import peak_of_process
-from benchmarks.results import load, machine
+from benchmarks.results import load, machine, processor
 from benchmarks.small_policy import add_run, read_runs
 from benchmarks.study import Section, main
 from benchmarks.study_page import PARTS
@@ -342,7 +342,7 @@ def measure(
     if since is not None and not file.exists():
         before_now = load(since)
         runs = before_now.sections[recipe["task"]]["runs"]
-        file.write_text("".join(json.dumps({"machine": before_now.machine["name"], **row}) + "\n" for row in runs))
+        file.write_text("".join(json.dumps({"machine": processor(before_now.machine), **row}) + "\n" for row in runs))
     recipe |= {"steps": STEPS, "prompts_per_step": PROMPTS, "num_generations": GENERATIONS, "num_iterations": 1}
     recipe |= {"max_completion_length": LENGTH, "learning_rate": RATE, "starting_examples": STARTING_EXAMPLES}
     about = {"recipe": recipe, "held_out": HELD_OUT, "replay": [], **about}
@@ -352,7 +352,7 @@ def measure(
     before = in_child("benchmarks.pretrained:accuracy", folder) if todo else 0.0
     for seed, arm in todo:
         result, here = in_child(arms[arm], arm, folder, seed), machine()
-        where = {"seed": seed, "arm": arm, "commit": here["commit"], "machine": here["name"]}
+        where = {"seed": seed, "arm": arm, "commit": here["commit"], "machine": processor(here)}
         add_run(file, {**where, "before": before, **result})
         print(f"seed {seed}, {arm}: {before:.1%} -> {result['after']:.1%}", flush=True)
         yield {**about, **statistics_of(read_runs(file), BOUND, baseline)}

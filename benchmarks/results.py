@@ -163,10 +163,15 @@ def newest_first(device: str, section: str, folder: Path = RESULTS) -> list[Run]
     return sorted(found, key=lambda run: (run.machine["date"], run.path.name), reverse=True)
 
 
+def processor(about: dict[str, Any]) -> str:
+    """Its name; of a CPU also the instructions of the products, in which processors of one name may differ."""
+    return about["name"] + (f" with {about['native']}" if "native" in about else "")
+
+
 def where(run: Run) -> str:
-    """Machine, commit and date of a run."""
+    """Processor, commit and date of a run."""
     commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
-    return f"{run.machine['name']}, commit {commit}, {run.machine['date'][:10]}"
+    return f"{processor(run.machine)}, commit {commit}, {run.machine['date'][:10]}"
 
 
 def _schema(path: Path) -> Any:

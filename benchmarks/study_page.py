@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.learning_page import ARMS, comparison, counted, p_value, points
-from benchmarks.results import Run, where
+from benchmarks.results import Run, processor, where
 from benchmarks.tables import BARE, grid
 
 PARTS = ("generation", "body", "head", "other")
@@ -94,13 +94,12 @@ def step_sentence(run: Run) -> str:
     """How long a step of the pretrained model takes in our trainer and in stock TRL."""
     section = run.sections["pretrained"]
     means, first = step_means(section), timed(section)[0]
-    name, commit = first.get("machine", run.machine["name"]), first.get("commit", run.machine["commit"])
-    run = run._replace(machine=run.machine | {"name": name, "commit": commit})
+    place, commit = first.get("machine", processor(run.machine)), first.get("commit", run.machine["commit"])
     ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
     return (
         f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s of processor time in our trainer and "
         f"{theirs:.1f} s in stock TRL, "
-        f"{theirs / ours:.1f} times as long ({where(run)})."
+        f"{theirs / ours:.1f} times as long ({place}, commit {commit}, {run.machine['date'][:10]})."
     )
 
 

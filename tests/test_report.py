@@ -195,10 +195,17 @@ def test_the_summary_is_of_the_newest_run_that_timed_every_peer(place):
     text = (place[0] / "README.md").read_text()
     assert "| 900 ms, 61 MiB | 5000 ms | 5000 ms | 5000 ms |" in text
     picture = (place[0] / "docs" / "plots" / "summary.svg").read_text()
-    for word in ("900", "61", "5,000", "torch.compile", "ours: native", "A machine, commit abc1234, 2026-05-06"):
+    for word in (
+        "900",
+        "61",
+        "5,000",
+        "torch.compile",
+        "ours: native",
+        "A machine with AVX512, commit abc1234, 2026-05-06",
+    ):
         assert f">{word}<" in picture, word
     assert all(f"fill: {COLORS[name]}" in picture for name in ("native", "torch.compile", "Liger", "TRL"))
-    assert "A machine, commit abc1234, 2026-05-06, 2 threads." in text
+    assert "A machine with AVX512, commit abc1234, 2026-05-06, 2 threads." in text
 
 
 def test_the_training_step_compares_ours_with_trl(place):
