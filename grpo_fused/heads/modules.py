@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.validation import FLOATS
 from grpo_fused.heads.quantized import quantized_weight
+from grpo_fused.ranks.parallel import whole
 
 _OWN = ("weight", "bias", "parametrizations")
 """Parameters whose values reach the logits through `head.weight` and `head.bias`."""
@@ -122,7 +123,19 @@ def _active_copy(wrapper: Any) -> nn.Module:
 
 def _adapted(layer: Any) -> HeadParts:
     """The parts of a head that peft has wrapped."""
-    parts = head_parts(layer.base_layer)
+    base = head_parts(layer.base_layer)
+    bias, adapters = adapters_beside(layer, base.bias)
+    return HeadParts(base.weight, bias, base.adapters + adapters)
+
+
+def adapters_beside(layer: Any, bias: Tensor | None) -> tuple[Tensor | None, tuple[HeadAdapter, ...]]:
+    """The bias with that of the unmerged adapters in a layer of peft, and these, gathered where FSDP2 shards them.
+
+    Nothing of the layer's base is read.
+
+    Raises:
+        ValueError: An adapter that is not W + s B A.
+    """
     merged = bool(getattr(layer, "merged_adapters", ()))
     disabled = bool(getattr(layer, "disable_adapters", False))
     if disabled and merged:  # its forward would unmerge, and so change the weight that is read here
@@ -135,17 +148,18 @@ def _adapted(layer: Any) -> HeadParts:
     lora = getattr(layer, "lora_A", None)
     if isinstance(lora, nn.ModuleDict):
         active = [name for name in active if name in lora]
+    adapters: tuple[HeadAdapter, ...] = ()
     for name in active:
         _check_plain_lora(layer, name)
         a, b, scale = layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])
         dropout = layer.lora_dropout[name]  # an Identity where it is 0
         rate = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
-        parts = parts._replace(adapters=(*parts.adapters, HeadAdapter(a.weight, b.weight, scale, rate)))
+        adapters += (HeadAdapter(whole(a.weight, None), whole(b.weight, None), scale, rate),)
         if b.bias is not None:  # lora_bias=True
             wide = torch.promote_types(b.bias.dtype, torch.float32)  # bf16 would round it away
-            extra = b.bias.to(wide) * scale
-            parts = parts._replace(bias=extra if parts.bias is None else parts.bias.to(wide) + extra)
-    return parts
+            extra = whole(b.bias, None).to(wide) * scale
+            bias = extra if bias is None else bias.to(wide) + extra
+    return bias, adapters
 
 
 def _check_plain_lora(layer: Any, name: str) -> None:

@@ -305,6 +305,46 @@ def sharded(rank: int, group: Any, case: Case, tied: bool) -> dict:
     return {name: p.grad.full_tensor().double().numpy() for name, p in model.named_parameters()}
 
 
+def adapted_model() -> Any:
+    """A small Qwen2 with LoRA on the head and in the layers, B not zero."""
+    import peft
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=29, hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    lora = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], lora_bias=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(Qwen2ForCausalLM(config), lora)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p.data)
+    return model
+
+
+def adapted_under_trl(rank: int, group: Any, token_ids: torch.Tensor, own_group: bool) -> dict:
+    """FSDP2 after TRL has patched the model, as its trainers do: log-probs of TRL's forward by our head, gradients of
+    their mean; `own_group`: the head is sharded apart from the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from trl.trainer import utils
+
+    from grpo_fused.integrations.trl import use_fused_head
+
+    model, ids = adapted_model(), token_ids[rank]
+    with use_fused_head():
+        utils.add_fused_lm_head(model.get_base_model())
+        mesh = init_device_mesh("cpu", (2,))
+        if own_group:
+            fully_shard(model.get_output_embeddings(), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        logps = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        logps.mean().backward()
+    gradients = {n: p.grad.full_tensor().numpy() for n, p in model.named_parameters() if p.requires_grad}
+    return {"logps": logps.detach().numpy(), "gradients": gradients}
+
+
 def data_parallel(rank: int, group: Any, case: Case, tied: bool) -> dict:
     """DDP on the same."""
     model = torch.nn.parallel.DistributedDataParallel(small_model(tied), process_group=group)

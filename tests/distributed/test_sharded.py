@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from distributed.jobs import (
+    adapted_model,
+    adapted_under_trl,
     checkpointed_and_accumulated,
     data_parallel,
     disagreeing,
@@ -38,6 +40,25 @@ def test_gradients_are_averaged_over_ranks(job, tied, workers):
         assert set(got) == {name for name, _ in model.named_parameters()}
         for name, p in model.named_parameters():
             close(got[name], p.grad.numpy(), 1e-5, name)
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["of the model", "of its own"])
+def test_adapters_of_a_sharded_head_are_scored_in_trl(own_group, workers):
+    """FSDP2 puts other parameters in the place of those that TRL's trainers have seen."""
+    pytest.importorskip("peft")
+    release = pytest.importorskip("grpo_fused.integrations.trl.release")
+    if release.RELEASE < release.FUSED_HEAD:
+        pytest.skip("TRL has a fused head since 1.15")
+    token_ids = torch.randint(29, (2, 3, 6))
+    model = adapted_model()
+    want = [model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) for ids in token_ids]
+    (sum(x.mean() for x in want) / 2).backward()
+    for rank, got in enumerate(workers.run(adapted_under_trl, 2, token_ids, own_group)):
+        close(got["logps"], want[rank].detach().numpy(), 1e-5, "logps")
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                assert p.grad.any()
+                close(got["gradients"][name], p.grad.numpy(), 1e-4, name)
 
 
 def test_a_dtensor_weight_gets_its_gradient_in_its_own_sharding(workers):

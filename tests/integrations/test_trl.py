@@ -213,7 +213,7 @@ class OwnHead(ours.FusedLogProbFunction):
 
     @classmethod
     def apply(cls, hidden, weight, bias, targets, temperature, *_):
-        log_p = (adapters._heads[weight]()(hidden).float() / temperature).log_softmax(-1)
+        log_p = (adapters._scored.get()(hidden).float() / temperature).log_softmax(-1)
         entropy, found = -(log_p.exp() * log_p).sum(-1), log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         return found, entropy, None, None, None
 

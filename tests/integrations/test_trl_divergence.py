@@ -17,7 +17,7 @@ if RELEASE < FUSED_HEAD:
 from trl.trainer import distillation_trainer
 from trl.trainer.distillation_trainer import DistillationConfig, DistillationTrainer
 
-from grpo_fused.integrations.trl import patch_trl, unpatch_trl, use_fused_head
+from grpo_fused.integrations.trl import FusedLogProbFunction, adapters, patch_trl, unpatch_trl, use_fused_head
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 
 
@@ -69,7 +69,7 @@ def test_partitioned_heads_are_refused():
         fused_divergence_loss(*args)
 
 
-def run(folder, teacher, out):
+def run(folder, teacher, out, peft=None):
     torch.manual_seed(0)
     args = DistillationConfig(
         str(out), per_device_train_batch_size=4, max_completion_length=6, max_steps=2, learning_rate=0.01, optim="sgd",
@@ -83,6 +83,7 @@ def run(folder, teacher, out):
         args=args,
         train_dataset=dataset(),
         processing_class=build_tokenizer(),
+        peft_config=peft,
     )
     trainer.train()
     logs = [
@@ -113,6 +114,39 @@ def test_training(tmp_path, monkeypatch):
     for mine, theirs in zip(got_logs, logs, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     for name, value in weights.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_lora_on_the_head(tmp_path, monkeypatch):
+    """The other run has the weight with the adapter folded in, and TRL's own function."""
+    peft = pytest.importorskip("peft")
+    folder, teacher = save_small_model(tmp_path / "student"), save_small_model(tmp_path / "teacher", tied=True)
+    own, seen = distillation_trainer._chunked_divergence_loss, []
+
+    def folded(student, other, weight, *args, max_scratch_bytes, **kwargs):
+        seen.append(max_scratch_bytes)
+        return own(student, other, weight + adapters._scored.get().get_delta_weight("default"), *args, **kwargs)
+
+    class Head(FusedLogProbFunction):
+        max_scratch_bytes = 2**20
+
+    results = []
+    for name, function in (("folded", folded), ("fused", fused_divergence_loss)):
+        monkeypatch.setattr("grpo_fused.integrations.trl.head.fused_divergence_loss", function)
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        patch_trl(Head)
+        try:
+            results.append(run(folder, teacher, tmp_path / name, config))
+        finally:
+            unpatch_trl()
+    (want_logs, want), (logs, got) = results
+    assert set(seen) == {2**20}
+    assert len(logs) >= 2
+    for mine, theirs in zip(logs, want_logs, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import copy
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from grpo_fused.integrations.trl import (
     unpatch_trl,
     use_fused_head,
 )
-from grpo_fused.integrations.trl.adapters import adapters_of, remember, scored_with
+from grpo_fused.integrations.trl.adapters import scored_with, with_adapters
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 
 
@@ -230,11 +230,12 @@ def test_an_adapter_on_the_head_is_trained(tmp_path):
     head = model.get_output_embeddings()
     with torch.no_grad():
         head.lora_B["default"].weight.normal_()
-    remember(head)
+    score = FusedLogProbFunction.apply
     hidden, targets = torch.randn(7, head.weight.shape[1], requires_grad=True), torch.arange(7)
     want = head(hidden).log_softmax(-1)
     entropy = -(want.exp() * want).sum(-1)
-    got = FusedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 16)
+    with scored_with(head):
+        got = score(hidden, head.weight, None, targets, 1.0, 16)
     torch.testing.assert_close(got[0], want.gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4)
     torch.testing.assert_close(got[1], entropy, rtol=0, atol=1e-4)
     torch.testing.assert_close(got[4].bool(), want.argmax(-1) == targets)
@@ -242,37 +243,41 @@ def test_an_adapter_on_the_head_is_trained(tmp_path):
     wanted = want.gather(1, targets.unsqueeze(1)).sum()
     for x, y in zip(torch.autograd.grad(got[0].sum(), leaves), torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-    with model.disable_adapter():
-        base = FusedLogProbFunction.apply(hidden, head.weight, None, targets, 1.0, 16)[0]
+    with model.disable_adapter(), scored_with(head):
+        base = score(hidden, head.weight, None, targets, 1.0, 16)[0]
         torch.testing.assert_close(
             base, head(hidden).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4
         )
     assert (base - got[0]).abs().max() > 0.05
 
 
-def test_adapters_are_those_of_the_head_in_use():
-    """A layer that was removed is forgotten, also without `remember`, and a weight that is trained too is refused."""
+def test_adapters_are_those_of_the_head_in_use(tmp_path):
+    """One that was unloaded has none, and a weight that is trained too is refused."""
     peft = pytest.importorskip("peft")
-    base = torch.nn.Sequential()
-    base.lm_head = torch.nn.Linear(32, 96, bias=False)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["lm_head"]))
-    head = model.base_model.model.lm_head
-    remember(head)
-    weight = head.weight
-    assert len(adapters_of(weight, None)[1]) == 1
-    with scored_with(()):
-        assert adapters_of(weight, None) == (None, ())
+    from transformers import Qwen2ForCausalLM
+
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"])
+    model = peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(save_small_model(tmp_path / "small")), config)
+    head = model.get_output_embeddings()
+    torch.nn.init.normal_(head.lora_B["default"].weight)
+    weight, ids = head.weight, torch.arange(4).unsqueeze(0)
+    with use_fused_head():
+        utils.add_fused_lm_head(model.get_base_model())
+        copied = copy.deepcopy(model)
+        torch.nn.init.zeros_(copied.get_output_embeddings().lora_B["default"].weight)
+
+        def score(model):
+            return model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0]
+
+        want = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        torch.testing.assert_close(score(model), want, rtol=0, atol=1e-4)
+        plain = model.unload()
+        assert plain.lm_head.weight is weight
+        torch.testing.assert_close(score(plain), score(copied), rtol=0, atol=1e-5)
+    assert with_adapters(None) == (None, ())
     weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="lm_head_weight must be frozen beside lm_head_adapter"):
-        FusedLogProbFunction.apply(torch.randn(3, 32), weight, None, torch.arange(3), 1.0, 16)
-    plain = model.unload()
-    remember(plain.lm_head)
-    assert plain.lm_head.weight is weight
-    assert adapters_of(weight, None) == (None, ())
-    remember(head)
-    del model, head
-    gc.collect()
-    assert adapters_of(weight, None) == (None, ())
+    with scored_with(head), pytest.raises(ValueError, match="lm_head_weight must be frozen beside lm_head_adapter"):
+        FusedLogProbFunction.apply(torch.randn(3, weight.shape[1]), weight, None, torch.arange(3), 1.0, 16)
 
 
 def test_threads_and_nested_blocks_keep_their_own_head():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import fused_linear_divergence
-from grpo_fused.integrations.trl.adapters import adapters_of
+from grpo_fused.integrations.trl.adapters import with_adapters
 
 
 def fused_divergence_loss(
@@ -26,6 +26,8 @@ def fused_divergence_loss(
     student_final_logit_softcapping: float | None = None,
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
+    *,
+    max_scratch_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stands for `trl.trainer.distillation_trainer._chunked_divergence_loss` (1.16): its arguments and results.
 
@@ -41,6 +43,7 @@ def fused_divergence_loss(
         student_logit_scale, teacher_logit_scale: what the logits are multiplied by
         student_final_logit_softcapping, teacher_final_logit_softcapping: softcap, after the scale
         temperature: what the logits of both are divided by
+        max_scratch_bytes: see `fused_linear_divergence`
 
     Returns:
         the 0-d loss, differentiable in the student's tensors; the sum of the student's entropies and the number of
@@ -55,7 +58,7 @@ def fused_divergence_loss(
                 f"the {name}'s head is partitioned by FSDP2 or DeepSpeed ZeRO-3, which has not been run with this "
                 "divergence: call unpatch_trl() before DistillationTrainer trains"
             )
-    student_lm_head_bias, adapters = adapters_of(student_lm_head_weight, student_lm_head_bias)
+    student_lm_head_bias, adapters = with_adapters(student_lm_head_bias)
     mask = completion_mask != 0
     active = mask.sum()
     divisor = active if num_items_in_batch is None else num_items_in_batch
@@ -77,6 +80,7 @@ def fused_divergence_loss(
         other_lm_head_bias=teacher_lm_head_bias,
         other_logit_scale=teacher_logit_scale,
         other_softcap=teacher_final_logit_softcapping,
+        max_scratch_bytes=max_scratch_bytes,
         **kind,
     )
     return out.loss, out.entropies.sum(), active

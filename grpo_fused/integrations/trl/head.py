@@ -7,11 +7,13 @@ Before, GRPO, RLOO, DPO and KTO score by functions of logits; `logits` brings th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl import logits
-from grpo_fused.integrations.trl.adapters import accepting, adapters_of, remember
+from grpo_fused.integrations.trl.adapters import accepting, scored_with, with_adapters
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
@@ -133,7 +135,7 @@ class FusedLogProbFunction:
         with_entropy: bool,
     ) -> tuple[LogprobsCall, Tensor | None]:
         """The call with the head's adapters in it, and the head's bias with theirs."""
-        compute, (bias, adapters) = compute_dtype(hidden, weight), adapters_of(weight, bias)
+        compute, (bias, adapters) = compute_dtype(hidden, weight), with_adapters(bias)
         check_adapters(adapters, hidden, weight, has_group=False)
         head = LMHead(weight, bias, float(logit_scale), softcap, float(temperature), None, compute)
         candidates, mask = announced_candidates(targets, head.vocab_size)
@@ -179,7 +181,8 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     which TRL's own would ignore.
 
     Args:
-        head: `FusedLogProbFunction`, or a subclass with another `impl` or `max_scratch_bytes`.
+        head: `FusedLogProbFunction`, or a subclass with another `impl`, which is that of log-probs, or
+            `max_scratch_bytes`.
     """
     global _patched
     with _lock:
@@ -226,6 +229,8 @@ def _replace() -> None:
     if RELEASE >= FUSED_HEAD:
         from trl.trainer import distillation_trainer, utils
 
+        distillation = distillation_trainer.DistillationTrainer
+        _patches.replace(distillation, "_compute_loss", _with_adapters_of_the_head(distillation._compute_loss, 1))
         for module, name, replaces in (
             (utils, "_ChunkedLogProbFunction", _head_in_place_of),
             (utils, "add_fused_lm_head", _checking),  # trainers that are imported later take it from `utils`
@@ -263,7 +268,10 @@ def _head_in_place_of(chunked_logprob_function: Any) -> Any:
 
 def _divergence_in_place_of(chunked_divergence_loss: Callable[..., Any]) -> Callable[..., Any]:
     def divergence_loss(*args: Any, **kwargs: Any) -> Any:
-        return (fused_divergence_loss if active_head() else chunked_divergence_loss)(*args, **kwargs)
+        head = active_head()
+        if head is None:
+            return chunked_divergence_loss(*args, **kwargs)
+        return fused_divergence_loss(*args, **kwargs, max_scratch_bytes=head.max_scratch_bytes)
 
     return divergence_loss
 
@@ -272,9 +280,24 @@ def _checking(add_fused_lm_head: Callable[..., None]) -> Callable[..., None]:
     def add_checked_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
         add_fused_lm_head(model, *args, **kwargs)
         if active_head():
+            model.forward = MethodType(_with_adapters_of_the_head(model.forward.__func__, 0), model)
             check_trl_reads_the_head(model)
 
     return add_checked_fused_lm_head
+
+
+def _with_adapters_of_the_head(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A function of TRL's that scores tokens with the head that the model has then; `place`: of the model's argument.
+
+    FSDP and peft replace the parameters of a head after the model was patched, and peft may replace the head.
+    """
+
+    @functools.wraps(function)
+    def scoring(*args: Any, **kwargs: Any) -> Any:
+        with scored_with(args[place].get_output_embeddings()):
+            return function(*args, **kwargs)
+
+    return scoring
 
 
 @torch.no_grad()
@@ -301,7 +324,6 @@ def check_trl_reads_the_head(model: Any) -> None:
             "use_liger_kernel=True, in any trainer, puts them into transformers for the whole process: start a new "
             "process with use_liger_kernel=False"
         )
-    remember(module)  # TRL's own head would never train an adapter on it
     base: Any = unwrap(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     with gathered(base, module):
