@@ -14,6 +14,7 @@ from grpo_fused import (
     grpo_loss,
     selective_logprobs,
 )
+from grpo_fused.call.validation import check_one_device
 
 B, T, H, V = 2, 3, 4, 5
 
@@ -194,8 +195,10 @@ def test_named_engine_that_cannot_run(impl, reason):
 
 
 def test_devices_that_differ():
-    with pytest.raises(ValueError, match="all tensors must be on one device; got .*lm_head_weight on meta"):
+    with pytest.raises(ValueError, match="lm_head_weight must be in memory; got a tensor on meta, which has no values"):
         loss(lm_head_weight=torch.empty(V, H, device="meta"))
+    with pytest.raises(ValueError, match="all tensors must be on one device; got .*lm_head_weight on meta"):
+        check_one_device(hidden_states=torch.empty(1), lm_head_weight=torch.empty(1, device="meta"))
 
 
 def test_same_errors_from_the_reference():

@@ -458,6 +458,8 @@ def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: st
         raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
     if not kind.allows(x.dtype):
         raise TypeError(f"{name} must {kind.must}; got {x.dtype}")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} must be in memory; got a tensor on meta, which has no values")
     if shapes:
         _check_shape(x.shape, name, *shapes, beside=beside)
 

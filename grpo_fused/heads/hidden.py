@@ -68,6 +68,8 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
 
     Raises:
         TypeError, ValueError: The model is not a causal LM with one head.
+        ValueError: A gradient is wanted, and the model is in a DistributedDataParallel with `static_graph` or
+            `find_unused_parameters`, which follow the outputs of the model: gradients would not be averaged.
 
     Example::
 
@@ -76,6 +78,14 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         out = fused_linear_logprobs(captured.hidden_states[:, :-1], token_ids=input_ids[:, 1:], **lm_head_inputs(model))
     """
     head = output_head(unwrap(model))
+    for module in model.modules() if torch.is_grad_enabled() else ():
+        for option in ("static_graph", "find_unused_parameters"):
+            if isinstance(module, nn.parallel.DistributedDataParallel) and getattr(module, option):
+                raise ValueError(
+                    f"DistributedDataParallel must have {option}=False; got True. It then follows the outputs of the "
+                    "model, which are no part of a loss from the head's input: gradients would not be averaged. "
+                    "Or wrap a module whose forward returns the loss"
+                )
     captured = CapturedHeadInput()
 
     def keep(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -32,7 +32,10 @@ class Patches:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """One more."""
-        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+        original = vars(owner).get(name, _ABSENT)
+        if original is _ABSENT and isinstance(getattr(type(owner), name, None), property):
+            original = getattr(owner, name)  # of a compiled module `training` is one; it can be set, not deleted
+        self._originals.append((owner, name, original))
         setattr(owner, name, value)
 
     def replace_everywhere(self, module: ModuleType, name: str, value: Any) -> None:

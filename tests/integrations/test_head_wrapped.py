@@ -37,6 +37,12 @@ def test_a_data_parallel_model(tmp_path: Path) -> None:
         for _ in range(2):
             fused(parallel, ids).sum().backward()
             fused(alone, ids).sum().backward()
+        for option in ("static_graph", "find_unused_parameters"):
+            other = nn.parallel.DistributedDataParallel(build("gemma2"), **{option: True})
+            with pytest.raises(ValueError, match=f"must have {option}=False; got True"):
+                fused(torch.compile(other, backend="eager"), ids)
+            with torch.no_grad():
+                fused(other, ids)
     finally:
         torch.distributed.destroy_process_group()
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):

@@ -69,6 +69,17 @@ def test_bf16_is_nearer_to_float64(liger_scaled):
         assert bound[0] <= off < bound[1], name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_rounds_no_logits(dtype):
+    """Log-probs of selected tokens and of targets are of the same logits, those of operands in bf16."""
+    hidden, weight, target = (x.detach() for x in problem(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, selected = Fused.apply(hidden, weight, target, selected_token_ids=torch.arange(6))
+    z = hidden.bfloat16().double() @ weight.bfloat16().double().T
+    want = torch.where(target.unsqueeze(1) >= 0, z.log_softmax(1)[:, :6], 0.0)
+    assert_close(selected.double(), want, rtol=0.0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

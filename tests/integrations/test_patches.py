@@ -53,3 +53,12 @@ def test_replaced_twice():
     assert owner.f is min
     patches.undo()
     assert owner.f is len
+
+
+def test_a_property_is_set_back():
+    """`training` of a module that torch.compile has wrapped: it forwards to the module inside."""
+    layer = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    with Patches((layer, "training", False)):
+        assert not layer.training
+    assert layer.training
+    assert layer._orig_mod.training

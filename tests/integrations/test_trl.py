@@ -165,6 +165,24 @@ def test_fused_trainer_is_stock_trainer(run, folder, tmp_path):
     assert (counts.fused, counts.recomputed > 0) == ((len(got.losses), False) if predicted else (0, True))
 
 
+def test_equal_rewards_with_an_entropy_bonus(folder, tmp_path, monkeypatch):
+    """Nothing but the entropies has a gradient."""
+    monkeypatch.setattr("integrations.trl_runs.reward", lambda completions, **_: [1.0] * len(completions))
+    got, want = both(folder, tmp_path, entropy_coef=0.05)
+    assert_same_run(got, want)
+    assert any((got.weights[name] != x).any() for name, x in got.initial.items())
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (len(got.losses), 0)
+
+
+def test_a_quantile_of_all_processes_is_not_known(folder, tmp_path, monkeypatch):
+    trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, top_entropy_quantile=0.5)
+    assert trainer.why_unknown() == ""
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    assert "top_entropy_quantile is of the tokens of all processes" in trainer.why_unknown()
+    trainer.top_entropy_quantile = 1.0
+    assert trainer.why_unknown() == ""
+
+
 def test_tool_mask(folder, tmp_path):
     """Tokens that a tool wrote are in the completion and out of the loss."""
 

@@ -198,6 +198,26 @@ def test_models_whose_head_trl_misreads_are_refused(tmp_path):
         utils.add_fused_lm_head(gemma)
 
 
+def test_a_model_that_divides_its_states_where_trl_scales_the_logits():
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "MiniCPM3Config"):
+        pytest.skip("transformers has MiniCPM3 since 5.10")
+    torch.manual_seed(0)
+    config = transformers.MiniCPM3Config(
+        vocab_size=42, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8,
+    )  # fmt: skip
+    model, ids = transformers.MiniCPM3ForCausalLM(config), torch.arange(5).unsqueeze(0)
+    want = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    with use_fused_head():
+        utils.add_fused_lm_head(model)
+        got = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0]
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(42))  # which the states' division does not divide
+        with pytest.raises(RuntimeError, match="takes logit_scale=8.0 for MiniCPM3ForCausalLM, whose own head has 1"):
+            check_trl_reads_the_head(model)
+
+
 def test_async_grpo_checks_the_head(tmp_path, monkeypatch):
     """Its model attends by a GPU kernel to rows that the trainer packs, which the check must do without."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer

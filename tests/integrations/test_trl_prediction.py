@@ -139,6 +139,9 @@ def test_each_row_is_held_against_its_own_coefficient():
     assert _multiple(g, None, rows, g, torch.empty(0), none) == pytest.approx(1.0)
     zero = torch.zeros(6)
     assert _multiple(zero, None, rows, zero, torch.empty(0), none) == 0
+    assert _multiple(zero, h * 0.5, rows, zero, h, none) == pytest.approx(0.5)  # of equal rewards
+    assert _multiple(None, h * 0.5, rows, zero, h, none) == pytest.approx(0.5)
+    assert _multiple(None, h, rows, g, h, none) is None
     for row in range(6):
         off = g.clone()
         off[row] += 1e-3 * max(abs(float(g[row])), 1.0)

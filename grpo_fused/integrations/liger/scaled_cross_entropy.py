@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from grpo_fused.api import fused_linear_logprobs
 from grpo_fused.call import validation as check
+from grpo_fused.engines.products import compute_dtype
 
 
 class FusedLinearScaledCrossEntropyFunction:
@@ -76,7 +77,13 @@ def _selected(
         raise TypeError(f"selected_token_ids must be int64 [K]; got {got}")
     if ((ids < 0) | (ids >= weight.shape[0])).any():
         raise ValueError(f"selected_token_ids must be in [0, {weight.shape[0]}); got {ids.min()} to {ids.max()}")
-    hidden = hidden.to(logps.dtype)
-    target_logits = (hidden * weight[target.where(active, 0)].to(logps.dtype)).sum(-1) / temperature
-    logits = F.linear(hidden, weight[ids].to(logps.dtype)) / temperature
+    compute = compute_dtype(hidden, weight)  # under autocast the target's log-prob is of rounded operands
+
+    def wide(x: Tensor) -> Tensor:
+        return x.to(compute).to(logps.dtype)
+
+    hidden = wide(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        target_logits = (hidden * wide(weight[target.where(active, 0)])).sum(-1) / temperature
+        logits = F.linear(hidden, wide(weight[ids])) / temperature
     return torch.where(active.unsqueeze(-1), logits - (target_logits - logps).unsqueeze(-1), 0.0)

@@ -261,19 +261,18 @@ def _multiple(
 ) -> Tensor | None:
     """a with (g, h) = a (g*, h*), or None where there is none. Looks at the values: one synchronisation."""
     same = torch.ones((), dtype=torch.bool, device=rows.device)
-    scale = zero = gstar.new_zeros(())
-    pairs = (
-        (dlogps, gstar, KL_TOLERANCE * one_nat.abs()),
-        (dentropies, hstar if hstar.shape == gstar.shape else torch.zeros_like(gstar), zero),
-    )
-    for came, want, rounding in pairs:
-        got = torch.zeros_like(want) if came is None else came[rows].to(want.dtype)
+    zero = gstar.new_zeros(())
+    wants = gstar, hstar if hstar.shape == gstar.shape else torch.zeros_like(gstar)
+    gots = []
+    for came in (dlogps, dentropies):
+        gots.append(torch.zeros_like(gstar) if came is None else came[rows].to(gstar.dtype))
         if came is not None:
             inside = torch.zeros_like(came, dtype=torch.bool).index_fill_(0, rows, True)
             same &= (torch.where(inside, 0.0, came) == 0).all()  # no gradient at positions that were not predicted
-        if want is gstar:
-            square = want.square().sum()
-            scale = torch.where(square > 0, (got * want).sum() / square, zero)
+    got_of_both, want_of_both = torch.cat(gots), torch.cat(wants)  # groups of equal rewards have entropies alone
+    square = want_of_both.square().sum()
+    scale = torch.where(square > 0, (got_of_both * want_of_both).sum() / square, zero)
+    for got, want, rounding in zip(gots, wants, (KL_TOLERANCE * one_nat.abs(), zero), strict=True):
         size = (scale * want).abs()
         # each row by itself: a large coefficient elsewhere says nothing of this one
         allowed = TOLERANCE * (size + _median_of_nonzero(size)) + scale.abs() * rounding

@@ -62,6 +62,7 @@ class FusedLoss(ExactTruncation):
         finally:
             trains_here.reset(token)
         self._announced = False  # whether the loss of this training step was, and its tokens were scored here
+        self._unknown = ""  # why it was not
         self._warned = False
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +70,8 @@ class FusedLoss(ExactTruncation):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        prediction = self.predict_loss(inputs) if torch.is_grad_enabled() else None
+        self._unknown = self.why_unknown() if torch.is_grad_enabled() else ""
+        prediction = self.predict_loss(inputs) if torch.is_grad_enabled() and not self._unknown else None
         with predict(prediction):
             loss: Tensor = super()._compute_loss(model, inputs)
         self._announced = prediction is not None and prediction.used
@@ -77,14 +79,14 @@ class FusedLoss(ExactTruncation):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's; says, once, where the gradients of a step took another pass over the head, and why."""
-        self._announced, before = False, self.loss_counts.recomputed
+        self._announced, self._unknown, before = False, "", self.loss_counts.recomputed
         loss: Tensor = super().training_step(*args, **kwargs)
         if not self._announced:
             self.loss_counts.recomputed += 1
         if self.loss_counts.recomputed > before and not self._warned:
             self._warned = True
-            if self._counts_padding():
-                why = "loss_type='luspo' counts padding before TRL 1.10, and the fused loss does not"
+            if self._unknown:
+                why = self._unknown
             elif self._announced:
                 why = (
                     "the loss is not the one expected from the options. A subclass that changes the loss does this in "
@@ -105,10 +107,16 @@ class FusedLoss(ExactTruncation):
             )
         return loss
 
-    def predict_loss(self, inputs: dict[str, Any]) -> Prediction | None:
-        """The loss that TRL will make of a batch, up to a common factor; None where it is not known."""
-        if self._counts_padding():
-            return None
+    def why_unknown(self) -> str:
+        """Why it is not known which loss TRL will make of a batch; empty where it is."""
+        if RELEASE < WINDOWS and self.loss_type == "luspo":
+            return "loss_type='luspo' counts padding before TRL 1.10, and the fused loss does not"
+        if self.top_entropy_quantile < 1.0 and self.accelerator.num_processes > 1:
+            return "top_entropy_quantile is of the tokens of all processes, which are not known while tokens are scored"
+        return ""
+
+    def predict_loss(self, inputs: dict[str, Any]) -> Prediction:
+        """The loss that TRL will make of a batch, up to a common factor."""
         mask = inputs["completion_mask"]
         loss_mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
         config = self.loss_config()
@@ -158,9 +166,6 @@ class FusedLoss(ExactTruncation):
             entropy_coef=self._entropy_coef(),
             **{name: values[name] for name in kind.options if name in values},  # TRL has no dual_clip
         )
-
-    def _counts_padding(self) -> bool:
-        return RELEASE < WINDOWS and self.loss_type == "luspo"
 
     def _entropy_coef(self) -> float:
         """The bonus that this step applies, relative to a policy term before it is divided by accumulation steps."""
