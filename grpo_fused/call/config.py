@@ -99,6 +99,11 @@ class GRPOLossConfig:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
+    def has_one_value_a_sequence(self) -> bool:
+        """Whether the metrics of the loss type, such as clip ratios, are means over sequences."""
+        return self.importance_sampling_level == "sequence" or self.kind.one_value_a_sequence
+
+    @property
     def kind(self) -> LossType:
         """The row of its loss type in the table."""
         return LOSS_TYPES[self.loss_type]

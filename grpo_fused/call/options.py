@@ -93,4 +93,4 @@ class _Option:
             )
             upper = "finite" if self.most == math.inf else f"at most {self.most}"
             raise ValueError(f"{name} must be {lower}{upper}; got {value}")
-        return value if isinstance(value, int) else float(value)
+        return kind(value)  # 2 for 2.0 is not what transformers takes

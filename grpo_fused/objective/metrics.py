@@ -100,8 +100,7 @@ def _own_metrics(
     """
     lengths, dtype = batch.lengths.unsqueeze(1), means.dtype
     by_sequence, is_empty = sums / lengths, lengths == 0
-    per_sequence = config.importance_sampling_level == "sequence" or config.kind.one_value_a_sequence
-    if per_sequence and not batch.advantage_per_token:
+    if config.has_one_value_a_sequence and not batch.advantage_per_token:
         # a sequence without tokens has the ratio exp(0) = 1: it is not clipped, and its phi is 1
         filled = by_sequence.masked_fill(is_empty, 1.0 if config.kind.rule == "vespo" else 0.0)
         means = (filled.sum(0) / max(batch.num_sequences, 1)).to(dtype)

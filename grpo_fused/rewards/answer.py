@@ -21,11 +21,11 @@ _WRAPPED = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf))?\{([^{}]*)\}|\(([^()
 _ONE_NUMBER = re.compile(
     r"""
     (?:[A-Za-z]\w*\s*=\s*)?  # x =
-    (?:[-+]?\\?\$?|\\?\$?[-+])
+    (?:[-+]?\\?\$?|\\?\$?[-+])\s*
     (?:
         (?:[0-9]+\s*)?\\[dt]?frac(?:\{-?([0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))
         | ([0-9]+)/([0-9]+)
-        | [0-9.,]*[0-9.](?:\\overline\{[0-9]+\})?
+        | (?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?(?<=[0-9.])(?:\\overline\{[0-9]+\})?
     )
     (?:  # the unit: no number, and no operator but the slash of km/h and the exponent of m^2
         [\sA-Za-z°%.] | \\[%,;:!\ ] | \\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z.%/°\ ]*\}

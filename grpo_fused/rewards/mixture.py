@@ -51,6 +51,8 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
         return spread_later(rewards) if inspect.isawaitable(rewards) else spread(rewards)
 
     reward.__name__ = reward.__qualname__ = name
+    if hasattr(function, "to"):  # a reward model, which the trainer moves to its device
+        vars(reward)["to"] = function.to
     return reward
 
 

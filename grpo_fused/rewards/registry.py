@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Collection, Mapping
 
 from grpo_fused.rewards.answer import exact_answer_reward
 from grpo_fused.rewards.calling import RewardFunction, Rewards
@@ -23,7 +24,6 @@ BUILT_INS: dict[str, RewardFunction] = {
     "relative_length": relative_length_reward,
     "exact_answer": exact_answer_reward,
     "math_accuracy": math_accuracy_reward,
-    "gsm8k_accuracy": math_accuracy_reward,
     "countdown": countdown_reward,
     "code_format": code_format_reward,
     "score_answer": score_answer_reward,
@@ -55,8 +55,7 @@ def built_in(name: str, **options: object) -> RewardFunction:
         raise TypeError(
             f"the options of the {name} reward are {', '.join(known) or '(none)'}; got {', '.join(unknown)}"
         )
-    bound = functools.partial(_call, function, frozenset(known), options)
-    functools.update_wrapper(bound, function)
+    bound = bind(function, options, known)
     vars(bound)["__name__"] = name
     # A wrong value should fail here, not after the first rollout: a batch without samples has every column.
     columns = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -64,7 +63,25 @@ def built_in(name: str, **options: object) -> RewardFunction:
     return bound
 
 
+def bind(function: RewardFunction, options: Mapping[str, object], names: Collection[str] = ()) -> RewardFunction:
+    """The function with its options; a column of the data set with the name of one does not set it.
+
+    Args:
+        function: Any reward function.
+        options: Keyword arguments.
+        names: Further options, which keep their defaults.
+    """
+    taken = frozenset({*options, *names})
+    bound = functools.partial(_call, function, taken, options)
+    functools.update_wrapper(bound, function)
+    vars(bound)["__name__"] = getattr(function, "__name__", type(function).__name__)
+    signature = inspect.signature(function)
+    columns = [p for name, p in signature.parameters.items() if name not in taken]
+    vars(bound)["__signature__"] = signature.replace(parameters=columns)  # what is asked of a data set
+    return bound
+
+
 def _call(
-    function: RewardFunction, option_names: frozenset[str], options: dict[str, object], *args: object, **batch: object
+    function: RewardFunction, taken: frozenset[str], options: Mapping[str, object], *args: object, **batch: object
 ) -> Rewards:
-    return function(*args, **{key: values for key, values in batch.items() if key not in option_names}, **options)
+    return function(*args, **{key: values for key, values in batch.items() if key not in taken}, **options)

@@ -193,12 +193,13 @@ def load_adapter(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrain
     """Loads the weights of an adapter into a model that has one."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    adapter = read_tensors(checkpoint, ADAPTER, state)
-    wanted = get_peft_model_state_dict(unwrapped, save_embedding_layers=False)
+    name = str(unwrapped.active_adapter)  # type: ignore[attr-defined]
+    adapter = read_tensors(checkpoint, ADAPTER if name == "default" else f"{name}/{ADAPTER}", state)
+    wanted = get_peft_model_state_dict(unwrapped, adapter_name=name, save_embedding_layers=False)
     # peft may have written the embeddings, too
     wanted |= {name: tensor for name, tensor in unwrapped.state_dict().items() if name in adapter}
     check_tensors(adapter, wanted)
-    set_peft_model_state_dict(unwrapped, adapter)
+    set_peft_model_state_dict(unwrapped, adapter, adapter_name=name)
 
 
 @naming(OPTIMIZER)

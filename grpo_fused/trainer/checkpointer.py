@@ -109,7 +109,7 @@ class Checkpointer:
         checkpoint.set_random_states(self._remembered["random"])
         self.batches.load_state_dict(self._remembered["batches"])
         # a step that failed after its first optimizer step is repeated, from the weights that it has changed
-        self.updater.go_to(self._remembered["optimizer_steps"])
+        self.updater.optimizer_steps = self._remembered["optimizer_steps"]
         return True
 
     def start(self, resume: bool, overwrite: bool) -> int:
@@ -163,7 +163,7 @@ class Checkpointer:
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.batches.load_state_dict(state["batches"])
-        self.updater.go_to(state["optimizer_steps"])
+        self.updater.optimizer_steps = state["optimizer_steps"]  # the schedule continues
         self._saved_at = steps_done = int(state["step"])
         if self.accelerator.is_main_process:
             cut_jsonl(newest.with_name("metrics.jsonl"), steps_done)

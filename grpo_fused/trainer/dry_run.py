@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_fused.rewards import RewardModel
+from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.data import Row, is_file
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
+from grpo_fused.trainer.scoring import score_completions
 from grpo_fused.trainer.tasks import TASKS, format_rows
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -34,15 +36,16 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
     Raises:
         RuntimeError: The gradient is 0 all the same.
     """
-    tokenizer, rows = tiny_tokenizer(), rows_of(recipe)
-    with_stand_in = replace(recipe, rewards=(*recipe.rewards, Reward(function=STAND_IN)))
+    tokenizer, rows, skipped = tiny_tokenizer(), rows_of(recipe), [x for x, _ in unchecked_rewards(recipe)]
+    kept = [reward for reward in recipe.rewards if reward not in skipped]
+    with_stand_in = replace(recipe, rewards=(*kept, Reward(function=STAND_IN)))
     rewards = [
         RewardModel(tiny_reward_model(tokenizer), tokenizer) if reward.model is not None else reward.load()
         for reward in with_stand_in.rewards
     ]
     model = with_adapter(tiny_model(tokenizer), recipe.lora)
     reference = None if recipe.reference_model is None else tiny_model(tokenizer, seed=1)
-    parts = Parts(model, tokenizer, rewards, rows, rows if recipe.has_eval else None, None, reference)
+    parts = Parts(model, tokenizer, rewards, rows, held_out_rows(recipe), None, reference)
     with tempfile.TemporaryDirectory() as folder:
         small = replace(
             with_stand_in,
@@ -72,6 +75,9 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
 
 def report(recipe: Recipe, metrics: Metrics) -> str:
     """What a dry run has checked, and what not."""
+    not_checked = [f"the reward {place_of(x)} ({why})" for x, why in unchecked_rewards(recipe)]
+    if recipe.has_eval and not is_local(recipe, recipe.eval_dataset or recipe.dataset):
+        not_checked.append("held-out rows")
     names = [name for name in metrics if name.startswith("rewards/") and not name.endswith("every_other")]
     means = ", ".join(f"{name.removeprefix('rewards/')} {metrics[name]:.3f}" for name in names)
     data = recipe.dataset if recipe.dataset and has_rows(recipe) else None
@@ -93,17 +99,47 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
         ["dry run, one step:"]
         + [f"  {name:12}{text}" for name, text in lines.items()]
         + [
-            "not checked: memory, speed, downloads, your chat template, the length of your prompts, what is learned",
+            "not checked: memory, speed, downloads, your chat template, the length of your prompts, what is learned"
+            + "".join(f", {text}" for text in not_checked),
             "dry run: ok",
         ]
     )
 
 
+def is_local(recipe: Recipe, source: str | None) -> bool:
+    """Whether the rows of a data set can be had without a download."""
+    return source is not None and (recipe.is_generated or is_function(source) or is_file(source))
+
+
 def has_rows(recipe: Recipe) -> bool:
-    """Whether the recipe's own rows can be had without a download."""
-    return recipe.dataset is not None and (
-        recipe.is_generated or is_function(recipe.dataset) or is_file(recipe.dataset)
-    )
+    """Whether the recipe's own rows can."""
+    return is_local(recipe, recipe.dataset)
+
+
+def held_out_rows(recipe: Recipe) -> list[Row] | None:
+    """Two rows, if the recipe has any."""
+    if recipe.has_eval and is_local(recipe, recipe.eval_dataset or recipe.dataset):
+        return (recipe.eval_rows() or [])[:2]
+    return rows_of(recipe) if recipe.has_eval else None
+
+
+def unchecked_rewards(recipe: Recipe) -> list[tuple[Reward, str]]:
+    """Rewards that prompts alone, in place of the recipe's rows, cannot show, and why."""
+    found: list[tuple[Reward, str]] = []
+    if recipe.task is not None or has_rows(recipe):
+        return found
+    for reward in recipe.rewards:
+        try:
+            if reward.model is None:
+                score_completions({place_of(reward): reward.load()}, rows_of(recipe)[:1], [""])
+        except (ValueError, RewardError) as error:
+            found.append((reward, str(error)))
+    return found
+
+
+def place_of(reward: Reward) -> str:
+    """The name of a reward, or the place of its function or model."""
+    return str(reward.name or reward.function or reward.model)
 
 
 def rows_of(recipe: Recipe) -> list[Row]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused import engines, group_advantages, share_failures
-from grpo_fused.rewards import RewardFunction, RewardModel
+from grpo_fused.rewards import RewardFunction
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rollouts.engine import RolloutEngine, Sampling
 from grpo_fused.rollouts.errors import DivergedError, NonFiniteError
@@ -36,7 +36,7 @@ from grpo_fused.trainer.prompts import encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.sampler import Sampler
 from grpo_fused.trainer.scoring import reward_names, reward_weights_of
-from grpo_fused.trainer.setup import adamw, embeddings_of, length_check, ready, sampling_of
+from grpo_fused.trainer.setup import adamw, check_accelerator, embeddings_of, length_check, ready, sampling_of
 from grpo_fused.trainer.update import Updater
 
 
@@ -47,8 +47,8 @@ class GRPOTrainer:
         model: Hugging Face causal LM, with or without a peft adapter, trained in place. Its dropout is set to 0: with
             dropout an unchanged policy would score its own samples differently, and no importance ratio would be 1.
         tokenizer: Its tokenizer.
-        reward_functions: Each called as `f(prompts=..., completions=..., completion_ids=..., **columns)`, sync or
-            async; returns a list of N floats, or None for a sample that it does not judge.
+        reward_functions: One or several. Each is called as `f(prompts=..., completions=..., completion_ids=...,
+            **columns)`, sync or async; returns a list of N floats, or None for a sample that it does not judge.
         train_dataset: Rows with a "prompt", text or chat messages; their other keys are the columns that the reward
             functions get. Or a function that makes row 0, 1, 2, ... without end, the same in each process and in a
             resumed run.
@@ -67,10 +67,11 @@ class GRPOTrainer:
 
     Raises:
         ValueError: The data set is too small, its rows differ in form or in number between processes, prompts cannot be
-            divided by the processes, the processes share the model by other means than DDP or FSDP2 or not at all, the
-            weights do not match the functions, a prompt cannot be encoded, has tokens that the model lacks or leaves no
-            room for a completion in vLLM, vLLM would sample from another distribution than the loss scores, the head of
-            `reference_model` does not fit, or `output_dir` has the checkpoints of a run and `resume` is off.
+            divided by the processes, `accelerator` contradicts `config`, the processes share the model by other means
+            than DDP or FSDP2 or not at all, the weights do not match the functions, a prompt cannot be encoded, has
+            tokens that the model lacks or leaves no room for a completion in vLLM, vLLM would sample from another
+            distribution than the loss scores, the head of `reference_model` does not fit, or `output_dir` has the
+            checkpoints of a run and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -86,7 +87,7 @@ class GRPOTrainer:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        reward_functions: Sequence[RewardFunction],
+        reward_functions: Sequence[RewardFunction] | RewardFunction,
         train_dataset: Rows,
         config: GRPOTrainerConfig,
         *,
@@ -101,6 +102,8 @@ class GRPOTrainer:
         accelerator: Accelerator | None = None,
     ) -> None:
         check_trackers(config.report_to)
+        if callable(reward_functions):
+            reward_functions = [reward_functions]
         self.config, self.tokenizer, self.evaluate_too = config, tokenizer, evaluate
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.accelerator = accelerator or Accelerator(
@@ -109,6 +112,7 @@ class GRPOTrainer:
             project_dir=None if output_dir is None else str(output_dir),
         )
         check_processes(self.accelerator)
+        check_accelerator(self.accelerator, config)
         self.peers, self.log = Peers(self.accelerator), RunLog(config, self.accelerator, self.output_dir)
         processes, device = self.accelerator.num_processes, self.accelerator.device
         if config.prompts_per_step % processes:
@@ -131,7 +135,7 @@ class GRPOTrainer:
         self.loss_engine = engines.choose(config.impl, device, model.dtype, model.config.get_text_config().hidden_size)
         self.model = ready(model, config, device)
         for function in reward_functions:
-            if isinstance(function, RewardModel):
+            if hasattr(function, "to"):  # a reward model
                 function.to(device)
         self.policy = Policy(model, self.accelerator, config)
         if reference_model is not None and config.loss.beta == 0:
@@ -350,6 +354,7 @@ class GRPOTrainer:
         """Several processes can only save if all of them have failed."""
         if self.accelerator.num_processes > 1 and not self.peers.all_failed:
             return
+        taken = self.update.optimizer_steps
         if self.peers.diverged or not self.checkpointer.rewind():
             return
         try:
@@ -358,4 +363,6 @@ class GRPOTrainer:
             tqdm.write(str(failure))
         else:
             if path is not None:
-                tqdm.write(f"saved the training so far in {path}")
+                torn = self.update.optimizer_steps < taken
+                but = "; the step that failed had changed the weights, and will be repeated from them" if torn else ""
+                tqdm.write(f"saved the training so far in {path}{but}")

@@ -142,15 +142,19 @@ def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
 class Reference:
     """What the KL is towards: the policy as it was before training, or another model with its tokens.
 
-    With an adapter the former is the policy without the adapter, which costs no memory; else a frozen copy.
+    With a new adapter, which changes nothing yet, the former is the policy without it, which costs no memory; else a
+    copy of what is trained.
     """
 
     def __init__(self, policy: Policy, model: PreTrainedModel | None = None) -> None:
         self.policy, self._frozen = policy, nullcontext
-        if model is None and hasattr(policy.unwrapped, "disable_adapter"):
+        if model is None and _adapters_change_nothing(policy.unwrapped):
             self._frozen = policy.unwrapped.disable_adapter  # type: ignore[assignment]  # of a PeftModel
             return
-        frozen = (copy.deepcopy(policy.unwrapped) if model is None else model).requires_grad_(False).eval()
+        if model is None:
+            shared = {id(p): p for p in policy.unwrapped.parameters() if not p.requires_grad}
+            model = copy.deepcopy(policy.unwrapped, shared)
+        frozen = model.requires_grad_(False).eval()
         self.policy = Policy(frozen, policy.accelerator, policy.config)
         ours, theirs = policy.head(), self.policy.head()
         if (shapes := [head["lm_head_weight"].shape[0] for head in (ours, theirs)])[0] != shapes[1]:
@@ -176,6 +180,13 @@ class Reference:
                 "ref_lm_head_weight": dense_weight(head["lm_head_weight"], head.get("lm_head_adapter", ())),
                 "ref_lm_head_bias": None if head.get("lm_head_bias") is None else head["lm_head_bias"].detach(),
             }
+
+
+def _adapters_change_nothing(model: nn.Module) -> bool:
+    """Whether all that is trained is LoRA as it begins, with B = 0."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    is_lora = hasattr(model, "disable_adapter") and all(".lora_A." in x or ".lora_B." in x for x in trained)
+    return is_lora and not any(p.any() for name, p in trained.items() if ".lora_B." in name)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,9 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_fused.call.options import check_options, option
 from grpo_fused.rewards import RewardFunction, RewardModel, built_in
+from grpo_fused.rewards.registry import bind
 from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import quiet
@@ -62,10 +64,7 @@ class Reward:
         if self.model is not None:
             check_name(self.model)
             return RewardModel(self.model, **self.options)
-        function = load_function(str(self.function))
-        bound: Any = partial(function, **self.options)
-        bound.__name__ = getattr(function, "__name__", self.function)
-        return bound  # type: ignore[no-any-return]
+        return bind(load_function(str(self.function)), self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,8 @@ class Recipe(GRPOTrainerConfig):
     """A training run: the model, the data, the rewards, and the options of `GRPOTrainerConfig`.
 
     Args:
-        model: Path or name of a causal LM that `AutoModelForCausalLM` loads.
+        model: Path or name of a causal LM that `AutoModelForCausalLM` loads; or of a peft adapter of one, which is then
+            trained further.
         rewards: The reward functions.
         dataset: A .json, .jsonl, .parquet or .csv file; the name of a data set of the `datasets` library; or
             "module:function" or "path/to/file.py:function", which returns rows, or a function that makes row 0, 1, 2,
@@ -159,8 +159,30 @@ class Recipe(GRPOTrainerConfig):
                 'dataset_options must come with task reasoning_gym or a dataset "module:function"; '
                 f"got the dataset {self.dataset!r}"
             )
+        self._check_unused()
         if self.rollout == "vllm":
             check_for_vllm(self)
+
+    def _check_unused(self) -> None:
+        """Options that would change nothing."""
+        held_out = self.eval_dataset or self.dataset
+        defaults: dict[str, Any] = {f.name: {} if f.name == "vllm_options" else f.default for f in fields(self)}
+        uses = {
+            "subset": not is_function(self.dataset),
+            "split": not is_function(self.dataset),
+            "eval_split": not is_function(held_out),
+            "eval_limit": self.has_eval,
+            "eval_samples": self.has_eval,
+            "eval_steps": self.has_eval,
+            "vllm_options": self.rollout == "vllm",
+            "chat": self.task is not None,
+        }
+        needs = dict.fromkeys(("subset", "split", "eval_split"), "a data set that is not a function")
+        needs |= dict.fromkeys(("eval_limit", "eval_samples", "eval_steps"), "held-out rows (eval_dataset, eval_split)")
+        needs |= {"vllm_options": "rollout vllm", "chat": "a task: other prompts stay as they are"}
+        for name, is_used in uses.items():
+            if not is_used and (value := getattr(self, name)) != defaults[name]:
+                raise ValueError(f"{name} must come with {needs[name]}; got {value!r} without")
 
     @property
     def is_generated(self) -> bool:
@@ -209,7 +231,7 @@ class Recipe(GRPOTrainerConfig):
         if self.task is not None:
             task = REASONING_GYM if self.is_generated else TASKS[self.task]
             return format_rows(task, rows, system_prompt=self.system_prompt, chat=self.chat)
-        if self.system_prompt is None:
+        if not self.system_prompt:
             return rows
         check_rows(rows, 1, name=str(self.dataset))
         return [with_system_prompt(row, self.system_prompt) for row in rows]
@@ -252,18 +274,51 @@ def load_parts(recipe: Recipe) -> Parts:
         train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
         rewards = [reward.load() for reward in recipe.rewards]
         load = partial(_load, AutoModelForCausalLM, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
-        model, teacher = load("model", recipe.model), recipe.reference_model
+        base = base_of(recipe)
+        model, teacher = load("model", base), recipe.reference_model
         reference = None if teacher is None else load("reference_model", teacher)
         tokenizer = _load(AutoTokenizer, "model", recipe.model)
-    engine = VLLMEngine(recipe.model, **recipe.vllm_options) if recipe.rollout == "vllm" else None
+    if base != recipe.model:
+        from peft import PeftModel  # slow to import
+
+        model = PeftModel.from_pretrained(model, recipe.model, is_trainable=True)
+    engine = VLLMEngine(base, **recipe.vllm_options) if recipe.rollout == "vllm" else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine, reference)
+
+
+def base_of(recipe: Recipe) -> str:
+    """The model that is loaded: that of the recipe, or the one under it if that is an adapter, which is then trained.
+
+    Raises:
+        ValueError: It is an adapter, and there shall be a new one.
+    """
+    with _naming("model", recipe.model):
+        adapter = find_adapter_config_file(recipe.model)
+    if adapter is None:
+        return recipe.model
+    if recipe.lora is not None:
+        raise ValueError(
+            f"model must be a whole model where lora makes a new adapter; got the adapter {recipe.model!r}: leave lora "
+            "out to train it further, or merge it first (peft: merge_and_unload)"
+        )
+    if find_spec("peft") is None:
+        raise ModuleNotFoundError("this recipe needs the package peft", name="peft")
+    from peft import PeftConfig  # slow to import
+
+    return str(PeftConfig.from_pretrained(recipe.model).base_model_name_or_path)
 
 
 def _load(kind: Any, name: str, place: str, **options: Any) -> Any:
     """`kind.from_pretrained`; an error names the option."""
+    with _naming(name, place):
+        return kind.from_pretrained(place, **options)
+
+
+@contextmanager
+def _naming(name: str, place: str) -> Iterator[None]:
     try:
         check_name(place)
-        return kind.from_pretrained(place, **options)
+        yield
     except OSError as error:
         raise OSError(f"{name} must be a path or name that can be loaded; got {place!r}: {error}") from error
 

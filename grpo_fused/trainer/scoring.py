@@ -32,8 +32,11 @@ def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
             )
         if not callable(function):
             raise TypeError(f"reward function {position} must be callable; got {function!r}")
-        name = getattr(function, "__name__", type(function).__name__)
-        names.append(f"{name}_{position}" if name in names else name)
+        name = first = getattr(function, "__name__", type(function).__name__)
+        number = position
+        while name in names:
+            name, number = f"{first}_{number}", number + 1
+        names.append(name)
     return names
 
 

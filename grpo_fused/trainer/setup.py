@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,6 +15,19 @@ from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.policy import disable_dropout
 from grpo_fused.trainer.rollout import ending_token_ids
+
+
+def check_accelerator(accelerator: Accelerator, config: GRPOTrainerConfig) -> None:
+    """Raises if a caller's accelerator would train in another way than the options say."""
+    found = accelerator.mixed_precision
+    if found != config.mixed_precision:
+        raise ValueError(f"accelerator must have mixed_precision={config.mixed_precision!r}, as config; got {found!r}")
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:  # it would divide each gradient by them
+        raise ValueError(
+            f"accelerator must have gradient_accumulation_steps=1 (micro_batch_tokens splits a rollout); got {steps}, "
+            "from its argument or ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+        )
 
 
 def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.device) -> PreTrainedModel:
@@ -52,12 +66,14 @@ def length_check(engine: RolloutEngine | None, config: GRPOTrainerConfig) -> Cal
 
 
 def adamw(model: PreTrainedModel, config: GRPOTrainerConfig) -> torch.optim.AdamW:
-    """The optimizer of the parameters that are trained."""
+    """The optimizer of the parameters that are trained; weights decay, biases and the scales of norms do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW(
-        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        [group for group in (matrices, vectors) if group["params"]],
         lr=config.learning_rate,
         betas=config.adam_betas,
-        weight_decay=config.weight_decay,
         # one pass over weights, gradients and moments; accelerate does not notice the steps that it skips in fp16
         fused=config.mixed_precision != "fp16",
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fused import importance_sampling_correction
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.rollouts.errors import NonFiniteError
-from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.losses import Part, of_loss_type, of_objective
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.policy import Policy, Reference, add_rows
@@ -25,7 +25,8 @@ AVERAGED = (
     "kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio",
     "vespo/phi_seq_mean", "sampler_kl",
 )  # fmt: skip
-"""Loss metrics that are means over tokens, so that micro-batches combine by their numbers of tokens."""
+"""Loss metrics that are means over tokens or, where a sequence has one value, over sequences: micro-batches combine by
+their numbers of these."""
 
 
 class Updater:
@@ -50,10 +51,6 @@ class Updater:
         self.loss_of = of_loss_type if config.objective is None else of_objective
         self.accelerator = policy.accelerator
         self.optimizer_steps = 0
-
-    def go_to(self, optimizer_steps: int) -> None:
-        """Continues the schedule after as many optimizer steps."""
-        self.optimizer_steps = optimizer_steps
 
     def __call__(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
         """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
@@ -85,6 +82,7 @@ class Updater:
         if objective is not None:
             old_logps = self.policy.score(rollout, rows) if objective.needs_old else None
         elif rollout.sampling_logps is not None and self.config.importance_sampling is not None:
+            check_for_vllm(self.config)
             old_logps = self.policy.score(rollout, rows)
             ratio, corrections = self.correct_sampling(rollout, rows, old_logps, rollout.sampling_logps)
         history = []
@@ -157,8 +155,11 @@ class Updater:
             found = [name for name in AVERAGED if name in out.metrics]
             tokens = int(micro.completion_mask.sum())
             if tokens:  # a mean over no token is NaN
+                shares = tokens / window.trained_tokens, len(batch) / window.trained_sequences
+                by_sequence = config.loss.kind.metrics if config.loss.has_one_value_a_sequence else ()
+                weights = [shares[name in by_sequence] for name in found]
                 means = torch.stack([out.metrics[name] for name in found]).double()
-                sums[1 : 1 + len(found)] += tokens / window.trained_tokens * means
+                sums[1 : 1 + len(found)] += means * torch.tensor(weights, dtype=torch.float64, device=device)
                 sums[0] += share * out.loss.detach().double()
         self.policy.model.eval()
         total = self.accelerator.reduce(sums, "sum").tolist()

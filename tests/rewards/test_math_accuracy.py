@@ -114,6 +114,14 @@ def test_answers(completion: str, right: str | float | None, expected: float, wi
         pytest.param("4, 5", "4", 0.0, id="two-guesses"),
         pytest.param("x^2", "x^3", 0.0, id="different"),
         pytest.param(r"\text{blue}", "4", 0.0, id="word"),
+        pytest.param("(3, 4)", "(3,4)", 1.0, id="point"),
+        pytest.param(r"\left(3,4\right)", "(3,4)", 1.0, id="point-left"),
+        pytest.param("(4,3)", "(3,4)", 0.0, id="another-point"),
+        pytest.param("3, 4", "3,4", 1.0, id="roots-of-an-equation"),
+        pytest.param("34", "3,4", 0.0, id="no-thousands"),
+        pytest.param("1{,}000", "1000", 1.0, id="thousands"),
+        pytest.param(r"10,\!080", "10080", 1.0, id="thousands-of-MATH"),
+        pytest.param("- 3", "-3", 1.0, id="sign-apart"),
     ],
 )
 def test_formulas(answer: str, right: str, expected: float) -> None:
@@ -127,7 +135,7 @@ def test_formulas(answer: str, right: str, expected: float) -> None:
     [
         "12*3+6", "12 \\times 3 + 6", "6\\cdot 7", "(6)(7)", "84/2", "42/1", r"\frac{84}{2}", "41+1", "43-1", "2^5+10",
         r"\sqrt{1764}", "|42|", "42=42", r"4.2\times 10^1", "84.0/2", "x=41+1", "41 + 1 cm", r"\text{41+1}", "(41+1)",
-        r"21\text{ times 2}", "42 - 0", "42 0/1", "--42", "7!/120",
+        r"21\text{ times 2}", "42 - 0", "42 0/1", "--42", "7!/120", "4,2", "(4,2)", "42,", "42{,}0",
     ],
 )  # fmt: skip
 def test_an_expression_is_not_its_value(answer: str) -> None:

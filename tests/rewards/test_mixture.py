@@ -62,3 +62,21 @@ def test_wrong_calls_say_what_was_expected() -> None:
         only_for(built_in("format"), "math")(completions=["a"], prompts=["q"])
     with pytest.raises(ValueError, match="one reward for each of 1 samples of the task; got 2"):
         only_for(lambda **_: [1.0, 2.0], "math")(completions=["a", "b"], task=["math", "code"])
+
+
+def test_a_reward_model_can_be_moved() -> None:
+    places: list[str] = []
+
+    class Model:
+        __name__ = "model"
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+        def to(self, device: str) -> None:
+            places.append(device)
+
+    wrapped: Any = only_for(Model(), "math")
+    wrapped.to("meta")
+    assert places == ["meta"]
+    assert not hasattr(only_for(len, "math"), "to")

@@ -8,6 +8,8 @@ import pytest
 from rewards.seeds import COMPLETIONS, COUNTDOWN_REWARDS, NUMS, TARGET
 
 from grpo_fused.rewards import BUILT_INS, built_in
+from grpo_fused.rewards.registry import bind
+from grpo_fused.trainer.scoring import score_completions
 
 
 @pytest.mark.parametrize("name", BUILT_INS)
@@ -35,6 +37,19 @@ def test_options_are_bound() -> None:
     countdown = built_in("countdown", think_opened=True)
     assert countdown(completions=list(COMPLETIONS.values()), target=TARGET, nums=NUMS) == COUNTDOWN_REWARDS
     assert countdown.__name__ == "countdown"  # type: ignore[attr-defined]
+
+
+def test_a_column_does_not_set_an_option_of_any_function() -> None:
+    def short(completions: list[str], target: int, **columns: object) -> list[float]:
+        assert "target" not in columns
+        return [float(len(text) - target) for text in completions]
+
+    bound = bind(short, {"target": 1})
+    assert score_completions({"short": bound}, [{"prompt": "q", "target": 7}], ["abc"]).tolist() == [[2.0]]
+    assert score_completions({"short": bound}, [{"prompt": "q"}], ["abc"]).tolist() == [[2.0]]
+    assert bound.__name__ == "short"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="needs 'target'"):
+        score_completions({"short": short}, [{"prompt": "q"}], ["abc"])
 
 
 def test_a_bound_function_can_be_sent_to_another_process() -> None:

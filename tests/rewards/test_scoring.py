@@ -161,9 +161,19 @@ def test_nothing_to_score() -> None:
     assert score_completions({}, ROWS, COMPLETIONS).shape == (2, 0)
 
 
+def with_name(name: str) -> Any:
+    def f(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    f.__name__ = name
+    return f
+
+
 def test_names() -> None:
     length = built_in("length")
     assert reward_names([length, built_in("format"), length]) == ["length", "format", "length_2"]
+    taken = [with_name(x) for x in ("a_2", "a", "a", "a_3", "a")]
+    assert reward_names(taken) == ["a_2", "a", "a_3", "a_3_3", "a_4"]
     with pytest.raises(TypeError, match="reward function 0 must be callable; got 'format'"):
         reward_names(["format"])  # type: ignore[list-item]
     model = nn.Linear(1, 1)

@@ -19,13 +19,21 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from trainer import runs
-from trainer.runs import OPTIONS, make
+from trainer.runs import OPTIONS, ROWS, count_ones, make
 from trainer.small_model import build_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rollouts.errors import DivergedError
-from grpo_fused.trainer import CheckpointError, GRPOTrainer, NonFiniteError, checkpoint, checkpointer
+from grpo_fused.trainer import (
+    CheckpointError,
+    GRPOTrainer,
+    GRPOTrainerConfig,
+    NonFiniteError,
+    checkpoint,
+    checkpointer,
+)
 from grpo_fused.trainer.checkpoint import checkpoints
 from grpo_fused.trainer.metrics import read_jsonl
 
@@ -280,7 +288,8 @@ def test_a_policy_that_has_diverged_is_not_saved(tmp_path: Path) -> None:
 
     def explodes(**columns: Any) -> list[float]:
         if trainer.steps_done == 2:
-            trainer.update.optimizer.param_groups[0]["weight_decay"] = 1e30
+            for group in trainer.update.optimizer.param_groups:
+                group["weight_decay"] = 1e30
         return whole(**columns)
 
     trainer.reward_functions["count_ones"] = explodes
@@ -289,7 +298,9 @@ def test_a_policy_that_has_diverged_is_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path / "late")] == ["checkpoint-000002"]
 
 
-def test_a_failing_second_iteration_loses_no_earlier_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_second_iteration_loses_no_earlier_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = make(tmp_path)
     step, calls = trainer.update.step_optimizer, []
 
@@ -300,6 +311,7 @@ def test_a_failing_second_iteration_loses_no_earlier_step(tmp_path: Path, monkey
     monkeypatch.setattr(trainer.update, "step_optimizer", fails)
     with pytest.raises(NonFiniteError, match="^diverged at step 3: the loss must be .*checkpoint-000002 is kept$"):
         trainer.train()
+    assert "the step that failed had changed the weights, and will be repeated from them" in capsys.readouterr().out
     resumed = make(tmp_path, resume=True)
     assert (resumed.steps_done, resumed.update.optimizer_steps) == (2, 4)
     resumed.train()
@@ -345,8 +357,28 @@ def test_the_loss_scale_of_fp16_is_restored(tmp_path: Path) -> None:
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
     resumed = make(tmp_path, steps=2, resume=True, weight_decay=0.5, adam_betas=(0.8, 0.9))
-    (group,) = resumed.update.optimizer.param_groups
-    assert (group["weight_decay"], tuple(group["betas"])) == (0.5, (0.8, 0.9))
+    assert [group["weight_decay"] for group in resumed.update.optimizer.param_groups] == [0.5, 0.0]
+    assert all(tuple(group["betas"]) == (0.8, 0.9) for group in resumed.update.optimizer.param_groups)
+
+
+def test_an_adapter_with_a_name_of_its_own_is_resumed(tmp_path: Path) -> None:
+    """peft saves it in a folder of that name."""
+    from peft import LoraConfig, get_peft_model
+
+    def made(steps: int, resume: bool) -> GRPOTrainer:
+        tokenizer = build_tokenizer()
+        torch.manual_seed(1)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        model: Any = get_peft_model(build_small_model(len(tokenizer)), lora, adapter_name="policy")
+        config = GRPOTrainerConfig(**(OPTIONS | {"steps": steps}))
+        return GRPOTrainer(model, tokenizer, [count_ones], ROWS, config, output_dir=tmp_path, resume=resume)
+
+    first = made(1, False)
+    first.train()
+    trained = {name: p for name, p in first.model.named_parameters() if "lora_B" in name}
+    assert all(p.any() for p in trained.values())
+    resumed = dict(made(2, True).model.named_parameters())
+    assert all(torch.equal(resumed[name], p) for name, p in trained.items())
 
 
 def test_resume_and_overwrite_contradict_each_other(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fused.__main__ import main
 from grpo_fused.trainer import GRPOTrainer
@@ -64,6 +66,8 @@ def test_later_options_count_and_texts_become_the_type_of_their_option(recipe: P
         "7",
         "--vllm-options.b",
         "1e-3",
+        "--rollout",
+        "vllm",
     ]
     read, switches = read_recipe(["--config", str(recipe), "--vllm-options", "{a: [x]}", *words, "--loss.beta", "-0"])
     assert (read.mixed_precision, read.learning_rate, read.run_name) == ("no", 2e-6, "7")
@@ -280,6 +284,52 @@ def test_a_recipe_may_name_a_reference_model(recipe: Path, tmp_path: Path) -> No
     assert len(dry_run(read)) >= 1
     with pytest.raises(OSError, match="reference_model must be a path or name that can be loaded; got '/nowhere'"):
         load_parts(replace(read, reference_model="/nowhere"))
+
+
+def test_a_recipe_may_go_on_with_an_adapter(recipe: Path) -> None:
+    """`model: <a checkpoint with LoRA>` trains that adapter; a new one beside it is refused."""
+    from peft import LoraConfig, get_peft_model
+
+    from grpo_fused.trainer.recipe import build_trainer
+
+    read, _ = read_recipe(["--config", str(recipe)])
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(read.model), LoraConfig(r=4))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.5)
+    folder, ids = recipe.with_name("adapter"), torch.tensor([[5, 6, 7]])
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(read.model).save_pretrained(folder)
+    read = replace(read, model=str(folder))
+    trainer = build_trainer(read)
+    torch.testing.assert_close(trainer.model(ids).logits, model.eval()(ids).logits)
+    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
+    assert trainer.train()[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="model must be a whole model where lora makes a new adapter; got the adapter"):
+        load_parts(replace(read, lora=LoRA()))
+
+
+def test_an_empty_system_prompt_is_none(recipe: Path) -> None:
+    read, _ = read_recipe(["--config", str(recipe), "--system-prompt", ""])
+    rows: Any = read.train_rows()
+    assert rows[0]["prompt"] == "question 0"
+    rows = replace(read, system_prompt="Be brief.").train_rows()
+    assert rows[0]["prompt"] == "Be brief.\n\nquestion 0"
+
+
+def test_a_dry_run_says_what_prompts_alone_cannot_show(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = "[{name: length}, {name: exact_answer}]"
+    words = ["--dataset", "someone/questions", "--eval-split", "test", "--rewards", rewards, "--dry-run"]
+    main(["train", "--config", str(recipe), *words])
+    printed = capsys.readouterr().out
+    assert "the reward exact_answer (reward function 'exact_answer' needs 'answer'" in printed
+    assert "held-out rows\n" in printed
+    assert "length -" in printed
+    assert "dry run: ok" in printed
+    main(["train", "--config", str(recipe), "--eval-dataset", str(recipe.with_name("data.jsonl")), "--dry-run"])
+    assert "held-out rows" not in capsys.readouterr().out
 
 
 def test_functions_are_found_by_path(tmp_path: Path) -> None:

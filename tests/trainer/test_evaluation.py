@@ -39,6 +39,22 @@ def test_evaluation_is_greedy_and_pass_at_k(
     assert steps == [0, 1, 2]
 
 
+def test_the_heaviest_reward_decides_and_unjudged_rows_do_not_count(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    def always(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    def of_some(completions: list[str], answer: list[str]) -> list[float | None]:
+        return [0.25 if right == "3" else None for right in answer]  # one row of six
+
+    given = {"reward_weights": [0.1, 1.0], "eval_dataset": rows, "eval_samples": 2}
+    metrics = make_trainer(model, tokenizer, rows, [always, of_some], **given).evaluate()
+    assert metrics == {"eval/always": 1.0, "eval/of_some": 0.25, "eval/pass@1": 0.0, "eval/pass@2": 0.0}
+    given["reward_weights"] = [1.0, 0.1]
+    assert make_trainer(model, tokenizer, rows, [always, of_some], **given).evaluate()["eval/pass@1"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("samples", "right", "k", "chance"), [(4, 0, 1, 0.0), (4, 4, 2, 1.0), (4, 1, 2, 0.5), (5, 2, 3, 0.9)]
 )

@@ -193,7 +193,10 @@ def test_two_steps_are_those_of_a_loop_on_logits(
     update = trainer.update.__call__
     trainer.update = lambda *given: seen.append(given) or update(*given)  # type: ignore[assignment, func-returns-value]
     history = trainer.train()
-    optimizer = torch.optim.AdamW(hand.parameters(), lr=RATE, weight_decay=DECAY)
+    vectors = [p for p in hand.parameters() if p.dim() == 1]  # of biases and norms, which do not decay
+    matrices = [p for p in hand.parameters() if p.dim() > 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
     found: list[dict[str, float]] = []
     for rollout, advantages in seen:
         assert advantages.any()

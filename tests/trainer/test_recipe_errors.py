@@ -34,6 +34,14 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
             "by token (token_mask, token_truncate) or null with vespo",
         ),
         (["--rollout", "vllm", "--repetition-penalty", "1.1"], "got repetition_penalty 1.1"),
+        (["--dataset", "a.py:rows", "--split", "test"], "split must come with a data set that is not a function"),
+        (["--dataset", "a.py:rows", "--subset", "x"], "subset must come with a data set that is not a function"),
+        (["--dataset", "a.py:rows", "--eval-split", "test"], "eval_split must come with a data set that is not a func"),
+        (["--eval-limit", "2"], "eval_limit must come with held-out rows (eval_dataset, eval_split); got 2 without"),
+        (["--eval-samples", "2"], "eval_samples must come with held-out rows"),
+        (["--eval-steps", "2"], "eval_steps must come with held-out rows"),
+        (["--vllm-options.max_model_len", "128"], "vllm_options must come with rollout vllm"),
+        (["--chat", "false"], "chat must come with a task"),
     ],
     ids=[
         "group-of-one",
@@ -46,6 +54,14 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
         "gmpo-vllm",
         "vespo-vllm",
         "penalty-vllm",
+        "split",
+        "subset",
+        "eval-split",
+        "eval-limit",
+        "eval-samples",
+        "eval-steps",
+        "vllm-options",
+        "chat",
     ],
 )
 def test_wrong_recipes_end_with_the_reason(
@@ -213,8 +229,9 @@ def test_hostile_recipes_are_refused_at_once(
     [
         (["--dataset", "data/trian.jsonl"], "data/trian.jsonl"),
         (["--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
+        (["--eval-dataset", "missing.jsonl"], "missing.jsonl"),
     ],
-    ids=["data", "reward"],
+    ids=["data", "reward", "held-out"],
 )
 def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], message: str) -> None:
     """A misspelt file is not treated as the name of a data set."""

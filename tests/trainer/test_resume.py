@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def test_it_lists_the_options_that_changed(tmp_path: Path, said: Said) -> None:
 
 
 def test_options_of_recipes_are_compared_inside() -> None:
-    recipe = Recipe(model="m", dataset="d", rewards=(Reward(name="length", options={"by": Path("x")}),))
-    other = Recipe(model="n", dataset="d", rewards=(Reward(name="format"),), lora=LoRA(), vllm_options={"a": 1})
+    recipe = Recipe(model="m", dataset="d", rewards=(Reward(name="length", options={"by": Path("x")}),), rollout="vllm")
+    other = replace(recipe, model="n", rewards=(Reward(name="format"),), lora=LoRA(), vllm_options={"a": 1})
     assert changes(options_of(recipe), options_of(recipe)) == []
     assert [line.partition(":")[0] for line in changes(options_of(recipe), options_of(other))] == [
         "model", "rewards", "lora", "vllm_options.a",

@@ -223,6 +223,27 @@ def test_a_lora_reference_is_the_model_without_its_adapter(
     assert all(torch.equal(merged[name], value) for name, value in frozen.items())
 
 
+def test_the_reference_of_a_trained_adapter_has_it(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """The policy as it was before training, with a copy of what is trained alone."""
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(build_small_model(len(tokenizer)), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(beta=0.05), learning_rate=1e-2, steps=3)
+    history = trainer.train()
+    assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert history[-1]["kl"] > 1e-4
+    assert trainer.reference is not None
+    for name, p in trainer.reference.policy.unwrapped.named_parameters():
+        assert torch.equal(p, before[name])
+        assert (p.data_ptr() == dict(model.named_parameters())[name].data_ptr()) == ("lora" not in name)
+
+
 def test_chat_prompts_get_chat_completions(rows: list[dict[str, str]]) -> None:
     tokenizer = tiny_tokenizer()
     seen: dict[str, Any] = {}
