@@ -148,6 +148,9 @@ def run_options(loss: str, level: str, beta: float, setting: str) -> dict[str, A
     if loss == "luspo" or (loss, level) == ("bnpo", "sequence"):
         # gradients in the hundreds: with larger steps the policy jumps by tens of nats, and rounding decides where to
         options["learning_rate"] = 3e-4
+    elif loss == "sapo":
+        # with larger steps sigmoids are 1 but for rounding, and TRL's derivative of them is that rounding
+        options["learning_rate"] = 1e-3
     return options
 
 
