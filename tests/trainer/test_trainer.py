@@ -217,6 +217,8 @@ def test_a_lora_reference_is_the_model_without_its_adapter(
         num_iterations=2,
         steps=3,  # type: ignore[arg-type]
     )
+    assert trainer.reference is not None
+    assert trainer.reference.policy is trainer.policy  # no copy
     history = trainer.train()
     assert history[0]["kl"] < history[-1]["kl"]
     merged = model.unload().state_dict()
