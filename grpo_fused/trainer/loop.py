@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_fused import engines, group_advantages, share_failures
 from grpo_fused.rewards import RewardFunction
 from grpo_fused.rewards.calling import RewardError
-from grpo_fused.rollouts.engine import RolloutEngine, Sampling
+from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.errors import DivergedError, NonFiniteError
 from grpo_fused.rollouts.huggingface import HuggingFaceEngine
 from grpo_fused.trainer.checkpoint import CheckpointError, identity
@@ -253,13 +253,8 @@ class GRPOTrainer:
         # for engines with their own generator: another seed for each completion of the run
         seed = (config.seed * config.steps + self.steps_done) * config.rollout_size
         sampling = replace(self.sampler.sampling, seed=seed + process * prompts * config.num_generations)
-        show = process == 0 and config.sample_steps > 0 and self.steps_done % config.sample_steps == 0
-        return self.sample(rows, sampling, show=show)
-
-    def sample(self, rows: Sequence[Row], sampling: Sampling, *, show: bool = False) -> tuple[Rollout, Tensor]:
-        """Completions of some rows, and their rewards; `show` prints those of the first row."""
         rollout, rewards = self.sampler.sample(rows, sampling)
-        if show:
+        if process == 0 and config.sample_steps > 0 and self.steps_done % config.sample_steps == 0:
             first = slice(0, sampling.num_generations)
             texts = self.sampler.texts(rollout.completions()[first])
             columns = {name: rewards[first, i].tolist() for i, name in enumerate(self.reward_functions)}

@@ -330,6 +330,10 @@ def test_a_dry_run_says_what_prompts_alone_cannot_show(recipe: Path, capsys: pyt
     assert "dry run: ok" in printed
     main(["train", "--config", str(recipe), "--eval-dataset", str(recipe.with_name("data.jsonl")), "--dry-run"])
     assert "held-out rows" not in capsys.readouterr().out
+    other = recipe.with_name("other.jsonl")
+    other.write_text('{"question": "a"}\n')
+    with pytest.raises(SystemExit, match='row 0 of eval_dataset must have a column "prompt"'):
+        main(["train", "--config", str(recipe), "--eval-dataset", str(other), "--dry-run"])
 
 
 def test_functions_are_found_by_path(tmp_path: Path) -> None:
