@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,14 +15,19 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused.rollouts.engine import Generation, Sampling
 from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.vllm_logprobs import ExactLogprobs
-from grpo_fused.rollouts.vllm_outputs import MOST_CANDIDATES, most_likely, sampled_logprobs, scores_of
-from grpo_fused.rollouts.vllm_outputs import candidates_of as candidates_of
+from grpo_fused.rollouts.vllm_outputs import (
+    MOST_CANDIDATES,
+    candidates_of,
+    most_likely,
+    sampled_logprobs,
+    scores_of,
+)
 
 OLDEST, NEWEST = "0.32", "0.33"
 """Of the releases of vLLM whose `reload_weights` takes tensors, the first and the last that were tested."""
@@ -273,6 +278,7 @@ class VLLMEngine:
             seed=seed,
             logprobs=logprobs,
             detokenize=bool(sampling.stop_strings),
+            skip_special_tokens=False,  # a stop string may be one
         )
 
 
@@ -317,36 +323,72 @@ def record_masks(llm: Any, recorded: bool) -> None:
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint of the model without adapters, LoRA merged into copies unless it is disabled.
 
-    Tied weights come once. The model stays as it is to the bit: nothing is added to its weights and subtracted again.
+    Tied weights come once, those that FSDP2 shards are gathered. The model stays as it is to the bit: nothing is added
+    to its weights and subtracted again.
+
+    Raises:
+        ValueError: What is adapted cannot be written as weights of the model: a tied embedding and head of which one
+            has an adapter or a copy, an adapter that is no LoRA.
     """
-    seen: set[int] = set()
     # of layers that have it, a flag; the models of transformers have a method of this name
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    if not disabled:
+        _check_adapters(model)
+    seen: set[int] = set()
     # layers that are trained whole, beside LoRA
     saved = ".original_module." if disabled else f".modules_to_save.{getattr(model, 'active_adapter', None)}."
     for name, tensor in model.state_dict(keep_vars=True).items():
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(saved, ".")
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(saved, ".")
         if id(tensor) in seen or any(part in plain for part in (".lora_", ".original_module.", ".modules_to_save.")):
             continue
         seen.add(id(tensor))
-        layer, adapted, _ = name.rpartition(".base_layer.")
-        with _merged(model.get_submodule(layer)) if adapted and not disabled else nullcontext():
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            merged = full.detach()
-        yield plain, merged
+        if ".base_layer." in name and not disabled:
+            layer, own = name.split(".base_layer")[0], name.rpartition(".base_layer.")[2]
+            yield plain, _merged(model.get_submodule(layer), own)
+        else:
+            yield plain, _whole(tensor)
 
 
-@contextmanager
-def _merged(layer: Any) -> Iterator[None]:
-    """Within it the base layer of an adapted one has merged weights; they are new tensors."""
-    own = {name: (parameter, parameter.data) for name, parameter in layer.get_base_layer().named_parameters()}
-    layer.merge(safe_merge=True)
+def _check_adapters(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        if (hasattr(module, "base_layer") and not hasattr(module, "lora_A")) or hasattr(module, "token_adapter"):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise ValueError(f"adapters must be LoRA where vLLM samples; {name} is a {kind}")
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    adapted = [end for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
+    weights = [getattr(end, "original_module", end).weight for end in ends]  # an adapted layer gives that of its base
+    if adapted and weights[0] is weights[1]:
+        raise ValueError(
+            "embedding and head are tied, and vLLM has one weight for both; got an adapter or a copy of "
+            f"{len(adapted)} of them: leave both out, or untie them (tie_word_embeddings=False)"
+        )
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
+def _merged(layer: Any, name: str) -> Tensor:
+    """A parameter of the base of an adapted layer, with the adapters in it; peft merges into its data."""
+    own = [(module, key, x) for module in layer.modules() for key, x in module._parameters.items() if x is not None]
+    data = [x.data for _, _, x in own]
+    wrappers = [module for module in layer.modules() if hasattr(module, "merged_adapters")]  # the outermost first
     try:
-        yield
+        for module, key, x in own:
+            if hasattr(x, "full_tensor"):  # merging into its data would not reach the shard
+                module._parameters[key] = nn.Parameter(_whole(x), requires_grad=False)
+        for wrapper in reversed(wrappers):
+            wrapper.merge(safe_merge=True)
+        merged: Tensor = layer.get_base_layer().get_parameter(name).detach()
+        return merged
     finally:
-        for parameter, data in own.values():
-            parameter.data = data
-        layer.merged_adapters.clear()
+        for (module, key, x), before in zip(own, data, strict=True):
+            module._parameters[key] = x
+            if not hasattr(x, "full_tensor"):
+                x.data = before
+        for wrapper in wrappers:
+            wrapper.merged_adapters.clear()
 
 
 def _pack_tied_head(model: Any) -> None:

@@ -305,7 +305,7 @@ def sharded(rank: int, group: Any, case: Case, tied: bool) -> dict:
     return {name: p.grad.full_tensor().double().numpy() for name, p in model.named_parameters()}
 
 
-def adapted_model() -> Any:
+def adapted_model(*, lora_bias: bool = True) -> Any:
     """A small Qwen2 with LoRA on the head and in the layers, B not zero."""
     import peft
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -315,7 +315,7 @@ def adapted_model() -> Any:
         vocab_size=29, hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1,
     )  # fmt: skip
-    lora = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], lora_bias=True, task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], lora_bias=lora_bias, task_type="CAUSAL_LM")
     model = peft.get_peft_model(Qwen2ForCausalLM(config), lora)
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -343,6 +343,21 @@ def adapted_under_trl(rank: int, group: Any, token_ids: torch.Tensor, own_group:
         logps.mean().backward()
     gradients = {n: p.grad.full_tensor().numpy() for n, p in model.named_parameters() if p.requires_grad}
     return {"logps": logps.detach().numpy(), "gradients": gradients}
+
+
+def merged_of_shards(rank: int, group: Any) -> dict:
+    """Weights for vLLM of a policy with adapters that FSDP2 shards; and whether the policy stayed as it was."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from grpo_fused.rollouts.vllm import named_weights
+
+    model = adapted_model(lora_bias=False)  # peft merges none where the layer has no bias
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    before = {name: p.full_tensor() for name, p in model.named_parameters()}
+    weights = {name: x.numpy() for name, x in named_weights(model)}
+    same = all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+    return {"weights": weights, "same": same}
 
 
 def data_parallel(rank: int, group: Any, case: Case, tied: bool) -> dict:

@@ -14,6 +14,7 @@ from distributed.jobs import (
     dtensor_among_slices,
     grid_loss,
     logprobs_of_one_fail,
+    merged_of_shards,
     one_fails,
     rows_of,
     sharded,
@@ -59,6 +60,20 @@ def test_adapters_of_a_sharded_head_are_scored_in_trl(own_group, workers):
             if p.requires_grad:
                 assert p.grad.any()
                 close(got["gradients"][name], p.grad.numpy(), 1e-4, name)
+
+
+def test_adapters_of_shards_are_merged_for_vllm(workers):
+    pytest.importorskip("peft")
+    vllm = pytest.importorskip("grpo_fused.rollouts.vllm")
+    model = adapted_model(lora_bias=False)
+    want = {name: x.detach().numpy() for name, x in vllm.named_weights(model)}
+    base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    assert abs(want["model.layers.0.self_attn.q_proj.weight"] - base.detach().numpy()).max() > 0.1
+    for got in workers.run(merged_of_shards, 2):
+        assert got["same"]
+        assert set(got["weights"]) == set(want)
+        for name, x in want.items():
+            close(got["weights"][name], x, 1e-6, name)
 
 
 def test_a_dtensor_weight_gets_its_gradient_in_its_own_sharding(workers):

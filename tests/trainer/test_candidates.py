@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from grpo_fused import CandidateSets, importance_sampling_correction
 from grpo_fused.api import autograd
 from grpo_fused.call.validation import is_alone_with
-from grpo_fused.rollouts.vllm import candidates_of
 from grpo_fused.rollouts.vllm_logprobs import sets_of_mask
+from grpo_fused.rollouts.vllm_outputs import candidates_of
 from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, policy, roll_out
 
 TRUNCATED: list[dict[str, Any]] = [

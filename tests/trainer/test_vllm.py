@@ -125,6 +125,7 @@ def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> Non
     assert expected.items() <= asked.items()
     assert asked["stop"] == ["x"]
     assert asked["include_stop_str_in_output"]
+    assert not asked["skip_special_tokens"]  # vLLM would not see a stop string that is one
     assert vllm.calls["options"]["logprobs_mode"] == "processed_logprobs"  # those after the temperature
     assert rollout.completions() == [[5, 1], [6, 7, 1]] * 2
     assert rollout.sampling_logps is not None
@@ -277,6 +278,51 @@ def test_an_adapter_that_is_disabled_is_not_merged() -> None:
         assert torch.equal(value, before[name]), name
     enabled = dict(named_weights(model))
     assert not torch.equal(enabled["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_adapters_that_vllm_cannot_have_are_refused() -> None:
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    tied = "embedding and head are tied, and vLLM has one weight for both"
+    for config, message in (
+        (LoraConfig(r=2, target_modules=["lm_head"]), tied),
+        (LoraConfig(r=2, target_modules=["embed_tokens"]), tied),
+        (LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]), tied),
+        (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "must be LoRA .*k_proj is a peft.tuners.ia3"),
+        (
+            LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1]),
+            "must be LoRA .*TrainableTokens",
+        ),
+    ):
+        model: Any = get_peft_model(build_small_model(21, tied=True), config)
+        with pytest.raises(ValueError, match=message):
+            dict(named_weights(model))
+        with model.disable_adapter():
+            dict(named_weights(model))
+    model = get_peft_model(build_small_model(21, tied=True), LoraConfig(r=2, target_modules="all-linear"))
+    assert "model.embed_tokens.weight" in dict(named_weights(model))
+
+
+def test_adapters_on_two_tensors_of_the_experts_are_merged() -> None:
+    """peft wraps the module twice."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=21, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+    model: Any = get_peft_model(MixtralForCausalLM(config), lora).eval()
+    plain, ids = MixtralForCausalLM(config).eval(), torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        want, before = model(ids).logits, plain(ids).logits
+        assert not plain.load_state_dict(dict(named_weights(model))).missing_keys
+        torch.testing.assert_close(plain(ids).logits, want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(ids).logits, want, rtol=0, atol=0)
+    assert (want - before).abs().max() > 0.1
 
 
 def test_adapters_are_merged_while_weights_are_read() -> None:

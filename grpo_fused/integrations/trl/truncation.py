@@ -27,7 +27,8 @@ from grpo_fused.call.layout import offsets_of
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl.release import CONTINUOUS_BATCHING
 from grpo_fused.rollouts.engine import Sampling, padded_sets
-from grpo_fused.rollouts.vllm import NO_MASKS, candidates_of, record_masks
+from grpo_fused.rollouts.vllm import NO_MASKS, record_masks
+from grpo_fused.rollouts.vllm_outputs import candidates_of
 
 _KNOWN = {
     "max_new_tokens", "max_length", "stop_strings", "use_cache", "cache_implementation", "disable_compile",
