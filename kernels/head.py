@@ -173,9 +173,13 @@ def epilogue(
         z, slope = to_z(acc, bias_ptr, cols, cols < V, logit_scale, softcap, inv_t[:, None], HAS_BIAS, HAS_SOFTCAP)
         dlogp = tl.load(dlogp_ptr + rows, mask=live, other=0.0)
         targets = tl.load(targets_ptr + rows, mask=live, other=-1)
-        at_target = -dlogp * expm1(tl.load(logp_ptr + rows, mask=live, other=0.0))
+        logp = tl.load(logp_ptr + rows, mask=live, other=0.0)
+        at_target = -dlogp * expm1(logp)
+        is_target = cols == targets[:, None]
         shifted = z - tl.load(max_ptr + rows, mask=live, other=0.0)[:, None]
         log_p = shifted - tl.load(log_sum_ptr + rows, mask=live, other=0.0)[:, None]
+        if HAS_DENTROPY:  # the maximum was rounded, as a power of two
+            log_p = tl.where(is_target, logp[:, None], log_p)
         log_p = tl.maximum(log_p, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(log_p * LOG2E)
         entropy = dlogp
@@ -183,7 +187,6 @@ def epilogue(
         if HAS_DENTROPY:
             entropy = tl.load(entropy_ptr + rows, mask=live, other=0.0)
             dentropy = tl.load(dentropy_ptr + rows, mask=live, other=0.0)
-        is_target = cols == targets[:, None]
         dz = dlogits(log_p, p, is_target, at_target[:, None], dlogp[:, None], dentropy[:, None], entropy[:, None],
                      slope, HAS_DENTROPY)  # fmt: skip
         store_block(out, dz, row, tile * BLOCK_V, N, stride_out, BLOCK_N, BLOCK_V, TMA)

@@ -309,6 +309,23 @@ def test_torch_compile_of_a_caller(name):
         torch.testing.assert_close(graph, eager)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", ["chunked", "native"])
+def test_log_probs_of_a_frozen_head_are_one_graph(impl, dtype):
+    torch._dynamo.reset()
+    hidden, weight = torch.randn(2, 3, 32, dtype=dtype), torch.randn(50, 32, dtype=dtype)
+    ids = torch.randint(50, (2, 3))
+
+    def program(h):
+        return fused_linear_logprobs(h, weight, ids, impl=impl).logps.sum()
+
+    found = []
+    for function in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        h = hidden.clone().requires_grad_()
+        found.append(torch.autograd.grad(function(h), h)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_compiled_caller_does_not_recompile_for_each_length():
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import PRECISION, frobenius_error, make_case
 
-from grpo_fused import CandidateSets, engines, fused_linear_logprobs, selective_logprobs
+from grpo_fused import CandidateSets, engines, fused_linear_grpo_loss, fused_linear_logprobs, selective_logprobs
 from grpo_fused.api import operators
 
 ENGINES = ["chunked", "native", "triton"]
@@ -111,9 +111,10 @@ def test_a_frozen_head_takes_two_products(impl, monkeypatch):
     with torch.no_grad():
         assert torch.equal(fused_linear_logprobs(hidden, *inputs, impl=impl).logps, out.logps)
     fused_linear_logprobs(hidden.detach(), *inputs, impl=impl)
+    half = hidden.detach().half().requires_grad_(), inputs[0].half(), inputs[1]
     with monkeypatch.context() as patch:
         patch.setattr("grpo_fused.api.head.product_dtype", lambda head: torch.float16)
-        fused_linear_logprobs(hidden, *inputs, impl=impl)  # a loss scale is to multiply them before they are rounded
+        fused_linear_logprobs(*half, impl=impl)  # a loss scale is to multiply them before they are rounded
     with pytest.raises(AttributeError):
         fused_linear_logprobs(hidden, *inputs, impl=impl)
 
@@ -225,7 +226,47 @@ def test_confident_tokens_are_accurate(margin, impl):
     torch.testing.assert_close(out.logps.double().view(()), -rest.log1p(), rtol=1e-3, atol=0)
     torch.testing.assert_close(out.entropies.double().view(()), entropy, rtol=1e-3, atol=0)
     torch.testing.assert_close(weight.grad[target, 0].double(), rest / (1 + rest), rtol=1e-3, atol=0)
-    torch.testing.assert_close(weight.grad[:, 0].double(), -e / (1 + rest), rtol=1e-3, atol=float(1.01 * rest))
+    others = torch.arange(vocab) != target
+    torch.testing.assert_close(weight.grad[others, 0].double(), -e[others] / (1 + rest), rtol=1e-3, atol=1e-43)
+
+
+@pytest.mark.parametrize("impl", ["reference", *ENGINES])
+@pytest.mark.parametrize("margin", [14.0, 22.0, 26.0])
+def test_confident_tokens_keep_the_gradient_of_their_entropy(margin, impl):
+    """Beside that of the log-prob, which is 1e6 to 1e11 times a term of the entropy."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    logits[7] = logits.max() + margin
+    exact = logits.double().requires_grad_()
+    log_p = exact.log_softmax(0)
+    (want,) = torch.autograd.grad(-log_p[7] + 0.01 * (log_p.exp() * log_p).sum(), exact)
+    weight = logits.unsqueeze(1).requires_grad_()
+    out = fused_linear_logprobs(torch.ones(1, 1, 1), weight, torch.full((1, 1), 7), with_entropy=True, impl=impl)
+    (-out.logps - 0.01 * out.entropies).sum().backward()
+    torch.testing.assert_close(weight.grad[:, 0].double(), want, rtol=1e-3, atol=0.0)
+
+
+def test_the_default_dtype_of_torch_changes_nothing():
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 3, 8, generator=g), torch.randn(40, 8, generator=g)
+    ids, sets = torch.randint(40, (2, 3), generator=g), CandidateSets.from_mask(torch.rand(6, 40, generator=g) < 0.5)
+
+    def results():
+        found = []
+        for impl in ENGINES:
+            h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+            out = fused_linear_logprobs(h, w, ids, with_entropy=True, alternatives=sets, impl=impl)
+            found += torch.autograd.grad(out.logps.sum() + out.alternative_logps.sum(), (h, w))
+            out = fused_linear_grpo_loss(h, w, ids, torch.ones(2), impl=impl)
+            found += [out.loss.detach(), *torch.autograd.grad(out.loss, (h, w))]
+        return found
+
+    want = results()
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            torch.testing.assert_close(results(), want, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("impl", ["reference", *ENGINES])

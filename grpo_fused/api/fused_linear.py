@@ -84,7 +84,7 @@ def fused_linear_grpo_loss(
 
     Returns:
         `GRPOLossOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `per_token_logps`,
-        `entropies` and `metrics`, detached fp32. fp64 inputs give fp64 results.
+        `entropies` and `metrics`, detached fp32. fp64 inputs give fp64 results, and metrics in fp32.
 
     Raises:
         ValueError: a shape, range, option or combination that is not supported; ids outside the vocabulary or NaN on

@@ -155,7 +155,9 @@ def early(call: LogprobsCall) -> LogprobsCall:
     fp16 products would be rounded before a loss scale multiplies them.
     """
     alone = needs_of(*tensors_of(call)) == HIDDEN_ALONE and call.alternatives.sets is None
-    return call._replace(with_dhidden=alone and product_dtype(call.lm_head) != torch.float16)
+    # Dynamo cannot trace what `product_dtype` asks of a CPU for bf16
+    is_narrow = call.lm_head.compute_dtype == torch.float16 and product_dtype(call.lm_head) == torch.float16
+    return call._replace(with_dhidden=alone and not is_narrow)
 
 
 def beside(

@@ -198,10 +198,13 @@ def _check_head_weight(weight: Any) -> None:
             "change of it"
         )
     if isinstance(weight, Tensor) and (
-        weight.is_quantized or hasattr(weight, "quant_state") or not weight.is_floating_point()
+        weight.is_quantized
+        or hasattr(weight, "quant_state")
+        or not weight.is_floating_point()
+        or weight.layout != torch.strided
     ):
         raise TypeError(
-            "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised or packed one "
+            "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised, packed or sparse one "
             f"({type(weight).__name__}, {weight.dtype}): pass QuantizedWeight(values, scale) for int8 or fp8 with one "
             "scale a row, or groups of 4 bits with their codes, else dequantise it first"
         )

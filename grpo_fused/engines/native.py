@@ -139,7 +139,7 @@ class NativeEngine:
                 stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             else:  # no large dW holds the exponentials, so they are computed again either way
                 assert work.known is not None
-                stats, offsets = work.known.select(part), torch.empty(layout.blocks, 0)
+                stats, offsets = work.known.select(part), torch.empty(layout.blocks, 0, dtype=torch.float32)
             scores.append(stats)
             coefficients = work.coefficients(part, stats)
             chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(stats.logp)
@@ -193,7 +193,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         None if head.row_scale is None else head.row_scale.contiguous(),
         None if transform.bias is None else transform.bias.contiguous(),
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
-        torch.full(rows.shape, temperature, device=rows.device) if temperatures is None else temperatures,
+        torch.full(rows.shape, temperature, dtype=torch.float32) if temperatures is None else temperatures,
         scale,
         0.0 if head.softcap is None else float(head.softcap),
         *_sets(tokens, head, rows),

@@ -178,5 +178,7 @@ class TritonPairs(Pairs):
 def _numbers(sets: Sets) -> tuple[Tensor, float, float]:
     """(temperature of each token [R], logit scale, softcap or 0)."""
     temperatures, number, scale, _ = sets.transform.numbers
-    temperature = torch.full((len(sets.rows),), number) if temperatures is None else temperatures.contiguous()
+    if temperatures is None:
+        temperatures = torch.full((len(sets.rows),), number, dtype=torch.float32)
+    temperature = temperatures.contiguous()
     return temperature, scale, sets.transform.softcap or 0.0

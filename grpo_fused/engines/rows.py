@@ -149,7 +149,8 @@ def gradient_of_scores(
         assert statistics.entropy is not None
         slope = (dz + statistics.entropy.unsqueeze(1)).mul_(-dentropy.unsqueeze(1)).sub_(dlogp.unsqueeze(1))
         dz.exp_()
-        at_target += dz.gather(1, targets).squeeze(1) * (slope.gather(1, targets).squeeze(1) + dlogp)
+        log_p = statistics.logp.clamp(min=LOWEST_LOG_P)
+        at_target -= dentropy * log_p.exp() * (log_p + statistics.entropy)  # in slope it would vanish beside dlogp
         dz.mul_(slope)
     return dz.scatter_(1, targets, torch.where(here, at_target, dz.gather(1, targets).squeeze(1)).unsqueeze(1))
 

@@ -107,6 +107,8 @@ def test_confident_tokens_have_accurate_gradients(way):
         head_dlogits(hidden, weight, targets, Coefficients(stats, ones, None), transform, got, config=SMALL)
     want = exact_dlogits(hidden, weight, targets, transform, ones, None)
     assert (got.double() - want).abs().max() < 2e-7
+    at_target = got.double().gather(1, targets.unsqueeze(1)) / want.gather(1, targets.unsqueeze(1))
+    assert (at_target - 1).abs().max() < 1e-4
 
 
 def rounded_once(hidden, weight, targets, transform, dlogp, dentropy, dtype):
