@@ -44,6 +44,12 @@ def output_head(model: nn.Module) -> nn.Module:
     return head
 
 
+def needs_a_gpu(model: nn.Module) -> bool:
+    """Whether the model is on the CPU with layers of Liger's, whose Triton kernels run on a GPU only."""
+    liger = any(str(getattr(x.forward, "__module__", "")).startswith("liger_kernel") for x in model.modules())
+    return liger and next(model.parameters()).device.type == "cpu"
+
+
 class HeadParts(NamedTuple):
     """What a head multiplies by: logits = h (W + sum of scale * B A)^T + b."""
 

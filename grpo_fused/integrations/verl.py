@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_fused import HeadAdapter, fused_linear_logprobs
 from grpo_fused.heads import HeadForm, check_head, head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.form import candidate_forms
-from grpo_fused.heads.modules import head_parts, output_head
+from grpo_fused.heads.modules import adapters_beside, needs_a_gpu, output_head
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.releases import check_release
 
@@ -37,8 +37,8 @@ OWN_BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", 
 _patches = Patches()
 _forwards: dict[type, Patches] = {}
 """Of a class of models the one of its forward, on top of what verl has put there last."""
-_form: ContextVar[HeadForm | None] = ContextVar("grpo_fused_verl_head", default=None)
-_adapters: ContextVar[tuple[HeadAdapter, ...]] = ContextVar("grpo_fused_verl_adapters", default=())
+_model: ContextVar[Any] = ContextVar("grpo_fused_verl_model", default=None)
+"""The model whose forward is running: its `_grpo_fused_form` is the `HeadForm` of its head."""
 
 
 def patch_verl() -> None:
@@ -85,22 +85,47 @@ class FusedLinearForPPO(nn.Module):
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies in fp32, each shaped like input_ids `[..., T]`, of states `[..., T, H]`."""
-        form, adapters = _form.get() or HeadForm(1.0, None, vocab_weights.shape[0]), _adapters.get()
-        if form.vocab_size < vocab_weights.shape[0]:
-            vocab_weights = vocab_weights[: form.vocab_size]
-            adapters = tuple(replace(adapter, b=adapter.b[: form.vocab_size]) for adapter in adapters)
-        out = fused_linear_logprobs(
-            hidden_states,
-            vocab_weights,
-            input_ids,
-            temperature=temperature,
-            logit_scale=form.logit_scale,
-            softcap=form.softcap,
-            with_entropy=True,
-            lm_head_adapter=adapters,
-        )
-        assert out.entropies is not None
-        return out.logps, out.entropies
+        model = _model.get()
+        if model is None:
+            return _scores(hidden_states, vocab_weights, input_ids, temperature)
+        head, form, is_sharded = model.lm_head, model._grpo_fused_form, isinstance(model.lm_head, FSDPModule)
+
+        def score(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+            adapters = adapters_beside(head, None)[1] if hasattr(head, "base_layer") else ()
+            weight = head.weight if is_sharded else vocab_weights
+            return _scores(hidden_states, weight, input_ids, temperature, form, adapters)
+
+        if not is_sharded:
+            return score(hidden_states)
+        with Patches((head, "forward", score)):  # its hooks gather the weight, in FSDP's dtype, and reduce its gradient
+            scores: tuple[Tensor, Tensor] = head(hidden_states)
+        return scores
+
+
+def _scores(
+    hidden_states: Tensor,
+    weight: Tensor,
+    input_ids: Tensor,
+    temperature: float,
+    form: HeadForm | None = None,
+    adapters: tuple[HeadAdapter, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    form = form or HeadForm(1.0, None, weight.shape[0])
+    if form.vocab_size < weight.shape[0]:
+        weight = weight[: form.vocab_size]
+        adapters = tuple(replace(adapter, b=adapter.b[: form.vocab_size]) for adapter in adapters)
+    out = fused_linear_logprobs(
+        hidden_states,
+        weight,
+        input_ids,
+        temperature=temperature,
+        logit_scale=form.logit_scale,
+        softcap=form.softcap,
+        with_entropy=True,
+        lm_head_adapter=adapters,
+    )
+    assert out.entropies is not None
+    return out.logps, out.entropies
 
 
 def linear_cross_entropy(
@@ -150,41 +175,33 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
         patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
         if use_fused_kernels and fused_kernels_backend in BACKENDS:
             verl_forward = kind.forward
+            fused_forward = _known_to_its_head(verl_forward, model_forward)
             # an attribute: copies of the model have it, too
-            model._grpo_fused_form = _read_head(model, model_forward, verl_forward)  # type: ignore[assignment]
-            _forwards[kind] = Patches((kind, "forward", _with_form(verl_forward, model_forward)))
+            model._grpo_fused_form = _read_head(model, model_forward, fused_forward)  # type: ignore[assignment]
+            _forwards[kind] = Patches((kind, "forward", fused_forward))
 
     return patch_checked_forward
 
 
-@contextmanager
-def _head_of(model: Any, form: HeadForm | None) -> Iterator[None]:
-    """`FusedLinearForPPO`, which gets the weight alone, knows the rest of the model's head."""
-    parts = head_parts(model.lm_head) if hasattr(model.lm_head, "base_layer") else None
-    if parts is not None and parts.bias is not None:
-        raise ValueError("verl's fused forward has no bias; the adapter on the head has one: set lora_bias to False")
-    known, adapters = _form.set(form), _adapters.set(() if parts is None else parts.adapters)
-    try:
-        yield
-    finally:
-        _form.reset(known)
-        _adapters.reset(adapters)
-
-
-def _with_form(verl_forward: Callable[..., Any], model_forward: Callable[..., Any]) -> Callable[..., Any]:
+def _known_to_its_head(verl_forward: Callable[..., Any], model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """verl's forward, which hands its head the weight alone, with the rest of the head known."""
 
     @functools.wraps(verl_forward)
     def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _head_of(self, getattr(self, "_grpo_fused_form", None)):
+        if hasattr(self.lm_head, "base_layer") and adapters_beside(self.lm_head, None)[0] is not None:
+            raise ValueError("verl's fused forward has no bias; the head's adapter has one: set lora_bias to False")
+        token = _model.set(self)
+        try:
             return verl_forward(self, *args, **kwargs)
+        finally:
+            _model.reset(token)
 
     fused_forward.model_forward = model_forward  # type: ignore[attr-defined]
     return fused_forward
 
 
 @torch.no_grad()
-def _read_head(model: nn.Module, model_forward: Callable[..., Any], verl_forward: Callable[..., Any]) -> HeadForm:
+def _read_head(model: nn.Module, model_forward: Callable[..., Any], fused_forward: Callable[..., Any]) -> HeadForm:
     """The form of the head, compared with the model's own forward where its weights are here."""
     name, head = type(model).__name__, output_head(model)
     if head is not getattr(model, "lm_head", None) or getattr(head, "bias", None) is not None:
@@ -193,7 +210,8 @@ def _read_head(model: nn.Module, model_forward: Callable[..., Any], verl_forward
         )
     form = candidate_forms(model, head.weight.shape[0])[0]  # type: ignore[union-attr]
     backbone = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if backbone in OWN_BACKBONES or any(p.is_meta for p in model.parameters()):  # FSDP: weights on the first rank only
+    # FSDP has weights on the first rank only; verl puts Liger's layers in while they are on the CPU
+    if backbone in OWN_BACKBONES or any(p.is_meta for p in model.parameters()) or needs_a_gpu(model):
         return form
     ids = torch.arange(1, 9, device=head.weight.device).remainder(form.vocab_size).unsqueeze(0)  # type: ignore[union-attr]
     with Patches((model, "forward", functools.partial(model_forward, model))):
@@ -203,8 +221,9 @@ def _read_head(model: nn.Module, model_forward: Callable[..., Any], verl_forward
         want = fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], **lm_head_inputs(model)).logps
     if confirmed[:3] != form[:3]:  # the ranks without weights take the first
         raise ValueError(f"the head of {name} is {confirmed}, which is not the usual meaning of its config: {form}")
-    with undisturbed(model), _head_of(model, form):
-        got = verl_forward(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
+    model._grpo_fused_form = form  # type: ignore[assignment]
+    with undisturbed(model):
+        got = fused_forward(model, input_ids=ids, return_dict=True, use_cache=False).log_probs
     if not torch.allclose(got.view(ids.shape)[:, :-1], want, rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"verl's fused forward takes the backbone's last hidden states, and {name} does something to them before "

@@ -70,7 +70,12 @@ def batch(fused: bool, packed: bool) -> TensorDict:
     return data
 
 
-def step(path: str, fused: bool, packed: bool, lora_rank: int) -> tuple[list, float, dict]:
+FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+def step(
+    path: str, fused: bool, packed: bool, lora_rank: int, precision: dict | None = FP32
+) -> tuple[list, float, dict]:
     """Log-probs and entropies of each micro-batch, the gradient norm, and the weights after the step."""
     engine = transformer_impl.FSDPEngineWithLMHead(
         HFModelConfig(
@@ -79,8 +84,7 @@ def step(path: str, fused: bool, packed: bool, lora_rank: int) -> tuple[list, fl
             lora_rank=lora_rank,
         ),
         FSDPEngineConfig(
-            strategy="fsdp2", model_dtype="fp32", use_torch_compile=False,
-            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            strategy="fsdp2", model_dtype="fp32", use_torch_compile=False, mixed_precision=precision
         ),
         FSDPOptimizerConfig(optimizer="SGD", lr=0.01, weight_decay=0.0),
         CheckpointConfig(),
@@ -111,7 +115,15 @@ def main(path: str) -> None:
     dist.barrier()
     cases = [(True, 0), (False, 0), (True, 4)]  # packed, LoRA
     wants = [step(path, False, *case) for case in cases]  # first: verl's fused forward stays in the class of the model
+    rounded = [
+        step(path, False, True, rank, None) for rank in (0, 4)
+    ]  # bf16 parameters, fp32 gradients: verl's default
     patch_verl()
+    for rank, want in zip((0, 4), rounded, strict=True):
+        scores, norm, weights = step(path, True, True, rank, None)
+        torch.testing.assert_close(scores, want[0], rtol=0.0, atol=0.3, check_dtype=False)  # of bf16 logits
+        torch.testing.assert_close(norm, want[1], rtol=0.02, atol=0.0)
+        assert max((weights[name] - x).abs().max() for name, x in want[2].items()) < 0.02 * 0.01 * want[1]
     for impl in dict.fromkeys([engines.fastest(torch.device("cpu"), torch.float32, 64), "chunked"]):
         engines.fastest = lambda device, dtype, width, impl=impl: impl
         for case, want in zip(cases, wants, strict=True):

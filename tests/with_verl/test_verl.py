@@ -54,6 +54,19 @@ def patched():
     adapter.unpatch_verl()
 
 
+def test_layers_that_need_a_gpu_are_not_run(patched):
+    """verl puts Liger's into a model on the CPU, just before it is patched."""
+
+    def forward(*_: Any) -> None:
+        raise RuntimeError("0 active drivers")
+
+    forward.__module__ = "liger_kernel.transformers.swiglu"
+    model = build(Gemma2ForCausalLM, Gemma2Config)
+    model.model.layers[0].mlp.forward = forward
+    monkey_patch.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    assert model._grpo_fused_form.softcap == model.config.final_logit_softcapping
+
+
 def build(base: Any = Qwen2ForCausalLM, config: Any = Qwen2Config, gain: float = 20.0, **options: Any) -> Any:
     """A model of a class of its own: verl puts its forwards into classes."""
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ from grpo_fused.call.validation import check_adapters, is_alone_with
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
-from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.heads.modules import needs_a_gpu, output_head, unwrap
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl import logits
 from grpo_fused.integrations.trl.adapters import accepting, scored_with, with_adapters
@@ -317,8 +317,7 @@ def check_trl_reads_the_head(model: Any) -> None:
     """
     name = type(model).__name__
     module: Any = output_head(model)
-    liger = any(str(getattr(x.forward, "__module__", "")).startswith("liger_kernel") for x in model.modules())
-    if liger and module.weight.device.type == "cpu":
+    if needs_a_gpu(model):
         raise RuntimeError(
             f"{name} has layers of Liger's, whose Triton kernels run on a GPU only; the model is on the CPU. "
             "use_liger_kernel=True, in any trainer, puts them into transformers for the whole process: start a new "
