@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -135,9 +136,14 @@ class HuggingFaceEngine:
         cache = DynamicCache(config=self.model.config)
         options = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if accepts(self.model, name)}
-        self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # of peft's
+        parameters = inspect.signature(base.forward).parameters
+        given: dict[str, Cache] = {
+            "cache" if "cache" in parameters else "past_key_values": cache
+        }  # from 5.24 on, before
+        self.model(input_ids=ids, attention_mask=mask, use_cache=True, **given, **options)
         cache.batch_select_indices(new.cumsum(0) - 1)
-        return {"past_key_values": cache}
+        return given
 
     def _sees_all_of(self, tokens: int) -> bool:
         """Whether each layer keeps the keys and values of all tokens of a prompt."""
