@@ -138,9 +138,8 @@ class HuggingFaceEngine:
         options = {name: value for name, value in options.items() if accepts(self.model, name)}
         base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # of peft's
         parameters = inspect.signature(base.forward).parameters
-        given: dict[str, Cache] = {
-            "cache" if "cache" in parameters else "past_key_values": cache
-        }  # from 5.24 on, before
+        name = "cache" if "cache" in parameters else "past_key_values"  # up to transformers 5.23
+        given: dict[str, Cache] = {name: cache}
         self.model(input_ids=ids, attention_mask=mask, use_cache=True, **given, **options)
         cache.batch_select_indices(new.cumsum(0) - 1)
         return given
