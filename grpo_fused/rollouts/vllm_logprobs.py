@@ -1,6 +1,6 @@
 """A plugin of vLLM: log-probs of sampled tokens as the trainer scores them, from vLLM's own hidden states.
 
-    extension = "grpo_fused.integrations.vllm_logprobs.ExactLogprobs"
+    extension = "grpo_fused.rollouts.vllm_logprobs.ExactLogprobs"
     llm = vllm.LLM(model, worker_extension_cls=extension, logprobs_mode="processed_logprobs")
     llm.collective_rpc("score_exactly", kwargs={"temperature": 0.7})
     llm.generate(...)                        # the log-prob of each sampled token is exact

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fused import CandidateSets, fused_linear_logprobs
-from grpo_fused.integrations.vllm_logprobs import ExactLogprobs
+from grpo_fused.rollouts.vllm_logprobs import ExactLogprobs
 
 H, V, PADDED = 16, 40, 64
 

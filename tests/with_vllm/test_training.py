@@ -15,8 +15,8 @@ import pytest
 import torch
 from with_vllm.models import build_policy, save
 
-from grpo_fused.integrations.vllm import SyncError
 from grpo_fused.rollouts import vllm as integration
+from grpo_fused.rollouts.vllm import SyncError
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, VLLMEngine, cli
 from grpo_fused.trainer.tiny import tiny_tokenizer
 
