@@ -149,6 +149,7 @@ TYPE_ERRORS = {
     "weight-packed": ("lm_head_weight must be a plain floating-point tensor.*quantised, packed or sparse one.*torch.uint8",
                       lambda: loss(lm_head_weight=torch.zeros(V, H, dtype=torch.uint8))),
     "weight-quantised": ("quantised, packed or sparse one", lambda: loss(lm_head_weight=_quantised_weight())),
+    "weight-sparse": ("quantised, packed or sparse one", lambda: loss(lm_head_weight=torch.eye(V, H).to_sparse())),
     "weight-module": ("got a module Linear: pass .* or the .weight .* of a plain head", lambda: loss(lm_head_weight=torch.nn.Linear(H, V))),
     "weight-adapter": ("with lm_head_adapter for a low-rank change of it",
                        lambda: loss(lm_head_weight=_Adapter(H, V))),
