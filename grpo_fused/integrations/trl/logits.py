@@ -309,7 +309,7 @@ def stopping_the_loss(method: Callable[..., Any], owner: type, active_head: Acti
 def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, everywhere: bool) -> Iterator[None]:
     """`model(...)` returns `HeadLogits` in the block."""
     form, inner = check_head(model), unwrap(model)
-    with capture_head_input(model) as captured:
+    with capture_head_input(inner) as captured:
 
         def put(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             mask, lm_head = kwargs.get("attention_mask"), _of_this_pass(form, inner)
