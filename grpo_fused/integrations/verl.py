@@ -38,7 +38,7 @@ _patches = Patches()
 _forwards: dict[type, Patches] = {}
 """Of a class of models the one of its forward, on top of what verl has put there last."""
 _model: ContextVar[Any] = ContextVar("grpo_fused_verl_model", default=None)
-"""The model whose forward is running: its `_grpo_fused_form` is the `HeadForm` of its head."""
+"""The model whose forward is running; its `_grpo_fused_form` is the `HeadForm` of its head."""
 
 
 def patch_verl() -> None:
@@ -88,7 +88,8 @@ class FusedLinearForPPO(nn.Module):
         model = _model.get()
         if model is None:
             return _scores(hidden_states, vocab_weights, input_ids, temperature)
-        head, form, is_sharded = model.lm_head, model._grpo_fused_form, isinstance(model.lm_head, FSDPModule)
+        head, is_sharded = model.lm_head, isinstance(model.lm_head, FSDPModule)
+        form = getattr(model, "_grpo_fused_form", None)  # of a model that was patched, not only its class
 
         def score(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
             adapters = adapters_beside(head, None)[1] if hasattr(head, "base_layer") else ()

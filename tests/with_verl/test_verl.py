@@ -36,6 +36,7 @@ from verl.models.transformers import dense_common, monkey_patch
 from verl.utils.experimental import torch_functional
 from verl.utils.kernel import linear_cross_entropy as kernels
 
+from grpo_fused import fused_linear_logprobs
 from grpo_fused.integrations import releases
 from grpo_fused.integrations import verl as adapter
 
@@ -52,6 +53,15 @@ def patched():
     adapter.patch_verl()
     yield
     adapter.unpatch_verl()
+
+
+def test_another_model_of_a_patched_class(patched):
+    model = build()
+    monkey_patch.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    other = type(model)(model.config).eval()
+    got = other(input_ids=IDS, return_dict=True, use_cache=False).log_probs
+    want = fused_linear_logprobs(other.model(IDS)[0][:, :-1], other.lm_head.weight, IDS[:, 1:]).logps
+    torch.testing.assert_close(got[:, :-1], want, rtol=0, atol=1e-5)
 
 
 def test_layers_that_need_a_gpu_are_not_run(patched):
