@@ -351,7 +351,7 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _check_adapters(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
-        if (hasattr(module, "base_layer") and not hasattr(module, "lora_A")) or hasattr(module, "token_adapter"):
+        if hasattr(module, "base_layer") and not hasattr(module, "lora_A"):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(f"adapters must be LoRA where vLLM samples; {name} is a {kind}")
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -19,7 +19,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_fused.integrations import trl as ours
-from grpo_fused.integrations.trl import adapters
+from grpo_fused.integrations.trl import adapters, prediction
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 from grpo_fused.integrations.trl.release import FUSED_HEAD, GMPO, RELEASE, WINDOWS
 
@@ -179,11 +179,16 @@ def test_equal_rewards_with_an_entropy_bonus(folder, tmp_path, monkeypatch):
 
 def test_a_quantile_of_all_processes_is_not_known(folder, tmp_path, monkeypatch):
     trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, top_entropy_quantile=0.5)
-    assert trainer.why_unknown() == ""
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: prediction.current_prediction())
+    batch = {name: torch.ones(8, 5) for name in ("completion_ids", "completion_mask")}
+    batch |= {"advantages": torch.ones(8), "num_items_in_batch": torch.tensor(40)}
+    trainer.current_gradient_accumulation_steps = 1
+    assert trainer._compute_loss(None, batch) is not None
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    assert trainer._compute_loss(None, batch) is None
     assert "top_entropy_quantile is of the tokens of all processes" in trainer.why_unknown()
     trainer.top_entropy_quantile = 1.0
-    assert trainer.why_unknown() == ""
+    assert trainer._compute_loss(None, batch) is not None
 
 
 def test_tool_mask(folder, tmp_path):
@@ -418,5 +423,5 @@ def test_losses_that_take_the_ratio_of_a_rollout_engine(trainer_class, loss_type
     batch = {name: torch.ones(8, 5) for name in ("completion_ids", "completion_mask", "importance_sampling_ratio")}
     batch |= {"advantages": torch.ones(8), "num_items_in_batch": torch.tensor(40)}
     trainer.current_gradient_accumulation_steps = 1
-    prediction = trainer.predict_loss(batch)
-    assert (prediction.tensors["importance_sampling_ratio"] is not None) == kept
+    predicted = trainer.predict_loss(batch)
+    assert (predicted.tensors["importance_sampling_ratio"] is not None) == kept
