@@ -137,11 +137,13 @@ def _adapted(layer: Any) -> HeadParts:
 def adapters_beside(layer: Any, bias: Tensor | None) -> tuple[Tensor | None, tuple[HeadAdapter, ...]]:
     """The bias with that of the unmerged adapters in a layer of peft, and these, gathered where FSDP2 shards them.
 
-    Nothing of the layer's base is read.
+    A plain layer has none. Nothing of the layer's base is read.
 
     Raises:
         ValueError: An adapter that is not W + s B A.
     """
+    if not hasattr(layer, "base_layer"):
+        return bias, ()
     merged = bool(getattr(layer, "merged_adapters", ()))
     disabled = bool(getattr(layer, "disable_adapters", False))
     if disabled and merged:  # its forward would unmerge, and so change the weight that is read here

@@ -92,7 +92,9 @@ class FusedLinearForPPO(nn.Module):
         form = getattr(model, "_grpo_fused_form", None)  # of a model that was patched, not only its class
 
         def score(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-            adapters = adapters_beside(head, None)[1] if hasattr(head, "base_layer") else ()
+            bias, adapters = adapters_beside(head, None)
+            if bias is not None:
+                raise ValueError("verl's fused forward has no bias; the head's adapter has one: set lora_bias to False")
             weight = head.weight if is_sharded else vocab_weights
             return _scores(hidden_states, weight, input_ids, temperature, form, adapters)
 
@@ -189,8 +191,6 @@ def _known_to_its_head(verl_forward: Callable[..., Any], model_forward: Callable
 
     @functools.wraps(verl_forward)
     def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self.lm_head, "base_layer") and adapters_beside(self.lm_head, None)[0] is not None:
-            raise ValueError("verl's fused forward has no bias; the head's adapter has one: set lora_bias to False")
         token = _model.set(self)
         try:
             return verl_forward(self, *args, **kwargs)

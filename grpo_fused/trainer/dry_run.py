@@ -128,10 +128,10 @@ def unchecked_rewards(recipe: Recipe) -> list[tuple[Reward, str]]:
     found: list[tuple[Reward, str]] = []
     if recipe.task is not None or has_rows(recipe):
         return found
-    for reward in recipe.rewards:
+    for reward in (reward for reward in recipe.rewards if reward.model is None):
+        function = {place_of(reward): reward.load()}
         try:
-            if reward.model is None:
-                score_completions({place_of(reward): reward.load()}, rows_of(recipe)[:1], [""])
+            score_completions(function, rows_of(recipe)[:1], [""])
         except (ValueError, RewardError) as error:
             found.append((reward, str(error)))
     return found

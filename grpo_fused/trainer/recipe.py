@@ -165,24 +165,18 @@ class Recipe(GRPOTrainerConfig):
 
     def _check_unused(self) -> None:
         """Options that would change nothing."""
-        held_out = self.eval_dataset or self.dataset
-        defaults: dict[str, Any] = {f.name: {} if f.name == "vllm_options" else f.default for f in fields(self)}
-        uses = {
-            "subset": not is_function(self.dataset),
-            "split": not is_function(self.dataset),
-            "eval_split": not is_function(held_out),
-            "eval_limit": self.has_eval,
-            "eval_samples": self.has_eval,
-            "eval_steps": self.has_eval,
-            "vllm_options": self.rollout == "vllm",
-            "chat": self.task is not None,
-        }
-        needs = dict.fromkeys(("subset", "split", "eval_split"), "a data set that is not a function")
-        needs |= dict.fromkeys(("eval_limit", "eval_samples", "eval_steps"), "held-out rows (eval_dataset, eval_split)")
-        needs |= {"vllm_options": "rollout vllm", "chat": "a task: other prompts stay as they are"}
-        for name, is_used in uses.items():
-            if not is_used and (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(f"{name} must come with {needs[name]}; got {value!r} without")
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self)} | {"vllm_options": {}}
+        held_out, named = self.eval_dataset or self.dataset, "a data set that is not a function"
+        for names, is_used, what in (
+            (("subset", "split"), not is_function(self.dataset), named),
+            (("eval_split",), not is_function(held_out), named),
+            (("eval_limit", "eval_samples", "eval_steps"), self.has_eval, "held-out rows (eval_dataset, eval_split)"),
+            (("vllm_options",), self.rollout == "vllm", "rollout vllm"),
+            (("chat",), self.task is not None, "a task: other prompts stay as they are"),
+        ):
+            for name in names:
+                if not is_used and (value := getattr(self, name)) != defaults[name]:
+                    raise ValueError(f"{name} must come with {what}; got {value!r} without")
 
     @property
     def is_generated(self) -> bool:

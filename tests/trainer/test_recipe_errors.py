@@ -229,9 +229,10 @@ def test_hostile_recipes_are_refused_at_once(
     [
         (["--dataset", "data/trian.jsonl"], "data/trian.jsonl"),
         (["--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
+        (["--dataset", "some/questions", "--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
         (["--eval-dataset", "missing.jsonl"], "missing.jsonl"),
     ],
-    ids=["data", "reward", "held-out"],
+    ids=["data", "reward", "reward-without-rows", "held-out"],
 )
 def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], message: str) -> None:
     """A misspelt file is not treated as the name of a data set."""

@@ -33,9 +33,7 @@ def scored_with(adapted: nn.Module | tuple[HeadAdapter, ...]) -> Iterator[None]:
 def with_adapters(bias: Tensor | None) -> tuple[Tensor | None, tuple[HeadAdapter, ...]]:
     """The bias, with that of the adapters in force, and these."""
     adapted = _scored.get()
-    if isinstance(adapted, tuple):
-        return bias, adapted
-    return adapters_beside(adapted, bias) if hasattr(adapted, "base_layer") else (bias, ())
+    return (bias, adapted) if isinstance(adapted, tuple) else adapters_beside(adapted, bias)
 
 
 def accepting(tuner_layer: type, scores: Callable[[], bool]) -> type:

@@ -332,15 +332,16 @@ def check_trl_reads_the_head(model: Any) -> None:
         with undisturbed(base):
             theirs = _what_trl_takes(base, ids)
             hidden = head_hidden_states(base, ids)[0, :-1]
-    taken, scales = theirs["hidden"], (theirs["logit_scale"], head["logit_scale"])
 
     def same(one: Tensor, other: Tensor) -> bool:
         return one.shape == other.shape and torch.allclose(one.float(), other.float(), rtol=1e-3, atol=1e-3)
 
-    # without a bias, MiniCPM3's division of its states is TRL's scale of the logits
-    is_same_product = head["lm_head_bias"] is None and same(scales[0] * taken, scales[1] * hidden)
+    scaled = theirs["logit_scale"] * theirs["hidden"]
+    if head["lm_head_bias"] is None and same(scaled, head["logit_scale"] * hidden):
+        # MiniCPM3 divides its states where TRL scales the logits: without a bias these are the same
+        theirs |= {"hidden": hidden, "logit_scale": head["logit_scale"]}
     for field in ("logit_scale", "softcap"):
-        if theirs[field] != head[field] and not (field == "logit_scale" and is_same_product):  # type: ignore[literal-required]
+        if theirs[field] != head[field]:  # type: ignore[literal-required]
             raise RuntimeError(
                 f"TRL's fused head takes {field}={theirs[field]} for {name}, whose own head has {head[field]}: "  # type: ignore[literal-required]
                 "its log-probs would be wrong"
@@ -350,7 +351,7 @@ def check_trl_reads_the_head(model: Any) -> None:
             f"TRL's fused head takes all {rows} rows of the head of {name}, which has {logits} logits: its log-probs "
             "would be wrong"
         )
-    if not is_same_product and not same(taken, hidden):
+    if not same(theirs["hidden"], hidden):
         raise RuntimeError(
             f"TRL's fused head takes the backbone's last hidden states, and {name} does something to them before its "
             "head: its log-probs would be wrong"
