@@ -53,7 +53,7 @@ def training_step(steps: Run, shares: Run) -> str:
         f"{section['layers']} layers, V = {section['vocab']}, {section['threads']} thread):\n"
         f"{time['fused']} with `FusedGRPOTrainer` and {time['patched']} with `patch_trl()` instead of "
         f"{time['stock']}; peak memory of the process {memory['fused']:.0f} MiB instead of "
-        f"{memory['stock']:.0f} MiB\n({where(steps)}). Most of this model is head. "
+        f"{memory['stock']:.0f} MiB\n({where(steps)}). In this model most of the work is the head. "
         f"The head is {others}: expect a smaller gain there."
     )
 

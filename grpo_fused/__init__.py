@@ -37,7 +37,7 @@ from grpo_fused.objective.custom import check_objective
 from grpo_fused.objectives.advantages import group_advantages
 from grpo_fused.objectives.corrections import importance_sampling_correction
 from grpo_fused.ranks.failures import share_failures
-from grpo_fused.ranks.parallel import ParallelGroups
+from grpo_fused.ranks.parallel import ParallelGroups, PeerError
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,7 @@ __all__ = [
     "LogprobOutput",
     "ObjectiveOutput",
     "ParallelGroups",
+    "PeerError",
     "QuantizedWeight",
     "capture_head_input",
     "check_head",

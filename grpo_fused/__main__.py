@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> None:
         import_module(f"grpo_fused.{COMMANDS[given.command][0]}").main(given.arguments)
     except ModuleNotFoundError as error:
         # the loss needs only torch
-        raise SystemExit(f"grpo-fused {given.command} needs {error.name}: pip install 'grpo-fused[train]'") from error
+        raise SystemExit(
+            f"grpo-fused {given.command} needs {error.name}: in a clone, pip install -e '.[train]'"
+        ) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton")
 
 from cuda_double import cuda_double
-from grpo_fused.kernels.configs import ROW_CONFIGS
 from helpers import make_case
 
 from benchmarks import choice as writer
@@ -34,10 +33,6 @@ def measured(monkeypatch, tmp_path):
     choice._measured.cache_clear()
     yield path
     choice._measured.cache_clear()
-
-
-def test_every_architecture_has_a_rule():
-    assert choice.MODELLED.keys() | {"interpreter"} == ROW_CONFIGS.keys()
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)])
@@ -100,8 +95,9 @@ def test_the_file_is_written_from_the_newest_results_of_each_architecture(measur
         "sm_80": {"widest": 0, "source": "gpu/2027-01-01-a.json"},
     }
     assert "sm_90: triton up to H = 896" in capsys.readouterr().out
-    assert choice.widest_triton("sm_90") == 896
-    assert choice.widest_triton("sm_80") == 0
+    choice._measured.cache_clear()
+    assert [choice.on_gpu("sm_90", torch.bfloat16, width) for width in (896, 897)] == ["triton", "chunked"]
+    assert choice.on_gpu("sm_80", torch.bfloat16, 1) == "chunked"
 
 
 def test_without_results_nothing_is_written(measured, tmp_path):

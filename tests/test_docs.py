@@ -118,7 +118,7 @@ def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     first = "\n".join(lines[:20])
-    for words in ("docs/plots/summary.svg", "**Use it**", "**Not yet**", "git clone ", "pip install -e "):
+    for words in ("docs/plots/summary.svg", "**Use it**", "**Do not use it yet**", "git clone ", "pip install -e "):
         assert words in first, words
 
 

@@ -93,10 +93,9 @@ def fused_linear_objective(
         alternative_inputs: tensors `[M]` without gradient, split like the alternatives.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; needed by packed calls unless the scope is
             `"token"`.
-        **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
-            `compact` (also drops tokens whose gradient turns out to be 0 before the gradient products),
-            `process_group` (all ranks of a vocabulary call the objective with the same numbers; with ranks that have
-            other tokens, scope `"token"` only, the loss is the sum): see `HeadOptions`.
+        **head: those of `HeadOptions`. `compact` also drops tokens whose gradient turns out to be 0 before the gradient
+            products. With a `process_group` all ranks of a vocabulary call the objective with the same numbers; with
+            ranks that have other tokens, scope `"token"` only, the loss is the sum.
 
     Returns:
         `ObjectiveOutput(loss, per_token_logps, entropies)`; the loss is differentiable in hidden states, weight, bias.

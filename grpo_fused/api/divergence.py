@@ -74,9 +74,9 @@ def fused_linear_divergence(
         beta: of `"jsd"` only, 0 < beta < 1. For the limits 0 and 1 use a KL.
         other_lm_head_bias, other_logit_scale, other_softcap: those of the other head.
         impl: `"chunked"` on any device, which `"auto"` takes, or `"reference"`, which holds all logits.
-        **head: `lm_head_bias`, `temperature` (of both heads), `logit_scale`, `softcap`, `max_scratch_bytes` (each head
-            gets half), `compact`, `process_group` (slices of the vocabulary, the same rows of both heads on a rank):
-            see `HeadOptions`.
+        **head: those of `HeadOptions` without `candidates`. `temperature` is that of both heads, each gets half of
+            `max_scratch_bytes`, ranks of a `process_group` hold the same rows of both, and `add_to_weight_grad` has no
+            effect.
 
     Returns:
         `DivergenceOutput`: `loss` (0-d fp32), differentiable in hidden states, weight and bias; `divergence` and
@@ -86,7 +86,8 @@ def fused_linear_divergence(
         ValueError: a shape, range, option or combination that is not supported; an infinite divergence or NaN on active
             tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`). The reverse KL is infinite where q_j is 0 and p_j is not,
             the forward KL where p_j is 0 and q_j is not. A probability of 0 in the first distribution counts 0.
-        TypeError: a wrong type or dtype, a quantised weight, a module in place of its weight.
+        TypeError: a wrong type or dtype, a quantised weight that is no `QuantizedWeight` or is the other head's, a
+            module in place of its weight.
 
     Equivalent in plain PyTorch (reverse KL, all active)::
 

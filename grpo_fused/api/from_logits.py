@@ -34,7 +34,7 @@ def grpo_loss(
     config: GRPOLossConfig = _DEFAULT_CONFIG,
     impl: Impl = "auto",
 ) -> GRPOLossOutput:
-    """The GRPO loss from given log-probabilities; with every option of `fused_linear_grpo_loss`.
+    """The GRPO loss from given log-probabilities; with the options of `GRPOLossConfig`, except `kl_estimator="exact"`.
 
     Args:
         per_token_logps: `[B, T]` or packed `[N]`, nats; the loss is differentiable in them.

@@ -57,27 +57,27 @@ def fused_linear_grpo_loss(
             fp16 or fp64.
         lm_head_weight: `[V, H]`; its dtype may differ, products are taken in the promoted one.
         completion_ids: `[B, T]` or `[N]` integers in `[0, V)` where active.
-        advantages: `[B]` or `[B, 1]` (packed `[S]` or `[S, 1]`), or one for each token. A packed 1-d tensor with N = S
-            counts as one for each sequence, and raises unless both readings are the same.
+        advantages: floating point, `[B]` or `[B, 1]` (packed `[S]` or `[S, 1]`), or one for each token. A packed 1-d
+            tensor with N = S counts as one for each sequence, and raises unless both readings are the same.
         completion_mask: like `completion_ids`, bool or 0/1, default all active. Masked positions may hold any
             values.
         old_per_token_logps: like `completion_ids`, nats; None means on-policy (ratio 1, gradient kept).
         ref_per_token_logps: like `completion_ids`, nats; needed if `config.beta` is not 0, otherwise only for the
             metric `kl`.
         ref_hidden_states, ref_lm_head_weight, ref_lm_head_bias: `[B, T, H']` or `[N, H']`, `[V, H']` and `[V]`: those
-            of the reference, in place of its log-probs, with `config.kl_estimator="exact"` (see `KL_t` below). They
+            of the reference, in place of its log-probs, with `config.kl_estimator="exact"` (see `KL_t` above). They
             get no gradient; temperature, logit scale and softcap are the policy's. One more head product; runs on the
             engine `chunked`, without `candidates` and `process_group`.
         sampling_per_token_logps: like `completion_ids`, nats, by the rollout engine; only with
             `off_policy_mask_threshold`. NaN where it has none.
-        importance_sampling_ratio: like `completion_ids`, or `[B, 1]`: correction for the rollout engine, >= 0.
+        importance_sampling_ratio: like `completion_ids`, or `[B, 1]` (not for `vespo`): correction for the rollout
+            engine, >= 0.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences.
         num_items_in_batch: the divisor of dapo, cispo and vespo, > 0; default the number of active tokens of this call.
         config: the objective; see `GRPOLossConfig`.
         with_metrics: False skips scoring rows that have no gradient, entropies, and all metrics but `policy_loss`,
             `active_tokens` and `gradient_tokens`; log-probs of skipped rows are then 0.
-        **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
-            `compact`, `process_group`: see `HeadOptions`.
+        **head: those of `HeadOptions`.
 
     A weight that is a `DTensor` (FSDP2) is gathered for the call, and its gradient comes back in the same sharding,
     averaged over the mesh as FSDP2 does.
@@ -89,7 +89,8 @@ def fused_linear_grpo_loss(
     Raises:
         ValueError: a shape, range, option or combination that is not supported; ids outside the vocabulary or NaN on
             active tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1` in the environment, since the check synchronises).
-        TypeError: a wrong type or dtype, a quantised weight, a module in place of its weight.
+        TypeError: a wrong type or dtype, a quantised weight that is no `QuantizedWeight`, a module in place of its
+            weight.
         RuntimeError: the named `impl` cannot run here.
 
     Equivalent in plain PyTorch (dapo, beta 0)::
@@ -184,8 +185,7 @@ def fused_linear_logprobs(
         alternatives: `CandidateSets`: other tokens of each position, [M] in all, whose log-probs are returned too: any
             of the vocabulary (of the position's candidate set, if it has one), also several times, the token itself, or
             none. They cost the product of a row of the weight each.
-        **head: `lm_head_bias`, `temperature`, `logit_scale`, `softcap`, `candidates`, `impl`, `max_scratch_bytes`,
-            `compact`, `process_group`: see `HeadOptions`.
+        **head: those of `HeadOptions`.
 
     Returns:
         `LogprobOutput(logps, entropies, alternative_logps)`, fp32 (fp64 for fp64 inputs); the last two are None unless

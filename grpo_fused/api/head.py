@@ -54,9 +54,10 @@ class HeadOptions(LogitOptions, total=False):
             reference and sampling log-probs must be of that distribution, too. An empty set means the whole vocabulary.
         impl: `"auto"` (the default), or an engine by name, which then runs or raises. `"reference"` holds all logits
             and always gives all metrics: it ignores `max_scratch_bytes` and `compact`.
-        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default by
-            device and engine (`engines.scratch.DEFAULT_SCRATCH_BYTES`, `engines.native.SCRATCH_BYTES`). One that is too
-            small raises, except in `native`, which takes what it needs and computes again what it cannot keep.
+        max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default
+            256 MiB on the CPU and 2 GiB on CUDA, and in `native` 64 MiB, 8 MiB for each thread or the size of dW,
+            whichever is most. One that is too small raises, except in `native`, which takes what it needs and computes
+            again what it cannot keep.
         compact: gather the active rows first, at the cost of a device synchronisation (two if scoring comes
             first); False has none, computes masked rows too (and ignores them), and gives the same results. Default
             True.

@@ -1,4 +1,4 @@
-"""The results of the public functions: always these tuples, with any options."""
+"""The results of the public functions: always these tuples, with any options; fp64 in place of fp32 for fp64 inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GRPOLossOutput(NamedTuple):
     """fp32, nats, shaped like the token ids; detached, 0 where masked."""
     entropies: Tensor | None
     """fp32, nats, shaped like the token ids; detached, 0 where masked. None if the caller of `grpo_loss` gave none, and
-    with `with_metrics=False`."""
+    with `with_metrics=False` where the loss does not need them (`impl="reference"` always has them)."""
     metrics: dict[str, Tensor]
     """0-d fp32 tensors on the device, with TRL's names; detached."""
 

@@ -37,7 +37,7 @@ def grpo_loss_of(
         completion_mask: `[B, T]`, bool or 0/1: the tokens that count; default the attention mask of the completions.
         model_inputs: further arguments of the model's forward, such as `position_ids` and `pixel_values`.
         **options: those of `fused_linear_grpo_loss`: `config`, `old_per_token_logps` and others, `[B, T]` each, and
-            `HeadOptions` besides what the model's head determines (bias, scale and softcap).
+            `HeadOptions` besides what the model's head determines (bias, adapter, scale and softcap); no `cu_seqlens`.
 
     Returns:
         `GRPOLossOutput`; the loss is differentiable in all trainable parameters.

@@ -42,13 +42,19 @@ def score_centered_reinforce(support: Support = "mask") -> Objective:
     mean 0 with respect to rewards, so a constant advantage moves nothing. Over the mask that is exact. In "top_k" the
     sampler is taken to be p outside the K tokens, rescaled to its mass there: alpha = r w(1 / r) with r = (1 - sum q) /
     (1 - sum p), both masses at least 1e-6. A third form, exact without truncation, takes the sampler's hidden states
-    and head: `fused_linear_divergence(kind="forward_kl", weights=...)` (docs/objectives.md).
+    and head: `fused_linear_divergence(kind="forward_kl", weights=...)` (docs/alternatives.md).
 
     Scope "token". Inputs: `advantages`, `sampling_per_token_logps` (NaN: ratio 1), optional `weights`; for each
     alternative `sampling_alternative_logps`.
 
     Args:
         support: see the table.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: score centering (arXiv 2609.20807); as vime and torchtitan have it ("top_k"), and prime-rl ("mask").
     """
@@ -63,6 +69,12 @@ def score_centered_tis(support: Support = "mask", cap: float = 2.0) -> Objective
     Args:
         support: "mask" or "top_k".
         cap: Largest ratio, > 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: score centering (arXiv 2609.20807), its equation 14; checked against the functions of vime, torchtitan and
     a development branch of verl.
@@ -80,6 +92,12 @@ def score_centered_icepop(support: Support = "mask", low: float = 0.2, high: flo
         support: "mask" or "top_k".
         low: Smallest ratio that counts, > 0.
         high: Largest ratio that counts, >= `low`.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: score centering (arXiv 2609.20807); checked against the functions of vime and a
     development branch of verl.
@@ -105,6 +123,12 @@ def score_centered_ipo(threshold: float = 0.3, cap: float = 1e4) -> Objective:
     Args:
         threshold: Largest change in probability, >= 0.
         cap: Largest ratio, > 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: prime-rl's `ipo` with `score_centering` (without its penalty); checked against its function.
     """
@@ -134,6 +158,12 @@ def topk_forward_kl(tail: Tail = "left_out", teacher: str = "teacher_alternative
         tail: "left_out" or "lumped".
         teacher: The name of the input. With several teachers, each with a name, `mixture` sums their objectives.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: verl's `forward_kl_topk` (its bound at 0 left out) and `forward_kl_topk_tail`.
     """
     return _topk("topk_forward_kl", tail, teacher, lambda log_p, log_q: log_q.exp() * (log_q - log_p))
@@ -148,6 +178,12 @@ def topk_reverse_kl(tail: Tail = "left_out", teacher: str = "teacher_alternative
     can be made small by small p_a, and training may collapse.
 
     Scope "token". Inputs and arguments: those of `topk_forward_kl`.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: verl's `reverse_kl_topk` (its PR 7590).
     """

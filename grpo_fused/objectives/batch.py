@@ -38,6 +38,12 @@ def clip_cov(
         epsilon_high: Upper clip distance, > 0; default `epsilon`.
         generator: A CPU generator that draws the tokens; default PyTorch's.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: The Entropy Mechanism of RL (arXiv 2505.22617); checked against verl 0.9.1 `clip_cov`.
     """
     _check_share(share)
@@ -67,6 +73,12 @@ def kl_cov(share: float = 2e-4, kl_coef: float = 1.0) -> Objective:
     Args:
         share: Share of the tokens that are penalised, in (0, 1].
         kl_coef: Weight of the penalty, in units of reward per nat, > 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: The Entropy Mechanism of RL (arXiv 2505.22617); checked against verl 0.9.1 `kl_cov`.
     """

@@ -22,6 +22,9 @@ def mixture(**parts: LossFunction) -> Objective:
         **parts: Objectives by name. A weight should include the part's normaliser, as `weights` do (prime-rl: 1 over
             the part's tokens in the global batch).
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
     Raises:
         TypeError: no parts, or one that is not an objective.
 

@@ -58,6 +58,9 @@ def rollout_rejection(
         low: k1 only: smallest exp(K), > 0; default 1 / high.
         policy: "current" or "old".
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
     Raises:
         ValueError: unknown options, bounds out of range or order, "sequence_max" with "k1", `low` without "k1".
         TypeError: not an objective.
@@ -105,6 +108,9 @@ def rollout_truncation(
         low: Smallest ratio, > 0, or None.
         policy: "current" or "old".
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
     Raises:
         ValueError: unknown options, bounds out of range or order.
         TypeError: not an objective.
@@ -141,6 +147,12 @@ def reinforce(level: TruncationLevel = "token", *, high: float = 2.0, low: float
         level: see `rollout_truncation`.
         high: Largest ratio, > 0.
         low: Smallest ratio, > 0, or None.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: checked against verl 0.9.1 `bypass_mode` with `loss_type="reinforce"`.
     """

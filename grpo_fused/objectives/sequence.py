@@ -31,6 +31,12 @@ def gspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4) -> Objective:
         epsilon: Lower clip distance of the ratio, > 0.
         epsilon_high: Upper clip distance, > 0; None is `epsilon`.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: GSPO (arXiv 2507.18071), its clip range; checked against verl 0.9.1 `gspo` (which clamps log c at 10).
     """
     low, high = check_clip(epsilon, epsilon_high)
@@ -56,6 +62,12 @@ def gmpo(epsilon: float = 0.4, epsilon_high: float | None = None) -> Objective:
         epsilon: Lower clip distance of the log-ratio, nats, > 0.
         epsilon_high: Upper clip distance, nats, > 0; default `epsilon`.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: GMPO (arXiv 2507.20673); checked against verl 0.9.1 `geo_mean`.
     """
     low = check_number(epsilon, "epsilon", above=0.0)
@@ -80,6 +92,12 @@ def topr(level: Level = "sequence") -> Objective:
 
     Args:
         level: "sequence" (the paper's) or "token" (that of Trinity-RFT and ROLL).
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: TOPR (arXiv 2503.14286), its equation. Tested against the formula; level "token" compared once with
     Trinity-RFT 0.6.0.
@@ -107,6 +125,12 @@ def kimi(tau: float = 0.1, level: Level = "sequence") -> Objective:
     Args:
         tau: Strength of the penalty, in units of reward per nat, > 0.
         level: "sequence" (the paper's) or "token" (ROLL's).
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2). Tested against the formula; the gradient at level "token"
     compared once with ROLL's `kimi15`.
@@ -151,6 +175,12 @@ def fipo(
         clip_range: Clip distance of f, > 0, or None for no clip.
         clip_high_only: Whether f is at least 1.
         safety_threshold: Ratio above which a bad token is not amplified, > 0, or None.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: FIPO (arXiv 2603.19835), in the form of ms-swift 4.6.0 (`loss_type="fipo"`). Tested against the formula,
     compared once with ms-swift's code.

@@ -33,6 +33,12 @@ def vanilla(epsilon: float = 0.2, epsilon_high: float | None = None, dual_clip: 
         epsilon_high: Upper clip distance, > 0; default `epsilon`.
         dual_clip: Bound on the ratio where A < 0, > 1, or None for no bound.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729); checked against verl 0.9.1 `vanilla`.
     """
     low, high = check_clip(epsilon, epsilon_high)
@@ -59,6 +65,12 @@ def dppo_tv(threshold: float = 0.2, threshold_high: float | None = None, max_rat
         threshold: Largest fall in probability where A <= 0, > 0.
         threshold_high: Largest rise in probability where A > 0, > 0; default `threshold`.
         max_ratio: Bound on the ratio, > 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: DPPO (arXiv 2602.04879); checked against verl 0.9.1 `dppo_tv`.
     """
@@ -87,6 +99,12 @@ def dppo_kl(threshold: float = 0.2, threshold_high: float | None = None, max_rat
         threshold: Largest divergence of a token whose probability fell, where A <= 0; nats, > 0.
         threshold_high: Largest divergence of a token whose probability rose, where A > 0; default `threshold`.
         max_ratio: Bound on the ratio, > 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: DPPO (arXiv 2602.04879); checked against verl 0.9.1 `dppo_kl`.
     """
@@ -121,6 +139,12 @@ def sapo(temperature_pos: float = 1.0, temperature_neg: float = 1.05) -> Objecti
         temperature_pos: Gate temperature where A > 0, > 0.
         temperature_neg: Gate temperature elsewhere, > 0.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: SAPO (arXiv 2511.20347); checked against verl 0.9.1 `sapo`.
     """
     pos = check_number(temperature_pos, "temperature_pos", above=0.0)
@@ -146,6 +170,12 @@ def cispo(epsilon: float = 0.2, epsilon_high: float | None = None) -> Objective:
         epsilon: Lower clip distance of the ratio, > 0; 1 is no lower bound.
         epsilon_high: Upper clip distance, > 0; default `epsilon`. (`GRPOLossConfig` takes the bound itself.)
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: MiniMax-M1 (arXiv 2506.13585); checked against verl 0.9.1 `cispo`.
     """
     low, high = check_clip(epsilon, epsilon_high)
@@ -167,6 +197,12 @@ def ipo(threshold: float = 0.3, kl_coef: float = 1e-3) -> Objective:
     Args:
         threshold: Largest change in probability, > 0.
         kl_coef: Weight of the squared log-ratio, in 1/nats^2, >= 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: prime-rl's `ipo` loss; its squared log-ratio is Kimi-K2.5's (arXiv 2602.02276). Tested
     against the formula, compared once with prime-rl's code of August 2026.
@@ -191,6 +227,12 @@ def ref_kl(threshold: float = 0.2, kl_coef: float = 1e-3) -> Objective:
     Args:
         threshold: Largest fall in probability, > 0.
         kl_coef: Weight of the squared log-ratio, in 1/nats^2, >= 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: prime-rl's `ref_kl` loss component. Tested against the formula, compared once with prime-rl's code of August
     2026.
@@ -222,6 +264,12 @@ def icepop(low: float = 0.2, high: float = 5.0) -> Objective:
         low: Smallest ratio that counts, > 0.
         high: Largest ratio that counts, >= `low`.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
+
     Source: IcePop, in the form of prime-rl's `icepop` loss. Tested against the formula.
     """
     check_band(low, high)
@@ -241,6 +289,9 @@ def gpg() -> Objective:
 
     Scope "token". Inputs: `advantages`, optional `weights`.
 
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
     Source: GPG (arXiv 2504.02546); checked against verl 0.9.1 `gpg`.
     """
     return Objective("gpg()", lambda tokens: -tokens.advantages * tokens.logps)
@@ -252,6 +303,9 @@ def cross_entropy() -> Objective:
         l = -logp
 
     Scope "token". Inputs: optional `weights`.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
 
     Source: prime-rl's `ce` loss component. Tested against the formula, compared once with prime-rl's code of August
     2026.
@@ -268,6 +322,12 @@ def dro(beta: float) -> Objective:
 
     Args:
         beta: Weight of the penalty, in units of reward per nat, > 0.
+
+    Returns:
+        An `Objective`, for `fused_linear_objective`.
+
+    Raises:
+        ValueError, TypeError: An option is out of range, or of another type.
 
     Source: DRO (arXiv 2405.19107); checked against verl 0.9.1 `dro`.
     """

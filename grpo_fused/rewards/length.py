@@ -31,6 +31,10 @@ def length_reward(
     Returns:
         N rewards, at most 0.0 with a target length.
 
+    Raises:
+        ValueError: `unit` is neither, `target_length` is negative, or `unit="tokens"` came without `completion_ids`.
+        TypeError: `target_length` is no integer.
+
     Source: the length rewards of the Hugging Face LLM course, chapter 12.
     """
     if target_length is not None:

@@ -71,11 +71,16 @@ class Sampling:
 class Generation(NamedTuple):
     """Completions of P prompts, `num_generations` consecutive rows for each: B = P * num_generations rows."""
 
-    ids: Tensor  # [B, T] int64, padded on the right
-    mask: Tensor  # [B, T] bool, True up to and including the token that ended the completion
-    sampling_logps: Tensor | None = None  # [B, T] fp32, nats, as sampled; None if the policy itself sampled
-    candidates: CandidateSets | None = None  # of B * T positions: the tokens that could be sampled; None: all
-    alternatives: ScoredSets | None = None  # of B * T positions, by `Sampling.records`
+    ids: Tensor
+    """[B, T] int64, padded on the right"""
+    mask: Tensor
+    """[B, T] bool, True up to and including the token that ended the completion"""
+    sampling_logps: Tensor | None = None
+    """[B, T] fp32, nats, as sampled; None if the policy itself sampled"""
+    candidates: CandidateSets | None = None
+    """of B * T positions: the tokens that could be sampled; None: all"""
+    alternatives: ScoredSets | None = None
+    """of B * T positions, by `Sampling.records`"""
 
     @staticmethod
     def of_lists(

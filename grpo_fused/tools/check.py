@@ -1,7 +1,7 @@
 """A self-test of this installation: every engine that runs here against the eager reference in float64.
 
     python -m grpo_fused check            # about a minute on two cores
-    python -m grpo_fused check --quick    # some seconds
+    python -m grpo_fused check --quick    # half a minute
 
 Every engine x dtype x objective is run on padded, packed and poisoned inputs; log-probs and gradients must be within
 the bounds of `grpo_fused.testing`. Engines whose scores are bitwise independent of the batch are tested for that.

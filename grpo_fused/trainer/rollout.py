@@ -20,13 +20,20 @@ class Rollout(NamedTuple):
     It has all inputs of an update, so a recorded rollout can be replayed on another model or with another engine.
     """
 
-    prompt_ids: Tensor  # [B, P] int64, padded on the left: all completions start in the same column
-    prompt_mask: Tensor  # [B, P] bool
-    completion_ids: Tensor  # [B, T] int64, padded on the right
-    completion_mask: Tensor  # [B, T] bool, True up to and including the EOS
-    sampling_logps: Tensor | None = None  # [B, T] fp32, nats, by a rollout engine that is not the policy itself
-    candidates: CandidateSets | None = None  # of B * T positions; None if all tokens could be sampled
-    alternatives: ScoredSets | None = None  # of B * T positions, by the sampler, for an objective that reads them
+    prompt_ids: Tensor
+    """[B, P] int64, padded on the left: all completions start in the same column"""
+    prompt_mask: Tensor
+    """[B, P] bool"""
+    completion_ids: Tensor
+    """[B, T] int64, padded on the right"""
+    completion_mask: Tensor
+    """[B, T] bool, True up to and including the EOS"""
+    sampling_logps: Tensor | None = None
+    """[B, T] fp32, nats, by a rollout engine that is not the policy itself"""
+    candidates: CandidateSets | None = None
+    """of B * T positions; None if all tokens could be sampled"""
+    alternatives: ScoredSets | None = None
+    """of B * T positions, by the sampler, for an objective that reads them"""
 
     def rows(self, index: slice | Tensor) -> Rollout:
         """Some of the sequences, without the columns that are padding in all of them."""
