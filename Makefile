@@ -126,7 +126,7 @@ wheel: $(VENV)/.wheel  ## the wheels and the source archive, in dist/
 # One file for each run: each program writes its section (benchmarks/results.py).
 bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its peers here, into a file and the README (half an hour)
 	$(eval OUT := $(shell $(BIN)/python -m benchmarks.results))
-	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr --record $(OUT)
+	$(BIN)/python -m pytest -q benchmarks/test_bench.py --benchmark-only --benchmark-columns=median,iqr
 	$(BIN)/python -m benchmarks.cpu --quick --seconds 450 --out $(OUT)
 	$(BIN)/python -m benchmarks.accuracy --out $(OUT)
 	$(BIN)/python -m benchmarks.growth --rounds 2 --out $(OUT)

@@ -1,14 +1,14 @@
 """Every shipped kernel, compiled ahead of time for every architecture, without a GPU.
 
-    python -m benchmarks.aot              # the tables: Triton's row kernels and head kernel, the CUDA C++ row kernels
-    python -m benchmarks.aot cuda         # one of them: rows, head, candidates or cuda
+    python -m benchmarks.aot              # a line for each kernel: of Triton, and the CUDA C++ row kernels
+    python -m benchmarks.aot cuda         # a part: rows, head, candidates or cuda
     python -m benchmarks.aot --json F     # the same as JSON
     python -m benchmarks.aot --record F   # Triton's, one architecture of each kind, into the file of a run
 
 Registers and stack come from ptxas (`cuobjdump`) or the AMD assembler, shared memory from Triton; a stack above 0 is a
-spill. Instructions of a logit are counted in the machine code of sm_90 (`benchmarks.sass`). The predicted rate of the
-head kernel on an H200 comes from the model in `benchmarks.cost`. A file of a run takes one record of each version of
-triton: `PYTHONPATH=FOLDER python -m benchmarks.aot --record F` compiles with the triton in FOLDER.
+spill. Instructions of a logit are counted in the machine code of sm_90 (`benchmarks.sass`). A file of a run takes one
+record of each version of triton: `PYTHONPATH=FOLDER python -m benchmarks.aot --record F` takes the
+triton in FOLDER.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def _kept(arch: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default all")
     parser.add_argument("--json", type=Path, help="also write the evidence to this file")
-    parser.add_argument("--record", type=Path, help="compile what ships into the file of a run, and print no table")
+    parser.add_argument("--record", type=Path, help="compile what ships into the file of a run, and print nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - TABLES.keys():
         parser.error(f"tables must be of {', '.join(TABLES)}; got {', '.join(sorted(unknown))}")
@@ -77,6 +77,8 @@ def main() -> None:
             print(f"CUDA row kernels: {reason}")
         else:
             evidence[name] = TABLES[name]()
+            for row in evidence[name]:
+                print(" ".join(f"{key}={value}" for key, value in row.items()))
     if arguments.json:
         arguments.json.write_text(json.dumps(evidence, indent=1) + "\n")
     return None

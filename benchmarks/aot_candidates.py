@@ -23,7 +23,7 @@ _TYPES = {
 
 
 def table() -> list[dict[str, Any]]:
-    """One row for each kernel, dtype and architecture; printed."""
+    """A row for each kernel, dtype and architecture."""
     rows = []
     for name, kernel, matrices in (
         ("pair_products", pair_products_kernel, ("a", "b")),
@@ -39,6 +39,4 @@ def table() -> list[dict[str, Any]]:
                 )  # fmt: skip
                 found = resources(compiled, arch)
                 rows.append({"kernel": name, "arch": arch, "dtype": dtype, **found._asdict()})
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
     return rows

@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks import sass
 from benchmarks.compiled import compile_kernel, machine_code, resources
-from benchmarks.cost import H200, occupancy, predicted_rate
 from grpo_fused.engines.cpu_library import BASE_COLUMNS
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
@@ -236,58 +235,5 @@ def inspect(variant: Variant) -> Evidence:
 
 
 def table() -> list[dict[str, Any]]:
-    """Print a line for each variant; returns them."""
-    header = (
-        "arch",
-        "table",
-        "mode",
-        "options",
-        "H",
-        "tile",
-        "warps",
-        "stages",
-        "regs",
-        "stack",
-        "shared",
-        "cores",
-        "instr",
-        "per SM",
-    )
-    layout = "{:7} {:12} {:13} {:8} {:5} {:>12} {:>6} {:>7} {:>5} {:>6} {:>8} {:>8} {:>6} {:>7}  {}"
-    print(layout.format(*header, f"expected TFLOP/s on an {H200.name}, H = 896 / 4096"))
-    rows = []
-    for variant in variants():
-        e, config = inspect(variant), variant.config
-        row = {**asdict(variant), **config._asdict(), **asdict(e)}
-        rates = ""
-        if variant.arch == "sm_90":
-            row["programs_per_sm"] = occupancy(e.registers, e.num_warps, e.shared_kib, H200)
-            if variant.dtype == "bf16" and variant.mode in MODES:
-                row["expected_tflops"] = {
-                    width: predicted_rate(config, variant.mode, row["programs_per_sm"], width, H200) / 1e12
-                    for width in (896, 4096)
-                }
-                rates = " / ".join(f"{rate:.0f}" for rate in row["expected_tflops"].values())
-        rows.append(row)
-        tile = f"{config.block_n}x{config.block_v}x{config.block_k}"
-        stages = config.num_stages if variant.mode == "score" else config.store_stages
-        print(
-            layout.format(
-                variant.arch,
-                variant.table,
-                variant.mode,
-                variant.options,
-                "even" if variant.even else "odd",
-                tile,
-                e.num_warps,
-                stages,
-                e.registers,
-                e.stack,
-                f"{e.shared_kib:.0f} KiB",
-                e.tensor_cores + ("!" if e.serialized else ""),
-                e.instructions or "",
-                row.get("programs_per_sm", ""),
-                rates,
-            )
-        )
-    return rows
+    """A row for each variant."""
+    return [{**asdict(variant), **variant.config._asdict(), **asdict(inspect(variant))} for variant in variants()]

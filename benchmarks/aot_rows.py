@@ -19,16 +19,6 @@ from typing import Any
 
 from benchmarks.compiled import bundled_tool, compile_kernel, resources
 
-BYTES_PER_LOGIT = {
-    ("row_statistics_fwd_kernel", "fp32"): "4",
-    ("row_gradient_bwd_kernel", "bf16"): "4 + 2 = 6",
-    ("row_gradient_bwd_kernel", "fp32"): "4 + 4 = 8",
-    ("row_loss_fwd_bwd_kernel", "bf16"): "4 + 4 + 2 = 10",
-    ("row_loss_fwd_bwd_kernel", "fp32"): "4 + 4 + 4 = 12",
-}
-"""Loads and stores of a logit, from the kernels' loops: one pass reads, a gradient pass reads and writes."""
-
-
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 CUDA_ARCHITECTURES = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
 MODES = ("statistics", "gradient", "loss")
@@ -128,19 +118,8 @@ def barriers_hold(ptx: str) -> bool:
 
 
 def table() -> list[dict[str, Any]]:
-    """Print a line for each variant; returns them."""
-    header = ("kernel", "arch", "grad", "options", "regs", "stack", "shared", "load")
-    print("{:28} {:8} {:5} {:8} {:>5} {:>6} {:>9} {:>5}  bytes/logit".format(*header))
-    rows = []
-    for variant in variants():
-        e = inspect(variant)
-        rows.append({**asdict(variant), **asdict(e)})
-        moved = BYTES_PER_LOGIT[variant.kernel, variant.out]
-        print(
-            f"{variant.kernel:28} {variant.arch:8} {variant.out:5} {variant.options:8} {e.registers:5} {e.stack:6} "
-            f"{e.shared_kib:5.1f} KiB {e.widest_load_bits:5}  {moved}"
-        )
-    return rows
+    """A row for each variant."""
+    return [{**asdict(variant), **asdict(inspect(variant))} for variant in variants()]
 
 
 @dataclass(frozen=True)
@@ -274,35 +253,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def _print_cuda(rows: list[CudaEvidence]) -> None:
-    """One line a kernel and architecture."""
-    header = ("kernel", "mode", "logits", "grad", "arch", "regs", "stack", "local", "shared", "ld128", "st128")
-    line = "{:8} {:11} {:6} {:5} {:7} {:>5} {:>6} {:>6} {:>7} {:>6} {:>6} {:>5} {:>8}"
-    print(line.format(*header, "bulk", "clusters"))
-    for e in rows:
-        gradient = "-" if e.mode == "statistics" else e.out
-        print(
-            line.format(
-                e.kernel,
-                e.mode,
-                e.logits,
-                gradient,
-                e.arch,
-                e.registers,
-                e.stack,
-                e.local,
-                e.static_shared,
-                e.wide_loads,
-                e.wide_stores,
-                e.bulk_copies,
-                f"{e.cluster_arrivals}/{e.cluster_waits}",
-            )
-        )
-
-
-def cuda_table() -> list[dict[str, object]]:
-    """Compile, and print a line for each kernel and architecture; returns them."""
+def cuda_table() -> list[dict[str, Any]]:
+    """A row for each kernel and architecture of the library."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = inspect_library(compile_library(Path(folder) / "rows.so"))
-    _print_cuda(rows)
-    return [asdict(e) for e in rows]
+        return [asdict(e) for e in inspect_library(compile_library(Path(folder) / "rows.so"))]

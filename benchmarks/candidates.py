@@ -5,8 +5,8 @@
 
 Four parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2,
 mean 8, p99 82 to 100; prime-rl issue 2979), with the bare products, the dense loss, the masked dense loss that
-frameworks use (all logits, those outside the set at -inf), and filling a fresh dW, which no implementation with a
-dense dW can avoid.
+frameworks use (all logits, those outside the set at -inf), and filling a fresh dW. Our dW is of zeros that the system
+clears when a page is first written to: a loss alone touches few of them, an optimizer (in `window`) all.
 `window`: an optimizer step of `published`: 8 micro-batches, a clipped norm, AdamW and zeroing, with a new dW for each
 micro-batch, and with `add_to_weight_grad`; and one more micro-batch where there is a gradient.
 `growth`: all sets of one size, which shows from which size on the dense loss is faster. `recorded`: the hidden states,
@@ -28,16 +28,15 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.results import Device
+from benchmarks.side_by_side import CHUNK, SHAPES, engines_of, scratch_bytes
 from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from examples.small.prepare import make_puzzles, prepare
-from grpo_fused import CandidateSets, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import CandidateSets, fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Sampling, roll_out
 from grpo_fused.trainer.rollout import ending_token_ids
 
-SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
 SIZES = (1, 2, 8, 32, 128, 512, 2048, 8192, 18992, 75968)
 GROWTH_TOKENS = {"cpu": 256, "cuda": 2048}
 TOP_P = 0.9
@@ -83,8 +82,8 @@ class Problem:
         """Log-probs."""
         return fused_linear_logprobs(self.hidden, self.weight, self.targets, candidates=self.sets, impl=impl).logps
 
-    def masked_dense(self, chunk: int = 128) -> None:
-        """As in frameworks: logits, a mask, a log-softmax in fp32; in chunks, since it would not fit otherwise."""
+    def masked_dense(self, chunk: int = CHUNK) -> None:
+        """As in frameworks: logits, a mask, a log-softmax in fp32."""
         N = self.targets.shape[1]
         for start in range(0, N, chunk):
             rows = torch.arange(start, min(start + chunk, N), device=self.hidden.device)
@@ -123,11 +122,10 @@ def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     N, H, V = SHAPES[device]
     problem = Problem.drawn(published_sizes(N), H, V, device)
     errors = {impl: problem.check(impl) for impl in impls}
-    memory = {}
-    with blocks_given_back():
-        for impl in impls:
-            gradients = problem.hidden.nbytes + problem.weight.nbytes
-            memory[impl] = peak_bytes(partial(problem.loss, impl), device) - gradients
+    memory = scratch_bytes(
+        {impl: partial(problem.loss, impl) for impl in impls}, device,
+        lambda _: problem.hidden.nbytes + problem.weight.nbytes,
+    )  # fmt: skip
     calls: dict[str, Callable[[], object]] = dict(bare_gemms(N, H, V, torch.bfloat16, device))
     calls["fill dW"] = lambda: torch.full((V, H), 1.0, dtype=torch.bfloat16, device=device)
     for impl in impls:
@@ -137,7 +135,7 @@ def published(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     calls[f"{impls[0]} dense loss"] = partial(problem.loss, impls[0], sets=False)
     calls["masked dense loss"] = problem.masked_dense
     return {
-        "N": N, "H": H, "V": V,
+        "N": N, "H": H, "V": V, "chunk": CHUNK,
         "set_sizes": problem.set_sizes, "logp_error": errors, "scratch_bytes": memory,
         "calls": with_ratios(times_by_round(calls, device, rounds=rounds), "bare-3"),
     }  # fmt: skip
@@ -231,8 +229,7 @@ def run(
     recorded_only: Annotated[bool, "only the part `recorded`"] = False,
 ) -> Iterator[Section]:
     """The section `candidates`."""
-    names = ("native", "chunked") if device == "cpu" else ("triton", "chunked")
-    impls = [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
+    impls = engines_of(device)
     section: Section = {"recorded": recorded(device, impls, rounds)}
     if not recorded_only:
         section |= {"published": published(device, impls, rounds), "growth": growth(device, impls[0], 3)}

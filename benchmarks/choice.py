@@ -3,12 +3,15 @@
     python -m benchmarks.choice
 
 Of each architecture the newest results count that time `chunked` and `triton` on the same dense bf16 cases. `triton` is
-taken up to the largest measured H such that it is not slower (medians) there and at every smaller one.
+taken up to the largest measured H such that it is right and not slower (medians) in all cases there and at every
+smaller one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,18 +41,17 @@ def run(
 
 def widest_triton(measured: Run) -> int | None:
     """The largest H up to which `triton` is not slower than `chunked`, or 0; None if nothing was timed."""
-    times: dict[int, list[float]] = {}
+    wins: dict[int, bool] = {}
     for case in measured.sections["loss"]["cases"].values():
-        rows = [case["providers"].get(name, {}).get("forward_backward") for name in ENGINES]
-        if case["shape"]["dtype"] == "bf16" and case["shape"]["pattern"] == "dense" and None not in rows:
-            times[case["shape"]["H"]] = [row["ms"]["median"] for row in rows]
-    widest = 0
-    for width in sorted(times):
-        chunked, triton = times[width]
-        if triton > chunked:
-            break
-        widest = width
-    return widest if times else None
+        shape, rows = case["shape"], [case["providers"].get(name) for name in ENGINES]
+        if shape["dtype"] != "bf16" or shape["pattern"] != "dense" or None in rows:
+            continue
+        chunked, triton = (  # a result that is wrong is not timed
+            row["forward_backward"]["ms"]["median"] if "forward_backward" in row else math.inf for row in rows
+        )
+        wins[shape["H"]] = wins.get(shape["H"], True) and triton <= chunked and triton < math.inf
+    widths = sorted(wins)
+    return max([0, *itertools.takewhile(wins.__getitem__, widths)]) if wins else None
 
 
 if __name__ == "__main__":

@@ -1,27 +1,21 @@
-"""Predicted time of a call: the work by the engines' own rules (`Engine.cost`) times a machine's measured rates.
+"""Predicted memory of a call, by the engines' own rules (`Engine.cost`), and predicted time of one on an H200.
 
-    python -m benchmarks.cost    # the engine predicted to be fastest on an H200, and the gain of a gradient filter
+    python -m benchmarks.cost
 
-    seconds = product * N V H P + logit * N V + weight * V H + call
-
-N are the active tokens and P the head products, 3 for a loss with both gradients and more if logits are computed
-again. `benchmarks.growth` fits the rates of a machine. Those of the H200 are a few measured ones, and the efficiency of
-a product by its depth is a published one (`EXTRA_DEPTH`). The rate of our head kernel there comes from a roofline:
-a kernel takes as long as the slowest of its concurrent parts (products, L2 and memory traffic, exponentials), and an
-epilogue overlaps with products only if a second program shares the multiprocessor. These are predictions, not
-measurements: `modelled` is the table of docs/benchmarks.md, apart from the measured ones.
+The rates of the H200 are a few measured ones, and the efficiency of a product by its depth is a published one
+(`EXTRA_DEPTH`). The rate of our head kernel comes from a roofline: a kernel takes as long as the slowest of its
+concurrent parts (products, L2 and memory traffic, exponentials), and an epilogue overlaps with products only if a
+second program shares the multiprocessor. These are predictions, not measurements: `modelled` is the table of
+docs/benchmarks.md, apart from the measured ones.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from grpo_fused import engines
 from grpo_fused.engines import products
@@ -48,30 +42,6 @@ class Shape(NamedTuple):
         return round(self.N * self.active)
 
 
-class Rates(NamedTuple):
-    """Seconds of each unit of work; none is negative."""
-
-    product: float
-    """of a multiply-add of a head product"""
-    logit: float
-    """of row work on a logit"""
-    weight: float
-    """of reading an element of the weight, for any number of tokens"""
-    call: float
-    """of a call"""
-
-    def seconds(self, work: Sequence[float]) -> float:
-        """Predicted time of `work_of` a call."""
-        return sum(c * w for c, w in zip(self, work, strict=True))
-
-
-class Point(NamedTuple):
-    """A measured call."""
-
-    shape: Shape
-    seconds: float
-
-
 def cost_of(engine: str, shape: Shape, dtype: torch.dtype) -> Cost:
     """By the engine's own rules."""
     head = predictions.Shape(shape.tokens, shape.H, shape.V, dtype).head(torch.device("cpu"))
@@ -84,52 +54,6 @@ def scratch_bytes(engine: str, shape: Shape, dtype: torch.dtype) -> int:
     # all tokens decide whether dW needs its own sum; the gradient that it becomes does not exist yet
     sums = cost_of(engine, shape._replace(active=1.0), dtype).accumulator_bytes
     return max(at_work + sums - shape.V * shape.H * dtype.itemsize, sums) if sums else at_work
-
-
-def products_of(engine: str, shape: Shape, dtype: torch.dtype) -> float:
-    """Head products of a loss with both gradients."""
-    return 3.0 if engine == "bare" else cost_of(engine, shape, dtype).products
-
-
-def work_of(engine: str, shape: Shape, dtype: torch.dtype) -> tuple[float, float, float, float]:
-    """Amounts of work, in the units of `Rates`."""
-    N, H, V = shape.tokens, shape.H, shape.V
-    return N * V * H * products_of(engine, shape, dtype), N * V, V * H, 1.0
-
-
-def fit(engine: str, dtype: torch.dtype, points: Sequence[Point]) -> Rates:
-    """Least squares of the *relative* error over coefficients that are not negative.
-
-    Exact: the best of the unconstrained fits without a negative coefficient, over all subsets of the four terms.
-    """
-    if not points:
-        raise ValueError("a fit needs measured points; got none")
-    work = torch.tensor([work_of(engine, p.shape, dtype) for p in points], dtype=torch.float64)
-    relative = work / torch.tensor([p.seconds for p in points], dtype=torch.float64)[:, None]
-    unit = relative.norm(dim=0)  # terms differ by 12 orders of magnitude
-    return Rates(*(_nonnegative_least_squares(relative / unit) / unit).tolist())
-
-
-def _nonnegative_least_squares(a: Tensor) -> Tensor:
-    """x >= 0 that minimises |a x - 1|."""
-    best, least = torch.zeros(a.shape[1], dtype=a.dtype), float(a.shape[0])
-    for size in range(1, min(a.shape) + 1):
-        for subset in map(list, itertools.combinations(range(a.shape[1]), size)):
-            part = torch.linalg.lstsq(a[:, subset], a.new_ones(a.shape[0], 1), driver="gelsd").solution.squeeze(1)
-            error = float((a[:, subset] @ part - 1).square().sum())
-            if bool((part >= 0).all()) and error < least:
-                best, least = torch.zeros_like(best).index_copy_(0, torch.tensor(subset), part), error
-    return best
-
-
-def leave_one_out(engine: str, dtype: torch.dtype, points: Sequence[Point]) -> list[float]:
-    """predicted / measured - 1 of each point, by a fit to all the others."""
-    errors = []
-    for i, point in enumerate(points):
-        others = [*points[:i], *points[i + 1 :]]
-        predicted = fit(engine, dtype, others).seconds(work_of(engine, point.shape, dtype))
-        errors.append(predicted / point.seconds - 1)
-    return errors
 
 
 class Machine(NamedTuple):
@@ -147,12 +71,9 @@ class Machine(NamedTuple):
     clock: float
     exponentials: int
     """a clock and multiprocessor"""
-    registers: int
-    shared_kib: int
-    threads: int
 
 
-H200 = Machine("H200", 790e12, 4.3e12, 8.5e12, 132, 1.75e9, 16, 65536, 227, 2048)
+H200 = Machine("H200", 790e12, 4.3e12, 8.5e12, 132, 1.75e9, 16)
 
 EPILOGUE_INSTRUCTIONS = {"score": 9.2, "exponentials": 11.3, "dlogits": 15.7}
 """Per logit, with entropy, of plain heads: counted in the machine code of sm_90 (`python -m benchmarks.aot head`). A
@@ -171,26 +92,9 @@ TILE = 128, 256
 KERNEL_SHARE = 0.90
 """Rate of a Triton product relative to the library's if nothing else limits it; public figures: 0.85 to 0.96."""
 
-SPARSE_SHARE = 0.75
-"""The same for a gradient product over a list of live tiles, whose loops have no common length: a guess."""
-
-
-def occupancy(registers: int, num_warps: int, shared_kib: float, machine: Machine) -> int:
-    """Programs that fit a multiprocessor at a time; registers are allocated in eights."""
-    threads = 32 * num_warps
-    by_registers = machine.registers // (-(-registers // 8) * 8 * threads)
-    return min(by_registers, int(machine.shared_kib // (shared_kib + 1)), machine.threads // threads)
-
-
-def predicted_rate(config: Any, mode: str, programs_per_sm: int, width: int, machine: Machine) -> float:
-    """FLOP/s of the head kernel at N = 8192, V = 151936 and H = `width`."""
-    return 2 * TOKENS * VOCABULARY * width / kernel_seconds(config, mode, programs_per_sm, width, machine)
-
 
 def kernel_seconds(config: Any, mode: str, programs_per_sm: int, width: int, machine: Machine) -> float:
-    """Time of the head kernel; 0 programs a multiprocessor is a configuration that cannot run."""
-    if programs_per_sm == 0:
-        return math.inf
+    """Time of the head kernel at N = 8192, V = 151936 and H = `width`."""
     logits = TOKENS * VOCABULARY
     panels, tiles = -(-TOKENS // config.block_n), -(-VOCABULARY // config.block_v)
     splits, _ = config.splits(VOCABULARY, width)
@@ -289,44 +193,13 @@ def modelled(machine: Machine = H200) -> str:
     return "\n".join(lines)
 
 
-class Filter(NamedTuple):
-    """A gradient filter for tokens whose probabilities fall with their rank as rank^-exponent."""
-
-    entropy: float
-    """of a token, nats"""
-    live: float
-    """share of tiles with some probability above the bound"""
-    gain: float
-    """of the time of the three products, if the two gradient products use only live tiles"""
-
-
-def gradient_filter(exponent: float, *, bound: float = 2.0**-12, tile: tuple[int, int] = (128, 128)) -> Filter:
-    """Which vocabulary entry has which rank is drawn by a Zipf popularity over ids in order of frequency."""
-    g = torch.Generator().manual_seed(0)
-    rows, cols = tile
-    p = torch.arange(1, 4097, dtype=torch.float64) ** -exponent
-    p /= p.sum()
-    popularity = 1.0 / torch.arange(1, VOCABULARY + 1, dtype=torch.float64)
-    shares = []
-    for _ in range(8):
-        ids = torch.multinomial(popularity.expand(rows, -1), int((p > bound).sum()), generator=g)
-        live = torch.zeros(-(-VOCABULARY // cols), dtype=torch.bool)
-        live[(ids // cols).flatten()] = True
-        shares.append(live.double().mean().item())
-    share = sum(shares) / len(shares)
-    return Filter(-(p * p.log()).sum().item(), share, 2 / 3 * (1 - share / SPARSE_SHARE))
-
-
 def main() -> None:
     """Print the predictions."""
     print(modelled())
     for width in (4096, 2048, 896):
-        share = predicted_rate(shipped(), "score", 1, width, H200) / library_rate(width, H200)
+        product = 2 * TOKENS * VOCABULARY * width
+        share = product / kernel_seconds(shipped(), "score", 1, width, H200) / library_rate(width, H200)
         print(f"scoring by triton at H = {width}: {share:.0%} of the library's rate")
-    print("a gradient filter that skips tiles of 128 x 128 without a probability above 2^-12:")
-    for exponent in (1.2, 1.6, 2.0, 2.5, 3.0):
-        found = gradient_filter(exponent)
-        print(f"  tokens of {found.entropy:.1f} nats: {found.live:.0%} of the tiles are live, gain {found.gain:+.0%}")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.results import Device
+from benchmarks.side_by_side import SHAPES, scratch_bytes
 from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from grpo_fused import fused_linear_divergence
 
-SHAPE, QUICK = (1024, 896, 151936), (64, 128, 8192)
+QUICK = (64, 128, 8192)
 Kind = Literal["forward_kl", "jsd", "reverse_kl"]
 BETAS: dict[Kind, float] = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 ERROR_BOUNDS = {"grpo_fused": 0.01, "trl": 0.5, "liger": 0.5}
@@ -86,37 +86,27 @@ def errors(problem: Problem, loss: Callable[..., Tensor], kind: str, rows: int =
 
 def step(problem: Problem, loss: Callable[..., Tensor], kind: str) -> None:
     """Forward and backward."""
-    problem.hidden.grad = problem.weight.grad = None
     loss(problem, kind).backward()
-
-
-def memory(problem: Problem, loss: Callable[..., Tensor], kind: str, device: str) -> int:
-    """Peak bytes beyond inputs and gradients."""
-
-    def call() -> None:
-        step(problem, loss, kind)
-        problem.hidden.grad = problem.weight.grad = None
-
-    with blocks_given_back():
-        return peak_bytes(call, device) - problem.hidden.nbytes - problem.weight.nbytes
+    problem.hidden.grad = problem.weight.grad = None  # given back in its own time
 
 
 def run(
     device: Device = "cpu", kinds: tuple[Kind, ...] = tuple(BETAS), rounds: int = 5, quick: bool = False
 ) -> Iterator[Section]:
     """The section `divergence`."""
-    N, H, V = QUICK if quick else SHAPE
+    N, H, V = QUICK if quick else SHAPES["cpu"]
     problem = Problem(N, H, V, device)
-    section: Section = {"N": N, "H": H, "V": V, "errors": {}, "scratch_bytes": {}}
-    calls = bare_gemms(N, H, V, torch.bfloat16, device)
+    section: Section = {"N": N, "H": H, "V": V, "errors": {}}
+    calls: dict[str, Callable[[], object]] = {}
     for kind in kinds:
         for name, loss in IMPLEMENTATIONS.items():
             key = f"{name} {kind}"
             section["errors"][key] = off = errors(problem, loss, kind)
             if max(off.values()) > ERROR_BOUNDS[name]:
                 raise SystemExit(f"{key} is wrong: relative errors {off}; nothing is timed")
-            section["scratch_bytes"][key] = memory(problem, loss, kind, device)
             calls[key] = partial(step, problem, loss, kind)
+    section["scratch_bytes"] = scratch_bytes(calls, device, lambda _: problem.hidden.nbytes + problem.weight.nbytes)
+    calls = bare_gemms(N, H, V, torch.bfloat16, device) | calls
     yield section | {"calls": with_ratios(times_by_round(calls, device, rounds=rounds), "bare-3")}
 
 

@@ -1,11 +1,10 @@
-"""Time and memory of the loss by tokens, vocabulary, width and share of active tokens; and a cost model fitted to it.
+"""Time and memory of the loss by tokens, vocabulary, width and share of active tokens.
 
     python -m benchmarks.growth --out results.json                  # about three minutes on two cores
     python -m benchmarks.growth --device cuda --out results.json    # up to 131072 tokens
 
 One dimension is varied at a time around a base. The bare products (no loss, all tokens) run in the same rounds. On the
-CPU the memory is predicted from the engines' own rules (`Engine.cost`); the time is fitted, and checked on
-each point by a fit to all the others (`benchmarks.cost`).
+CPU the memory is also predicted, from the engines' own rules (`Engine.cost`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from benchmarks.cost import Point, Shape, fit, leave_one_out, scratch_bytes
+from benchmarks.cost import Shape, scratch_bytes
 from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
@@ -111,48 +110,15 @@ def measure_time(
     if 2 * shape.N * shape.V * dtype.itemsize <= MOST_BARE_BYTES:
         timed["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
     times = times_by_round(timed, device, rounds=rounds)
-    about = shape._asdict() | {"dtype": str(dtype).removeprefix("torch.")}
-    return [
-        about | {"engine": engine, "seconds": summary([1e-3 * ms for ms in values]), "bytes": memory.get(engine)}
+    points = [
+        {**shape._asdict(), "dtype": str(dtype).removeprefix("torch."), "engine": engine,
+         "seconds": summary([1e-3 * ms for ms in values]), "bytes": memory.get(engine)}
         for engine, values in times.items()
-    ]
-
-
-def predict(points: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """The section's `model`; every point gets `predicted_seconds` and, where the rules are known, `predicted_bytes`.
-
-    A point is predicted by a fit without it. Errors are |predicted / measured - 1|, for memory in bytes, since a few
-    MiB of noise would be a large relative error.
-    """
-    coefficients: dict[str, dict[str, Any]] = {}
-    errors: dict[str, dict[str, Any]] = {}
-    for engine, name in sorted({(p["engine"], p["dtype"]) for p in points}):
-        dtype = getattr(torch, name)
-        mine = [p for p in points if (p["engine"], p["dtype"]) == (engine, name)]
-        # the bare products take all tokens, active or not
-        shapes = [shape_of(p)._replace(active=1.0) if engine == "bare" else shape_of(p) for p in mine]
-        measured = [Point(s, p["seconds"]["median"]) for s, p in zip(shapes, mine, strict=True)]
-        time_errors = leave_one_out(engine, dtype, measured) if len(measured) > 1 else [math.nan]
-        coefficients.setdefault(engine, {})[name] = fit(engine, dtype, measured)._asdict()
-        mine_errors = errors.setdefault(engine, {})[name] = {"seconds": _median_and_worst(time_errors)}
-        for point, error, shape in zip(mine, time_errors, shapes, strict=True):
-            point["predicted_seconds"] = point["seconds"]["median"] * (1 + error)
-            if device == "cpu" and engine != "bare":
-                point["predicted_bytes"] = scratch_bytes(engine, shape, dtype)
-        known = [p["predicted_bytes"] - p["bytes"] for p in mine if "predicted_bytes" in p and p["bytes"] is not None]
-        if known:
-            mine_errors["bytes"] = _median_and_worst(known)
-    return {"form": "product * N V H P + logit * N V + weight * V H + call", "coefficients": coefficients,
-            "leave_one_out_error": errors}  # fmt: skip
-
-
-def shape_of(point: dict[str, Any]) -> Shape:
-    return Shape(point["N"], point["H"], point["V"], point["active"])
-
-
-def _median_and_worst(errors: list[float]) -> dict[str, float]:
-    sizes = sorted(abs(e) for e in errors)
-    return {"median": sizes[len(sizes) // 2], "worst": sizes[-1]}
+    ]  # fmt: skip
+    for point in points:
+        if device == "cpu" and point["engine"] != "bare":
+            point["predicted_bytes"] = scratch_bytes(point["engine"], shape, dtype)
+    return points
 
 
 def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict[str, Any]:
@@ -165,14 +131,12 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
         timed = released(measure_time, *case, device, rounds, its_memory)
         print(case[0], {point["engine"]: f"{point['seconds']['median']:.3f} s" for point in timed}, flush=True)
         points += timed
-    model = predict(points, device)
     return {
         "device": device,
         "threads": torch.get_num_threads(),
         "base": grid.base._asdict(),
         "varied": {name: list(values) for name, values in grid.values.items()},
         "points": points,
-        "model": model,
     }
 
 

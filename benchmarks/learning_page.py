@@ -64,6 +64,8 @@ def comparison(section_name: str, run: Run) -> str:
             continue
         own, row = section["arms"][arm], section["against_trl"].get(arm)
         cells = ["", "", ""] if row is None else [*points(row), p_value(row["p"])]
+        if row is not None and {own["n"], section["arms"]["trl"]["n"]} != {row["n"]}:
+            cells[0] += f" ({row['n']} pairs)"
         sd = f"{100 * own['sd']:.1f}" if own["n"] > 1 else ""
         rows.append([label, str(own["n"]), f"{own['mean']:.1%}", sd, *cells])
     recipe, bound, before = section["recipe"], f"{100 * section['bound']:g}", section["before"]

@@ -2,13 +2,10 @@
 
     python -m benchmarks.child benchmarks.memory:attempt '["4x256x896x151936:bf16:dense", "trl", "cpu"]'
 
-All figures are in MiB, beyond the memory before the call and the two gradients that it returns
-(below 0 if the peak came before the gradients):
-
-- `resident`: the process's resident set at its peak, with the memory of all libraries; freed blocks from 1 MiB on are
-  returned at once. CPU only; null if the kernel does not allow a reset of the peak.
-- `allocator`: memory allocated by torch's allocator at its peak. On a GPU `max_memory_allocated`. On a CPU counted from
-  the profiler's memory events, which C++ code that allocates otherwise (malloc, oneDNN's scratch) does not send.
+The figure is in MiB, beyond the memory before the call and the two gradients that it returns (below 0 if the peak came
+before the gradients). On a CPU it is `resident`: the process's resident set at its peak, with the memory of all
+libraries; freed blocks from 1 MiB on are returned at once; null if the kernel does not allow a reset of the peak. On a
+GPU it is `allocator`, `max_memory_allocated`.
 
 Kernels' own set-up is left out: a small problem runs first on a CPU; on a GPU, and for a provider that compiles, the
 problem itself.
@@ -37,14 +34,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def of_call(case: Case, provider: str, device: str) -> dict[str, Any]:
-    """The figures, or {"failed": reason}. A GPU's allocator counts in any process."""
+    """The figure, or {"failed": reason}. A GPU's allocator counts in any process."""
     if device == "cuda":
         return attempt(str(case), provider, device)
     return in_fresh_process(case, provider, device, timeout_s=300)
 
 
 def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float) -> dict[str, Any]:
-    """The figures, or {"failed": reason}."""
+    """The figure, or {"failed": reason}."""
     try:
         return in_child("benchmarks.memory:attempt", str(case), provider, device, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
@@ -66,11 +63,10 @@ def attempt(case: str, provider: str, device: str) -> dict[str, Any]:
 
 
 def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]:
-    """The figures, of this process: it should have done nothing else."""
+    """The figure, of this process: it should have done nothing else."""
     if device == "cpu":
         small = Case(1, 8, case.H, min(case.V, 512), case.dtype).problem(device)
-        with _profiler():
-            provider.loss(small).backward()
+        provider.loss(small).backward()
     problem = case.problem(device)
 
     def call() -> None:
@@ -83,11 +79,9 @@ def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]
     gradients = problem.hidden_states.nbytes + problem.lm_head_weight.nbytes
     if device == "cuda":
         return {"allocator": (_cuda_peak(call) - gradients) / MIB}
-    resident, allocator = _cpu_peaks(call)
-    return {
-        "resident": None if resident is None else (resident - gradients) / MIB,
-        "allocator": (allocator - gradients) / MIB,
-    }
+    before = _forget_peak()
+    call()
+    return {"resident": None if before is None else (peak_of_process() - before - gradients) / MIB}
 
 
 def _cuda_peak(call: Callable[[], object]) -> int:
@@ -137,24 +131,6 @@ def _forget_peak() -> int | None:
         return peak_of_process()
     except (AttributeError, OSError):
         return None
-
-
-def _cpu_peaks(call: Callable[[], None]) -> tuple[int | None, int]:
-    """Bytes: resident set (None if it cannot be read), and memory allocated by torch's allocator."""
-    before = _forget_peak()
-    with _profiler() as profiler:
-        call()
-        after = None if before is None else peak_of_process()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return None if before is None or after is None else after - before, most
-
-
-def _profiler() -> torch.profiler.profile:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def peak_of_process() -> int:

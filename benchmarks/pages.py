@@ -53,13 +53,6 @@ def of_releases(table: Callable[..., str]) -> Table:
     return lambda folder: table(*newest_first("cpu", "releases", folder))
 
 
-def candidates(folder: Path) -> str:
-    """The losses on candidate sets, and training with them if that was measured."""
-    trained = latest("truncation", folder)
-    parts = [of("candidates")(folder), *([] if trained is None else [tables.truncation(trained)])]
-    return "\n\n".join(parts)
-
-
 TABLES: dict[str, Table] = {
     "summary": speed_tables.summary,
     "training-step": training_step,
@@ -76,7 +69,7 @@ TABLES: dict[str, Table] = {
     "growth": of("growth"),
     "threads": of("threads"),
     "end-to-end": of("end_to_end"),
-    "candidates": candidates,
+    "candidates": of("candidates"),
     "alternatives": of("alternatives"),
     "heads": of("heads"),
     "compiled": of("aot"),

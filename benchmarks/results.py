@@ -107,16 +107,16 @@ def new_path(device: str = "cpu", folder: Path = RESULTS) -> Path:
 def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu") -> None:
     """Put a section into the file of a run, which is created if it does not exist; the old section is replaced.
 
-    A program may call it after each case, so that nothing is lost when it is stopped. The file must be of this device
-    and commit. Numbers that are not finite become null.
+    A program may call it after each case, so that nothing is lost when it is stopped. The file must be of this device,
+    its threads and instructions, and this state of the code. Numbers that are not finite become null.
     """
     about = machine(device)
     if out.exists():
         run = load(out)
-        for key in ("device", "kind", "commit"):
-            if run.machine.get(key) != about[key]:
+        for key in ("device", "kind", "commit", "dirty", "threads", "native"):
+            if run.machine.get(key) != about.get(key):
                 raise ValueError(
-                    f"{out} is of {key} {run.machine.get(key)!r}, this run of {about[key]!r}: take a new file"
+                    f"{out} is of {key} {run.machine.get(key)!r}, this run of {about.get(key)!r}: take a new file"
                 )
         about, sections = run.machine, run.sections
     else:
@@ -169,9 +169,12 @@ def processor(about: dict[str, Any]) -> str:
 
 
 def where(run: Run) -> str:
-    """Processor, commit and date of a run."""
-    commit = run.machine["commit"] + (" with local changes" if run.machine["dirty"] else "")
-    return f"{processor(run.machine)}, commit {commit}, {run.machine['date'][:10]}"
+    """Processor, commit and date of a run; and the load that it met, if other programs may have taken its time."""
+    about = run.machine
+    commit = about["commit"] + (" with local changes" if about["dirty"] else "")
+    busy = about.get("load", 0.0) > about.get("threads", 0)
+    load = f", load average {about['load']} at the start" if busy else ""
+    return f"{processor(about)}, commit {commit}, {about['date'][:10]}{load}"
 
 
 def _schema(path: Path) -> Any:

@@ -52,9 +52,8 @@ def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path
     row, memory = published["calls"]["native loss"], published["scratch_bytes"]["native"] / MIB
     text = "the same with [candidate sets](docs/candidates.md) of the sizes that top-p 0.97 leaves"
     beside = ms(published["calls"]["native dense loss"]["ms"]["median"])
-    line = f"| {text} | {ms(row['ms']['median'])} (dense {beside} in that run), {memory:.0f} MiB |" + " |" * (
-        columns - 1
-    )
+    time = f"{ms(row['ms']['median'])} (dense {beside} in that run), {memory:.0f} MiB"
+    line = f"| {text} | {time} |" + " |" * (columns - 1)
     return line, f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
 
 
@@ -86,6 +85,8 @@ def speed(run: Run) -> str:
     if alone:
         header = "| Other sizes | | forward + backward | × bare | scoring | × bare | memory |"
         blocks.append("\n".join(grid(header, alone)))
+    if left_out := run.sections["loss"]["left_out"]:
+        blocks.append(f"Not measured in the time of this run: {', '.join(left_out)}.")
     if missing := _missing_on_a_gpu(run.sections["loss"]["cases"], device):
         blocks.append("\n".join(missing).strip())
     name, rows = device.replace("cuda", "gpu"), [row for case in cases.values() for row in case["providers"].values()]
@@ -97,12 +98,12 @@ def speed(run: Run) -> str:
 
 
 def sparsity(device: str, folder: Path) -> str:
-    """Savings by inactive tokens: the time of each pattern relative to the dense case, per token of the batch."""
+    """Savings by inactive tokens: × bare of each pattern relative to × bare of the dense case."""
     run = newest(device, "loss", folder)
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
     if not rows:
         return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
-    return "\n".join(grid("| problem | tokens with a gradient | | time | × bare | time / dense time |", rows))
+    return "\n".join(grid("| problem | tokens with a gradient | | time | × bare | / × bare if dense |", rows))
 
 
 def providers(folder: Path) -> str:
@@ -217,9 +218,9 @@ def _sparse_rows(cases: dict[str, Any]) -> Iterator[list[str]]:
             if "not_timed" in row or "not_timed" in whole:
                 continue
             both, of_dense = row["forward_backward"], ""
-            if whole:
-                ms_a_token = whole["forward_backward"]["ms"]["median"] / dense["shape"]["N"]
-                of_dense = f"{both['ms']['median'] / shape['N'] / ms_a_token:.2f}"
+            if whole:  # both relative to the bare products of their rounds: the cases ran minutes apart
+                ratio = both["times_bare"]["median"] / whole["forward_backward"]["times_bare"]["median"]
+                of_dense = f"{ratio:.2f}"
             yield [
                 f"{title(shape)}, {shape['pattern']}", f"{case['shares']['gradient']:.0%}", name,
                 ms(both["ms"]["median"]), f"{both['times_bare']['median']:.2f}", of_dense,

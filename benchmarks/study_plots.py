@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.learning_page import ARMS, TASKS
-from benchmarks.study_page import PARTS, step_means
 from benchmarks.style import (
     COLORS,
     INK,
     LABEL_BOX,
     MUTED,
     OURS,
-    PART_COLORS,
     bar_color,
     bar_text,
     decorate,
@@ -172,16 +169,15 @@ def _logit_axis(axes: Axes, sizes: Sequence[float]) -> None:
 
 
 def growth_plot(section: dict[str, Any]) -> Figure:
-    """Time and memory by each varied dimension, measured (dots) and predicted (lines), of `benchmarks.growth`."""
+    """Time and memory by each varied dimension, of `benchmarks.growth`."""
     dtype = section["points"][0]["dtype"]
     base = section["base"]
     words = f"N = {base['N']}, H = {base['H']}, V = {base['V']}"
     figure = new_figure(
         13.2, 6.6, "Time and memory of the loss by problem size (lower is better)",
         f"One size varies, the others are {words}; {_short(dtype)}, {section['device']}. Dots: measured, medians. "
-        "Lines: predicted, time by a fit without that point, memory by the plan of the engine.\n"
-        "Dots leave their line where the machine, shared with others, was slower or faster: the bare products, whose "
-        "work is known exactly, do so too.",
+        "Lines of memory: predicted by the plan of the engine.\n"
+        "The machine is shared with others: the bare products, whose work is known exactly, wander too.",
     )  # fmt: skip
     panels = figure.subplots(2, len(section["varied"]), sharey="row", squeeze=False)
     titles = {"N": "tokens N", "V": "vocabulary V", "H": "hidden size H", "active": "share of active tokens"}
@@ -190,8 +186,8 @@ def growth_plot(section: dict[str, Any]) -> Figure:
             p for p in section["points"]
             if p["dtype"] == dtype and all(p[k] == v for k, v in base.items() if k != dimension)
         ]  # fmt: skip
-        _growth_panel(panels[0][column], points, dimension, _seconds, "predicted_seconds", 1.0)
-        _growth_panel(panels[1][column], points, dimension, _bytes, "predicted_bytes", MIB)
+        _growth_panel(panels[0][column], points, dimension, _seconds, 1.0)
+        _growth_panel(panels[1][column], points, dimension, _bytes, MIB)
         first = column == 0
         above = "seconds, forward + backward" if first else ""
         decorate(panels[0][column], f"Time by {titles[dimension]}", "", above)
@@ -217,14 +213,14 @@ def _growth_panel(
     points: list[dict[str, Any]],
     dimension: str,
     measured: Callable[[dict[str, Any]], float | None],
-    predicted: str,
     unit: float,
 ) -> None:
     ticks = sorted({p[dimension] for p in points})
     for engine in dict.fromkeys(p["engine"] for p in points):
         mine = sorted((p for p in points if p["engine"] == engine), key=lambda p: p[dimension])
         dots = [(p[dimension], value / unit) for p in mine if (value := measured(p)) is not None and value > 0]
-        line = [(p[dimension], p[predicted] / unit) for p in mine if p.get(predicted)]
+        predicted = mine if measured is _bytes else []
+        line = [(p[dimension], p["predicted_bytes"] / unit) for p in predicted if "predicted_bytes" in p]
         if not dots:
             continue
         color, name = COLORS.get(engine, MUTED), LABELS.get(engine, engine)
@@ -325,23 +321,6 @@ def distillation_plot(section: dict[str, Any]) -> Figure:
     axes.set_ylim(0, 1.02)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     decorate(axes, "", "step", "held-out accuracy")
-    return figure
-
-
-def step_plot(section: dict[str, Any]) -> Figure:
-    """Where the time of a step of a pretrained model goes, a bar for each trainer."""
-    means = step_means(section)
-    figure = new_figure(
-        10.4, 2.6, "Time of a step of GRPO (lower is better)", f"{TASKS['pretrained']}, V = 262,144, bf16 autocast."
-    )
-    times, left = figure.subplots(), [0.0] * len(means)
-    for part in PARTS:
-        seconds = [mean[part] for mean in means.values()]
-        times.barh(range(len(means)), seconds, left=left, color=PART_COLORS[part], height=0.6, label=part)
-        left = [a + b for a, b in zip(left, seconds, strict=True)]
-    label_bars(times, [ARMS[arm].replace("`", "") for arm in means])
-    times.legend(frameon=False, fontsize=8.5, loc="upper right")
-    decorate(times, "", "seconds", "", grid="none")
     return figure
 
 

@@ -37,9 +37,6 @@ COLORS = {
 }
 """One colour for each program, in every picture: Okabe and Ito's palette, which people with any kind of colour vision
 can distinguish, and further ones. Lines and bars have labels as well."""
-PART_COLORS = {"generation": "#d3d8de", "body": "#aab2bd", "head": "#616e7c", "other": "#1f2933"}
-"""Parts of a step."""
-
 OURS = ("native", "triton", "cuda", "chunked", "ours")
 NAMES = {
     "native": "ours: native",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,21 @@ def calls_grid(calls: dict[str, Any], header: str, digits: int, names: dict[str,
 
 
 BARE = {"bare-1": "one bare product", "bare-3": "bare products", "fill dW": "fill a fresh dW"}
+
+
+def page(section: dict[str, Any], first: str, digits: int) -> list[str]:
+    """Lines: the first, a table of the section's calls, and their memory."""
+    known = ((name, x) for name, x in section["scratch_bytes"].items() if x is not None)
+    memory = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in known)
+    chunk = section.get("chunk")
+    on_logits = "" if chunk is None else f" Calls on logits take {chunk} tokens at a time."
+    return [
+        first,
+        "",
+        *calls_grid(section["calls"], "| | time | × bare (forward + backward) |", digits, BARE),
+        "",
+        f"Memory beyond inputs and gradients: {memory}.{on_logits}",
+    ]
 
 
 def training_step(steps: Run, shares: Run) -> str:
@@ -150,17 +166,16 @@ def end_to_end(run: Run) -> str:
 
 
 def growth(run: Run) -> str:
-    """The error of the cost model against the measurements; and the picture."""
-    model = run.sections["growth"]["model"]
-    words = [
-        f"{engine} in {dtype}, {error['seconds']['median']:.0%} ({error['seconds']['worst']:.0%})"
-        for engine, by_dtype in model["leave_one_out_error"].items()
-        for dtype, error in by_dtype.items()
-    ]
+    """The error of the predicted memory; and the picture."""
+    errors: dict[str, list[float]] = {}
+    for point in run.sections["growth"]["points"]:
+        if "predicted_bytes" in point and point["bytes"] is not None:
+            off = abs(point["predicted_bytes"] - point["bytes"]) / MIB
+            errors.setdefault(f"{point['engine']} in {point['dtype']}", []).append(off)
+    words = (f"{name}, {statistics.median(off):.1f} MiB ({max(off):.1f})" for name, off in errors.items())
     return (
-        f"The time model is `{model['form']}` (N tokens, P products). Its error on measurements that the fit did not "
-        f"use, median (and worst): {'; '.join(words)}. {where(run)}.\n\n"
-        "![time and memory by problem size](plots/growth.svg)"
+        f"Memory is predicted before a call; the prediction is off by, median (and worst): {'; '.join(words)}. "
+        f"{where(run)}.\n\n![time and memory by problem size](plots/growth.svg)"
     )
 
 
@@ -169,17 +184,8 @@ def candidates(run: Run) -> str:
     section = run.sections["candidates"]
     lines = []
     if (published := section.get("published")) is not None:
-        scratch = published["scratch_bytes"].items()
-        memory = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in scratch if x is not None)
-        lines = [
-            f"bf16, {_sizes(published)}. {where(run)}.",
-            "",
-            *calls_grid(published["calls"], "| | time | × bare (forward + backward) |", 4, BARE),
-            "",
-            f"Memory beyond inputs and gradients: {memory}.",
-            "",
-            "![sets by size](plots/candidates.svg)",
-        ]
+        first = f"bf16, {_sizes(published)}. {where(run)}."
+        lines = [*page(published, first, 4), "", "![sets by size](plots/candidates.svg)"]
     if (window := section.get("window")) is not None:
         count = window["micro_batches"]
         more = window["more"][f"{count} more"]
@@ -208,36 +214,6 @@ def _sizes(section: dict[str, Any]) -> str:
         f"N = {section['N']}, H = {section['H']}, V = {section['V']}; set sizes: {sizes['alone']:.0%} one token, "
         f"median {sizes['median']:.0f}, mean {sizes['mean']:.1f}, p99 {sizes['p99']:.0f}"
     )
-
-
-def truncation(run: Run) -> str:
-    """Means over the seeds: the ratios of the first step, and the reward at the end."""
-    section, ratio = run.sections["truncation"], "sampling/importance_sampling_ratio"
-    steps, seeds = section["steps"], len(section["runs"]) // 2
-
-    def cells() -> Iterator[list[str]]:
-        for sets in (True, False):
-            runs = [r["metrics"] for r in section["runs"] if r["sets"] == sets]
-
-            def mean(name: str, rows: slice, runs: list[Any] = runs) -> float:
-                values = [row[name] for metrics in runs for row in metrics[rows]]
-                return sum(values) / len(values)
-
-            first, last = slice(0, 1), slice(-5, None)
-            yield [
-                f"{'with' if sets else 'without'} candidate sets",
-                ", ".join(f"{mean(f'{ratio}/{kind}', first):.3f}" for kind in ("min", "mean", "max")),
-                f"{mean('clip_ratio/region_mean', first):.4f}",
-                f"{mean('reward', first):.3f}",
-                f"{mean('reward', last):.3f}",
-            ]
-
-    return "\n".join([
-        f"A small policy trained on rollouts with top_p = {section['top_p']} (`python -m benchmarks.truncation`), "
-        f"means of {seeds} seeds. The ratio is that between sampler and policy, on the first step. {where(run)}.",
-        "",
-        *grid(f"| | ratio: min, mean, max | clip ratio | reward, first step | reward, last five of {steps} |", cells()),
-    ])  # fmt: skip
 
 
 def distillation(run: Run) -> str:

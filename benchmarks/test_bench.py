@@ -1,6 +1,6 @@
 """pytest-benchmark: every provider on one small problem of this machine (the first part of `make bench`).
 
-    python -m pytest benchmarks/test_bench.py [--record FILE] [-k "trl and scoring"]
+    python -m pytest benchmarks/test_bench.py [--benchmark-json FILE] [-k "trl and scoring"]
 
 Forward (no gradient), forward + backward, and scoring; by dtype and by which tokens have a gradient. A result is
 checked against float64 before it is timed: a wrong one of a peer is an expected failure, with its error; one of ours
@@ -10,18 +10,16 @@ comparisons and ratios to the bare products use `benchmarks.cpu`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from benchmarks import results
 from benchmarks.exact import Exact, wrong
 from benchmarks.measure import BASES, call_of, check
 from benchmarks.problem import PATTERNS, Case
 from benchmarks.providers import PROVIDERS
-from benchmarks.timing import cache_flush, summary
+from benchmarks.timing import cache_flush
 from grpo_fused.testing import Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,20 +58,9 @@ def prepared(request, dtype) -> Prepared:
     return Prepared(case, problem, Exact.of(problem), {})
 
 
-@pytest.fixture(scope="module")
-def recorded(request) -> Iterator[list[dict[str, Any]]]:
-    """Rows of the timed calls; at the end they go into the run's file, if one was named."""
-    rows: list[dict[str, Any]] = []
-    results.machine(DEVICE)  # reads the load before this program adds to it
-    yield rows
-    out = request.config.getoption("--record")
-    if out is not None:
-        results.record("suite", {"rounds": ROUNDS, "rows": rows}, out=out, device=DEVICE)
-
-
 @pytest.mark.parametrize("what", BASES)
 @pytest.mark.parametrize("name", PROVIDERS)
-def test_speed(benchmark, prepared, recorded, name, what):
+def test_speed(benchmark, prepared, name, what):
     provider = PROVIDERS[name]
     if (reason := provider.unavailable(DEVICE)) is not None:
         pytest.skip(reason)
@@ -84,10 +71,7 @@ def test_speed(benchmark, prepared, recorded, name, what):
     if what == "forward" and provider.always_gradients:
         pytest.skip("it computes the gradients in its forward")
     errors, reason = prepared.verdict(name)
-    row = {"provider": name, "what": what, "errors": errors, **prepared.case.describe()}
-    recorded.append(row)
     if reason is not None:
-        row["not_timed"] = reason
         if provider.ours:
             pytest.fail(reason)
         pytest.xfail(f"not timed: {reason}")
@@ -103,7 +87,5 @@ def test_speed(benchmark, prepared, recorded, name, what):
             flush()
             torch.cuda.synchronize()
 
-    benchmark.extra_info.update(errors)
+    benchmark.extra_info.update(errors | prepared.case.describe())
     benchmark.pedantic(finished, setup=clean, rounds=ROUNDS, warmup_rounds=1)
-    if benchmark.stats is not None:  # --benchmark-disable
-        row["ms"] = summary([1e3 * seconds for seconds in benchmark.stats.stats.data])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -63,6 +64,15 @@ class AllocationRecorder(TorchDispatchMode):
     def _drop_freed(self) -> None:
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self._sum = sum(size for _, size in self._alive.values())
+
+
+def allocated_peak(call: Callable[[], object]) -> int:
+    """Bytes of torch's allocator at the peak of a call, operators of `torch.library` too; not of other C++ code."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
 
 
 class CostRecorder(AllocationRecorder):

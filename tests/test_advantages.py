@@ -219,10 +219,13 @@ def test_optimal_token_baseline():
     p = torch.tensor([[0.5, 0.2, math.nan], [0.9, 0.4, 0.1]], dtype=torch.float64)
     squares = torch.tensor([[0.4, 0.3, math.nan], [0.82, 0.3, 0.2]], dtype=torch.float64)
     w = (1 - 2 * p + squares).nan_to_num()
-    W = w.cumsum(1) * mask
-    baseline = (W * torch.tensor([[1.0], [3.0]])).sum(0) / W.sum(0)
-    for zero_tail in (True, False):
-        got = estimators.optimal_token_baseline(rewards, mask, 2, p.log(), squares, zero_tail=zero_tail)
+    rho = torch.tensor([[0.5, 2.0, math.nan], [1.5, 0.8, 1.2]], dtype=torch.float64)
+    for zero_tail, ratio in itertools.product((True, False), (None, rho)):
+        W = (w if ratio is None else (w * ratio**2).nan_to_num()).cumsum(1) * mask
+        baseline = (W * torch.tensor([[1.0], [3.0]])).sum(0) / W.sum(0)
+        got = estimators.optimal_token_baseline(
+            rewards, mask, 2, p.log(), squares, importance_sampling_ratio=ratio, zero_tail=zero_tail
+        )
         want = (torch.tensor([[1.0], [3.0]]) - baseline) * mask
         if zero_tail:
             want[1, 2] = 3.0

@@ -54,6 +54,15 @@ class TestErrors:
             fused_linear_logprobs(torch.randn(1, 4), torch.randn(9, 4), torch.tensor([0]), candidates=torch.ones(1))
         with pytest.raises(ValueError, match="must keep a token; got none in row 1"):
             CandidateSets.from_mask(torch.tensor([[True, False], [False, False]]))
+        some = torch.tensor([0])
+        with pytest.raises(ValueError, match=r"ids of CandidateSets must be one-dimensional; got shape \(1, 1\)"):
+            CandidateSets(some[None], some)
+        with pytest.raises(ValueError, match=r"offsets of CandidateSets must be \[N \+ 1\]; got an empty tensor"):
+            CandidateSets(some, some[:0])
+        with pytest.raises(ValueError, match="ids and offsets must be on one device; got cpu and meta"):
+            CandidateSets(some, some.to("meta"))
+        with pytest.raises(ValueError, match="at least one CandidateSets; got none"):
+            CandidateSets.cat([])
 
     @pytest.mark.parametrize(
         ("options", "match"),

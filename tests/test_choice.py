@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from helpers import make_case
 
 from benchmarks import choice as writer
 from benchmarks.problem import Case
-from benchmarks.results import SCHEMA
+from benchmarks.results import SCHEMA, Run
 from grpo_fused import GRPOLossConfig, engines
 from grpo_fused.engines import choice
 
@@ -98,6 +99,30 @@ def test_the_file_is_written_from_the_newest_results_of_each_architecture(measur
     choice._measured.cache_clear()
     assert [choice.on_gpu("sm_90", torch.bfloat16, width) for width in (896, 897)] == ["triton", "chunked"]
     assert choice.on_gpu("sm_80", torch.bfloat16, 1) == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("cases", "widest"),
+    [
+        ([(896, 131072, 2.0, 1.0), (896, 151936, 1.0, 2.0)], 0),  # slower in one of the cases
+        ([(896, 151936, 2.0, None), (4096, 151936, 2.0, 1.0)], 0),  # wrong, so not timed
+        ([(896, 151936, None, 1.0), (2048, 151936, 2.0, 2.0), (4096, 151936, 1.0, 2.0)], 2048),
+        ([(896, 151936, None, None)], 0),
+        ([], None),
+    ],
+)
+def test_all_cases_of_a_width_count(cases, widest):
+    def row(ms):
+        return {"not_timed": "dweight is off by 2"} if ms is None else {"forward_backward": {"ms": {"median": ms}}}
+
+    found = {
+        f"{width}-{vocab}": {
+            "shape": Case(16, 512, width, vocab, "bf16").describe(),
+            "providers": {"chunked": row(chunked), "triton": row(triton)},
+        }
+        for width, vocab, chunked, triton in cases
+    }
+    assert writer.widest_triton(Run(Path(), {}, {"loss": {"cases": found}})) == widest
 
 
 def test_without_results_nothing_is_written(measured, tmp_path):

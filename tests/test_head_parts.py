@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from recording import allocated_peak
 from torch import Tensor
 
-from benchmarks import memory
 from grpo_fused import (
     CandidateSets,
     GRPOLossConfig,
@@ -577,8 +577,7 @@ def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
     head = LMHead(empty, compute_dtype=torch.bfloat16, base=weight.values, row_scale=weight.scale)
     cost = engines.engine(impl).cost(head, count, budget)
     assert budget is None or cost.scratch_bytes <= budget
-    _, peak = memory._cpu_peaks(call)
-    assert peak <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)
+    assert allocated_peak(call) <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)
 
 
 def test_hooks_of_an_adapter_are_called_where_rows_could_be_added_to_a_gradient():

@@ -179,6 +179,22 @@ def test_selective(dtype, strided):
     assert grad[~mask].eq(0).all()
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 8)], ids=str)
+def test_selective_temperatures_of_sequences_and_tokens(shape):
+    logits = (3 * torch.randn(3, 8, 31, dtype=torch.float64)).requires_grad_()
+    ids, mask = torch.randint(0, 31, (3, 8)), torch.ones(3, 8, dtype=torch.bool)
+    mask[:, -2:] = False
+    temperature = 0.5 + torch.rand(shape, dtype=torch.float64)
+    each = temperature.reshape(3, -1).expand(3, 8)
+    want = (logits / each.unsqueeze(-1)).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1) * mask
+    if shape == (3, 8):
+        temperature = temperature.masked_fill(~mask, -1.0)  # never read
+    got = selective_logprobs(logits, ids, mask, temperature=temperature).logps
+    torch.testing.assert_close(got, want)
+    upstream = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad((x * upstream).sum(), logits)[0] for x in (got, want)))
+
+
 def test_selective_masked_positions_may_have_any_values():
     logits = torch.randn(2, 4, 11, requires_grad=True)
     ids = torch.randint(0, 11, (2, 4))

@@ -272,8 +272,8 @@ def run_logprobs_gradient(
         found = Coefficients(scores or _no_scores(tokens, dlogp.dtype, dentropy is not None), dlogp, dentropy)
     else:
         logps = call.alternative_logps
-        if scores is None or logps is None:
-            scores, logps, _ = run_logprobs(engine, tokens, call.forward, alternatives)
+        assert scores is not None  # only calls without alternatives come without scores
+        assert logps is not None
         active = tokens.undecided[alternatives.sets.positions]
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
         found = alternatives.coefficients(rows, scores, cut(logps, dlogp, dentropy, dlogps))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_fused.trainer.data import check_rows, load_rows
-from grpo_fused.trainer.recipe import Recipe, Reward
+from grpo_fused.trainer.recipe import Recipe, Reward, with_system_prompt
 from grpo_fused.trainer.tasks import TASKS, final_answer, format_rows
 
 FILES = Path(__file__).parent / "files"
@@ -105,6 +106,31 @@ def test_rows_of_another_shape_are_named(task: str, row: Any, message: str) -> N
     good = TASKS[task].examples[0]
     with pytest.raises(ValueError, match=f"row 1 is not a row of the task '{task}': .*{message}"):
         format_rows(TASKS[task], [good, row])
+
+
+def test_a_recipe_forms_the_rows_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(
+        model="m", rewards=(Reward(name="exact_answer"),), task="gsm8k", dataset=str(FILES / "gsm8k.jsonl"), limit=2,
+        system_prompt="Be brief.", chat=False,
+    )  # fmt: skip
+    raw = load_rows(FILES / "gsm8k.jsonl", limit=2)
+    assert recipe.train_rows() == format_rows(TASKS["gsm8k"], raw, "Be brief.", chat=False)
+
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "grpo_fused.trainer.recipe.load_rows", lambda source, **options: asked.append((source, options)) or [RAW_GSM8K]
+    )
+    rows = replace(recipe, dataset=None, limit=None, system_prompt=None, chat=True).train_rows()
+    assert asked == [("openai/gsm8k", {"subset": "main", "split": "train", "limit": None})]
+    assert rows == format_rows(TASKS["gsm8k"], [RAW_GSM8K])
+
+
+def test_a_system_prompt_comes_before_a_prompt() -> None:
+    user = {"role": "user", "content": "q"}
+    assert with_system_prompt({"prompt": "q", "a": 1}, "Be brief.") == {"prompt": "Be brief.\n\nq", "a": 1}
+    assert with_system_prompt({"prompt": [user]}, "Be brief.") == {
+        "prompt": [{"role": "system", "content": "Be brief."}, user]
+    }
 
 
 def test_an_unknown_task_is_refused_with_the_choices() -> None:

@@ -1,0 +1,28 @@
+"""What programs share that time several calls of one problem: its shape, the engines, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.memory import blocks_given_back, peak_bytes
+from benchmarks.timing import Calls
+from grpo_fused import engines
+
+SHAPES = {"cpu": (1024, 896, 151936), "cuda": (8192, 4096, 151936)}
+"""N, H, V"""
+CHUNK = 1024
+"""Tokens whose logits a peer holds at a time: all of the CPU's problem."""
+
+
+def engines_of(device: str) -> list[str]:
+    """Our engines that run here in bf16, the first choice of `auto` first."""
+    names = ("native", "chunked") if device == "cpu" else ("triton", "chunked")
+    return [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
+
+
+def scratch_bytes(calls: Calls, device: str, gradients: Callable[[str], int]) -> dict[str, float]:
+    """Peak memory of each call beyond its inputs and the bytes of the gradients that it returns."""
+    with blocks_given_back():
+        return {name: peak_bytes(call, device) - gradients(name) for name, call in calls.items()}

@@ -1,0 +1,93 @@
+"""Programs that time several calls of one problem, in a tiny form: they run, and a wrong result is not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from benchmarks import alternatives, candidates, divergence, heads, tables
+from benchmarks.results import Run
+from grpo_fused import QuantizedWeight
+
+TINY = {"cpu": (128, 64, 2048)}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    for module in (alternatives, candidates, heads):
+        monkeypatch.setattr(module, "SHAPES", TINY)
+
+
+def shown(name: str, section: dict[str, Any], table: Callable[[Run], str]) -> str:
+    about = {"device": "cpu", "name": "a chip", "commit": "c0", "dirty": False, "date": "2026-11-26"}
+    return table(Run(Path(), about, {name: section}))
+
+
+def test_heads():
+    (section,) = heads.run(rounds=1)
+    assert section["gradient_error"].keys() == {"bf16", "int8", "NF4"}
+    assert max(section["gradient_error"].values()) < 0.05
+    assert section["calls"].keys() - section["scratch_bytes"].keys() == {
+        heads.BARE, "LoRA on bf16, peft's layer on logits",
+    }  # fmt: skip
+    table = shown("heads", section, heads.table)
+    assert "Calls on logits take 1024 tokens at a time." in table
+    assert f"Gradients differ by {section['gradient_error']['bf16']:.2%} from those of peft's layer" in table
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "NF4"])
+def test_a_wrong_gradient_of_a_head_is_not_timed(name, monkeypatch):
+    problem = heads.Problem("cpu")
+    if name == "bf16":
+        problem.weight = problem.weight.flip(0)
+    else:
+        problem.quantized = {name: problem.quantized[name]}
+        dense = problem.quantized[name].dequantize(torch.float32).flip(0)
+        monkeypatch.setattr(QuantizedWeight, "dequantize", lambda *_: dense)
+    with pytest.raises(SystemExit, match=f"{name}: gradients of H and A differ by .*: nothing is timed"):
+        problem.check()
+
+
+def test_alternatives(monkeypatch):
+    (section,) = alternatives.run(rounds=1)
+    assert max(section["errors"].values()) < 0.05
+    assert "| on logits, K = 128 |" in shown("alternatives", section, alternatives.table)
+    on_logits = alternatives.Problem.on_logits
+
+    def wrong(problem: Any) -> torch.Tensor:
+        loss = on_logits(problem)
+        problem.dhidden = 1.1 * problem.dhidden
+        return loss
+
+    monkeypatch.setattr(alternatives.Problem, "on_logits", wrong)
+    with pytest.raises(SystemExit, match="loss and dH are off by .*: nothing is timed"):
+        next(alternatives.run(rounds=1))
+
+
+def test_candidates(monkeypatch):
+    impls = candidates.engines_of("cpu")
+    published = candidates.published("cpu", impls, 1)
+    window = candidates.window("cpu", impls[0], 1)
+    table = shown("candidates", {"published": published, "window": window}, tables.candidates)
+    assert "| masked dense loss |" in table
+    assert "A micro-batch whose rows are added to a gradient that is there takes" in table
+    monkeypatch.setattr(candidates.Problem, "score", lambda self, _: torch.zeros(self.targets.shape))
+    with pytest.raises(SystemExit, match="log-probs are off by .*: nothing is timed"):
+        candidates.published("cpu", impls, 1)
+
+
+def test_divergence(monkeypatch):
+    pytest.importorskip("trl")
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(divergence, "QUICK", TINY["cpu"])
+    (section,) = divergence.run(kinds=("reverse_kl",), rounds=1, quick=True)
+    assert "| reverse_kl, grpo_fused |" in shown("divergence", section, tables.divergence)
+    monkeypatch.setitem(divergence.IMPLEMENTATIONS, "grpo_fused", lambda *a: 1.1 * divergence.ours(*a))
+    with pytest.raises(SystemExit, match="grpo_fused reverse_kl is wrong: .*; nothing is timed"):
+        next(divergence.run(kinds=("reverse_kl",), rounds=1, quick=True))
