@@ -159,7 +159,7 @@ def table(run: Run) -> str:
     bf16 = error["bf16"] if isinstance(error, dict) else error  # older runs compared that of A with the bf16 head alone
     return "\n".join([
         *page(section, f"{sizes}. {where(run)}.", 2),
-        f"The weight itself: {weights}. Gradients differ by {bf16:.2%} from those of peft's layer (its logits are bf16).",
+        f"The weight itself: {weights}. Gradients differ by {bf16:.2%} from those of peft's layer (bf16 logits).",
     ])  # fmt: skip
 
 
