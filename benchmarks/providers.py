@@ -318,7 +318,7 @@ _ALL = (
         _of_active(_torch_chunked), needs=_with_linear_cross_entropy,
     ),
     _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _trl_logps, package="trl"),
-    Provider("liger", "LigerFusedLinearGRPOLoss, nothing on top", _liger, package="liger_kernel"),
+    Provider("liger", "LigerFusedLinearGRPOLoss; on a CPU not compiled", _liger, package="liger_kernel"),
     Provider(
         "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,
         package="torchtitan", needs=_without("spmd_types", "triton", "tyro"), always_gradients=True,

@@ -47,7 +47,7 @@ def adapted(run: Run) -> str:
     rows = []
     for arm, label in (("ours", "all weights"), ("lora_int8", "LoRA of rank 16, head in int8")):
         own, against = section["arms"][arm], section["against_ours"].get(arm)
-        runs = [row for row in section["runs"] if row["arm"] == arm]
+        runs = [row for row in timed(section) if row["arm"] == arm]
         seconds = fmean(row["median"]["seconds"] for row in runs)
         peak = fmean(row["peak_bytes"] for row in runs if row["peak_bytes"] is not None)
         cells = ["", "", ""] if against is None else [*points(against), p_value(against["p"])]
@@ -99,7 +99,7 @@ def step_sentence(run: Run) -> str:
     return (
         f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s of processor time in our trainer and "
         f"{theirs:.1f} s in stock TRL, "
-        f"{theirs / ours:.1f} times as long ({place}, commit {commit}, {run.machine['date'][:10]})."
+        f"{theirs / ours:.1f} times as long ({place}, commit {commit})."
     )
 
 
