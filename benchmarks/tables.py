@@ -130,8 +130,8 @@ def accuracy(run: Run) -> str:
     size = min((row["max_logit"] for row in rows), key=lambda z: abs(z - 32))
     shape = run.sections["accuracy"]["shape"]
     cells = (
-        (row["provider"].replace("entropy", "entropy of torch, chunked"), f"{row['logp_error']['max']:.1e}", f"{row['logp_error']['mean']:.1e}",
-         f"{row['flipped']['exact_old']:.2%}")
+        (row["provider"].replace("entropy", "entropy of torch, chunked"), f"{row['logp_error']['max']:.1e}",
+         f"{row['logp_error']['mean']:.1e}", f"{row['flipped']['exact_old']:.2%}")
         for row in rows if row["max_logit"] == size
     )  # fmt: skip
     return "\n".join([
