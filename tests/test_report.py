@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from benchmarks import plots, report
+from benchmarks import plots, report, results
 from benchmarks.command import call
 from benchmarks.pages import PAGES
 from benchmarks.problem import Case
@@ -102,6 +102,13 @@ def test_nothing_measured(place):
     assert "old" not in text
     assert not plots_of(place)
     assert report.outdated(*place) == ""
+
+
+def test_cases_that_no_time_was_left_for_are_named(place):
+    text = result("cpu", (DENSE, True)).replace('"left_out": []', '"left_out": ["bf16-128-896-151936"]')
+    put(place, "a.json", text)
+    report.write(*place)
+    assert "Not measured in the time of this run: bf16-128-896-151936." in benchmarks_page(place)
 
 
 def test_tables_come_from_the_file(place):
@@ -270,3 +277,17 @@ TWO = "".join(MORE)
 def test_markers_must_be_right(place, text, message):
     with pytest.raises(ValueError, match=message):
         report.rewritten(text, PAGES["README.md"], place[1])
+
+
+@pytest.mark.parametrize(
+    ("key", "other"), [("commit", "c1"), ("dirty", True), ("threads", 1), ("native", "AVX2"), ("kind", "b")]
+)
+def test_a_file_has_sections_of_one_state_of_code_and_machine(key, other, monkeypatch, tmp_path):
+    about = {"device": "cpu", "kind": "a", "commit": "c0", "dirty": False, "threads": 2, "native": "AMX", "load": 0.1}
+    monkeypatch.setattr(results, "machine", lambda _: about)
+    results.record("limit", {"cases": {}}, out=tmp_path / "a.json")
+    results.record("heads", {"x": float("nan")}, out=tmp_path / "a.json")
+    assert results.load(tmp_path / "a.json").sections == {"limit": {"cases": {}}, "heads": {"x": None}}
+    about = about | {key: other}
+    with pytest.raises(ValueError, match=f"is of {key} .*, this run of {other!r}: take a new file"):
+        results.record("growth", {}, out=tmp_path / "a.json")

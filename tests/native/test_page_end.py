@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -50,6 +51,8 @@ for dtype in (torch.bfloat16, torch.float32, torch.float16):
 """
 
 
-def test_nothing_is_read_behind_a_tensor():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True)
+def test_nothing_is_read_behind_a_tensor(tmp_path):
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the package under test, not that of the folder
+    program = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, env=here)
     assert done.returncode == 0, f"exit status {done.returncode}, {done.stdout.splitlines()[-1:]}: {done.stderr}"
