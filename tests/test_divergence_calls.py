@@ -184,7 +184,7 @@ def test_scratch_stays_within_the_budget(dtype):
     ({"weights": torch.full((3, 7), torch.nan)}, ValueError, "weights must be finite"),
     ({"temperature": 0.0}, ValueError, "temperature must be > 0"),
     ({"max_scratch_bytes": 100}, ValueError, "max_scratch_bytes=100 is too small"),
-    ({"hidden_states": torch.full((3, 7, 12), torch.inf)}, ValueError, "^hidden_states must be finite on active tokens; got 21"),
+    ({"hidden_states": torch.full((3, 7, 12), torch.inf)}, ValueError, "^hidden_states must be finite on active tokens; got others at 21"),
     ({"other_hidden_states": torch.full((3, 7, 9), torch.nan)}, ValueError, "^other_hidden_states must be finite on"),
 ])  # fmt: skip
 def test_bad_arguments(options, error, message):

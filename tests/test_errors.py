@@ -71,19 +71,19 @@ VALUE_ERRORS = {
     "mask-values": ("a mask must hold only 0 and 1", lambda: loss(completion_mask=torch.full((B, T), 0.5))),
     "advantages-shape": (r"advantages must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(3,\)",
                          lambda: loss(advantages=torch.ones(3))),
-    "advantages-nan": ("advantages must be finite, not NaN, on active tokens; got 3 otherwise", lambda: loss(advantages=nan_at(B))),
-    "advantages-inf": ("advantages must be finite, not NaN, on active tokens; got 3", lambda: loss(advantages=torch.tensor([torch.inf, 0.0]))),
+    "advantages-nan": (r"advantages must be finite, not NaN, on active tokens; got others at 3 of 6, the first at token 3 \(counted", lambda: loss(advantages=nan_at(B))),
+    "advantages-inf": ("advantages must be finite, not NaN, on active tokens; got others at 3", lambda: loss(advantages=torch.tensor([torch.inf, 0.0]))),
     "advantages-packed-ambiguous": (r"advantages of shape \(3,\) could be one for each of 3 tokens", lambda: packed(
         hidden_states=torch.randn(3, H), completion_ids=torch.zeros(3, dtype=torch.int64), advantages=torch.ones(3),
         cu_seqlens=torch.tensor([0, 2, 2, 3]))),
     "ratio-inf": ("importance_sampling_ratio must be finite", lambda: loss(importance_sampling_ratio=torch.full((B, T), torch.inf))),
-    "entropies-nan": ("entropies must be finite, not NaN, on active tokens; got 1", lambda: grpo_loss(
+    "entropies-nan": ("entropies must be finite, not NaN, on active tokens; got others at 1", lambda: grpo_loss(
         torch.zeros(B, T), torch.ones(B), entropies=nan_at(B, T))),
     "offsets-with-temperatures": ("cu_seqlens must rise", lambda: packed(
         cu_seqlens=torch.tensor([0, 2, 4]), temperature=torch.ones(2))),
     "old-shape": (r"old_per_token_logps must have shape \(2, 3\); got \(2,\)",
                   lambda: loss(old_per_token_logps=torch.zeros(2))),
-    "old-nan": ("old_per_token_logps must not be NaN or .inf on active tokens; got 1",
+    "old-nan": ("old_per_token_logps must not be NaN or .inf on active tokens; got others at 1",
                 lambda: loss(old_per_token_logps=nan_at(B, T))),
     "ref-missing": (r"beta=0.1 needs ref_per_token_logps \(2, 3\); got None",
                     lambda: loss(config=GRPOLossConfig(beta=0.1))),
@@ -93,7 +93,7 @@ VALUE_ERRORS = {
                         lambda: loss(sampling_per_token_logps=torch.zeros(B, T))),
     "ratio-shape": (r"importance_sampling_ratio must have shape \(2, 3\) or \(2, 1\); got \(2,\)",
                     lambda: loss(importance_sampling_ratio=torch.ones(B))),
-    "ratio-negative": ("importance_sampling_ratio must be finite and >= 0 on active tokens; got 6", lambda: loss(importance_sampling_ratio=-torch.ones(B, T))),
+    "ratio-negative": ("importance_sampling_ratio must be finite and >= 0 on active tokens; got others at 6", lambda: loss(importance_sampling_ratio=-torch.ones(B, T))),
     "ratio-vespo": (r"importance_sampling_ratio must have shape \(2, 3\); got \(2, 1\)",
                     lambda: loss(importance_sampling_ratio=torch.ones(B, 1), config=make_config("vespo"))),
     "ratio-gmpo": ("importance_sampling_ratio is not used by loss_type='gmpo'",
@@ -107,7 +107,7 @@ VALUE_ERRORS = {
     "items-unused": ("num_items_in_batch is not used by loss_type='grpo'",
                      lambda: loss(num_items_in_batch=4.0, config=make_config("grpo"))),
     "temperature-zero": ("temperature must be > 0; got 0", lambda: loss(temperature=0)),
-    "temperature-tensor": ("temperature must be > 0 on active tokens; got 3 otherwise", lambda: loss(temperature=torch.tensor([1.0, 0.0]))),
+    "temperature-tensor": ("temperature must be > 0 on active tokens; got others at 3 of 6, the first at token 3 ", lambda: loss(temperature=torch.tensor([1.0, 0.0]))),
     "temperature-nan": ("temperature must be finite; got nan", lambda: loss(temperature=float("nan"))),
     "temperature-shape": (r"temperature must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(5,\)",
                           lambda: loss(temperature=torch.ones(5))),
@@ -128,10 +128,10 @@ VALUE_ERRORS = {
                           lambda: grpo_loss(torch.zeros(B, T), torch.ones(B), config=GRPOLossConfig(entropy_coef=0.1))),
     "logits-shape": (r"logits must have shape \(2, 3, V\); got \(2, 2, 5\)",
                      lambda: selective_logprobs(torch.randn(2, 2, 5), torch.zeros(2, 3, dtype=torch.int64))),
-    "hidden-nan": ("^hidden_states must be finite on active tokens; got 1", lambda: loss(hidden_states=nan_at(B, T, H))),
-    "hidden-inf-softcap": ("hidden_states must be finite on active tokens; got 6", lambda: fused_linear_logprobs(
+    "hidden-nan": ("^hidden_states must be finite on active tokens; got others at 1", lambda: loss(hidden_states=nan_at(B, T, H))),
+    "hidden-inf-softcap": ("hidden_states must be finite on active tokens; got others at 6", lambda: fused_linear_logprobs(
         torch.full((B, T, H), torch.inf), torch.randn(V, H), torch.zeros(B, T, dtype=torch.int64), softcap=5.0)),
-    "hidden-minus-inf": ("hidden_states must be finite on active tokens; got 1", lambda: loss(
+    "hidden-minus-inf": ("hidden_states must be finite on active tokens; got others at 1", lambda: loss(
         hidden_states=torch.zeros(B, T, H).index_fill_(2, torch.tensor(1), -torch.inf), advantages=torch.zeros(B),
         completion_mask=torch.arange(B * T).view(B, T) == 4)),
     "logprobs-ids-range": (r"must lie in \[0, 5\)", lambda: fused_linear_logprobs(

@@ -15,6 +15,7 @@ from grpo_fused.api.composed import composed
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import HIDDEN_ALONE, Candidates, LMHead, LogprobsCall, Needs, Run, tensors_of
 from grpo_fused.call.candidates import CandidateSets, may_need_whole_head
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_integer
@@ -85,7 +86,9 @@ def check_names(function: str, options: Mapping[str, object], *refused: str) -> 
     """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused."""
     for name in options:
         if name not in _NAMES or name in refused:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            is_of_loss = name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.lower()
+            hint = f": pass config=GRPOLossConfig({name}=...)" if is_of_loss else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def head_of(

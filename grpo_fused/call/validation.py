@@ -458,7 +458,9 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
 def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
     """A tensor of a dtype of the kind and, if any are given, of one of the shapes."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        fields = getattr(x, "_fields", ())
+        hint = f", whose fields are {', '.join(fields)}: pass one of them" if fields else ""
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}{hint}")
     if not kind.allows(x.dtype):
         raise TypeError(f"{name} must {kind.must}; got {x.dtype}")
     if x.device.type == "meta":
@@ -502,9 +504,12 @@ def _check_zero_or_one(mask: Tensor | None) -> None:
 
 def _refuse(name: str, must: str, bad: Tensor, active: Tensor) -> None:
     """Raise if `bad` is true for an active token."""
-    count = int((bad.reshape(-1) & active).sum())
-    if count:
-        raise ValueError(f"{name} must {must} on active tokens; got {count} otherwise")
+    found = (bad.reshape(-1) & active).nonzero()
+    if len(found):
+        raise ValueError(
+            f"{name} must {must} on active tokens; got others at {len(found)} of {int(active.sum())}, the first at "
+            f"token {int(found[0])} (counted from 0, row by row)"
+        )
 
 
 def _refuse_no_logps(name: str, logps: Tensor | None, active: Tensor) -> None:

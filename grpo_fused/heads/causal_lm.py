@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
 from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.api.custom_objective import eager
+from grpo_fused.call.layout import values_are_checked
 from grpo_fused.call.options import check_integer
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.heads.check import lm_head_inputs
 from grpo_fused.heads.hidden import head_hidden_states
+from grpo_fused.heads.modules import unwrap
 
 
+@eager  # the head's forward is replaced for the pass, which a compiled caller cannot follow
 def grpo_loss_of(
     model: nn.Module,
     input_ids: Tensor,
@@ -35,7 +40,8 @@ def grpo_loss_of(
         prompt_length: P >= 1: the completions begin at this column.
         advantages: `[B]` or `[B, 1]`, or one for each token of the completions, `[B, T]`; see `group_advantages`.
         completion_mask: `[B, T]`, bool or 0/1: the tokens that count; default the attention mask of the completions.
-        model_inputs: further arguments of the model's forward, such as `position_ids` and `pixel_values`.
+        model_inputs: further arguments of the model's forward, such as `pixel_values`. Without any, `position_ids` are
+            those of the attention mask, as in `generate`; give them here, too, if there are others.
         **options: those of `fused_linear_grpo_loss`: `config`, `old_per_token_logps` and others, `[B, T]` each, and
             `HeadOptions` besides what the model's head determines (bias, adapter, scale and softcap); no `cu_seqlens`.
 
@@ -43,6 +49,7 @@ def grpo_loss_of(
         `GRPOLossOutput`; the loss is differentiable in all trainable parameters.
 
     Raises:
+        ValueError: a prompt that is padded on the right, or a completion mask beyond the attention mask.
         ValueError, TypeError, RuntimeError: as `head_hidden_states`, `lm_head_inputs`, `fused_linear_grpo_loss`.
 
     Example::
@@ -50,17 +57,20 @@ def grpo_loss_of(
         out = grpo_loss_of(model, input_ids, attention_mask, prompt_length, advantages, old_per_token_logps=old)
         out.loss.backward()
     """
-    hidden_states, completion_ids, mask = _completions(model, input_ids, attention_mask, prompt_length, model_inputs)
+    hidden_states, completion_ids, mask = _completions(
+        model, input_ids, attention_mask, prompt_length, completion_mask, model_inputs
+    )
     return fused_linear_grpo_loss(
         hidden_states,
         completion_ids=completion_ids,
         advantages=advantages,
-        completion_mask=mask if completion_mask is None else completion_mask,
-        **lm_head_inputs(model),
+        completion_mask=mask,
+        **_head_of(model, options),
         **options,
     )
 
 
+@eager
 def logprobs_of(
     model: nn.Module,
     input_ids: Tensor,
@@ -84,14 +94,20 @@ def logprobs_of(
     Raises:
         ValueError, TypeError, RuntimeError: as `grpo_loss_of`.
     """
-    hidden_states, completion_ids, mask = _completions(model, input_ids, attention_mask, prompt_length, model_inputs)
-    return fused_linear_logprobs(
-        hidden_states,
-        token_ids=completion_ids,
-        mask=mask if completion_mask is None else completion_mask,
-        **lm_head_inputs(model),
-        **options,
+    hidden_states, completion_ids, mask = _completions(
+        model, input_ids, attention_mask, prompt_length, completion_mask, model_inputs
     )
+    return fused_linear_logprobs(
+        hidden_states, token_ids=completion_ids, mask=mask, **_head_of(model, options), **options
+    )
+
+
+def _head_of(model: nn.Module, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the model's head determines, and the options do not."""
+    found: Mapping[str, Any] = lm_head_inputs(model)
+    if twice := sorted(found.keys() & options.keys()):
+        raise TypeError(f"{', '.join(twice)} must not be given: the model's own head determines it")
+    return found
 
 
 def _completions(
@@ -99,6 +115,7 @@ def _completions(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     prompt_length: int,
+    completion_mask: Tensor | None,
     model_inputs: Mapping[str, Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(hidden states that predict the completions [B, T, H], their ids [B, T], the mask [B, T])."""
@@ -113,6 +130,33 @@ def _completions(
             f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; "
             f"got {tuple(attention_mask.shape)}"
         )
-    hidden_states = head_hidden_states(model, input_ids, attention_mask, **(model_inputs or {}))
-    mask = None if attention_mask is None else attention_mask[:, prompt_length:]
-    return hidden_states[:, prompt_length - 1 : -1], input_ids[:, prompt_length:], mask
+    completion_ids, inputs = input_ids[:, prompt_length:], dict(model_inputs or {})
+    if completion_mask is not None and completion_mask.shape != completion_ids.shape:
+        raise ValueError(
+            f"completion_mask must have the shape of the completions, {tuple(completion_ids.shape)}; "
+            f"got {tuple(completion_mask.shape)}"
+        )
+    if attention_mask is not None:
+        _check_padding(attention_mask, prompt_length, completion_mask)
+        if completion_mask is None:
+            completion_mask = attention_mask[:, prompt_length:]
+        if not inputs and "position_ids" in signature(unwrap(model).forward).parameters:
+            inputs["position_ids"] = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    hidden_states = head_hidden_states(model, input_ids, attention_mask, **inputs)
+    return hidden_states[:, prompt_length - 1 : -1], completion_ids, completion_mask
+
+
+def _check_padding(attention_mask: Tensor, prompt_length: int, completion_mask: Tensor | None) -> None:
+    """Of what is trained on, a token that is padding would be seen by no other, or predict the first of them."""
+    if not values_are_checked(attention_mask.device):
+        return
+    is_token = attention_mask != 0
+    active = is_token[:, prompt_length:] if completion_mask is None else completion_mask != 0
+    if (active & ~is_token[:, prompt_length:]).any():
+        raise ValueError("completion_mask must be 0 where attention_mask is; got tokens that are padding")
+    padded = (~is_token[:, prompt_length - 1] & active.any(dim=1)).nonzero().flatten().tolist()
+    if padded:
+        raise ValueError(
+            f"prompts must be padded on the left, so that column {prompt_length - 1} of attention_mask (prompt_length "
+            f"- 1) is their last token; got padding there in rows {padded[:8]}"
+        )

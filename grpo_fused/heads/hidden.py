@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_fused.api.custom_objective import eager
 from grpo_fused.heads.modules import output_head, unwrap
 from grpo_fused.heads.patches import Patches
 
@@ -98,6 +99,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         yield captured
 
 
+@eager
 def head_hidden_states(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
@@ -111,7 +113,7 @@ def head_hidden_states(
         input_ids: `[B, T]` integers.
         attention_mask: `[B, T]`, or None.
         **kwargs: Further arguments of the model (`position_ids`, `pixel_values`, `logits_to_keep`, ...). `use_cache` is
-            False unless given.
+            False unless given. With padding on the left, a model with learned positions needs `position_ids`.
 
     Returns:
         `[B, T, H]` (fewer positions with `logits_to_keep`), in the dtype of the body and its autograd graph.

@@ -9,6 +9,7 @@ import torch
 from helpers import make_case
 from integrations.tiny import VOCAB, build
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo_fused import FusedLinearGRPOLoss, GRPOLossConfig, fused_linear_grpo_loss, grpo_loss_of, logprobs_of
 
@@ -80,6 +81,35 @@ def test_further_inputs_reach_the_model() -> None:
     assert (there - logprobs_of(model, **given).logps).abs().max() > 1e-3
 
 
+def test_learned_positions_are_those_of_the_sampler() -> None:
+    """`generate` counts positions from the first token that is not padding."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, initializer_range=0.3)).eval()
+    prompts = {name: x[:, :PROMPT] for name, x in batch().items() if name != "prompt_length"}
+    out = model.generate(
+        **prompts, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False, pad_token_id=0, output_scores=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    mask = torch.cat([prompts["attention_mask"], torch.ones(ROWS, LENGTH, dtype=torch.int64)], dim=1)
+    sampled = torch.stack(out.scores, dim=1).log_softmax(-1).amax(-1)
+    got = logprobs_of(model, out.sequences, mask, PROMPT).logps
+    torch.testing.assert_close(got[:, 1:], sampled[:, 1:], atol=1e-4, rtol=1e-4)
+    at_once = {"position_ids": torch.arange(PROMPT + LENGTH).expand(ROWS, -1)}
+    assert (logprobs_of(model, out.sequences, mask, PROMPT, model_inputs=at_once).logps - got)[0].abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler
+def test_a_compiled_step_calls_it_eagerly() -> None:
+    model, given, advantages = build("qwen2"), batch(), torch.tensor([1.0, -0.5, 0.3])
+
+    @torch.compile(backend="eager")
+    def step(advantages: Tensor) -> Tensor:
+        old = logprobs_of(model, **given).logps.detach()
+        return grpo_loss_of(model, **given, advantages=2 * advantages, old_per_token_logps=old).loss + 1.0
+
+    want = grpo_loss_of(model, **given, advantages=2 * advantages).loss + 1.0
+    torch.testing.assert_close(step(advantages), want)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -89,12 +119,39 @@ def test_further_inputs_reach_the_model() -> None:
             r"input_ids must be \[B, P \+ T\] with P = prompt_length = 10 and T >= 1; got \(3, 10\)",
         ),
         ({"attention_mask": torch.ones(3, 6)}, r"attention_mask must have the shape of input_ids.*got \(3, 6\)"),
+        ({"completion_mask": torch.ones(3)}, r"completion_mask must have the shape .* \(3, 6\); got \(3,\)"),
+        ({"completion_mask": torch.ones(3, 6)}, "completion_mask must be 0 where attention_mask is"),
+        (
+            {"attention_mask": batch()["attention_mask"].index_fill(1, torch.tensor([3]), 0)},
+            r"prompts must be padded on the left, so that column 3 .*; got padding there in rows \[0, 1, 2\]",
+        ),
     ],
-    ids=["no prompt", "no completion", "mask"],
+    ids=["no prompt", "no completion", "mask", "completion mask", "trains on padding", "padded on the right"],
 )
 def test_errors(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         logprobs_of(build("qwen2"), **{**batch(), **change})
+
+
+def test_a_row_without_a_completion_may_have_any_prompt() -> None:
+    given, model = batch(), build("qwen2")
+    given["attention_mask"] = given["attention_mask"].clone()
+    given["attention_mask"][2] = 0
+    assert not logprobs_of(model, **given).logps[2].any()
+
+
+def test_options_in_the_wrong_place_are_named() -> None:
+    model, advantages = build("qwen2"), torch.ones(ROWS)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'beta': pass config=GRPOLossConfig\(beta=...\)"):
+        grpo_loss_of(model, **batch(), advantages=advantages, beta=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'beta'$"):
+        logprobs_of(model, **batch(), beta=0.1)
+    with pytest.raises(TypeError, match="lm_head_bias, softcap must not be given: the model's own head determines it"):
+        logprobs_of(model, **batch(), lm_head_bias=None, softcap=3.0)
+    with pytest.raises(
+        TypeError, match="must be a torch.Tensor; got LogprobOutput, whose fields are logps, .*: pass one"
+    ):
+        grpo_loss_of(model, **batch(), advantages=advantages, old_per_token_logps=logprobs_of(model, **batch()))
 
 
 class TestModule:

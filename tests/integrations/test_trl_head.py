@@ -23,6 +23,7 @@ from trl.trainer import utils
 from grpo_fused import engines
 from grpo_fused.api import operators
 from grpo_fused.integrations.trl import (
+    FusedGRPOTrainer,
     FusedLogProbFunction,
     head,
     patch_trl,
@@ -31,6 +32,20 @@ from grpo_fused.integrations.trl import (
 )
 from grpo_fused.integrations.trl.adapters import scored_with, with_adapters
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
+
+
+@pytest.mark.parametrize("patch", [patch_trl, lambda head: use_fused_head(head).__enter__()], ids=["all", "block"])
+def test_another_class_is_refused(patch):
+    with pytest.raises(TypeError, match="head must be FusedLogProbFunction or a subclass of it; got <class 'int'>"):
+        patch(int)
+    assert head.active_head() is None
+
+
+def test_options_are_checked_before_anything_is_made():
+    with pytest.raises(ValueError, match="impl must be one of auto, .*; got 'fast'"):
+        FusedGRPOTrainer(impl="fast")
+    with pytest.raises(TypeError, match="max_scratch_bytes must be an int; got '1GB'"):
+        FusedGRPOTrainer(max_scratch_bytes="1GB")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -183,11 +183,22 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
     Args:
         head: `FusedLogProbFunction`, or a subclass with another `impl`, which is that of log-probs, or
             `max_scratch_bytes`.
+
+    Trainers that exist already are switched, too, but not checked. What counts is what is patched while `train` runs.
+
+    Raises:
+        TypeError: `head` is no such class.
     """
     global _patched
+    _check_head(head)
     with _lock:
         _install()
         _patched = head
+
+
+def _check_head(head: object) -> None:
+    if not (isinstance(head, type) and issubclass(head, FusedLogProbFunction)):
+        raise TypeError(f"head must be FusedLogProbFunction or a subclass of it; got {head!r}")
 
 
 def unpatch_trl() -> None:
@@ -202,6 +213,7 @@ def unpatch_trl() -> None:
 def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> Iterator[None]:
     """`patch_trl` for a block and its thread: `with use_fused_head(): trainer.train()`."""
     global _blocks
+    _check_head(head)
     with _lock:
         _install()
         _blocks += 1

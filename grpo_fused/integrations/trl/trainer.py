@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from grpo_fused import engines
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
+from grpo_fused.call.options import check_choice, check_integer
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
@@ -39,6 +40,9 @@ class FusedLoss(ExactTruncation):
         exact_truncation: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_choice(impl, "impl", engines.Impl)
+        if max_scratch_bytes is not None:
+            check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
         self.loss_counts = Counts()
         self._head: type[FusedLogProbFunction] = type(
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
