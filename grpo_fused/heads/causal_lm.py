@@ -18,7 +18,7 @@ from grpo_fused.heads.hidden import head_hidden_states
 from grpo_fused.heads.modules import unwrap
 
 
-@eager  # the head's forward is replaced for the pass, which a compiled caller cannot follow
+@eager  # the check of the head, and its forward that is replaced, are not to be traced
 def grpo_loss_of(
     model: nn.Module,
     input_ids: Tensor,

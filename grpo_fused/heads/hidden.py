@@ -99,7 +99,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         yield captured
 
 
-@eager
+@eager  # the head's forward is replaced for the pass, which a compiled caller cannot follow
 def head_hidden_states(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:

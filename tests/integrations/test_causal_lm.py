@@ -11,7 +11,14 @@ from integrations.tiny import VOCAB, build
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from grpo_fused import FusedLinearGRPOLoss, GRPOLossConfig, fused_linear_grpo_loss, grpo_loss_of, logprobs_of
+from grpo_fused import (
+    FusedLinearGRPOLoss,
+    GRPOLossConfig,
+    fused_linear_grpo_loss,
+    grpo_loss_of,
+    head_hidden_states,
+    logprobs_of,
+)
 
 PROMPT, LENGTH, ROWS = 4, 6, 3
 
@@ -98,16 +105,21 @@ def test_learned_positions_are_those_of_the_sampler() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler
-def test_a_compiled_step_calls_it_eagerly() -> None:
-    model, given, advantages = build("qwen2"), batch(), torch.tensor([1.0, -0.5, 0.3])
+@pytest.mark.parametrize("call", [grpo_loss_of, logprobs_of, head_hidden_states])
+def test_a_compiled_step_calls_it_eagerly(call: Any) -> None:
+    """The first call, which checks the head, too."""
+    model, given = build("qwen2"), batch()
+    if call is grpo_loss_of:
+        given["advantages"] = torch.tensor([1.0, -0.5, 0.3])
+    if call is head_hidden_states:
+        del given["prompt_length"]
 
-    @torch.compile(backend="eager")
-    def step(advantages: Tensor) -> Tensor:
-        old = logprobs_of(model, **given).logps.detach()
-        return grpo_loss_of(model, **given, advantages=2 * advantages, old_per_token_logps=old).loss + 1.0
+    def step(scale: float) -> Tensor:
+        out = call(model, **given)
+        return scale * (out if isinstance(out, Tensor) else out[0]).sum()
 
-    want = grpo_loss_of(model, **given, advantages=2 * advantages).loss + 1.0
-    torch.testing.assert_close(step(advantages), want)
+    got = torch.compile(step, backend="eager")(2.0)
+    torch.testing.assert_close(got, step(2.0))
 
 
 @pytest.mark.parametrize(
