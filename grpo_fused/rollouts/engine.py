@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -69,18 +69,22 @@ class Sampling:
 
 
 class Generation(NamedTuple):
-    """Completions of P prompts, `num_generations` consecutive rows for each: B = P * num_generations rows."""
+    """Completions of P prompts, `num_generations` consecutive rows for each: B = P * num_generations rows.
+
+    Args:
+        ids: `[B, T]` int64, padded on the right.
+        mask: `[B, T]` bool, True up to and including the token that ended the completion.
+        sampling_logps: `[B, T]` fp32, nats, as sampled; None if the policy itself sampled.
+        candidates: `CandidateSets` of B * T positions, the tokens that could be sampled; needed with top_p, top_k or
+            min_p. None: all could.
+        alternatives: `ScoredSets` of B * T positions, by `Sampling.records`.
+    """
 
     ids: Tensor
-    """[B, T] int64, padded on the right"""
     mask: Tensor
-    """[B, T] bool, True up to and including the token that ended the completion"""
     sampling_logps: Tensor | None = None
-    """[B, T] fp32, nats, as sampled; None if the policy itself sampled"""
     candidates: CandidateSets | None = None
-    """of B * T positions: the tokens that could be sampled; None: all"""
     alternatives: ScoredSets | None = None
-    """of B * T positions, by `Sampling.records`"""
 
     @staticmethod
     def of_lists(
@@ -99,8 +103,18 @@ class Generation(NamedTuple):
         return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets, others)
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
-    """The interface of a rollout engine."""
+    """The interface of a rollout engine. One of your own, for a sampler that returns lists of token ids::
+
+    class MyEngine:
+        def generate(self, prompts, sampling):
+            ids, logps = my_sampler(prompts, n=sampling.num_generations, greedy=sampling.greedy)
+            return Generation.of_lists(ids, logps, sampling.pad_token_id)  # logps None: the policy itself sampled
+
+        def sync_weights(self, model):
+            my_sampler.load(model.state_dict())
+    """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """Samples completions of the prompts' token ids."""

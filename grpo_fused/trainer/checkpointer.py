@@ -129,7 +129,9 @@ class Checkpointer:
             self.say(f"no checkpoint in {self.output_dir} to resume from: the run starts at step 1")
         metrics = self.output_dir / "metrics.jsonl"
         if not (resume or overwrite) and (existing or (metrics.exists() and metrics.stat().st_size)):
-            raise ValueError(f"output_dir must not hold a run: resume or overwrite it; got {self.output_dir}")
+            raise ValueError(
+                f"output_dir must not hold a run; got {self.output_dir}: resume or overwrite it (--resume, --overwrite)"
+            )
         if self.accelerator.is_main_process:
             for old in existing:
                 checkpoint.remove(old)

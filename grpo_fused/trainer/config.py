@@ -74,7 +74,8 @@ class GRPOTrainerConfig:
         project: Project of the trackers; for tensorboard a folder in `output_dir`.
         run_name: Name of the run in wandb, trackio, swanlab, mlflow and clearml; None leaves it to them.
         eval_steps: Steps between two evaluations; 0 evaluates only before and after the run.
-        eval_samples: Completions sampled for each held-out prompt, for pass@k (k = 1 and this); 0: greedy only.
+        eval_samples: Completions sampled for each held-out prompt, for pass@k (k = 1 and this); 0: greedy only. A
+            completion passes if the reward function of the largest weight gives it more than 0.5.
         save_steps: Steps between two checkpoints; 0 saves at the end only. Without `output_dir` none is saved.
         save_total_limit: Number of newest checkpoints to keep; None keeps all.
         impl: The engine of the loss, as in `fused_linear_grpo_loss`.
@@ -116,7 +117,7 @@ class GRPOTrainerConfig:
     importance_sampling_clip: float = option(3.0, positive=True)
     mixed_precision: Precision = "no"
     gradient_checkpointing: bool = False
-    seed: int = option(0)
+    seed: int = option(0, most=2**32 - 1)
     logging_steps: int = option(10)
     sample_steps: int = option(0)
     report_to: tuple[str, ...] | str = ()

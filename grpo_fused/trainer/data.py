@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ Rows = Sequence[Row] | Callable[[int], Row]
 
 # What reward functions get from the trainer itself, under these names.
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "prompt_ids", "completion_ids"})
+
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")  # a list of chat messages as a text
 
 _MOST_LEFT_OUT = 1000  # rows in a row, after which a stream has probably none that fits
 
@@ -329,6 +332,11 @@ def _read_csv(path: Path) -> Iterator[Row]:
         for row in lines:
             if None in row or None in row.values():  # more values than columns, or fewer
                 raise ValueError(f"line {lines.line_num}: expected a value for each of {columns}; got {row}")
+            if _MESSAGES.match(row.get("prompt", "")):
+                raise ValueError(
+                    f"line {lines.line_num}: expected a prompt that is a text; got {row['prompt']:.80}: chat messages "
+                    "need .jsonl, .json or .parquet"
+                )
             yield row
 
 

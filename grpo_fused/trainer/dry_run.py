@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_fused.rewards import RewardModel
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
+from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, is_file
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
@@ -58,6 +59,8 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
             warmup_steps=0,
             mixed_precision="bf16" if recipe.mixed_precision == "bf16" else "no",
             report_to=(),
+            project=GRPOTrainerConfig.project,
+            run_name=None,
             logging_steps=0,
             sample_steps=0,
             output_dir=folder,

@@ -142,6 +142,10 @@ class GRPOTrainer:
             raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
         self.reference = None if config.loss.beta == 0 else Reference(self.policy, reference_model)
         self.update = Updater(self.policy, self.reference, self.policy.prepare(adamw(model, config)), config)
+        if engine is not None and not isinstance(engine, RolloutEngine):
+            raise TypeError(
+                f"engine must have the methods generate and sync_weights (RolloutEngine); got {type(engine).__name__}"
+            )
         engine = engine or HuggingFaceEngine(
             model,
             tokenizer,

@@ -24,9 +24,10 @@ NOT_SHOWN = {
 }  # fmt: skip
 COLUMNS = {
     "step": ("step", 5, "d"), "reward": ("reward", 8, ".3f"), "zero_std_groups": ("zero std", 8, ".0%"),
-    "completion_length": ("length", 7, ".1f"), "kl": ("kl", 7, ".4f"), "entropy": ("entropy", 7, ".3f"),
-    "clip_ratio/region_mean": ("clipped", 7, ".1%"), "cispo_clip_ratio": ("clipped", 7, ".1%"),
-    "loss": ("loss", 8, ".4f"), "grad_norm": ("grad norm", 9, ".3f"), "tokens_per_second": ("tokens/s", 8, ",.0f"),
+    "completion_length": ("length", 7, ".1f"), "loss": ("loss", 8, ".4f"), "kl": ("kl", 7, ".4f"),
+    "entropy": ("entropy", 7, ".3f"), "clip_ratio/region_mean": ("clipped", 7, ".1%"),
+    "cispo_clip_ratio": ("clipped", 7, ".1%"), "grad_norm": ("grad norm", 9, ".3f"),
+    "tokens_per_second": ("tokens/s", 8, ",.0f"),
 }  # fmt: skip
 """Metric: its title in the printed table, its width and its format."""
 WIDTH = 100
@@ -84,11 +85,11 @@ def format_row(metrics: Mapping[str, float], *, titles: bool = False) -> str:
 
     ::
 
-         step    reward  zero std   length  entropy  clipped      loss  grad norm  tokens/s
-           10     0.412        6%    118.3    0.184     0.0%   -0.0829      0.316     2,918
+         step    reward  zero std   length      loss  entropy  clipped  grad norm  tokens/s
+           10     0.412        6%    118.3   -0.0829    0.184     0.0%      0.316     2,918
                format 0.656, relative_length 1.000, eval/format 0.500
     """
-    columns = [(*COLUMNS[name], value) for name, value in metrics.items() if name in COLUMNS]
+    columns = [(*column, metrics[name]) for name, column in COLUMNS.items() if name in metrics]
     lines = ["  ".join(f"{title:>{width}}" for title, width, _, _ in columns)] if titles and "reward" in metrics else []
     if "reward" in metrics:
         lines += ["  ".join(f"{_cell(value, width, form):>{width}}" for _, width, form, value in columns)]

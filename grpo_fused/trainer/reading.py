@@ -68,6 +68,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
         root = loader.get_single_node()
         if root is not None and size(root) > MAX_VALUES:
             raise OptionError(f"{name}: YAML must have at most {MAX_VALUES} values with aliases expanded; got more")
+        check_keys(root)
         return root
     except RecursionError as error:
         raise OptionError(f"{name}: YAML must not be nested deeply or contain an alias of itself; it does") from error
@@ -76,6 +77,19 @@ def compose(text: str, name: str) -> yaml.Node | None:
         raise OptionError(f"{name}: line {line} must be valid YAML; {error.problem}") from error
     except yaml.YAMLError as error:
         raise OptionError(f"{name}: a recipe must be valid YAML; {error}") from error
+
+
+def check_keys(node: yaml.Node | None) -> None:
+    """Raises OptionError if a mapping has a key twice: YAML would take the last one."""
+    lines: dict[str, int] = {}
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in lines:
+                raise OptionError(f"{place_of(key)}: {key.value} is given twice, first in line {lines[key.value]}")
+            lines[key.value] = key.start_mark.line + 1
+        check_keys(value)
+    for value in node.value if isinstance(node, yaml.SequenceNode) else ():
+        check_keys(value)
 
 
 def read_text(text: str, name: str, settings: Settings, hints: Mapping[str, Any]) -> None:
@@ -167,11 +181,18 @@ def convert(value: Any, place: str, hint: Any, name: str) -> Any:
     return float(value) if float in kinds and type(value) is int else value
 
 
+_ELSEWHERE = {
+    "max_steps": "steps", "lr": "learning_rate", "batch_size": "prompts_per_step", "output": "output_dir",
+    "max_new_tokens": "max_completion_length",
+}  # fmt: skip
+"""What other programs call an option."""
+
+
 def unknown(name: str, place: str, hints: Mapping[str, Any], prefix: str = "") -> OptionError:
     """The error of an option that does not exist, with the nearest that does."""
     name, known = f"{prefix}{name}", list(names_of(hints, prefix))
     same = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same or get_close_matches(name, known, 1)
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else same or get_close_matches(name, known, 1)
     return OptionError(f"{place}: unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 

@@ -106,7 +106,7 @@ class Recipe(GRPOTrainerConfig):
         eval_dataset: Held-out rows, like `dataset`; `subset` and `split` apply only if it is a `datasets` name.
         eval_split: Of a `datasets` name, default `split`; without `eval_dataset` the rows come from `dataset`.
         eval_limit: Number of first held-out rows to take. With `task: reasoning_gym` the number of held-out problems.
-        system_prompt: Put before each prompt; default that of the task.
+        system_prompt: Put before each prompt, of a task or of your own rows; default that of the task, or none.
         chat: Prompts of a task are chat messages; false for base models without a chat template.
         reference_model: Path or name of a causal LM with the same vocabulary, towards which the KL of the loss is: a
             teacher. Default the policy as it was before training.
@@ -172,6 +172,8 @@ class Recipe(GRPOTrainerConfig):
             (("eval_split",), not is_function(held_out), named),
             (("eval_limit", "eval_samples", "eval_steps"), self.has_eval, "held-out rows (eval_dataset, eval_split)"),
             (("vllm_options",), self.rollout == "vllm", "rollout vllm"),
+            (("importance_sampling", "importance_sampling_clip"), self.rollout == "vllm", "rollout vllm"),
+            (("project", "run_name"), bool(self.report_to), "a tracker in report_to"),
             (("chat",), self.task is not None, "a task: other prompts stay as they are"),
         ):
             for name in names:
@@ -263,13 +265,14 @@ def load_parts(recipe: Recipe) -> Parts:
     for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.rollout == "vllm")):
         if is_used and find_spec(package) is None:
             raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
-    set_seed(recipe.seed)  # for the adapter, and for weights that a model's files lack
+    set_seed(recipe.seed)  # for the adapter
     with nullcontext() if sys.stderr.isatty() else quiet():
         train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
         rewards = [reward.load() for reward in recipe.rewards]
-        load = partial(_load, AutoModelForCausalLM, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+        load = partial(_load_model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
         base = base_of(recipe)
-        model, teacher = load("model", base), recipe.reference_model
+        model: Any = load("model", base)
+        teacher = recipe.reference_model
         reference = None if teacher is None else load("reference_model", teacher)
         tokenizer = _load(AutoTokenizer, "model", recipe.model)
     if base != recipe.model:
@@ -306,6 +309,17 @@ def _load(kind: Any, name: str, place: str, **options: Any) -> Any:
     """`kind.from_pretrained`; an error names the option."""
     with _naming(name, place):
         return kind.from_pretrained(place, **options)
+
+
+def _load_model(name: str, place: str, **options: Any) -> PreTrainedModel:
+    """A causal language model, all of whose weights are in its files."""
+    model, report = _load(AutoModelForCausalLM, name, place, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{name} must be a causal language model; got {place!r}, which has no weights for "
+            f"{', '.join(missing[:3])}: they would be random"
+        )
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager

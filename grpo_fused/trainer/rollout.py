@@ -123,6 +123,11 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
     generation = engine.generate(prompts, sampling)
     rows = len(prompts) * sampling.num_generations
     ids, mask, logps, candidates, _ = generation
+    if candidates is None and sampling.truncates:
+        raise ValueError(
+            "a rollout engine must return the candidate sets of top_p, top_k or min_p, over which the loss "
+            "renormalises; got none"
+        )
     if candidates is not None and len(candidates) != ids.numel():
         raise ValueError(
             f"a rollout engine must return a candidate set for each of {ids.numel()} positions; got {len(candidates)}"

@@ -64,6 +64,8 @@ def test_later_options_count_and_texts_become_the_type_of_their_option(recipe: P
         "8",
         "--run-name",
         "7",
+        "--report-to",
+        "tensorboard",
         "--vllm-options.b",
         "1e-3",
         "--rollout",
@@ -164,6 +166,22 @@ def test_what_a_run_prints(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert rewards.split()[0] == "length"
     assert max(map(len, lines[6 : lines.index("", 7)])) <= 100  # paths of the summary may be long
     assert "GRPO" not in errors  # no progress bar if the output is not a terminal
+
+
+@pytest.mark.parametrize("option", ["--model", "--reference-model"])
+def test_a_model_without_a_head_is_refused(recipe: Path, tmp_path: Path, option: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tiny_reward_model(tokenizer).save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    name = option[2:].replace("-", "_")
+    with pytest.raises(SystemExit, match=f"{name} must be a causal language model; got .* no weights for lm_head"):
+        main(["train", "--config", str(recipe), option, str(tmp_path / "judge"), "--loss.beta", "0.1"])
+
+
+def test_columns_keep_their_order() -> None:
+    first = {"step": 1, "reward": 0.5, "loss": 0.0, "grad_norm": 0.0, "tokens_per_second": 9.0}
+    titles, _ = format_row(first | {"entropy": 0.1, "clip_ratio/region_mean": 0.0}, titles=True).splitlines()
+    assert titles.split() == ["step", "reward", "loss", "entropy", "clipped", "grad", "norm", "tokens/s"]
 
 
 def test_rows_stay_aligned_and_short() -> None:

@@ -91,6 +91,12 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path: Path) ->
         pytest.param("a.csv", b"prompt,answer\n", "a.csv' must have at least one row; got none", id="csv-header"),
         pytest.param("a.csv", b"a,b\n1,2\n3\n", r"a.csv .*line 3: expected .*\['a', 'b'\]; got", id="csv-short-row"),
         pytest.param("a.csv", b"a,b\n1,2,3\n", r"a.csv .*line 2: expected .*\['a', 'b'\]; got", id="csv-long-row"),
+        pytest.param(
+            "a.csv",
+            b"prompt\n\"[{'role': 'user', 'content': 'q'}]\"\n",
+            r"a.csv .*line 2: expected a prompt that is a text; got \[\{'role'.* need .jsonl",
+            id="csv-chat",
+        ),
         pytest.param("a.csv", b"a,a\n1,2\n", r"a.csv .* all different; got \['a', 'a'\]", id="csv-twice"),
         pytest.param("a.csv", b'a\n"1\n', "a.csv cannot be read .*unexpected end", id="csv-open-quote"),
         pytest.param("a.parquet", b"PAR2", "a.parquet cannot be read as .parquet: ", id="parquet"),

@@ -42,6 +42,11 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
         (["--eval-steps", "2"], "eval_steps must come with held-out rows"),
         (["--vllm-options.max_model_len", "128"], "vllm_options must come with rollout vllm"),
         (["--chat", "false"], "chat must come with a task"),
+        (["--run-name", "a"], "run_name must come with a tracker in report_to; got 'a' without"),
+        (["--project", "a"], "project must come with a tracker in report_to"),
+        (["--importance-sampling", "token_mask"], "importance_sampling must come with rollout vllm"),
+        (["--importance-sampling-clip", "2"], "importance_sampling_clip must come with rollout vllm"),
+        (["--seed", "5000000000"], "seed must be at least 0 and at most 4294967295; got 5000000000"),
     ],
     ids=[
         "group-of-one",
@@ -62,6 +67,11 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
         "eval-steps",
         "vllm-options",
         "chat",
+        "run-name",
+        "project",
+        "importance-sampling",
+        "importance-sampling-clip",
+        "seed",
     ],
 )
 def test_wrong_recipes_end_with_the_reason(
@@ -80,6 +90,10 @@ def test_wrong_recipes_end_with_the_reason(
     ("old", "new", "message"),
     [
         ("steps: 2", "stepss: 2", "7: unknown option 'stepss'; did you mean 'steps'?"),
+        ("steps: 2", "max_steps: 2", "7: unknown option 'max_steps'; did you mean 'steps'?"),
+        ("steps: 2", "lr: 1", "7: unknown option 'lr'; did you mean 'learning_rate'?"),
+        ("steps: 2", "steps: 2\nsteps: 1", "8: steps is given twice, first in line 7"),
+        ("{name: length", "{weight: 1, weight: 2, name: length", "6: weight is given twice, first in line 6"),
         ("steps: 2", "steps: ten", "7: steps must be an integer; got 'ten'"),
         ("steps: 2", "steps: 0", "7: steps must be at least 1 and finite; got 0"),
         ("steps: 2", "gradient_checkpointing: 3", "7: gradient_checkpointing must be true or false; got 3"),

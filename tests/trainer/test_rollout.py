@@ -21,10 +21,34 @@ from transformers import (
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.sampling import BLOCK, draw
-from grpo_fused.trainer import Generation, GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, Sampling, roll_out
+from grpo_fused.trainer import (
+    Generation,
+    GRPOTrainer,
+    GRPOTrainerConfig,
+    HuggingFaceEngine,
+    Policy,
+    Rollout,
+    Sampling,
+    roll_out,
+)
 from grpo_fused.trainer.rollout import ending_token_ids, micro_batches
 
 EOS = 1
+
+
+def test_an_engine_must_return_the_sets_of_a_truncation() -> None:
+    class Ignores:
+        def generate(self, prompts: Any, sampling: Sampling) -> Generation:
+            return Generation.of_lists([[3]] * len(prompts), None, 0)
+
+        def sync_weights(self, model: Any) -> None: ...
+
+    options: dict[str, Any] = {"num_generations": 1, "max_completion_length": 3}
+    assert roll_out(Ignores(), [[3], [4]], Sampling(**options)).candidates is None
+    assert roll_out(Ignores(), [[3]], Sampling(**options, top_p=0.9, greedy=True)).candidates is None
+    for truncation in ({"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}):
+        with pytest.raises(ValueError, match="must return the candidate sets of top_p, top_k or min_p, .*; got none"):
+            roll_out(Ignores(), [[3]], Sampling(**options, **truncation))  # type: ignore[arg-type]
 
 
 def sampling(tokenizer: PreTrainedTokenizerFast, **options: Any) -> Sampling:
@@ -363,3 +387,16 @@ def test_micro_batches_of_similar_length_have_little_padding() -> None:
     padded = sum(rollout.rows(batch).completion_ids.numel() for batch in batches)
     assert padded <= 1.1 * 8 * 101
     assert length_mask(torch.tensor([0, 2]), 2).tolist() == [[False, False], [True, True]]
+
+
+def test_an_engine_has_two_methods(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    class Half:
+        def generate(self, *_: Any) -> None: ...
+
+    def zero(completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(TypeError, match=r"must have the methods generate and sync_weights .*; got Half"):
+        GRPOTrainer(
+            model, tokenizer, zero, [{"prompt": "1+1="}] * 8, config=GRPOTrainerConfig(), engine=Half()  # type: ignore[arg-type]
+        )  # fmt: skip
