@@ -32,7 +32,7 @@ from transformers import (
 from examples.arithmetic.model import CHARACTERS, build_tokenizer
 from examples.arithmetic.task import split_questions
 from examples.arithmetic.warmup import warm_up
-from grpo_fused import GRPOLossConfig
+from grpo_fused import CandidateSets, GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward
 from grpo_fused.rollouts.engine import Generation, Sampling, length_mask
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, ObjectiveOptions
@@ -354,11 +354,13 @@ def rounded_to_fp8(weight: Tensor) -> Tensor:
 
 
 class WithoutSets(HuggingFaceEngine):
-    """Forgets which tokens could be sampled: the loss is then of the distribution over the whole vocabulary."""
+    """Rollouts whose sets are the whole vocabulary, so that the loss does not know what was cut off."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
-        """See `HuggingFaceEngine`."""
-        return super().generate(prompts, sampling)._replace(candidates=None)
+        """See `RolloutEngine`."""
+        found = super().generate(prompts, sampling)
+        everything = CandidateSets(found.ids.new_empty(0), torch.zeros(found.ids.numel() + 1, dtype=torch.int64))
+        return found if found.candidates is None else found._replace(candidates=everything)
 
 
 def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, rows: list[Row]) -> None:

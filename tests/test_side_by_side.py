@@ -56,8 +56,13 @@ def test_a_wrong_gradient_of_a_head_is_not_timed(name, monkeypatch):
 
 def test_alternatives(monkeypatch):
     (section,) = alternatives.run(rounds=1)
+    impls = candidates.engines_of("cpu")
+    assert section["errors"].keys() == {f"{impl}, K = {K}" for impl in impls for K in alternatives.COUNTS}
     assert max(section["errors"].values()) < 0.05
-    assert "| on logits, K = 128 |" in shown("alternatives", section, alternatives.table)
+    assert section["scratch_bytes"][f"{impls[0]}, K = 20"] > 0
+    lines = shown("alternatives", section, alternatives.table).splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 1 + len(section["calls"])
+    assert any(line.startswith("| on logits, K = 128 |") for line in lines)
     on_logits = alternatives.Problem.on_logits
 
     def wrong(problem: Any) -> torch.Tensor:

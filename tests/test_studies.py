@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks import (
     accuracy,
-    alternatives,
     candidates,
     cost,
     end_to_end,
@@ -290,23 +289,6 @@ def test_sets_recorded_from_a_rollout(monkeypatch):
     lines = tables.candidates(Run(Path(), {}, {"candidates": {"recorded": found}})).splitlines()
     assert f"N = {found['N']}, H = {found['H']}, V = {found['V']}" in lines[0]
     assert len(lines) == 4 + len(found["calls"])
-
-
-def test_alternatives_beside_logits(monkeypatch):
-    """The fused loss is that on logits, else nothing is timed; memory and times of each call."""
-    monkeypatch.setattr(alternatives, "SHAPES", {"cpu": (150, 16, 300)})
-    (found,) = alternatives.run(rounds=1)
-    assert set(found["loss_error"]) == {"native", "chunked"}
-    assert {"native, no alternatives", "native, K = 128", "on logits, K = 128"} <= found["calls"].keys()
-    assert found["scratch_bytes"]["native, K = 20"] > 0
-    machine = {"name": "here", "commit": "1234567", "dirty": False, "date": "2026-11-23"}
-    lines = alternatives.table(Run(Path(), machine, {"alternatives": found})).splitlines()
-    assert "N = 150, H = 16, V = 300" in lines[0]
-    assert sum(line.startswith("| ") for line in lines) == 1 + len(found["calls"])
-    problem = alternatives.Problem("cpu", 20)
-    monkeypatch.setattr(problem, "on_logits", lambda: torch.tensor(100.0))
-    with pytest.raises(SystemExit, match="nothing is timed"):
-        problem.check("chunked")
 
 
 def test_fp32_by_amx_has_a_sixth_of_its_rate(monkeypatch):

@@ -105,15 +105,17 @@ class Generation(NamedTuple):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """The interface of a rollout engine. One of your own, for a sampler that returns lists of token ids::
+    """The interface of a rollout engine.
 
-    class MyEngine:
-        def generate(self, prompts, sampling):
-            ids, logps = my_sampler(prompts, n=sampling.num_generations, greedy=sampling.greedy)
-            return Generation.of_lists(ids, logps, sampling.pad_token_id)  # logps None: the policy itself sampled
+    Example, of a sampler that returns lists of token ids and, unless the policy itself sampled, of log-probs::
 
-        def sync_weights(self, model):
-            my_sampler.load(model.state_dict())
+        class MyEngine:
+            def generate(self, prompts, sampling):
+                ids, logps = my_sampler(prompts, n=sampling.num_generations, greedy=sampling.greedy)
+                return Generation.of_lists(ids, logps, sampling.pad_token_id)
+
+            def sync_weights(self, model):
+                my_sampler.load(model.state_dict())
     """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:

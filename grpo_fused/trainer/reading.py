@@ -174,7 +174,10 @@ def convert(value: Any, place: str, hint: Any, name: str) -> Any:
     if group is not None and isinstance(value, dict):
         return build(group, value, f"{name}.", place)
     if tuple in kinds and isinstance(value, list):
-        return tuple(convert(item, place, get_args(kinds[tuple])[0], name) for item in value)
+        of_item = get_args(kinds[tuple])[0]
+        return tuple(
+            convert(item, place, of_item, name if isinstance(item, dict) else f"{name}: an entry") for item in value
+        )
     words = WORDS if group is None else {**WORDS, group: "a mapping of options"}
     if kinds.keys() <= words.keys() and type(value) not in kinds:
         raise TypeError(f"{name} must be {' or '.join(words[kind] for kind in kinds)}; got {value!r}")
