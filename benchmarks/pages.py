@@ -27,19 +27,6 @@ def of(program: str, text: Callable[[Run], str] | None = None) -> Table:
     return table
 
 
-def of_each_processor(program: str) -> Table:
-    """A study's table from the newest run of each kind of processor: a share of its own rate says nothing of others."""
-
-    def table(folder: Path) -> str:
-        study, runs = STUDIES[program], {}
-        for run in newest_first("cpu", study.section, folder):
-            runs.setdefault(run.machine["native"], run)
-        assert study.table is not None
-        return "\n\n".join(map(study.table, runs.values())) or of(program)(folder)
-
-    return table
-
-
 def training_step(folder: Path) -> str:
     """From the newest run of the trainers, and the newest that knows the heads' shares."""
     steps, shares = latest("trl_steps", folder), latest("end_to_end", folder)
@@ -71,7 +58,7 @@ TABLES: dict[str, Table] = {
     "training-step": training_step,
     "integration-steps": integration_steps,
     "cpu-speed": lambda folder: speed_tables.speed_of("cpu", folder),
-    "limit": of_each_processor("limit"),
+    "limit": of("limit"),
     "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
     "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
