@@ -83,7 +83,7 @@ def check_keys(node: yaml.Node | None) -> None:
     """Raises OptionError if a mapping has a key twice: YAML would take the last one."""
     lines: dict[str, int] = {}
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+        if isinstance(key, yaml.ScalarNode):
             if key.value in lines:
                 raise OptionError(f"{place_of(key)}: {key.value} is given twice, first in line {lines[key.value]}")
             lines[key.value] = key.start_mark.line + 1

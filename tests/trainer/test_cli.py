@@ -346,7 +346,10 @@ def test_a_dry_run_says_what_prompts_alone_cannot_show(recipe: Path, capsys: pyt
     assert "held-out rows\n" in printed
     assert "length -" in printed
     assert "dry run: ok" in printed
-    main(["train", "--config", str(recipe), "--eval-dataset", str(recipe.with_name("data.jsonl")), "--dry-run"])
+    tracked = ["--report-to", "tensorboard", "--run-name", "a", "--project", "b"]
+    main(
+        ["train", "--config", str(recipe), "--eval-dataset", str(recipe.with_name("data.jsonl")), "--dry-run", *tracked]
+    )
     assert "held-out rows" not in capsys.readouterr().out
     other = recipe.with_name("other.jsonl")
     other.write_text('{"question": "a"}\n')
