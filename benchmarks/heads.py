@@ -20,7 +20,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from benchmarks.results import Device, Run, where
-from benchmarks.side_by_side import CHUNK, SHAPES, scratch_bytes
+from benchmarks.side_by_side import CHUNK, SHAPES, gradients_of, scratch_bytes
 from benchmarks.study import Section, main
 from benchmarks.tables import page
 from benchmarks.timing import MIB, bare_dtype, bare_products, times_by_round, with_ratios
@@ -80,8 +80,8 @@ class Problem:
         """The same loss (dapo, on-policy) on the logits of peft's layer."""
         total = torch.zeros((), device=self.hidden.device)
         rows = CHUNK // LENGTH
-        for part in zip(*(x.split(rows) for x in (self.hidden, self.ids, self.advantages)), strict=True):
-            hidden, ids, advantages = part
+        parts = (x.split(rows) for x in (self.hidden, self.ids, self.advantages))
+        for hidden, ids, advantages in zip(*parts, strict=True):
             log_p = self.layer(hidden.to(self.library_weight.dtype)).float().log_softmax(-1)
             logps = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
             loss = -(advantages[:, None] * (logps - logps.detach()).exp()).sum() / self.ids.numel()
@@ -95,16 +95,6 @@ class Problem:
         self.hidden.grad = self.adapter.a.grad = self.adapter.b.grad = None  # given back in their own time
         return loss.detach()
 
-    def gradients_of(self, call: Callable[[], object]) -> tuple[Tensor, Tensor]:
-        """Those of the hidden states and of A, of a forward and backward."""
-        seen: dict[Tensor, Tensor] = {}
-        leaves = self.hidden, self.adapter.a
-        hooks = [leaf.register_post_accumulate_grad_hook(lambda x: seen.update({x: x.grad.clone()})) for leaf in leaves]  # type: ignore[union-attr]
-        call()
-        for hook in hooks:
-            hook.remove()
-        return seen[leaves[0]], seen[leaves[1]]
-
     def check(self) -> dict[str, float]:
         """The larger relative difference of dH and dA, by weight; logits of peft's layer are rounded to bf16."""
         calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -115,7 +105,8 @@ class Problem:
             calls[name] = partial(self.fused, weight, True), partial(self.fused, dense, True)
         errors = {}
         for name, pair in calls.items():
-            errors[name] = max(map(frobenius_error, *map(self.gradients_of, pair)))
+            got, want = (gradients_of(call, self.hidden, self.adapter.a) for call in pair)
+            errors[name] = max(map(frobenius_error, got, want))
             if not errors[name] < 5e-2:
                 raise SystemExit(f"{name}: gradients of H and A differ by {errors[name]:.2%}: nothing is timed")
         return errors

@@ -169,7 +169,7 @@ def processor(about: dict[str, Any]) -> str:
 
 
 def where(run: Run) -> str:
-    """Processor, commit and date of a run; and the load that it met, if other programs may have taken its time."""
+    """Processor, commit and date of a run; and the load at its start, if that was above the number of threads."""
     about = run.machine
     commit = about["commit"] + (" with local changes" if about["dirty"] else "")
     busy = about.get("load", 0.0) > about.get("threads", 0)

@@ -1,10 +1,11 @@
-"""What programs share that time several calls of one problem: its shape, the engines, and memory."""
+"""What programs share that time several calls of one problem: its shape, the engines, gradients and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from benchmarks.memory import blocks_given_back, peak_bytes
 from benchmarks.timing import Calls
@@ -20,6 +21,21 @@ def engines_of(device: str) -> list[str]:
     """Our engines that run here in bf16, the first choice of `auto` first."""
     names = ("native", "chunked") if device == "cpu" else ("triton", "chunked")
     return [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
+
+
+def gradients_of(call: Callable[[], object], *leaves: Tensor) -> list[Tensor]:
+    """Those of the leaves, of a forward and backward that gives them back."""
+    seen: dict[Tensor, Tensor] = {}
+
+    def keep(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        seen[leaf] = leaf.grad.clone()
+
+    hooks = [leaf.register_post_accumulate_grad_hook(keep) for leaf in leaves]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return [seen[leaf] for leaf in leaves]
 
 
 def scratch_bytes(calls: Calls, device: str, gradients: Callable[[str], int]) -> dict[str, float]:

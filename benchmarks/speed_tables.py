@@ -103,7 +103,7 @@ def sparsity(device: str, folder: Path) -> str:
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
     if not rows:
         return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
-    return "\n".join(grid("| problem | tokens with a gradient | | time | × bare | / × bare if dense |", rows))
+    return "\n".join(grid("| problem | tokens with a gradient | | time | × bare | × bare, relative to dense |", rows))
 
 
 def providers(folder: Path) -> str:

@@ -49,7 +49,8 @@ def grpo_loss_of(
         `GRPOLossOutput`; the loss is differentiable in all trainable parameters.
 
     Raises:
-        ValueError: a prompt that is padded on the right, or a completion mask beyond the attention mask.
+        ValueError: a prompt that is padded on the right, or a completion mask beyond the attention mask (CPU; elsewhere
+            with `GRPO_FUSED_DEBUG=1`).
         ValueError, TypeError, RuntimeError: as `head_hidden_states`, `lm_head_inputs`, `fused_linear_grpo_loss`.
 
     Example::
@@ -147,7 +148,7 @@ def _completions(
 
 
 def _check_padding(attention_mask: Tensor, prompt_length: int, completion_mask: Tensor | None) -> None:
-    """Of what is trained on, a token that is padding would be seen by no other, or predict the first of them."""
+    """Refuse padding that would be trained on, or that would predict the first token of a completion."""
     if not values_are_checked(attention_mask.device):
         return
     is_token = attention_mask != 0
