@@ -86,7 +86,7 @@ def fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
 
 @cache
 def _warn_once(reason: str) -> None:
-    slower = "which takes two to four times as long as native in bf16 (docs/benchmarks.md)"
+    slower = "which takes two to four times as long as native in bf16 with AMX (docs/benchmarks.md)"
     warnings.warn(f"impl='auto' takes chunked, {slower}: {reason}", stacklevel=5)
 
 

@@ -32,7 +32,7 @@ INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 BRINGS = {
-    "engine native": "on the CPU two to four times the speed of chunked in bf16; scores bitwise the same in any batch",
+    "engine native": "in bf16 with AMX two to four times the speed of chunked; scores bitwise the same in any batch",
     "engine chunked": "library products on any device",
     "engine triton": "on a GPU scores without vocab-sized memory, bitwise the same in any batch",
     "Triton row kernels": "on a GPU the row work of chunked in one launch; torch operations without",
