@@ -19,7 +19,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Threads that spin at every small operation slow the tests manyfold when anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):
-        _let_no_product_depend_on_its_place()
+        import interpreter
+
+        interpreter.patch()
     config.addinivalue_line("markers", "full: part of the whole grid; run with --full (make test-full)")
     config.addinivalue_line(
         "markers", "gate(keep=...): of its ids those for which keep(**parameters) is true; all with --full"
@@ -41,24 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "pairs: of its ids so many that any two values of two parameters meet in one; all with --full"
     )
     config.addinivalue_line("markers", "gpu: needs a GPU (make gpu)")
-
-
-def _let_no_product_depend_on_its_place() -> None:
-    """Of Triton's interpreter, in fp64: numpy's fp32 product may round a row by its place in the tile.
-
-    OpenBLAS's kernels for AVX2 do (from the sixth of 16 rows on), so that a score would depend on its batch.
-    """
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    of_the_interpreter = InterpreterBuilder.create_dot
-
-    def create_dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: object) -> TensorHandle:
-        if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
-            return of_the_interpreter(self, a, b, d, *options)
-        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
-        return TensorHandle(product + d.data, d.dtype.scalar)
-
-    InterpreterBuilder.create_dot = create_dot
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) -> object:
