@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.rollouts.records import RecordedDraw, Records, ScoredSets
-from grpo_fused.rollouts.sampling import Draw, RecordedSets
+from grpo_fused.rollouts.records import RecordedSets, Records, ScoredSets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +56,6 @@ class Sampling:
         """What samples like this in `generate`, and records the sets."""
         return RecordedSets(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
-    def draw(self) -> Draw:
-        """What draws a token in `generate`, and records what the objective reads."""
-        return Draw() if self.records is None else RecordedDraw(self.records, self.num_alternatives)
-
     @staticmethod
     def of(config: object, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
         """The sampling of a run, by its `GRPOTrainerConfig`."""
@@ -99,7 +94,10 @@ class Generation(NamedTuple):
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
         scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
         sets = None if candidates is None else padded_sets(candidates, width)
-        others = None if alternatives is None else padded_scores(alternatives, width)
+        others = None
+        if alternatives is not None:
+            of_positions = padded_sets([row.sets for row in alternatives], width)
+            others = ScoredSets(of_positions, torch.cat([row.logps for row in alternatives]))
         return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets, others)
 
 
@@ -151,8 +149,3 @@ def padded_sets(rows: Sequence[CandidateSets], width: int) -> CandidateSets:
     sizes = [torch.nn.functional.pad(row.sizes, (0, width - len(row))) for row in rows]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *sizes]).cumsum(0)
     return CandidateSets(torch.cat([row.ids for row in rows]), offsets)
-
-
-def padded_scores(rows: Sequence[ScoredSets], width: int) -> ScoredSets:
-    """As `padded_sets`."""
-    return ScoredSets(padded_sets([row.sets for row in rows], width), torch.cat([row.logps for row in rows]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     Cache,
     DynamicCache,
@@ -22,18 +22,9 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.heads.hidden import accepts
-from grpo_fused.rollouts.engine import (
-    Generation,
-    Sampling,
-    first_of_prompts,
-    length_mask,
-    pad_prompts,
-    padded_scores,
-    padded_sets,
-)
-from grpo_fused.rollouts.records import RecordedDraw, ScoredSets
+from grpo_fused.rollouts.engine import Generation, Sampling, first_of_prompts, pad_prompts
+from grpo_fused.rollouts.records import Draw
 
 
 class HuggingFaceEngine:
@@ -71,37 +62,22 @@ class HuggingFaceEngine:
             order.sort(key=lambda index: -len(prompts[index]))
         repeated = [index for index in order for _ in range(sampling.num_generations)]
         size = self.batch_size or len(repeated)
-        parts: list[_Part] = []
+        found: list[tuple[Any, ...]] = []  # of each completion
         with _as_sampler(self.model), self.autocast():
             for start in range(0, len(repeated), size):
                 batch = [prompts[index] for index in repeated[start : start + size]]
-                parts.append(self._generate(batch, sampling))
-        lengths = torch.cat([part.lengths for part in parts])
-        width = int(lengths.max())
-        mask = length_mask(lengths, width)
+                found += self._generate(batch, sampling)
         as_given = sorted(range(len(repeated)), key=repeated.__getitem__)
+        ids, *records = zip(*[found[row] for row in as_given], strict=True)
+        logps, sets, others = (None if each[0] is None else each for each in records)
+        generation = Generation.of_lists(ids, logps, sampling.pad_token_id, sets, others)
+        return Generation._make(None if x is None else x.to(self.model.device) for x in generation)
 
-        def padded(tensors: Sequence[Tensor], value: int) -> Tensor:
-            # a negative pad cuts: a batch may go on after all of its completions have ended
-            every = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in tensors])
-            return every.masked_fill(~mask, value)[as_given]
-
-        ids = padded([part.ids for part in parts], sampling.pad_token_id)
-        logps = [part.logps for part in parts if part.logps is not None]
-        sets = [row for part in parts for row in part.candidates]
-        others = [row for part in parts for row in part.alternatives]
-        return Generation(
-            ids,
-            mask[as_given],
-            padded(logps, 0) if logps else None,
-            padded_sets([sets[row] for row in as_given], width).to(ids.device) if sets else None,
-            padded_scores([others[row] for row in as_given], width).to(ids.device) if others else None,
-        )
-
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> _Part:
-        """A completion of each of n prompts."""
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[Any, ...]]:
+        """A completion of each prompt: its ids, log-probs, candidates and alternatives, None if not recorded."""
         ids, mask = (tensor.to(self.model.device) for tensor in pad_prompts(prompts, sampling.pad_token_id))
-        ends, recorder, draw = _Ends(sampling, self.tokenizer, ids), sampling.recorder(), sampling.draw()
+        ends, recorder = _Ends(sampling, self.tokenizer, ids), sampling.recorder()
+        draw = Draw(sampling.records, sampling.num_alternatives)
         processors: list[LogitsProcessor] = [] if sampling.greedy else [draw]
         if sampling.truncates:
             processors.insert(0, recorder)
@@ -117,12 +93,13 @@ class HuggingFaceEngine:
             **self._prompt_cache(ids, mask),
         )
         completions = sequences[:, ids.shape[1] :]
-        lengths = ends.lengths.clamp(max=completions.shape[1])
-        rows = lengths.tolist()
-        sets = recorder.of_rows(rows) if sampling.truncates else []
-        if not isinstance(draw, RecordedDraw):
-            return _Part(completions, lengths, sets)
-        return _Part(completions, lengths, sets, draw.logps().to(ids.device), draw.of_rows(rows))
+        lengths = ends.lengths.clamp(max=completions.shape[1]).tolist()
+        kept = [row[:length] for row, length in zip(completions.tolist(), lengths, strict=True)]
+        none = [None] * len(lengths)
+        logps = none if sampling.records is None else draw.logps_of_rows(lengths)
+        sets = recorder.of_rows(lengths) if sampling.truncates else none
+        others = draw.others_of_rows(lengths) if sampling.records in ("mask", "top_k") else none
+        return list(zip(kept, logps, sets, others, strict=True))
 
     def _prompt_cache(self, ids: Tensor, mask: Tensor) -> dict[str, Cache]:
         """The argument of `generate` for keys and values of prompts [B, P]: those of equal neighbours, computed once.
@@ -148,16 +125,6 @@ class HuggingFaceEngine:
         """Whether each layer keeps the keys and values of all tokens of a prompt."""
         kinds, window = layer_kinds(self.model), getattr(self.model.config.get_text_config(), "sliding_window", None)
         return kinds <= {"full_attention"} | ({"sliding_attention"} if window and tokens < window else set())
-
-
-class _Part(NamedTuple):
-    """Completions of n prompts."""
-
-    ids: Tensor  # [n, T]
-    lengths: Tensor  # [n]
-    candidates: list[CandidateSets]  # of each row, if the sampling truncates
-    logps: Tensor | None = None  # [n, T], if they are recorded
-    alternatives: Sequence[ScoredSets] = ()  # of each row, if they are recorded
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:

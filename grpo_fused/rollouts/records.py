@@ -1,17 +1,23 @@
-"""What an objective reads of the sampler: its log-probs of the sampled tokens, and of other tokens of the positions."""
+"""Sampling inside of `generate`, and a record of it.
+
+Of the tokens that top-k, top-p and min-p keep; for an objective also of the sampler's log-probs: those of the sampled
+tokens, and of other tokens of the positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import offsets_of
-from grpo_fused.rollouts.sampling import Draw, of_rows
+from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.rollouts.sampling import draw
 
 Records = Literal["sampled", "mask", "top_k"]
 """The log-probs of the sampled tokens alone; of all that could be sampled too; or of the K most likely tokens too."""
@@ -40,24 +46,56 @@ class ScoredSets:
         return ScoredSets(self.sets.to(device), self.logps.to(device))
 
 
-class RecordedDraw(Draw):
-    """`Draw`, with a record of the log-probs that it draws by.
+class RecordedSets(LogitsProcessor):
+    """Temperature, top-k, top-p and min-p as in `generate`, and a record of the tokens that they keep.
+
+    `generate` itself must have them off: it applies its own after this one.
+    """
+
+    def __init__(self, *, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
+        self.warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        self.warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        self.warpers += [MinPLogitsWarper(min_p)] if min_p else []
+        self.steps: list[CandidateSets] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        """Scores of what may be sampled, `[rows, V]`; those of other tokens are -inf."""
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        kept = scores > -torch.inf
+        if not kept.any(-1).all():  # NaN is not kept either
+            raise DivergedError("a token of each row must be kept: the policy's logits are not finite")
+        self.steps.append(CandidateSets.from_mask(kept).to("cpu"))
+        return scores
+
+    def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:
+        """The sets of each row, as many as it has tokens."""
+        return of_rows(CandidateSets.cat(self.steps), lengths)
+
+
+class Draw(LogitsProcessor):
+    """Draws a token of each row by its probability, and leaves a score to no other: `generate` takes the largest.
 
     Args:
-        records: Which.
+        records: The log-probs that it records; None: none.
         most: K of "top_k"; a smaller vocabulary is recorded whole.
     """
 
-    def __init__(self, records: Records, most: int) -> None:
+    def __init__(self, records: Records | None, most: int) -> None:
         self.records, self.most = records, most
         self.sampled: list[Tensor] = []
         self.steps: list[ScoredSets] = []
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        """See `Draw`."""
-        logps = scores.log_softmax(-1)
-        drawn = super().__call__(input_ids, scores)
-        self.sampled.append(logps.gather(1, drawn.argmax(-1, keepdim=True)).cpu())
+        """Scores `[rows, V]`: 0 for the drawn token, -inf for the others; the given tensor is overwritten."""
+        tokens = draw(scores.softmax(-1)).unsqueeze(1)
+        if self.records is not None:
+            self._record(scores.log_softmax(-1), tokens)
+        return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
+
+    def _record(self, logps: Tensor, tokens: Tensor) -> None:
+        self.sampled.append(logps.gather(1, tokens).cpu())
         if self.records == "mask":
             kept = logps > -torch.inf
             self.steps.append(_scored(kept.nonzero()[:, 1], kept.sum(1), logps[kept]))
@@ -65,15 +103,24 @@ class RecordedDraw(Draw):
             top = logps.topk(min(self.most, logps.shape[1]))
             sizes = torch.full_like(top.indices[:, 0], top.indices.shape[1])
             self.steps.append(_scored(top.indices.reshape(-1), sizes, top.values.reshape(-1)))
-        return drawn
 
-    def logps(self) -> Tensor:
-        """[rows, steps]: of the drawn tokens."""
-        return torch.cat(self.sampled, dim=1)
+    def logps_of_rows(self, lengths: Sequence[int]) -> list[list[float]]:
+        """The log-probs of each row's tokens."""
+        rows = torch.cat(self.sampled, dim=1).tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def of_rows(self, lengths: Sequence[int]) -> list[ScoredSets]:
-        """The other tokens of each row, at as many positions as it has tokens; none if they are not recorded."""
-        return of_rows(ScoredSets.cat(self.steps), lengths) if self.steps else []
+    def others_of_rows(self, lengths: Sequence[int]) -> list[ScoredSets]:
+        """The other tokens of each row, at as many positions as it has tokens."""
+        return of_rows(ScoredSets.cat(self.steps), lengths)
+
+
+S = TypeVar("S", CandidateSets, ScoredSets)
+
+
+def of_rows(every: S, lengths: Sequence[int]) -> list[S]:
+    """The sets of each row, as many as it has tokens, of sets ordered by step and then by row."""
+    rows = len(lengths)
+    return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
 
 
 def _scored(ids: Tensor, sizes: Tensor, logps: Tensor) -> ScoredSets:
