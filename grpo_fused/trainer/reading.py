@@ -1,6 +1,6 @@
 """YAML and words of a command line into dataclasses; an error names the option and its place.
 
-Both become settings, mappings of option to value and place, later ones over earlier ones. Then the dataclasses are
+Both become settings, mappings of option to YAML node and place, later ones over earlier ones. Then the dataclasses are
 made: they check numbers, choices and ranges themselves (`call/options.py`); here texts, lists and mappings are checked.
 """
 
@@ -27,7 +27,7 @@ class OptionError(ValueError):
 
 
 class Setting(NamedTuple):
-    """A value and where it was given; of a nested dataclass, a mapping of settings."""
+    """A value and where it was given: a node, or the settings of a nested dataclass."""
 
     value: Any
     place: str
@@ -97,55 +97,52 @@ def read_text(text: str, name: str, settings: Settings, hints: Mapping[str, Any]
     root = compose(text, name)
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise OptionError(f"{name}: a recipe must be a mapping of options to values")
-    for key, node in pairs_of(root):
-        put(settings, hints, key.value, node, place_of(key))
+    if root is not None:
+        put_all(settings, hints, root)
 
 
 def read_word(name: str, text: str, settings: Settings, hints: Mapping[str, Any]) -> None:
     """Adds an option of the command line to the settings."""
-    tag = "null" if text == "null" else "str"
-    put(settings, hints, name, yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", text), COMMAND_LINE)
+    key = yaml.ScalarNode(Loader.DEFAULT_SCALAR_TAG, name, yaml.Mark(COMMAND_LINE, 0, 0, 0, None, None))
+    tag = "tag:yaml.org,2002:null" if text == "null" else Loader.DEFAULT_SCALAR_TAG
+    put(settings, hints, key, yaml.ScalarNode(tag, text))
 
 
-def put(settings: Settings, hints: Mapping[str, Any], name: str, node: yaml.Node, place: str, prefix: str = "") -> None:
-    """Sets an option, or one of a nested dataclass or mapping: `loss.beta`."""
-    key, nested, rest = name.partition(".")
-    before = settings[key].value if key in settings else None
-    group, kinds = group_of(hints.get(key)), kinds_of(hints.get(key))
-    if key not in hints:
-        raise unknown(name, place, hints, prefix)
+def put_all(settings: Settings, hints: Mapping[str, Any], node: yaml.MappingNode, prefix: str = "") -> Settings:
+    """Sets the options of a mapping, with those that it merges (`<<`)."""
+    Loader("").flatten_mapping(node)
+    for key, value in node.value:
+        put(settings, hints, key, value, prefix)
+    return settings
+
+
+def put(settings: Settings, hints: Mapping[str, Any], key: yaml.Node, node: yaml.Node, prefix: str = "") -> None:
+    """Sets an option; `loss.beta` is an entry of the mapping `loss`."""
+    name, nested, rest = key.value.partition(".")
+    if name not in hints:
+        raise unknown(key.value, place_of(key), hints, prefix)
+    group, kinds = group_of(hints[name]), kinds_of(hints[name])
     if nested and group is None and dict not in kinds:
-        raise OptionError(f"{place}: unknown option {prefix + name!r}; did you mean {prefix + key!r}?")
-    if not nested:
-        settings[key] = Setting(read_node(node, hints[key], f"{prefix}{key}", before), place)
-        return
-    inner = dict(before) if isinstance(before, dict) else {}
-    if group is None:
-        inner[rest] = plain(compose(node.value, COMMAND_LINE) if node.start_mark is None else node)
-    else:
-        put(inner, hints_of(group), rest, node, place, f"{prefix}{key}.")
-    settings[key] = Setting(inner, place)
-
-
-def read_node(node: yaml.Node, hint: Any, name: str, before: Any = None) -> Any:
-    """The value of an option: settings of a nested dataclass (over those before), a list, or a plain value."""
-    kinds, group = kinds_of(hint), group_of(hint)
-    is_nested = group is not None or kinds.keys() & {tuple, dict}
-    if node.start_mark is None and is_nested and (str not in kinds or node.value.startswith("[")):
-        node = compose(node.value, COMMAND_LINE) or node
+        raise OptionError(f"{place_of(key)}: unknown option {prefix + key.value!r}; did you mean {prefix + name!r}?")
+    before: Any = settings[name].value if name in settings else None
+    if not (nested and group is not None):
+        node = parsed(node, hints[name])
+    if nested:
+        others = before.value if isinstance(before, yaml.MappingNode) else []
+        entry = yaml.ScalarNode(key.tag, rest, key.start_mark), node
+        node = yaml.MappingNode(Loader.DEFAULT_MAPPING_TAG, [*others, entry])
     if group is not None and isinstance(node, yaml.MappingNode):
-        inner = dict(before) if isinstance(before, dict) else {}
-        for key, value in pairs_of(node):
-            put(inner, hints_of(group), key.value, value, place_of(key), f"{name}.")
-        return inner
-    if tuple in kinds and isinstance(node, yaml.SequenceNode):
-        return [read_node(item, get_args(kinds[tuple])[0], name) for item in node.value]
-    if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":null"):
-        if Literal in kinds:
-            return node.value  # "no" is a choice
-        if kinds.keys() & {int, float, bool}:  # also as a text: '1e-6'
-            node = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, node.value, (True, False)), node.value)
-    return plain(node)
+        node = put_all(before if isinstance(before, dict) else {}, hints_of(group), node, f"{prefix}{name}.")
+    settings[name] = Setting(node, place_of(key))
+
+
+def parsed(node: yaml.Node, hint: Any) -> yaml.Node:
+    """The node; for a word of the command line, if its option is a list or a mapping, that of its YAML."""
+    kinds = kinds_of(hint)
+    may_be_yaml = group_of(hint) is not None or kinds.keys() & {tuple, dict}
+    if node.start_mark is None and may_be_yaml and (str not in kinds or node.value.startswith("[")):
+        return compose(node.value, COMMAND_LINE) or node
+    return node
 
 
 def build(kind: Any, settings: Settings, prefix: str = "", place: str = "") -> Any:
@@ -159,7 +156,7 @@ def build(kind: Any, settings: Settings, prefix: str = "", place: str = "") -> A
     if missing := [name for name in required if name not in settings]:
         raise OptionError(f"the following arguments are required: {', '.join(missing)}")
     try:
-        return kind(**{name: convert(*settings[name], hints[name], name) for name in settings})
+        return kind(**{name: value_of(*settings[name], hints[name], name) for name in settings})
     except OptionError:
         raise
     except (TypeError, ValueError) as error:
@@ -168,16 +165,23 @@ def build(kind: Any, settings: Settings, prefix: str = "", place: str = "") -> A
         raise OptionError(f"{where}{': ' if where else ''}{prefix if name in hints else ''}{error}") from error
 
 
-def convert(value: Any, place: str, hint: Any, name: str) -> Any:
-    """A plain value as its option has it: a tuple for a list, a float for an int, a dataclass for settings."""
+def value_of(node: Any, place: str, hint: Any, name: str) -> Any:
+    """The value that an option of this type has: a tuple for a list, a float for an int, a dataclass for settings."""
     kinds, group = kinds_of(hint), group_of(hint)
-    if group is not None and isinstance(value, dict):
-        return build(group, value, f"{name}.", place)
-    if tuple in kinds and isinstance(value, list):
+    if group is not None and isinstance(node, yaml.MappingNode):  # an entry of a list
+        node = put_all({}, hints_of(group), node, f"{name}.")
+    if isinstance(node, dict):
+        return build(group, node, f"{name}.", place)
+    if tuple in kinds and isinstance(node, yaml.SequenceNode):
         of_item = get_args(kinds[tuple])[0]
-        return tuple(
-            convert(item, place, of_item, name if isinstance(item, dict) else f"{name}: an entry") for item in value
-        )
+        names = (name if isinstance(item, yaml.MappingNode) else f"{name}: an entry" for item in node.value)
+        return tuple(value_of(item, place, of_item, own) for item, own in zip(node.value, names, strict=True))
+    if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":null"):
+        if Literal in kinds:
+            return node.value  # "no" is a choice
+        if kinds.keys() & {int, float, bool}:  # also as a text: '1e-6'
+            node = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, node.value, (True, False)), node.value)
+    value = Loader("").construct_document(node)
     words = WORDS if group is None else {**WORDS, group: "a mapping of options"}
     if kinds.keys() <= words.keys() and type(value) not in kinds:
         raise TypeError(f"{name} must be {' or '.join(words[kind] for kind in kinds)}; got {value!r}")
@@ -211,7 +215,7 @@ def names_of(hints: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def places_of(settings: Settings) -> Iterator[tuple[str, str]]:
     """The place of each option; of options with one name, that of the outermost comes last."""
     for setting in settings.values():
-        if isinstance(setting.value, dict) and all(isinstance(inner, Setting) for inner in setting.value.values()):
+        if isinstance(setting.value, dict):
             yield from places_of(setting.value)
     yield from ((name, setting.place) for name, setting in settings.items())
 
@@ -237,16 +241,3 @@ def kinds_of(hint: Any) -> dict[Any, Any]:
 def group_of(hint: Any) -> Any:
     """The dataclass of an option with options of its own, or None."""
     return next((kind for kind in kinds_of(hint) if is_dataclass(kind)), None)
-
-
-def pairs_of(node: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Keys and values of a mapping, with those that it merges (`<<`)."""
-    if node is None:
-        return []
-    Loader("").flatten_mapping(node)
-    return list(node.value)
-
-
-def plain(node: yaml.Node | None) -> Any:
-    """The value of a node."""
-    return None if node is None else Loader("").construct_document(node)
