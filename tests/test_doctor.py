@@ -88,12 +88,13 @@ def test_every_engine_that_runs_is_timed(monkeypatch):
     asked = []
     monkeypatch.setattr(predictions, "seconds", lambda shape, device, name: (asked.append(name), (1.25, 0.5))[1])
     text = doctor.report(SHAPE)
-    assert asked == [p.engine for p in predictions.predict(SHAPE, CPU)]
+    costs = predictions.costs(SHAPE, CPU)
+    assert asked == list(costs)
     assert "triton" not in asked, "interpreted for these tests"
-    for p in predictions.predict(SHAPE, CPU):
-        assert p.is_auto == (p.engine == engines.choose("auto", CPU, torch.bfloat16, 64))
-        assert p.cost == engines.engine(p.engine).cost(SHAPE.head(CPU), 1024, None)
-        assert re.search(rf"{p.engine}( \*)? .* MiB.* 1.2 s +0.5 s", text)
+    auto = engines.choose("auto", CPU, torch.bfloat16, 64)
+    for name, cost in costs.items():
+        assert cost == engines.engine(name).cost(SHAPE.head(CPU), 1024, None)
+        assert re.search(rf"{name}{r' [*]' if name == auto else ''} .* MiB.* 1.2 s +0.5 s", text)
     assert f"{SHAPE.part.vocab} of 151936 rows of the head, measured now" in text
     monkeypatch.setattr(predictions, "seconds", None)
     assert "measured now" not in doctor.report(SHAPE, measure=False)
@@ -108,7 +109,7 @@ def test_a_part_is_of_a_second_at_most():
 
 @pytest.mark.parametrize("dtype", doctor.DTYPES, ids=str)
 def test_times_of_every_dtype(dtype):
-    for p in predictions.predict(Shape(70, 16, 300, dtype), CPU):
-        training, scoring = predictions.seconds(Shape(70, 16, 300, dtype), CPU, p.engine)
+    for name in predictions.costs(Shape(70, 16, 300, dtype), CPU):
+        training, scoring = predictions.seconds(Shape(70, 16, 300, dtype), CPU, name)
         assert 0 < training < 60
         assert 0 < scoring < 60

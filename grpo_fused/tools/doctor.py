@@ -133,13 +133,14 @@ def _auto(device: torch.device, width: int) -> str:
 def _predictions(shape: Shape, device: torch.device, *, measure: bool) -> list[str]:
     heading = f"{shape.tokens} tokens, H = {shape.hidden}, V = {shape.vocab}, {_name(shape.dtype)}: "
     rows: list[tuple[str, ...]] = [("", "products", "scratch", "training", "scoring")]
-    for name, is_auto, cost in predictions.predict(shape, device):
+    auto = engines.fastest(device, shape.dtype, shape.hidden)
+    for name, cost in predictions.costs(shape, device).items():
         memory = f"{cost.scratch_bytes / 2**20:.3g} MiB"
         if cost.accumulator_bytes:
             memory += f" + {cost.accumulator_bytes / 2**20:.3g} MiB to sum dW in fp32"
         training, scoring = predictions.seconds(shape, device, name) if measure else (None, None)
         times = ("" if x is None else f"{x:.2g} s" for x in (training, scoring))
-        rows.append((f"  {name}{' *' if is_auto else ''}", f"{cost.products:.3g}", memory, *times))
+        rows.append((f"  {name}{' *' if name == auto else ''}", f"{cost.products:.3g}", memory, *times))
     notes = ["  * what impl='auto' takes"]
     if measure:
         timed = f"{shape.part.vocab} of {shape.vocab} rows of the head"

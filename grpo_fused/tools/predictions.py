@@ -43,23 +43,12 @@ class Shape(NamedTuple):
         return self._replace(vocab=min(self.vocab, rows))
 
 
-class Prediction(NamedTuple):
-    """The prediction for an engine."""
-
-    engine: engines.Impl
-    is_auto: bool
-    cost: Cost
-
-
-def predict(shape: Shape, device: torch.device) -> list[Prediction]:
-    """The costs of each engine that runs on `device`; Triton's interpreter, for tests on a CPU, is none of them."""
-    auto, head, found = engines.fastest(device, shape.dtype, shape.hidden), shape.head(device), []
-    for name in ENGINES:
-        interpreted = name == "triton" and device.type == "cpu"
-        if not interpreted and engines.unavailable(name, device, shape.dtype) is None:
-            cost = engines.engine(name).cost(head, shape.tokens, None)
-            found.append(Prediction(name, name == auto, cost))
-    return found
+def costs(shape: Shape, device: torch.device) -> dict[engines.Impl, Cost]:
+    """The cost of each engine that runs on `device`; Triton's interpreter, for tests on a CPU, is none of them."""
+    head = shape.head(device)
+    names = [name for name in ENGINES if name != "triton" or device.type != "cpu"]
+    here = [name for name in names if engines.unavailable(name, device, shape.dtype) is None]
+    return {name: engines.engine(name).cost(head, shape.tokens, None) for name in here}
 
 
 def seconds(shape: Shape, device: torch.device, engine: engines.Impl) -> tuple[float, float]:
