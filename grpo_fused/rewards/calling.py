@@ -18,8 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_fused.call.options import check_number
-
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
 RewardFunction = Callable[..., Rewards]
 Batch = Mapping[str, Any]
@@ -87,12 +85,6 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return own
     return {p.name: own[p.name] for p in named if p.name in own}
-
-
-def check_time_limit(name: str, seconds: float | None) -> None:
-    """Raises unless the limit is None or a positive number of seconds."""
-    if seconds is not None:
-        check_number(seconds, name, above=0.0)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,8 @@ class Rollout(NamedTuple):
         prompts, completions = self.prompt_mask[index], self.completion_mask[index]
         first = self.prompt_ids.shape[1] - int(prompts.sum(1).max())
         width = max(int(completions.sum(1).max()), 1)
-        positions = self._positions()[index][:, :width].reshape(-1)
+        places = torch.arange(self.completion_ids.numel(), device=self.completion_ids.device)  # of all tokens
+        positions = places.view_as(self.completion_ids)[index][:, :width].reshape(-1)
         return Rollout(
             self.prompt_ids[index][:, first:],
             prompts[:, first:],
@@ -50,11 +51,6 @@ class Rollout(NamedTuple):
             None if self.candidates is None else self.candidates.select(positions),
             None if self.alternatives is None else self.alternatives.select(positions),
         )
-
-    def _positions(self) -> Tensor:
-        """[B, T]: the flat position of each completion token."""
-        shape = self.completion_ids.shape
-        return torch.arange(shape.numel(), device=self.completion_ids.device).view(shape)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name, for a file."""

@@ -10,7 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grpo_fused.rewards.calling import RewardFunction, call_reward_functions, check_time_limit
+from grpo_fused.call.options import check_number
+from grpo_fused.rewards.calling import RewardFunction, call_reward_functions
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.data import Row, check_rows
 
@@ -85,7 +86,8 @@ def score_completions(
         ValueError: A function needs a column that the rows do not have, returned a wrong number of rewards, or one
             that is NaN, infinite or too large for fp32; or rows and completions differ in number.
     """
-    check_time_limit("timeout", timeout)
+    if timeout is not None:
+        check_number(timeout, "timeout", above=0.0)
     if not completions and not rows:
         return torch.empty(0, len(reward_functions))
     results = call_reward_functions(reward_functions, _as_batch(rows, completions, completion_ids), timeout)
