@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,12 +55,6 @@ class Sampling:
     def recorder(self) -> RecordedSets:
         """What samples like this in `generate`, and records the sets."""
         return RecordedSets(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-
-    @staticmethod
-    def of(config: object, eos_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
-        """The sampling of a run, by its `GRPOTrainerConfig`."""
-        options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling) if hasattr(config, f.name)}
-        return Sampling(**(options | {"eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id, "seed": None}))
 
 
 class Generation(NamedTuple):

@@ -11,7 +11,6 @@ from grpo_fused.engines import Impl
 from grpo_fused.objectives.advantages import Aggregation, ScaleRewards
 from grpo_fused.objectives.corrections import ImportanceSamplingMode
 from grpo_fused.objectives.weights import Aggregation as TokenAverage
-from grpo_fused.rollouts.records import Records
 from grpo_fused.trainer.objective import ObjectiveOptions
 
 LRSchedule = Literal["constant", "linear", "cosine"]
@@ -161,16 +160,6 @@ class GRPOTrainerConfig:
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-    @property
-    def records(self) -> Records | None:
-        """What a rollout records of the sampler, for the objective."""
-        return None if self.objective is None else self.objective.records
-
-    @property
-    def num_alternatives(self) -> int:
-        """The tokens of a position that a rollout records for `support: top_k`."""
-        return 0 if self.objective is None else self.objective.num_alternatives
 
     @property
     def loss_name(self) -> str:

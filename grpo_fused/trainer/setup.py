@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import fields
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -46,9 +47,13 @@ def embeddings_of(model: PreTrainedModel) -> int:
 
 
 def sampling_of(config: GRPOTrainerConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """The sampling of a run."""
-    ends, pad = ending_token_ids(model, tokenizer), tokenizer.pad_token_id
-    sampling = Sampling.of(config, ends, ends[0] if pad is None else pad)
+    """The sampling of a run: the options of `Sampling` that the run has, and what its objective reads."""
+    ends, pad, objective = ending_token_ids(model, tokenizer), tokenizer.pad_token_id, config.objective
+    options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling) if hasattr(config, f.name)}
+    options |= {"eos_token_ids": ends, "pad_token_id": ends[0] if pad is None else pad, "seed": None}
+    if objective is not None:
+        options |= {"records": objective.records, "num_alternatives": objective.num_alternatives}
+    sampling = Sampling(**options)
     if sampling.pad_token_id >= embeddings_of(model):
         raise ValueError(
             f"the pad token's id must be less than {embeddings_of(model)}, the rows of the model's embedding; got "

@@ -143,8 +143,8 @@ def by_hand(
     assert config.objective is not None
     if config.objective.name == "score_centered_tis":
         coefficient = q * weight
-        if config.records == "top_k":
-            top = torch.zeros_like(q).scatter_(-1, q.topk(config.num_alternatives).indices, 1.0)
+        if config.objective.records == "top_k":
+            top = torch.zeros_like(q).scatter_(-1, q.topk(config.objective.num_alternatives).indices, 1.0)
             left, rest = 1 - (q * top).sum(-1, keepdim=True), 1 - (p * top).sum(-1, keepdim=True)
             alpha = left / rest * (rest / left).clamp(max=CAP)
             coefficient = top * (coefficient - alpha * p)
