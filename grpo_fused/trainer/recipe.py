@@ -145,29 +145,22 @@ class Recipe(GRPOTrainerConfig):
             raise ValueError("rewards must name at least one reward function; got none")
         if self.task is None and self.dataset is None:
             raise ValueError("a recipe must name a dataset or a task; got neither")
-        if self.is_generated:
-            if self.dataset is None:
-                raise ValueError("dataset must name a data set of reasoning-gym, such as chain_sum; got none")
-            taken = (self.subset, self.split, self.eval_dataset, self.eval_split)
-            if taken != (None, "train", None, None):
-                raise ValueError(
-                    "task reasoning_gym must have no subset, split, eval_dataset and eval_split (eval_limit takes "
-                    f"held-out problems); got {taken}"
-                )
-        elif self.dataset_options and not is_function(self.dataset):
-            raise ValueError(
-                'dataset_options must come with task reasoning_gym or a dataset "module:function"; '
-                f"got the dataset {self.dataset!r}"
-            )
+        if self.is_generated and self.dataset is None:
+            raise ValueError("dataset must name a data set of reasoning-gym, such as chain_sum; got none")
         self._check_unused()
         if self.rollout == "vllm":
             check_for_vllm(self)
 
     def _check_unused(self) -> None:
         """Options that would change nothing."""
-        defaults: dict[str, Any] = {f.name: f.default for f in fields(self)} | {"vllm_options": {}}
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
+        defaults |= {"dataset_options": {}, "vllm_options": {}}
         held_out, named = self.eval_dataset or self.dataset, "a data set that is not a function"
+        takes_options = self.is_generated or is_function(self.dataset)
+        other = "another task than reasoning_gym (eval_limit takes its held-out problems)"
         for names, is_used, what in (
+            (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
+            (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
             (("subset", "split"), not is_function(self.dataset), named),
             (("eval_split",), not is_function(held_out), named),
             (("eval_limit", "eval_samples", "eval_steps"), self.has_eval, "held-out rows (eval_dataset, eval_split)"),
