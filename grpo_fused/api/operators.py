@@ -52,6 +52,7 @@ from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
+from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.engines.products import ieee_products, product_dtype, rounded_bias
 from grpo_fused.engines.scratch import sparse_zeros_like
@@ -426,7 +427,7 @@ def _fake_gradients(call: LinearCall, needs: Needs, *, in_forward: bool = False,
     count = hidden[..., 0].numel()  # not from the shape, which would be compiled in
     most = count if ParallelGroups.decode(run.groups).vocab is None else MANY  # `Tokens.most_chunks_of`
     engine = engines.engine(run.engine) if heads == 0 else ChunkedEngine(torch_rows, heads)
-    dtype = engine.weight_gradient_dtype(head, most, run.max_scratch_bytes) if any_whole else weight.dtype
+    dtype = GradientSums.weight_dtype(engine, head, most, run.max_scratch_bytes) if any_whole else weight.dtype
     return HeadGradients(
         hidden.new_empty(hidden.shape, dtype=product_dtype(head)) if needs.need_hidden else _nothing(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else _nothing(weight),

@@ -127,7 +127,7 @@ class Gradients(NamedTuple):
     hidden: Tensor | None
     """[N, H] in `LMHead.product_dtype`; 0 at rows without gradient work"""
     weight: Tensor | None
-    """[V, H] in `Engine.weight_gradient_dtype`"""
+    """[V, H] in `GradientSums.weight_dtype`"""
     bias: Tensor | None
     """[V], statistics dtype"""
     tokens: int
@@ -240,10 +240,6 @@ class Engine(Protocol):
         All of `num_tokens`, if that is the default budget and they fit it with the fp32 sum of dW that one chunk does
         not need. `MANY` of them without a dW.
         """
-        ...
-
-    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """Dtype of dW for a call of N = `num_tokens` positions: the weight's own if nothing is accumulated."""
         ...
 
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:

@@ -40,10 +40,6 @@ class CandidateEngine:
         """See `Engine.chunk_rows`."""
         return self.whole.chunk_rows(head, num_tokens, max_scratch_bytes) if self.any_whole else MANY
 
-    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """See `Engine.weight_gradient_dtype`."""
-        return self.whole.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
-
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: that of the whole head."""
         return self.whole.cost(head, num_tokens, max_scratch_bytes)

@@ -105,17 +105,12 @@ class ChunkedEngine:
         """See `Engine.chunk_rows`."""
         return self._plan(head, num_tokens, max_scratch_bytes).chunk_rows
 
-    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """See `Engine.weight_gradient_dtype`."""
-        rows = self.chunk_rows(head, num_tokens, max_scratch_bytes)
-        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= rows)
-
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: the slab of a chunk, the temporaries of its row work, widened blocks."""
         plan = self._plan(head, num_tokens, max_scratch_bytes)
         rows = min(plan.chunk_rows, num_tokens)
         scratch = (rows + plan.temporaries * min(plan.block_rows, rows)) * plan.row_bytes + plan.widened_bytes
-        dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, head, num_tokens, max_scratch_bytes)
         return Cost(3.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
     def score(self, work: Work) -> Statistics:
@@ -134,7 +129,7 @@ class ChunkedEngine:
         tokens, head = work.tokens, rounded_weight(work.head)
         slab = self._slab(head, work, self._plan(head, work.one_chunk_of, work.max_scratch_bytes))
         rows_of = slab.row_work
-        dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         objective, parts = _in_one_launch(work, rows_of), []
         for part, taken in work.parts():

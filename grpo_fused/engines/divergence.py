@@ -73,7 +73,7 @@ class DivergenceEngine(ChunkedEngine):
         if self.other is not None:
             heads.append((self.other[1], tokens._replace(hidden_states=self.other[0])))
         slabs = [Slab(of, slab_rows(work, plan.chunk_rows), block_rows, TorchRows()) for of, _ in heads]
-        dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
         divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)
         compiled = tokens.vocab is None and self._is_compiled(divergence)

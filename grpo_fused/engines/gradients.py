@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LMHead, Needs
-from grpo_fused.engines.base import Gradients, Tokens, Work
+from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens, Work
 from grpo_fused.engines.products import (
     VOCAB_BLOCK_BYTES_CUDA,
     accumulate_weight_gradient,
@@ -24,12 +24,12 @@ class GradientSums:
     """Gradients of a call; chunks are added to them."""
 
     @staticmethod
-    def weight_dtype(head: LMHead, *, one_chunk: bool) -> torch.dtype:
-        """Dtype of dW: one chunk needs no fp32 accumulator, except in fp16, which the upstream gradient may rescale."""
-        one_product = one_chunk and head.base is None
-        if one_product and torch.float16 not in (head.weight.dtype, head.compute_dtype):
-            return head.weight.dtype
-        return head.statistics_dtype
+    def weight_dtype(engine: Engine, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
+        """Dtype of dW for a call of N = `num_tokens` positions: the weight's own if nothing is accumulated."""
+        alone = _dtype_of_one_chunk(head)
+        rows = MANY if alone == head.statistics_dtype else engine.chunk_rows(head, num_tokens, max_scratch_bytes)
+        # a traced number of tokens is compared only where it matters
+        return alone if rows == MANY or num_tokens <= rows else head.statistics_dtype
 
     @staticmethod
     def accumulator_bytes(head: LMHead, weight_dtype: torch.dtype) -> int:
@@ -127,8 +127,15 @@ def _weighted_sum(dlogits: Tensor, factor: Tensor) -> Tensor:
 
 def one_chunk_budget(head: LMHead) -> int:
     """Bytes of scratch that a call of one chunk may take by default: it needs no fp32 sum of dW."""
-    sums = (GradientSums.accumulator_bytes(head, GradientSums.weight_dtype(head, one_chunk=k)) for k in (False, True))
-    return scratch_budget(head.weight.device, None) + next(sums) - next(sums)
+    dtypes = head.statistics_dtype, _dtype_of_one_chunk(head)
+    of_several, of_one = (GradientSums.accumulator_bytes(head, dtype) for dtype in dtypes)
+    return scratch_budget(head.weight.device, None) + of_several - of_one
+
+
+def _dtype_of_one_chunk(head: LMHead) -> torch.dtype:
+    """Of dW: an adapter has several products, and fp16 waits for the upstream gradient, which may be a loss scale."""
+    sums = head.base is not None or torch.float16 in (head.weight.dtype, head.compute_dtype)
+    return head.statistics_dtype if sums else head.weight.dtype
 
 
 def slab_rows(work: Work, chunk_rows: int) -> int:

@@ -76,18 +76,9 @@ class NativeEngine:
         most = range(1, int(stored) // (of_token * panel) + 1)
         return bisect_left(most, True, key=too_many) * panel or MANY
 
-    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """See `Engine.weight_gradient_dtype`: a row of dW is summed over all tokens before it is rounded.
-
-        In fp16 it stays fp32 until the upstream gradient is known, which may be a loss scale. That of an adapter is
-        summed over chunks.
-        """
-        sums = head.base is not None or head.weight.dtype == torch.float16
-        return torch.float32 if sums else head.weight.dtype
-
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: operands, partial results, the threads' blocks; then exponentials, as far as they fit."""
-        dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, head, num_tokens, max_scratch_bytes)
         storage = _storage(head, head.weight.new_empty(1, dtype=dtype).expand(head.weight.shape))
         rows = min(num_tokens, longest_chunk(num_tokens, self.chunk_rows(head, num_tokens, max_scratch_bytes)))
         plan = _plan(head, rows, storage, _budget(max_scratch_bytes, storage))
@@ -108,7 +99,7 @@ class NativeEngine:
         """See `Engine.fused`. Known scores are computed again where dW's memory holds exponentials: one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
         shape, nothing = (tokens.ids.shape[0], head.width), head.weight.new_empty(0)
-        dtype = self.weight_gradient_dtype(head, shape[0], work.max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, head, shape[0], work.max_scratch_bytes)
         dweight = None
         if needs.need_weight:  # chunks add to that of an adapter
             dweight = (torch.empty if head.base is None else torch.zeros)(head.weight.shape, dtype=dtype)

@@ -62,15 +62,10 @@ class TritonEngine:
         most = (one_chunk_budget(head) - widened) // row_bytes if max_scratch_bytes is None else 0
         return max(num_tokens, 1) if num_tokens <= most else self._rows_of(head, row_bytes, max_scratch_bytes, widened)
 
-    def weight_gradient_dtype(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> torch.dtype:
-        """See `Engine.weight_gradient_dtype`."""
-        rows = self.chunk_rows(head, num_tokens, max_scratch_bytes)
-        return GradientSums.weight_dtype(head, one_chunk=num_tokens <= rows)
-
     def cost(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> Cost:
         """See `Engine.cost`: bytes for each row of a chunk; a softcap's exponentials are not kept."""
         rows = min(self.chunk_rows(head, num_tokens, max_scratch_bytes), num_tokens)
-        dtype = self.weight_gradient_dtype(head, num_tokens, max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, head, num_tokens, max_scratch_bytes)
         scratch = rows * _row_bytes(head) + _widened_bytes(head)
         return Cost(3.0 if head.softcap is None else 4.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
@@ -103,7 +98,7 @@ class TritonEngine:
         stores = work.known is None and head.softcap is None
         reserved = slab_rows(work, self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes))
         slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), _config(head))
-        dtype = self.weight_gradient_dtype(work.head, tokens.most_chunks_of, work.max_scratch_bytes)
+        dtype = GradientSums.weight_dtype(self, work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
         for part, taken in work.parts():
