@@ -134,7 +134,7 @@ class GRPOLossConfig:
         """Whether a token's gradient needs the log-probs of its whole sequence."""
         return (
             self.importance_sampling_level != "token"
-            or self.kind.whole_sequence
+            or self.kind.kernel is None
             or self.off_policy_mask_threshold is not None
         )
 

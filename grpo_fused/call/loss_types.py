@@ -16,17 +16,16 @@ _CLIP = _RATIOS | {"epsilon", "epsilon_high", "delta", "dual_clip"}
 _CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LossType:
     """One loss type."""
 
-    name: str
-    rule: Rule
-    """its policy term"""
     average: Average
     """over tokens: the mean over sequences of their means; over all active tokens; over sequences, each divided by
     `max_completion_length`; over sequences of their sums; the sum over `num_items_in_batch`"""
-    options: frozenset[str]
+    rule: Rule = "clip"
+    """its policy term"""
+    options: frozenset[str] = _CLIP
     """of `GRPOLossConfig`, those it uses that not every loss type does"""
     requires: str | None = None
     """an option without a default"""
@@ -36,8 +35,6 @@ class LossType:
     """the default"""
     metrics: tuple[str, ...] = _CLIP_RATIOS
     """besides those of all loss types"""
-    whole_sequence: bool = False
-    """whether the policy term of a token needs its whole sequence, at any level of ratios"""
     one_value_a_sequence: bool = False
     """whether its metrics have one value for each sequence, at any level"""
     takes_ratio: Literal["spread", "token", None] = "spread"
@@ -47,7 +44,8 @@ class LossType:
     corrects_kl: bool = True
     """whether the KL may be multiplied by the ratio"""
     kernel: int | None = 0
-    """its number in row kernels, where a token's loss depends on that token alone; None if it never does"""
+    """its number in row kernels, where a token's loss depends on that token alone; None if its policy term needs the
+    whole sequence, at any level of ratios"""
 
     @property
     def takes_items(self) -> bool:
@@ -55,66 +53,52 @@ class LossType:
         return self.average == "items"
 
 
-def _clipped(name: str, average: Average, **more: object) -> LossType:
-    return LossType(name=name, rule="clip", average=average, **{"options": _CLIP, **more})  # type: ignore[arg-type]
-
-
 LOSS_TYPES: dict[str, LossType] = {
-    kind.name: kind
-    for kind in (
-        _clipped("grpo", "sequences"),
-        _clipped("bnpo", "tokens"),
-        _clipped(
-            "dr_grpo",
-            "length",
-            options=_CLIP | {"max_completion_length"},
-            requires="max_completion_length",
-            why=" (tokens), which it divides by",
-        ),
-        _clipped("dapo", "items"),
-        _clipped("luspo", "sum"),
-        LossType(
-            name="cispo",
-            rule="cispo",
-            average="items",
-            options=_RATIOS | {"epsilon_high"},
-            requires="epsilon_high",
-            why=", its bound on the ratio itself",
-            metrics=("cispo_clip_ratio",),
-            kernel=1,
-        ),
-        LossType(
-            name="sapo",
-            rule="sapo",
-            average="sequences",
-            options=_RATIOS | {"sapo_temperature_pos", "sapo_temperature_neg"},
-            metrics=(),
-            kernel=2,
-        ),
-        LossType(
-            name="vespo",
-            rule="vespo",
-            average="items",
-            options=_RATIOS | {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"},
-            metrics=("vespo/phi_seq_mean",),
-            whole_sequence=True,
-            one_value_a_sequence=True,
-            takes_ratio="token",
-            kernel=None,
-        ),
-        LossType(
-            name="gmpo",
-            rule="gmpo",
-            average="sequences",
-            options=frozenset({"epsilon", "epsilon_high"}),
-            epsilon=0.4,
-            whole_sequence=True,
-            takes_ratio=None,
-            masks_inside=True,
-            corrects_kl=False,
-            kernel=None,
-        ),
-    )
+    "grpo": LossType("sequences"),
+    "bnpo": LossType("tokens"),
+    "dr_grpo": LossType(
+        "length",
+        options=_CLIP | {"max_completion_length"},
+        requires="max_completion_length",
+        why=" (tokens), which it divides by",
+    ),
+    "dapo": LossType("items"),
+    "luspo": LossType("sum"),
+    "cispo": LossType(
+        "items",
+        "cispo",
+        options=_RATIOS | {"epsilon_high"},
+        requires="epsilon_high",
+        why=", its bound on the ratio itself",
+        metrics=("cispo_clip_ratio",),
+        kernel=1,
+    ),
+    "sapo": LossType(
+        "sequences",
+        "sapo",
+        options=_RATIOS | {"sapo_temperature_pos", "sapo_temperature_neg"},
+        metrics=(),
+        kernel=2,
+    ),
+    "vespo": LossType(
+        "items",
+        "vespo",
+        options=_RATIOS | {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"},
+        metrics=("vespo/phi_seq_mean",),
+        one_value_a_sequence=True,
+        takes_ratio="token",
+        kernel=None,
+    ),
+    "gmpo": LossType(
+        "sequences",
+        "gmpo",
+        options=frozenset({"epsilon", "epsilon_high"}),
+        epsilon=0.4,
+        takes_ratio=None,
+        masks_inside=True,
+        corrects_kl=False,
+        kernel=None,
+    ),
 }
 
 
