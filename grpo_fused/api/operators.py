@@ -388,7 +388,7 @@ def _engine(call: TokensCall, tokens: Tokens) -> Engine:
         return engine
     vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
     most = engines.largest_sparse_set(call.run.engine, vocab_size)
-    return CandidateEngine(engine, _pairs(call), call.candidates.any_whole, most)
+    return CandidateEngine(engine, tokens.candidates, _pairs(call), call.candidates.any_whole, most)
 
 
 def _pairs(call: TokensCall) -> Pairs:

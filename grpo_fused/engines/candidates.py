@@ -30,6 +30,8 @@ class CandidateEngine:
 
     whole: Engine
     """works on tokens whose set is empty, or too large"""
+    sets: CandidateSets
+    """of all positions of the call"""
     pairs: Pairs
     any_whole: bool
     """whether there may be such tokens; if not, `add_weight_gradient` makes dW from the candidates' derivatives"""
@@ -48,8 +50,8 @@ class CandidateEngine:
         """See `Engine.score`."""
         sparse, others = self._split(work)
         out = Statistics.empty(len(work.rows), work.rows.device, work.with_entropy, work.head.statistics_dtype).zero_()
-        for block in _blocks(work, sparse):
-            out.place_(block, self._score(work, self._sets(work, block)).statistics)
+        for block in self._blocks(work, sparse):
+            out.place_(block, self._score(work, block)[1].statistics)
         if len(others):
             out.place_(others, self.whole.score(replace(work, rows=work.rows[others])))
         return out
@@ -64,15 +66,13 @@ class CandidateEngine:
             statistics, gradients = self.whole.fused(_of_whole_head(work, others))
             out.place_(others, statistics)
 
-        assert tokens.candidates is not None
         hidden, worked = gradients.hidden, gradients.tokens
         if needs.need_hidden and hidden is None:
             shape = (tokens.ids.shape[0], head.width)
             hidden = torch.zeros(shape, dtype=product_dtype(head), device=out.logp.device)
-        dproducts = out.logp.new_zeros(len(tokens.candidates.ids))
-        for block in _blocks(work, sparse):
-            sets = self._sets(work, block)
-            stats, z = self._score(work, sets)
+        dproducts = out.logp.new_zeros(len(self.sets.ids))
+        for block in self._blocks(work, sparse):
+            sets, (stats, z) = self._score(work, block)
             stats = tokens.merged(sets.rows, stats) if work.known is None else work.known.select(block)
             out.place_(block, stats)
             coefficients = work.coefficients(block, stats)
@@ -97,20 +97,25 @@ class CandidateEngine:
 
     def _split(self, work: Work) -> tuple[Tensor, Tensor]:
         """Indices of the rows that need their set only, and of those of the whole head; none if masked with a set."""
-        assert work.tokens.candidates is not None
-        sizes, active = work.tokens.candidates.sizes[work.rows], work.tokens.mask[work.rows]
+        sizes, active = self.sets.sizes[work.rows], work.tokens.mask[work.rows]
         small, large = (sizes > 0) & (sizes <= self.most), sizes > self.most
         return (small & active).nonzero().squeeze(1), ((sizes == 0) | (large & active)).nonzero().squeeze(1)
 
-    def _sets(self, work: Work, block: Tensor) -> Sets:
-        assert work.tokens.candidates is not None
-        return sets_of(work.head, work.tokens, work.tokens.candidates, work.rows[block])
+    def _blocks(self, work: Work, rows: Tensor) -> tuple[Tensor, ...]:
+        """`rows` (indices of those of the work) in blocks of about `_BLOCK_CANDIDATES` candidates."""
+        if len(rows) == 0:
+            return ()
+        before = self.sets.sizes[work.rows[rows]].cumsum(0)
+        size = _BLOCK_CANDIDATES if work.head.base is None else _BLOCK_COPIED
+        counts = (before // size).unique_consecutive(return_counts=True)[1]
+        return rows.split(counts.tolist())
 
-    def _score(self, work: Work, sets: Sets) -> Scores:
+    def _score(self, work: Work, block: Tensor) -> tuple[Sets, Scores]:
+        sets = sets_of(work.head, work.tokens, self.sets, work.rows[block])
         scores = score_pairs(self.pairs, work.head, work.tokens, sets, work.with_entropy)
         if work.candidate_z is not None:
             work.candidate_z.index_copy_(0, sets.places, scores.z)
-        return scores
+        return sets, scores
 
 
 def score_pairs(pairs: Pairs, head: LMHead, tokens: Tokens, sets: Sets, with_entropy: bool) -> Scores:
@@ -162,17 +167,6 @@ def add_weight_gradient(
             pairs.add_sums(weight, unique, states.contiguous(), token, factor, offsets)
     if bias is not None:
         bias.index_add_(0, unique, segments(factor, "sum", offsets).to(bias.dtype))
-
-
-def _blocks(work: Work, rows: Tensor) -> list[Tensor]:
-    """`rows` (indices of those of the work) in blocks of about `_BLOCK_CANDIDATES` candidates."""
-    assert work.tokens.candidates is not None
-    if len(rows) == 0:
-        return []
-    before = work.tokens.candidates.sizes[work.rows[rows]].cumsum(0)
-    size = _BLOCK_CANDIDATES if work.head.base is None else _BLOCK_COPIED
-    counts = (before // size).unique_consecutive(return_counts=True)[1]
-    return list(rows.split(counts.tolist()))
 
 
 def _of_whole_head(work: Work, others: Tensor) -> Work:
