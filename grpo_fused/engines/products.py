@@ -178,25 +178,24 @@ def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
             codes=head.codes, rounded=cpu_library.scalar(head.compute_dtype), row_scale=head.row_scale,
         )  # fmt: skip
         return
-    if has_fp32_output(head):
-        for block in _blocks(head, head.compute_dtype):
-            torch.mm(hidden, _block(head, block, head.compute_dtype).T, out_dtype=torch.float32, out=out[:, block])
-    else:
-        wide = hidden.to(head.statistics_dtype)
-        for block in _blocks(head, head.statistics_dtype):
-            torch.mm(wide, _block(head, block, head.statistics_dtype).T, out=out[:, block])
+    fp32_output = _fp32_output(head)
+    dtype = head.compute_dtype if fp32_output else head.statistics_dtype
+    hidden = hidden.to(dtype)
+    for block in _blocks(head, dtype):
+        torch.mm(hidden, _block(head, block, dtype).T, out=out[:, block], **fp32_output)
     if head.row_scale is not None:
         out *= head.row_scale
 
 
 def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
     """[C, H] = dlogits [C, V] (gradient dtype) @ [base, weight]."""
-    blocks = list(_blocks(head, gradient_dtype(head)))
+    dtype, fp32_output = gradient_dtype(head), _fp32_output(head)
+    blocks = list(_blocks(head, dtype))
     if len(blocks) == 1:
-        return _product(head, dlogits, _block(head, blocks[0], gradient_dtype(head)))
+        return torch.mm(dlogits, _block(head, blocks[0], dtype), **fp32_output)
     total = dlogits.new_zeros((dlogits.shape[0], head.width), dtype=head.statistics_dtype)
     for block in blocks:
-        _add_product(head, total, dlogits[:, block], _block(head, block, gradient_dtype(head)))
+        torch.addmm(total, dlogits[:, block], _block(head, block, dtype), out=total, **fp32_output)
     return total
 
 
@@ -207,35 +206,27 @@ def accumulate_weight_gradient(
 
     The first chunk is written, not added; if others follow, `out` must be of the statistics dtype.
     """
-    hidden = hidden.to(gradient_dtype(head))
+    hidden, fp32_output = hidden.to(gradient_dtype(head)), _fp32_output(head)
     if scale is None and dlogits.dtype == out.dtype:
         torch.addmm(out, dlogits.T, hidden, beta=0 if first else 1, out=out)
-    elif scale is None and has_fp32_output(head) and out.dtype == torch.float32:
+    elif scale is None and fp32_output and out.dtype == torch.float32:
         if first:
-            torch.mm(dlogits.T, hidden, out_dtype=torch.float32, out=out)
+            torch.mm(dlogits.T, hidden, out=out, **fp32_output)
         else:
-            _add_product(head, out, dlogits.T, hidden)
+            torch.addmm(out, dlogits.T, hidden, out=out, **fp32_output)
     else:
         rows = _block_rows(head)
         for start in range(0, out.shape[0], rows):
             block = slice(start, start + rows)
-            product = _product(head, dlogits[:, block].T, hidden)
+            product = torch.mm(dlogits[:, block].T, hidden, **fp32_output)
             if scale is not None:
                 product = product.to(head.statistics_dtype).div_(scale)
             out[block].copy_(product) if first else out[block].add_(product)
 
 
-def _product(head: LMHead, a: Tensor, b: Tensor) -> Tensor:
-    if has_fp32_output(head):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
-
-
-def _add_product(head: LMHead, out: Tensor, a: Tensor, b: Tensor) -> None:
-    if has_fp32_output(head):
-        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    else:
-        out.addmm_(a, b)
+def _fp32_output(head: LMHead) -> dict[str, Any]:
+    """How `mm` and `addmm` are asked for fp32 results of narrow operands, where they have them."""
+    return {"out_dtype": torch.float32} if has_fp32_output(head) else {}
 
 
 def widened_bytes(head: LMHead) -> int:
