@@ -51,7 +51,7 @@ from grpo_fused.engines.alternatives import Alternatives
 from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens
 from grpo_fused.engines.candidates import CandidateEngine, add_weight_gradient
 from grpo_fused.engines.chunked import ChunkedEngine
-from grpo_fused.engines.divergence import DivergenceEngine, torch_rows
+from grpo_fused.engines.divergence import torch_rows
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.engines.products import ieee_products, product_dtype, rounded_bias
@@ -137,8 +137,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     call: LossCall = build(LossCall, iter(values))
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     with _shared(call, layout) as (tokens, ranks):
-        engine = DivergenceEngine(call.ref_hidden_states, call.ref_lm_head) if call.exact else _engine(call, tokens)
-        parts = run_loss(engine, tokens, layout, config, call, ranks)
+        parts = run_loss(_engine(call, tokens), tokens, layout, config, call, ranks)
     return _loss_result(call, layout, parts, _loss_metrics(call))
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from grpo_fused.call.calls import (
     HIDDEN_ALONE,
-    NO_GRADIENT,
     CustomCall,
     DivergenceCall,
     LinearCall,
@@ -83,15 +82,16 @@ def run_loss(
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
     divergence = torch.zeros_like(scores.logp) if call.exact else None
+    if divergence is not None:
+        engine = DivergenceEngine(call.ref_hidden_states, call.ref_lm_head, divergence, config.beta * batch.weight)
     # reading the coefficients of a chunk synchronises, except on the CPU
     skip_zeros = run.compact and tokens.ids.device.type == "cpu"
     work = Work(
         head, tokens, rows.gradient, with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
-        divergence_weights=config.beta * batch.weight if call.exact else None,
         only_logps=config.entropy_coef == 0,
     )  # fmt: skip
 
-    _score(engine, replace(work, rows=rows.scored_only), scores, divergence)
+    _score(engine, replace(work, rows=rows.scored_only), scores)
     chunk_rows = _chunk_rows(engine, work)
     whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
@@ -104,12 +104,11 @@ def run_loss(
         objective = TokenObjective(local_batch, rows.gradient, config, scores if once else None)
         statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective))
         _place(statistics, rows.gradient, tokens, scores)
-        _place_divergence(gradients, rows.gradient, divergence)
         result = objective.result
     elif early:
         gradients = _score_early(engine, work, scores)
     else:
-        _score(engine, work, scores, divergence)
+        _score(engine, work, scores)
 
     logp, entropy = _of_all_ranks(scores, ranks)
     if divergence is not None:
@@ -218,15 +217,13 @@ def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
     head, run = _head(call), call.run
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
-    other = call.other_hidden_states, call.other_lm_head
-    engine = DivergenceEngine(*other, kind=call.kind, beta=call.beta, top_k=top_k)
+    other, divergence = (call.other_hidden_states, call.other_lm_head), torch.zeros_like(weights)
+    engine = DivergenceEngine(*other, divergence, weights, kind=call.kind, beta=call.beta, top_k=top_k)
     rows = tokens.mask.nonzero().squeeze(1) if run.compact else _everything(tokens)
-    work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs, divergence_weights=weights)
+    work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs)
     statistics, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
     _place(statistics, rows, tokens, scores)
-    divergence = torch.zeros_like(weights)
-    _place_divergence(gradients, rows, divergence)
     divergence = torch.where(tokens.mask, divergence, 0.0)
     check_finite(divergence, call.kind)
     loss = (weights * divergence).sum(dtype=torch.float64).to(weights.dtype)
@@ -293,18 +290,10 @@ def clean_coefficients(
     return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
 
 
-def _score(engine: Engine, work: Work, scores: Statistics, divergence: Tensor | None = None) -> None:
-    """Score the rows of `work`, one product, into `scores` of all N positions; and into `divergence` [N], if given."""
-    if not work.rows.shape[0]:
-        return
-    if divergence is None:
-        statistics = engine.score(work)
-    else:
-        work = replace(work, needs=NO_GRADIENT)
-        chunks = even_chunks(len(work.rows), _chunk_rows(engine, work))
-        statistics, gradients = engine.fused(replace(work, chunks=chunks))
-        _place_divergence(gradients, work.rows, divergence)
-    _place(work.tokens.merged(work.rows, statistics), work.rows, work.tokens, scores)
+def _score(engine: Engine, work: Work, scores: Statistics) -> None:
+    """Score the rows of `work`, one product, into `scores` of all N positions."""
+    if work.rows.shape[0]:
+        _place(work.tokens.merged(work.rows, engine.score(work)), work.rows, work.tokens, scores)
 
 
 def _may_be_early(work: Work) -> bool:
@@ -326,12 +315,6 @@ def times_dlogp(dhidden: Tensor | None, dlogp: Tensor) -> Tensor:
     """[..., H]: dlogp/dh times the coefficients [...]; 0 where these are 0, since a product may not be finite."""
     assert dhidden is not None
     return (dhidden * dlogp.unsqueeze(-1)).masked_fill_((dlogp == 0).unsqueeze(-1), 0.0)
-
-
-def _place_divergence(gradients: Gradients, rows: Tensor, divergence: Tensor | None) -> None:
-    """Write that of `rows` into that of all N positions."""
-    if divergence is not None and gradients.divergence is not None:
-        divergence.index_copy_(0, rows, gradients.divergence)
 
 
 def _known_gradient(engine: Engine, work: Work, scores: Statistics | None, found: Coefficients, compact: bool) -> Work:

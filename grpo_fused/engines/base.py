@@ -134,8 +134,6 @@ class Gradients(NamedTuple):
     """number of rows with gradient work"""
     candidates: Tensor | None = None
     """[K] dL/d(product) of each candidate; if all tokens have a set, dW and db are computed from it later"""
-    divergence: Tensor | None = None
-    """[R] of the rows of the work, from another head, if the engine computes it"""
 
 
 class Cost(NamedTuple):
@@ -207,8 +205,6 @@ class Work:
     needs: Needs = NO_GRADIENT
     known: Statistics | None = None
     """the scores of `rows` if they are known: an engine may use them, or compute them again"""
-    divergence_weights: Tensor | None = None
-    """[N] dL/dD of each position, 0 where masked: of an engine that computes divergences"""
     skip_zeros: bool = False
     """whether the engine may read the coefficients of a chunk and leave out rows where they are 0"""
     only_logps: bool = False

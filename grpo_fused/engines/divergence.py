@@ -12,14 +12,15 @@ digits. r comes from differences of logits. exp is only taken of -|r|, times the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import LMHead
+from grpo_fused.call.calls import NO_GRADIENT, LMHead
 from grpo_fused.call.layout import values_are_checked
 from grpo_fused.engines import cpu_library, libraries
-from grpo_fused.engines.base import Gradients, Tokens, Work, even_chunks, flat_view, no_coefficients
+from grpo_fused.engines.base import MANY, Gradients, Tokens, Work, even_chunks, flat_view, no_coefficients
 from grpo_fused.engines.chunked import ChunkedEngine, Slab
 from grpo_fused.engines.gradients import GradientSums, fp16_scale, slab_rows
 from grpo_fused.engines.products import gradient_dtype, rounded_bias, rounded_weight
@@ -43,6 +44,8 @@ class DivergenceEngine(ChunkedEngine):
         self,
         hidden_states: Tensor | None,
         head: LMHead | None,
+        divergence: Tensor,
+        weights: Tensor,
         *,
         kind: str = "reverse_kl",
         beta: float = 0.5,
@@ -51,15 +54,22 @@ class DivergenceEngine(ChunkedEngine):
         """
         Args:
             hidden_states, head: of the other head, at the tokens of the policy's; None if `top_k` is given.
+            divergence: [N], where that of each row that is worked on is written.
+            weights: [N] dL/dD, 0 where masked.
             kind, beta: see `fused_linear_divergence`.
             top_k: ids and log-probs of a teacher, [.., K] each.
         """
         super().__init__(torch_rows, heads=2 if top_k is None else 1)
-        self.kind, self.beta = kind, beta
+        self.divergence, self.weights, self.kind, self.beta = divergence, weights, kind, beta
         self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
         self.other: tuple[Tensor, LMHead] | None = None
         if hidden_states is not None and head is not None:
             self.other = flat_view(hidden_states), rounded_weight(rounded_bias(hidden_states, head))
+
+    def score(self, work: Work) -> Statistics:
+        """See `Engine.score`; the divergence of the rows, too."""
+        rows = self.chunk_rows(work.head, MANY, work.max_scratch_bytes)
+        return self.fused(replace(work, needs=NO_GRADIENT, chunks=even_chunks(len(work.rows), rows)))[0]
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`; `no_coefficients` mean that the divergence is all there is."""
@@ -75,8 +85,7 @@ class DivergenceEngine(ChunkedEngine):
         slabs = [Slab(of, slab_rows(work, plan.chunk_rows), block_rows, TorchRows()) for of, _ in heads]
         dtype = GradientSums.weight_dtype(self, work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums, scores = GradientSums(head, tokens, needs, dtype), []
-        divergence = torch.zeros(len(work.rows), dtype=head.statistics_dtype, device=work.rows.device)
-        compiled = tokens.vocab is None and self._is_compiled(divergence)
+        compiled = tokens.vocab is None and self._is_compiled(self.divergence)
         for part, taken in work.parts():
             made = [slab.logits(of, taken) for slab, (_, of) in zip(slabs, heads, strict=True)]
             hidden, chunk = made[0][0], [logits for _, logits in made]
@@ -87,8 +96,7 @@ class DivergenceEngine(ChunkedEngine):
             scores.append(head_statistics[0])
             factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
-                assert work.divergence_weights is not None
-                factor = work.divergence_weights[taken]
+                factor = self.weights[taken]
                 bound = factor.abs()
                 if work.coefficients is not no_coefficients:
                     _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])
@@ -105,15 +113,14 @@ class DivergenceEngine(ChunkedEngine):
                     value, dz = self._compiled_derivative(parts, stats, *slopes[:2])
                 else:
                     value, dz = self._derivative(taken[block], tokens, parts, stats, *slopes)
-                divergence[part][block] = value
+                self.divergence[taken[block]] = value
                 if factor is not None:
                     dz = chain_(dz, parts[0].raw, parts[0].transform)
                     out[block].copy_(dz if scale is None else dz.mul_(scale))
             slabs[0].clear_padding(len(taken))
             if needs.any():
                 sums.add(taken, hidden, out, scale)
-        statistics = Statistics.concatenate(scores, head.weight, work.with_entropy)
-        return statistics, sums.result()._replace(divergence=divergence)
+        return Statistics.concatenate(scores, head.weight, work.with_entropy), sums.result()
 
     def _is_compiled(self, like: Tensor) -> bool:
         """Whether the C++ library does the row work: the two KL divergences of fp32 rows on a CPU."""
