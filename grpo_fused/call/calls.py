@@ -6,8 +6,9 @@ operator and the handshake of several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import torch
@@ -452,28 +453,19 @@ _TENSOR = "a tensor"  # its place in a call without tensors
 
 def detach(call: C) -> tuple[C, list[Tensor]]:
     """The call without its tensors, and the tensors: autograd saves them separately between forward and backward."""
-    tensors: list[Tensor] = []
-    parts: list[Any] = []
-    for value in call:
-        if isinstance(value, tuple):
-            value, inner_tensors = detach(value)
-            tensors += inner_tensors
-        elif isinstance(value, Tensor):
-            tensors.append(value)
-            value = _TENSOR
-        parts.append(value)
-    return type(call)(*parts), tensors
+    return attach(call, repeat(_TENSOR)), [x for x in flat(call) if isinstance(x, Tensor)]
 
 
-def attach(bare: C, tensors: Sequence[Tensor]) -> C:
+def attach(bare: C, tensors: Iterable[Any]) -> C:
     """The call from the two results of `detach`."""
     return _filled(bare, iter(tensors))
 
 
-def _filled(bare: C, tensors: Iterator[Tensor]) -> C:
+def _filled(call: C, tensors: Iterator[Any]) -> C:
+    """The call with others in place of its tensors, in their order."""
     parts: list[Any] = []
-    for value in bare:
+    for value in call:
         if isinstance(value, tuple):
             value = _filled(value, tensors)
-        parts.append(next(tensors) if value is _TENSOR else value)
-    return type(bare)(*parts)
+        parts.append(next(tensors) if value is _TENSOR or isinstance(value, Tensor) else value)
+    return type(call)(*parts)
