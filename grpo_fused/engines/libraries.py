@@ -110,22 +110,11 @@ def _load_cpu() -> tuple[str | None, bool]:
         if missing.startswith("GRPO_FUSED_ISA"):  # a wish that cannot be met is not passed over
             raise ValueError(missing)
         return missing or None, False
-    unfit = _unfit()
-    return unfit or reason, unfit is None
-
-
-def _unfit() -> str | None:
-    """Why no build of the CPU operators runs on this machine, or None; the same check as `csrc/cpu/machine.cpp`."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
-        return f"the native engine is for Linux on x86-64, this is {sys.platform} on {platform.machine()}"
-    try:
-        with open("/proc/cpuinfo") as processors:
-            flags = next((line.split() for line in processors if line.startswith("flags")), [])
-    except OSError as error:
-        return f"the processor's instruction sets are not known: {error}"
-    if not {"avx2", "fma", "f16c"} <= set(flags):
-        return "the native engine needs AVX2 and FMA (with F16C), which this machine lacks"
-    return None
+        return f"the native engine is for Linux on x86-64, this is {sys.platform} on {platform.machine()}", False
+    if not torch.cpu._is_avx2_supported():  # FMA and F16C, which it needs too, come with AVX2
+        return "the native engine needs AVX2 and FMA (with F16C), which this machine lacks", False
+    return reason, True
 
 
 _cpu_reason, _mended_by_a_build = _load_cpu()
