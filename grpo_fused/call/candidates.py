@@ -98,10 +98,10 @@ class CandidateSets:
         check_number(temperature, "temperature", above=0.0)
         if top_k is not None:
             check_integer(top_k, "top_k", least=1)
-        if top_p is not None and not 0.0 < check_number(top_p, "top_p") <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1]; got {top_p}")
-        if min_p is not None and not 0.0 <= check_number(min_p, "min_p") <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1]; got {min_p}")
+        if top_p is not None:
+            check_number(top_p, "top_p", above=0.0, most=1.0)
+        if min_p is not None:
+            check_number(min_p, "min_p", least=0.0, most=1.0)
         z = logits.reshape(-1, logits.shape[-1]).float() / temperature
         largest = z.amax(-1)
         if not largest.isfinite().all():  # the maximum of a row with a NaN is NaN

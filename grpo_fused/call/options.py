@@ -12,15 +12,19 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false"}
 _of_class: dict[type, list[_Option]] = {}  # read once: torch.compile cannot trace annotations
 
 
-def check_number(x: object, name: str, *, above: float = -math.inf) -> float:
-    """A finite number greater than `above`: Python's or NumPy's, no bool and no tensor."""
+def check_number(
+    x: object, name: str, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
+) -> float:
+    """A finite number in a range: Python's or NumPy's, no bool and no tensor."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name} must be a number; got {x!r} of type {type(x).__name__}")
     number = float(x)
     if not abs(number) < math.inf:  # NaN neither; torch.compile can trace this, but not math.isfinite
         raise ValueError(f"{name} must be finite; got {x}")
-    if not number > above:
-        raise ValueError(f"{name} must be > {above:g}; got {x}")
+    if not above < number or not least <= number <= most:
+        sign, bracket, lower = (">=", "[", least) if above == -math.inf else (">", "(", above)
+        must = f"{sign} {lower:g}" if most == math.inf else f"in {bracket}{lower:g}, {most:g}]"
+        raise ValueError(f"{name} must be {must}; got {x}")
     return number
 
 

@@ -132,9 +132,7 @@ def score_centered_ipo(threshold: float = 0.3, cap: float = 1e4) -> Objective:
 
     Source: prime-rl's `ipo` with `score_centering` (without its penalty); checked against its function.
     """
-    bound, largest = check_number(threshold, "threshold"), check_number(cap, "cap", above=0.0)
-    if bound < 0:
-        raise ValueError(f"threshold must be >= 0; got {threshold}")
+    bound, largest = check_number(threshold, "threshold", least=0.0), check_number(cap, "cap", above=0.0)
 
     def weight(log_p: Tensor, log_q: Tensor) -> Tensor:
         return _ratio(log_p, log_q).clamp(max=largest) * ((log_p.exp() - log_q.exp()).abs() <= bound)

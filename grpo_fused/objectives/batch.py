@@ -46,7 +46,7 @@ def clip_cov(
 
     Source: The Entropy Mechanism of RL (arXiv 2505.22617); checked against verl 0.9.1 `clip_cov`.
     """
-    _check_share(share)
+    check_number(share, "share", above=0.0, most=1.0)
     check_band(low, high)
     bottom, top = check_clip(epsilon, epsilon_high)
 
@@ -82,7 +82,7 @@ def kl_cov(share: float = 2e-4, kl_coef: float = 1.0) -> Objective:
 
     Source: The Entropy Mechanism of RL (arXiv 2505.22617); checked against verl 0.9.1 `kl_cov`.
     """
-    _check_share(share)
+    check_number(share, "share", above=0.0, most=1.0)
     coef = check_number(kl_coef, "kl_coef", above=0.0)
 
     def loss(tokens: Tokens) -> Tensor:
@@ -97,8 +97,3 @@ def kl_cov(share: float = 2e-4, kl_coef: float = 1.0) -> Objective:
 def _covariance(tokens: Tokens) -> Tensor:
     logps = tokens.logps.detach()
     return (tokens.advantages - tokens.advantages.mean()) * (logps - logps.mean())
-
-
-def _check_share(share: float) -> None:
-    if check_number(share, "share", above=0.0) > 1.0:
-        raise ValueError(f"share must be in (0, 1]; got {share}")

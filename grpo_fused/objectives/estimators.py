@@ -243,8 +243,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1
     Source: arXiv 2501.03262; checked against verl 0.9.1 `reinforce_plus_plus`.
     """
     rewards, active = _tokens(token_rewards, mask)
-    if check_number(gamma, "gamma", above=0.0) > 1.0:
-        raise ValueError(f"gamma must be in (0, 1]; got {gamma}")
+    check_number(gamma, "gamma", above=0.0, most=1.0)
     following, returns = rewards.new_zeros(len(rewards)), torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
         returns[:, t] = rewards[:, t] + gamma * following

@@ -207,7 +207,7 @@ def ipo(threshold: float = 0.3, kl_coef: float = 1e-3) -> Objective:
     Source: prime-rl's `ipo` loss; its squared log-ratio is Kimi-K2.5's (arXiv 2602.02276). Tested
     against the formula, compared once with prime-rl's code of August 2026.
     """
-    bound, coef = check_number(threshold, "threshold", above=0.0), _coefficient(kl_coef, "kl_coef")
+    bound, coef = check_number(threshold, "threshold", above=0.0), check_number(kl_coef, "kl_coef", least=0.0)
 
     def loss(tokens: Tokens) -> Tensor:
         moved = tokens.logps.detach().exp() - tokens.sampling.exp()
@@ -237,7 +237,7 @@ def ref_kl(threshold: float = 0.2, kl_coef: float = 1e-3) -> Objective:
     Source: prime-rl's `ref_kl` loss component. Tested against the formula, compared once with prime-rl's code of August
     2026.
     """
-    bound, coef = check_number(threshold, "threshold", above=0.0), _coefficient(kl_coef, "kl_coef")
+    bound, coef = check_number(threshold, "threshold", above=0.0), check_number(kl_coef, "kl_coef", least=0.0)
 
     def loss(tokens: Tokens) -> Tensor:
         advantages = tokens.inputs["ref_per_token_logps"] - tokens.logps.detach()
@@ -337,13 +337,6 @@ def dro(beta: float) -> Objective:
         return 0.5 * coef * tokens.log_ratio(tokens.old).square() - tokens.advantages * tokens.logps
 
     return Objective(described("dro", beta=beta), loss, may_have=OLD)
-
-
-def _coefficient(x: float, name: str) -> float:
-    number = check_number(x, name)
-    if number < 0:
-        raise ValueError(f"{name} must be >= 0; got {x}")
-    return number
 
 
 def check_band(low: float, high: float) -> None:
