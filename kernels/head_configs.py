@@ -26,6 +26,19 @@ STEPS_PER_SPLIT = 128
 """k steps that a work item should have at least: filling and draining its pipeline of 3 to 4 stages costs 3 %."""
 
 
+COLUMN_MULTIPLE = 16
+"""Columns of an operand: only then are all loads 16 bytes wide, and a tensor descriptor's strides allowed."""
+
+FP32_COLUMN_MULTIPLE = 32
+"""In fp32 a k step of all GPUs: no load is masked then, and ptxas spills no register (one did with triton 3.8)."""
+
+
+def aligned_width(width: int, dtype: torch.dtype) -> int:
+    """Columns of operands for hidden states of this width."""
+    multiple = FP32_COLUMN_MULTIPLE if dtype == torch.float32 else COLUMN_MULTIPLE
+    return -(-width // multiple) * multiple
+
+
 class HeadConfig(NamedTuple):
     """How a head kernel is launched: tiles of [block_n tokens, block_v vocabulary rows], block_k of H at a time."""
 
@@ -42,9 +55,13 @@ class HeadConfig(NamedTuple):
     max_splits: int = MAX_SPLITS
     steps_per_split: int = STEPS_PER_SPLIT
 
+    def tiles(self, vocab_size: int) -> int:
+        """Vocabulary tiles of a head."""
+        return -(-vocab_size // self.block_v)
+
     def splits(self, vocab_size: int, width: int) -> tuple[int, int]:
         """(vocabulary splits, tiles in each) of a head [V, H]."""
-        tiles = -(-vocab_size // self.block_v)
+        tiles = self.tiles(vocab_size)
         steps = -(-width // self.block_k)
         each = min(max(-(-tiles // self.max_splits), -(-self.steps_per_split // steps)), tiles)
         return -(-tiles // each), each

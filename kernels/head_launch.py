@@ -17,7 +17,7 @@ from .head import (
     finish_scores_fwd_kernel,
     head_fwd_kernel,
 )
-from .head_configs import HeadConfig, finish_config, head_config, pass_config
+from .head_configs import COLUMN_MULTIPLE, HeadConfig, aligned_width, finish_config, head_config, pass_config
 from .launch import contiguous_bias, device_of, flags_of
 from .row_types import BYTES, NOTHING, Coefficients, Extras, Statistics, Transform
 
@@ -39,7 +39,7 @@ class Exponentials(NamedTuple):
     @classmethod
     def empty(cls, num_rows: int, weight: Tensor, dtype: torch.dtype, config: HeadConfig) -> Exponentials:
         """Room for N rows."""
-        tiles = num_tiles(config, weight)
+        tiles = config.tiles(weight.shape[0])
         values = torch.empty((num_rows, padded(weight.shape[0])), dtype=dtype, device=weight.device)
         offsets = torch.empty((num_rows, tiles), dtype=torch.float32, device=weight.device)
         return cls(values[:, : weight.shape[0]], offsets, config.block_v)
@@ -47,24 +47,6 @@ class Exponentials(NamedTuple):
     def rows(self, count: int) -> Exponentials:
         """The first `count` rows."""
         return Exponentials(self.values[:count], self.offsets[:count], self.block_v)
-
-
-COLUMN_MULTIPLE = 16
-"""Columns of an operand: only then are all loads 16 bytes wide, and a tensor descriptor's strides allowed."""
-
-FP32_COLUMN_MULTIPLE = 32
-"""In fp32 a k step of all GPUs: no load is masked then, and ptxas spills no register (one did with triton 3.8)."""
-
-
-def column_multiple(dtype: torch.dtype) -> int:
-    """What the columns of operands are a multiple of."""
-    return FP32_COLUMN_MULTIPLE if dtype == torch.float32 else COLUMN_MULTIPLE
-
-
-def aligned_width(width: int, dtype: torch.dtype) -> int:
-    """Columns of operands for hidden states of this width."""
-    multiple = column_multiple(dtype)
-    return -(-width // multiple) * multiple
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -80,16 +62,6 @@ def aligned(x: Tensor) -> Tensor:
     copy[:, :width] = x
     copy[:, width:] = 0.0
     return copy
-
-
-def num_tiles(config: HeadConfig, weight: Tensor) -> int:
-    """Vocabulary tiles of a head."""
-    return -(-weight.shape[0] // config.block_v)
-
-
-def row_bytes(weight: Tensor, config: HeadConfig) -> tuple[int, int]:
-    """Bytes for each row of (partial statistics, offsets), besides its E; from the weight's shape only."""
-    return 12 * config.splits(*weight.shape)[0], 4 * num_tiles(config, weight)
 
 
 def head_scores(
@@ -318,7 +290,7 @@ def _launch(
         group=max(GROUP_BYTES // (config.block_n * hidden.shape[1] * hidden.itemsize), 1),
         splits=splits,
         tiles_per_split=tiles_per_split,
-        num_tiles=num_tiles(config, weight),
+        num_tiles=config.tiles(vocab_size),
         temperature=number,
         logit_scale=scale,
         softcap=softcap,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,10 +28,9 @@ from grpo_fused.engines.base import Cost, Gradients, Work
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
+from grpo_fused.kernels.configs import padded
+from grpo_fused.kernels.head_configs import HeadConfig, aligned_width, head_config
 from grpo_fused.kernels.row_types import BYTES, NOTHING, Extras, Statistics
-
-if TYPE_CHECKING:
-    from grpo_fused.kernels.head_configs import HeadConfig
 
 ROW_MULTIPLE = 128
 """Chunks of a multiple fill the kernel's token panels."""
@@ -159,17 +157,14 @@ def _extras(head: LMHead) -> Extras:
 
 def _config(head: LMHead) -> HeadConfig:
     """How the kernels score it."""
-    from grpo_fused.kernels.head_configs import head_config
-
     operand = head.weight.new_empty(0, dtype=head.compute_dtype)
     return head_config(operand, products.transform(head), _extras(head))
 
 
 def _statistics_bytes(head: LMHead) -> tuple[int, int]:
     """Bytes for each row of (partial statistics, offsets)."""
-    from grpo_fused.kernels import head_launch
-
-    return head_launch.row_bytes(head.weight if head.base is None else head.base, _config(head))
+    config, weight = _config(head), head.weight if head.base is None else head.base
+    return 12 * config.splits(*weight.shape)[0], 4 * config.tiles(head.vocab_size)
 
 
 def _widened_bytes(head: LMHead) -> int:
@@ -184,14 +179,10 @@ def _terms_bytes(head: LMHead) -> int:
 
 def _row_bytes(head: LMHead) -> int:
     """Bytes for each row: exponentials or dlogits, offsets, partial statistics, copies."""
-    from grpo_fused.kernels.configs import padded
-
     row_bytes = _copies_bytes(head) + sum(_statistics_bytes(head))
     return row_bytes + gradient_dtype(head).itemsize * padded(head.vocab_size)
 
 
 def _copies_bytes(head: LMHead) -> int:
     """Bytes for each row: hidden states gathered, then masked, then its fp32 dhidden."""
-    from grpo_fused.kernels import head_launch
-
-    return head_launch.aligned_width(head.width, head.compute_dtype) * (2 * head.compute_dtype.itemsize + 4)
+    return aligned_width(head.width, head.compute_dtype) * (2 * head.compute_dtype.itemsize + 4)
