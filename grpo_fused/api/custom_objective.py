@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import wraps
@@ -127,11 +126,10 @@ def fused_linear_objective(
         check.check_alternatives(alternatives, alternative_inputs, token_ids, token_inputs)
         if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
-        given = [namedtuple("Inputs", x)(**x) for x in (token_inputs, dict(alternative_inputs or {}))]  # type: ignore[misc]
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
-            hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, given[0], scope, with_entropy, needs, run,
-            torch.is_grad_enabled(), Alternatives.of(alternatives), given[1],
+            hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, token_inputs, scope, with_entropy, needs,
+            run, torch.is_grad_enabled(), Alternatives.of(alternatives), dict(alternative_inputs or {}),
         )  # fmt: skip
         check.check_devices(call)
 

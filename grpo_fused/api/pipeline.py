@@ -203,8 +203,7 @@ def run_objective(
 def evaluation_of(call: CustomCall, layout: Layout, rows: Tensor, objective: Objective) -> Evaluation:
     """The objective of a call, on its active tokens at `rows`."""
     inputs, for_alternatives = (
-        {name: x.reshape(-1) for name, x in zip(given._fields, given, strict=True)} if given else {}  # type: ignore[attr-defined]
-        for given in (call.inputs, call.alternative_inputs)
+        {name: x.reshape(-1) for name, x in given.items()} for given in (call.inputs, call.alternative_inputs)
     )
     alternatives = call.alternatives.sets
     return Evaluation(

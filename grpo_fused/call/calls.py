@@ -1,12 +1,12 @@
 """Calls of the public functions as typed values, which pass through autograd, operator and pipeline unchanged.
 
-A call is a `NamedTuple` of tensors, numbers and other such tuples. Its fields, in order, define the schema of an
-operator and the handshake of several ranks.
+A call is a `NamedTuple` of tensors, numbers and other such tuples; that of a custom objective, which is no operator,
+has mappings of tensors too. Its fields, in order, define the schema of an operator and the handshake of several ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
@@ -262,17 +262,17 @@ class CustomCall(NamedTuple):
     mask: Tensor | None
     cu_seqlens: Tensor | None
     candidates: Candidates
-    inputs: tuple[Any, ...]
-    """a NamedTuple of the objective's inputs"""
+    inputs: Mapping[str, Tensor]
+    """the objective's inputs"""
     scope: str
     with_entropy: bool
     needs: Needs
     run: Run
     records: bool
     """whether the caller records gradients: then a tensor of the objective's own must not require one"""
-    alternatives: Alternatives = Alternatives()
-    alternative_inputs: tuple[Any, ...] = ()
-    """a NamedTuple of the objective's inputs for each alternative"""
+    alternatives: Alternatives
+    alternative_inputs: Mapping[str, Tensor]
+    """the objective's inputs for each alternative"""
 
 
 class DivergenceCall(NamedTuple):
@@ -397,14 +397,15 @@ _NO_HEAD: Any = LMHead(*[None] * len(LMHead._fields))  # type: ignore[arg-type]
 
 
 def named(call: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of a call; fields of inner tuples take the place of the tuple."""
+    """Names and values of the fields of a call; those of inner tuples and mappings take the place of these."""
     pairs: list[tuple[str, Any]] = []
     for name, value in zip(call._fields, call, strict=True):
         if value is None and name.endswith("lm_head"):
             value = _NO_HEAD
-        pairs += (
-            [(_argument(name, field), x) for field, x in named(value)] if isinstance(value, tuple) else [(name, value)]
-        )
+        if isinstance(value, tuple):
+            pairs += [(_argument(name, field), x) for field, x in named(value)]
+        else:
+            pairs += value.items() if isinstance(value, Mapping) else [(name, value)]
     return pairs
 
 
