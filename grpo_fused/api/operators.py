@@ -95,9 +95,7 @@ def _plain(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(
-    call: TokensCall | DivergenceCall | LogprobsGradientCall, layout: Layout
-) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+def _shared(call: LinearCall | LogprobsGradientCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
     """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
     scored = call.forward if isinstance(call, LogprobsGradientCall) else call
     with _plain(scored.token_ids.device):

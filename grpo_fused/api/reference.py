@@ -17,7 +17,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
-from grpo_fused.call.validation import check_call_values, check_divergence_values
+from grpo_fused.call.validation import check_call_values
 from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products, rounded_bias
 
@@ -88,7 +88,7 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
 
 def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
     """The divergence of a policy from another head, from all logits of both at once."""
-    check_divergence_values(call, layout)
+    check_call_values(call, layout, call.lm_head.vocab_size)
     divergences, entropies = _divergence(call, layout)
     loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(divergences.dtype) * divergences).sum()
     return DivergenceOutput(loss, divergences.detach(), entropies.detach())

@@ -17,9 +17,10 @@ from torch import Tensor
 from grpo_fused.call.calls import (
     CustomCall,
     DivergenceCall,
+    LinearCall,
+    LogprobsCall,
     LossCall,
     LossInputs,
-    TokensCall,
     named,
 )
 from grpo_fused.call.candidates import CandidateSets, check_alternative_values, check_sets, check_values
@@ -385,7 +386,7 @@ def check_hidden_values(
         _refuse(name, "be finite", ~finite, active_tokens(mask, token_ids).reshape(-1))
 
 
-def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None:
+def check_call_values(call: LinearCall, layout: Layout, vocab_size: int) -> None:
     """Values of ids, mask and temperatures, of what a loss reads, of candidate sets and alternatives."""
     ids, mask, logps = call.token_ids, call.mask, {}
     check_token_values(ids, mask, vocab_size, call.lm_head.temperatures, layout)
@@ -394,23 +395,17 @@ def check_call_values(call: TokensCall, layout: Layout, vocab_size: int) -> None
         check_hidden_values(call.ref_hidden_states, ids, mask, "ref_hidden_states")
         check_loss_values(call.inputs, layout)
         logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
+    elif isinstance(call, DivergenceCall):
+        check_hidden_values(call.other_hidden_states, ids, mask, "other_hidden_states")
+        if values_are_checked(ids.device):
+            _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(mask, ids).reshape(-1))
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
     sets = call.candidates.sets
     if sets is not None:
         check_values(sets, ids, mask, vocab_size, logps)
-    if not isinstance(call, LossCall) and (alternatives := call.alternatives.sets) is not None:
+    if isinstance(call, (CustomCall, LogprobsCall)) and (alternatives := call.alternatives.sets) is not None:
         check_alternative_values(alternatives, ids, mask, vocab_size, sets)
-
-
-def check_divergence_values(call: DivergenceCall, layout: Layout) -> None:
-    """Values of the mask, temperatures and hidden states, and finite weights where a token is active."""
-    no_ids = torch.zeros_like(call.mask, dtype=torch.int64)
-    check_token_values(no_ids, call.mask, 1, call.lm_head.temperatures, layout)
-    check_hidden_values(call.hidden_states, no_ids, call.mask)
-    check_hidden_values(call.other_hidden_states, no_ids, call.mask, "other_hidden_states")
-    if values_are_checked(call.mask.device):
-        _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(call.mask, no_ids).reshape(-1))
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:

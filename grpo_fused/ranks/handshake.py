@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.call.calls import CustomCall, DivergenceCall, LogprobsGradientCall, LossCall, TokensCall, named
+from grpo_fused.call.calls import CustomCall, LinearCall, LogprobsGradientCall, LossCall, named
 from grpo_fused.call.layout import Layout
-from grpo_fused.call.validation import check_call_values, check_divergence_values
+from grpo_fused.call.validation import check_call_values
 from grpo_fused.ranks.parallel import (
     ParallelGroups,
     PeerError,
@@ -57,7 +57,7 @@ def form_of(call: Any) -> dict[str, int | str]:
     return {**form, "tensors": ", ".join(there)}
 
 
-def contents_of(call: TokensCall | DivergenceCall | LogprobsGradientCall) -> dict[str, int | str]:
+def contents_of(call: LinearCall | LogprobsGradientCall) -> dict[str, int | str]:
     """Fields that must be equal too on ranks with the same tokens: the values of tensors at active positions."""
     mask = call.forward.mask if isinstance(call, LogprobsGradientCall) else call.mask
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
@@ -66,9 +66,7 @@ def contents_of(call: TokensCall | DivergenceCall | LogprobsGradientCall) -> dic
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
-def join(
-    call: TokensCall | DivergenceCall | LogprobsGradientCall, layout: Layout
-) -> tuple[VocabParallel | None, TokenParallel | None]:
+def join(call: LinearCall | LogprobsGradientCall, layout: Layout) -> tuple[VocabParallel | None, TokenParallel | None]:
     """The ranks with other slices of the head and those with other tokens, after the check that all make the same call.
 
     If this rank's tensors have invalid values, or the ranks differ, all ranks of both groups raise.
@@ -79,9 +77,7 @@ def join(
     vocab_size = scored.lm_head.vocab_size
 
     def check(size: int) -> None:
-        if isinstance(scored, DivergenceCall):
-            check_divergence_values(scored, layout)
-        elif scored is call:  # else the forward pass has checked the values
+        if scored is call:  # else the forward pass has checked the values
             check_call_values(scored, layout, size)
 
     if groups.vocab is None:
