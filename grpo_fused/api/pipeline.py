@@ -245,7 +245,7 @@ def run_logprobs(
     if alternatives is None:
         return scores, scores.logp.new_empty(0), None
     logps = scores.logp.new_zeros(len(alternatives.sets.ids))
-    logps.index_copy_(0, alternatives.places(rows), alternatives.logps(rows, scores.select(rows)))
+    logps.index_copy_(0, alternatives.sets.places(rows), alternatives.logps(rows, scores.select(rows)))
     return scores, logps, None
 
 

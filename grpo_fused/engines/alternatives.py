@@ -66,10 +66,6 @@ class Alternatives:
             )
             self._candidates = tokens.candidates.find(self.sets, self._total)
 
-    def places(self, rows: Tensor) -> Tensor:
-        """[m] int64: the alternatives of `rows` ([R] int64) among those of the call."""
-        return self.sets.places(rows)
-
     def logps(self, rows: Tensor, stats: Statistics) -> Tensor:
         """[m] of the alternatives of `rows`, from the rows' statistics; 0 where masked."""
         parts = [self.logps_of_block(rows[block], stats.select(block)) for block, _ in self._blocks(rows)]
@@ -140,7 +136,7 @@ class Alternatives:
         """[m] of the alternatives of `rows` that this head has, 0 for others."""
         if self.candidate_z is None and self.tokens.vocab is None:
             return self._products(rows)[1]
-        places, dense = self.places(rows), rows
+        places, dense = self.sets.places(rows), rows
         z = torch.zeros(len(places), dtype=self.head.statistics_dtype, device=rows.device)
         if self.candidate_z is not None:
             in_sets = self._in_sets[rows]

@@ -60,17 +60,19 @@ class HeadParts(NamedTuple):
     adapters: tuple[HeadAdapter, ...] = ()
 
 
-def head_parts(head: nn.Module) -> HeadParts:
+def head_parts(head: Any) -> HeadParts:
     """The head's current weight, bias and unmerged LoRA adapters.
 
     Raises:
         ValueError: An adapter that is not W + s B A, or a weight that is not [V, H], or not in memory.
         TypeError: A weight that is quantised in another form than `QuantizedWeight`'s, packed or sharded.
     """
-    if _is_saved_module(head):
+    if hasattr(head, "original_module") and isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict):
         return head_parts(_active_copy(head))
-    if hasattr(head, "base_layer"):
-        return _adapted(head)
+    if hasattr(head, "base_layer"):  # peft has wrapped it
+        base = head_parts(head.base_layer)
+        bias, adapters = adapters_beside(head, base.bias)
+        return HeadParts(base.weight, bias, base.adapters + adapters)
     if hasattr(head, "original_module"):  # peft's other training wrapper: single rows of the weight are trained
         raise ValueError(
             f"an lm head under {type(head).__name__} computes with replaced rows, which lm_head_inputs does not "
@@ -110,10 +112,6 @@ def adapter_state(head: nn.Module) -> tuple[object, ...]:
     )
 
 
-def _is_saved_module(head: nn.Module) -> bool:
-    return hasattr(head, "original_module") and isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict)
-
-
 def _active_adapters(head: Any) -> list[str]:
     active = getattr(head, "active_adapters", None) or []
     return [active] if isinstance(active, str) else list(active)
@@ -125,13 +123,6 @@ def _active_copy(wrapper: Any) -> nn.Module:
     if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
         return wrapper.original_module
     return wrapper.modules_to_save[active[0]]
-
-
-def _adapted(layer: Any) -> HeadParts:
-    """The parts of a head that peft has wrapped."""
-    base = head_parts(layer.base_layer)
-    bias, adapters = adapters_beside(layer, base.bias)
-    return HeadParts(base.weight, bias, base.adapters + adapters)
 
 
 def adapters_beside(layer: Any, bias: Tensor | None) -> tuple[Tensor | None, tuple[HeadAdapter, ...]]:
