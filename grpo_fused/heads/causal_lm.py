@@ -13,6 +13,7 @@ from grpo_fused.api.custom_objective import eager
 from grpo_fused.call.layout import values_are_checked
 from grpo_fused.call.options import check_integer
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
+from grpo_fused.call.validation import check_mask
 from grpo_fused.heads.check import lm_head_inputs
 from grpo_fused.heads.hidden import head_hidden_states
 from grpo_fused.heads.modules import unwrap
@@ -126,17 +127,9 @@ def _completions(
             f"input_ids must be [B, P + T] with P = prompt_length = {prompt_length} and T >= 1; "
             f"got {tuple(input_ids.shape)}"
         )
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}; "
-            f"got {tuple(attention_mask.shape)}"
-        )
     completion_ids, inputs = input_ids[:, prompt_length:], dict(model_inputs or {})
-    if completion_mask is not None and completion_mask.shape != completion_ids.shape:
-        raise ValueError(
-            f"completion_mask must have the shape of the completions, {tuple(completion_ids.shape)}; "
-            f"got {tuple(completion_mask.shape)}"
-        )
+    check_mask(attention_mask, input_ids, "attention_mask")
+    check_mask(completion_mask, completion_ids)
     if attention_mask is not None:
         _check_padding(attention_mask, prompt_length, completion_mask)
         if completion_mask is None:
