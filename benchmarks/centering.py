@@ -6,8 +6,7 @@
 may draw: its relative error against the gradient of the policy's expected reward, with no noise of sampling.
 
 `runs` trains the policy of `benchmarks.learning` by REINFORCE with truncated importance sampling, with and without
-centering, on rollouts of a sampler whose weights are 4 or 16 optimizer steps old, or rounded to fp8. Every run is a
-line of `WORK/runs.jsonl`.
+centering, on rollouts of a sampler whose weights are 4 or 16 optimizer steps old, or rounded to fp8.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.equivalence import compare, describe
 from benchmarks.learning import BOUND
-from benchmarks.results import machine
-from benchmarks.small_policy import Recipe, accuracy, add_run, data_of, read_runs, start, train
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.small_policy import Recipe, accuracy, data_of, train
 from benchmarks.study import Section, main
 from grpo_fused import objectives
 
@@ -109,32 +108,21 @@ def section_of(runs: list[dict[str, Any]]) -> Section:
     }  # fmt: skip
 
 
-def run(
-    seeds: Annotated[int, "0, 1, ..."] = 5,
-    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
-    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/centering"),
-) -> Iterator[Section]:
+def trained(arm: Arm, seed: int, model: Any) -> Line:
+    """Our trainer with a sampler and an objective."""
+    recipe = replace(RECIPE, objective=OBJECTIVES[arm["objective"]], **SAMPLERS[arm["sampler"]])
+    found = train("ours", recipe, seed, model)
+    kl = [step["sampler_kl"] for step in found.metrics]
+    return {
+        "after": accuracy(found.model, recipe), "reward": fmean(found.rewards), "sampler_kl": fmean(kl),
+        "rewards": found.rewards, "kl": kl,
+    }  # fmt: skip
+
+
+def run(seeds: Seeds = 5, work: Work = Path("runs/centering")) -> Iterator[Section]:
     """The section `centering`, after each run."""
-    work.mkdir(parents=True, exist_ok=True)
-    file = work / "runs.jsonl"
-    for seed in range(seeds if missing else 0):
-        done = {(run["sampler"], run["objective"]) for run in read_runs(file) if run["seed"] == seed}
-        todo = [(sampler, name) for sampler in SAMPLERS for name in OBJECTIVES if (sampler, name) not in done]
-        model = start(RECIPE.task, seed, RECIPE.warmup) if todo else None
-        before = accuracy(model, RECIPE) if model is not None else 0.0
-        for sampler, name in todo:
-            recipe = replace(RECIPE, objective=OBJECTIVES[name], **SAMPLERS[sampler])
-            trained = train("ours", recipe, seed, model)
-            kl = [step["sampler_kl"] for step in trained.metrics]
-            row = {
-                "seed": seed, "sampler": sampler, "objective": name, "commit": machine()["commit"], "before": before,
-                "after": accuracy(trained.model, recipe), "reward": fmean(trained.rewards), "sampler_kl": fmean(kl),
-                "rewards": trained.rewards, "kl": kl,
-            }  # fmt: skip
-            add_run(file, row)
-            print(f"seed {seed}, {sampler}, {name}: {row['after']}", flush=True)
-            yield section_of(read_runs(file))
-    yield section_of(read_runs(file))
+    arms = [({"sampler": sampler, "objective": name}, seeds) for sampler in SAMPLERS for name in OBJECTIVES]
+    yield from each_run(work, RECIPE, arms, trained, section_of)
 
 
 if __name__ == "__main__":

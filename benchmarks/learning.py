@@ -4,7 +4,7 @@
 
 Four arms: our trainer, `FusedGRPOTrainer`, TRL's `GRPOTrainer` after `patch_trl()`, and stock. The arms of a seed begin
 with the same weights and get the same problems in the same order; each samples with its own generator
-(`benchmarks.small_policy`). Every run is a line of `WORK/runs.jsonl`; the program continues after the last one.
+(`benchmarks.small_policy`, `benchmarks.seeds`).
 
 `replay` checks the options: our trainer gets the completions that stock TRL sampled, and must take the same steps.
 A schedule, a normaliser, a clip or a decay that differs shows there.
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from benchmarks.equivalence import statistics_of
-from benchmarks.results import machine
-from benchmarks.small_policy import ARMS, Recipe, accuracy, add_run, data_of, read_runs, start, train, weights
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, train, weights
 from benchmarks.study import Section, main
 
 BOUND = 0.02
@@ -27,41 +28,22 @@ BOUND = 0.02
 REPLAYED_SEEDS, REPLAYED_STEPS = 3, 10
 
 
-def measure(recipe: Recipe, seeds: dict[str, int], work: Path, first: int, missing: bool) -> Iterator[Section]:
-    """A section after each run.
+def measure(recipe: Recipe, seeds: dict[str, int], work: Path) -> Iterator[Section]:
+    """A section after each run; `seeds` has the number of each arm."""
 
-    Args:
-        recipe: Of all runs.
-        seeds: Arm to its number of seeds, which begin at 0.
-        work: Folder of `runs.jsonl`.
-        first: Seeds below are left to another process.
-        missing: Whether to train what `runs.jsonl` lacks.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    file = work / "runs.jsonl"
-    for seed in range(first, max(seeds.values()) if missing else 0):
-        done = {(run["seed"], run["arm"]) for run in read_runs(file)}
-        todo = [arm for arm, number in seeds.items() if seed < number and (seed, arm) not in done]
-        if seed < REPLAYED_SEEDS and (seed, "replay") not in done:
-            todo.append("replay")
-        if not todo:
-            continue
-        model = start(recipe.task, seed, recipe.warmup)
-        before = accuracy(model, recipe)
-        for arm in todo:
-            if arm == "replay":
-                result: dict[str, Any] = {"difference": replay(recipe, seed, model)}
-            else:
-                trained = train(arm, recipe, seed, model)
-                result = {
-                    "before": before, "after": accuracy(trained.model, recipe),
-                    "rewards": [round(value, 4) for value in trained.rewards],
-                    "lengths": [round(value, 2) for value in trained.lengths],
-                }  # fmt: skip
-            add_run(file, {"seed": seed, "arm": arm, "commit": machine()["commit"], **result})
-            print(f"{recipe.task}, seed {seed}, {arm}: {result.get('after', result.get('difference'))}", flush=True)
-            yield section_of(recipe, read_runs(file))
-    yield section_of(recipe, read_runs(file))
+    def trained(arm: Arm, seed: int, model: Any) -> Line:
+        if arm["arm"] == "replay":
+            return {"difference": replay(recipe, seed, model)}
+        found = train(arm["arm"], recipe, seed, model)
+        return {
+            "after": accuracy(found.model, recipe),
+            "rewards": [round(value, 4) for value in found.rewards],
+            "lengths": [round(value, 2) for value in found.lengths],
+        }
+
+    numbers = seeds | {"replay": min(REPLAYED_SEEDS, max(seeds.values()))}
+    arms = [({"arm": arm}, number) for arm, number in numbers.items()]
+    yield from each_run(work, recipe, arms, trained, partial(section_of, recipe))
 
 
 def replay(recipe: Recipe, seed: int, model: Any) -> float:
@@ -85,15 +67,13 @@ def section_of(recipe: Recipe, runs: list[dict[str, Any]]) -> Section:
 
 
 def run(
-    seeds: Annotated[int, "0, 1, ..., of all arms"] = 20,
+    seeds: Seeds = 20,
     most: Annotated[int, "of our trainer and of stock TRL, which differ in how they sample"] = 40,
-    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
-    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
-    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/learning"),
+    work: Work = Path("runs/learning"),
 ) -> Iterator[Section]:
     """The section `learning`."""
     every = dict.fromkeys(ARMS, seeds) | dict.fromkeys(("ours", "trl"), max(seeds, most))
-    yield from measure(Recipe(), every, work, first, missing)
+    yield from measure(Recipe(), every, work)
 
 
 if __name__ == "__main__":

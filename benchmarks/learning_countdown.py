@@ -9,23 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 from benchmarks.learning import measure
+from benchmarks.seeds import Seeds, Work
 from benchmarks.small_policy import Recipe
 from benchmarks.study import Section, main
 
 COUNTDOWN = Recipe(task="countdown", warmup=600, steps=80, max_completion_length=12, learning_rate=4e-4)
 
 
-def run(
-    seeds: Annotated[int, "0, 1, ..."] = 5,
-    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
-    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
-    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/countdown"),
-) -> Iterator[Section]:
+def run(seeds: Seeds = 5, work: Work = Path("runs/countdown")) -> Iterator[Section]:
     """The section `learning_countdown`."""
-    yield from measure(COUNTDOWN, dict.fromkeys(("ours", "trl"), seeds), work, first, missing)
+    yield from measure(COUNTDOWN, dict.fromkeys(("ours", "trl"), seeds), work)
 
 
 if __name__ == "__main__":

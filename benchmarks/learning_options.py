@@ -2,8 +2,7 @@
 
     python -m benchmarks.learning_options --work runs/options --out results.json
 
-Policy, task and recipe are those of `benchmarks.learning`; `lora_int8` needs torchao. Every run is a line of
-`WORK/runs.jsonl`; the program continues after the last one.
+Policy, task and recipe are those of `benchmarks.learning`; `lora_int8` needs torchao.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.equivalence import compare, describe
 from benchmarks.learning import BOUND
-from benchmarks.results import machine
-from benchmarks.small_policy import Recipe, accuracy, add_run, data_of, read_runs, start, train
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.small_policy import Recipe, accuracy, data_of, train
 from benchmarks.study import Section, main
 
 LENGTH = Recipe().max_completion_length
@@ -69,27 +68,16 @@ def section_of(runs: list[dict[str, Any]]) -> Section:
     }  # fmt: skip
 
 
-def run(
-    seeds: Annotated[int, "0, 1, ..."] = 10,
-    first: Annotated[int, "the first seed; those below are left to another process"] = 0,
-    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
-    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/options"),
-) -> Iterator[Section]:
+def trained(arm: Arm, seed: int, model: Any) -> Line:
+    """Our trainer with an option."""
+    recipe = replace(Recipe(), **OPTIONS[arm["option"]].changes)
+    return {"after": accuracy(train("ours", recipe, seed, model).model, recipe)}
+
+
+def run(seeds: Seeds = 10, work: Work = Path("runs/options")) -> Iterator[Section]:
     """The section `learning_options`, after each run."""
-    work.mkdir(parents=True, exist_ok=True)
-    file = work / "runs.jsonl"
-    for seed in range(first, seeds if missing else 0):
-        done = {run["option"] for run in read_runs(file) if run["seed"] == seed}
-        todo = [option for option in OPTIONS if option not in done]
-        model = start("sums", seed, Recipe().warmup) if todo else None
-        for option in todo:
-            recipe = replace(Recipe(), **OPTIONS[option].changes)
-            after = accuracy(train("ours", recipe, seed, model).model, recipe)
-            row = {"seed": seed, "option": option, "commit": machine()["commit"], "after": after}
-            add_run(file, row)
-            print(f"seed {seed}, {option}: {after}", flush=True)
-            yield section_of(read_runs(file))
-    yield section_of(read_runs(file))
+    arms = [({"option": option}, seeds) for option in OPTIONS]
+    yield from each_run(work, Recipe(), arms, trained, section_of)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from benchmarks.equivalence import compare, describe
-from benchmarks.results import machine
-from benchmarks.small_policy import Recipe, add_run, read_runs, start, train
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.small_policy import Recipe, train
 from benchmarks.study import Section, main
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
 
@@ -86,26 +86,15 @@ def section_of(runs: list[dict[str, Any]]) -> Section:
     return section
 
 
-def run(
-    seeds: Annotated[int, "0, 1, ..."] = 10,
-    missing: Annotated[bool, "train what runs.jsonl lacks"] = True,
-    work: Annotated[Path, "folder of runs.jsonl"] = Path("runs/length"),
-) -> Iterator[Section]:
+def trained(arm: Arm, seed: int, model: Any) -> Line:
+    """Our trainer with a loss."""
+    found = train("ours", replace(RECIPE, loss=LOSSES[arm["loss"]]), seed, model)
+    return {"rewards": found.rewards, "right": found.lengths_right, "wrong": found.lengths_wrong}
+
+
+def run(seeds: Seeds = 10, work: Work = Path("runs/length")) -> Iterator[Section]:
     """The section `length_bias`, after each run."""
-    work.mkdir(parents=True, exist_ok=True)
-    file = work / "runs.jsonl"
-    for seed in range(seeds if missing else 0):
-        done = {run["loss"] for run in read_runs(file) if run["seed"] == seed}
-        todo = [loss for loss in LOSSES if loss not in done]
-        model = start(RECIPE.task, seed, RECIPE.warmup) if todo else None
-        for loss in todo:
-            trained = train("ours", replace(RECIPE, loss=LOSSES[loss]), seed, model)
-            lengths = {"right": trained.lengths_right, "wrong": trained.lengths_wrong}
-            row = {"seed": seed, "loss": loss, "commit": machine()["commit"], "rewards": trained.rewards, **lengths}
-            add_run(file, row)
-            print(f"seed {seed}, {loss}: " + ", ".join(f"{k} {change(v)}" for k, v in lengths.items()), flush=True)
-            yield section_of(read_runs(file))
-    yield section_of(read_runs(file))
+    yield from each_run(work, RECIPE, [({"loss": loss}, seeds) for loss in LOSSES], trained, section_of)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
 from benchmarks.memory import peak_of_process
 from benchmarks.results import load, machine, processor
-from benchmarks.small_policy import add_run, read_runs
+from benchmarks.seeds import add_run, read_runs
 from benchmarks.study import Section, main
 from benchmarks.study_page import PARTS
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs

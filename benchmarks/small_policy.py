@@ -7,13 +7,11 @@ order, the same reward function and the same options. Each samples with its own 
 from __future__ import annotations
 
 import copy
-import json
 import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -415,14 +413,3 @@ def accuracy(model: PreTrainedModel, recipe: Recipe) -> float:
 def weights(model: PreTrainedModel) -> Tensor:
     """All weights as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def add_run(file: Path, run: dict[str, Any]) -> None:
-    """Append a line to the runs of a file."""
-    with file.open("a") as lines:
-        lines.write(json.dumps(run) + "\n")
-
-
-def read_runs(file: Path) -> list[dict[str, Any]]:
-    """The runs that a file of JSON lines has; none if there is no file."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from benchmarks import centering, centering_page, centering_tail, small_policy
+from benchmarks import centering, centering_page, centering_tail, seeds, small_policy
 from benchmarks.results import Run
 from benchmarks.small_policy import Other, rounded_to_fp8
 
@@ -177,6 +177,6 @@ def test_a_study_continues(tmp_path, monkeypatch):
     done = section()["runs"]
     file = tmp_path / "runs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in done if row["seed"] < 2))
-    monkeypatch.setattr(centering, "start", lambda *_: pytest.fail("nothing is missing"))
+    monkeypatch.setattr(seeds, "start", lambda *_: pytest.fail("nothing is missing"))
     *_, last = centering.run(seeds=2, work=tmp_path)
     assert len(last["runs"]) == 12

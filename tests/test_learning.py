@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from benchmarks import learning, learning_options, learning_page, length_bias, small_policy
+from benchmarks import learning, learning_options, learning_page, length_bias, seeds, small_policy
 from benchmarks.equivalence import compare
 from benchmarks.results import Run
 from benchmarks.small_policy import ARMS, Recipe
@@ -187,6 +187,26 @@ def test_countdown_holds_out_problems_that_are_in_no_run():
     row = data.held_out[0]
     assert data.judge(row["answer"].replace(" ", ""), row) == 1.0
     assert data.judge(row["answer"] + "+1", row) == 0.0
+
+
+def test_runs_that_a_file_lacks_are_made_seed_by_seed(tmp_path, monkeypatch):
+    started: list[int] = []
+    monkeypatch.setattr(seeds, "start", lambda task, seed, warmup: started.append(seed))
+    monkeypatch.setattr(seeds, "accuracy", lambda model, recipe: 0.25)
+    seeds.add_run(tmp_path / "runs.jsonl", {"seed": 0, "arm": "a", "after": 0.5, "rewards": [1.0]})
+    arms = [({"arm": "a"}, 2), ({"arm": "b"}, 3)]
+
+    def each(work):
+        return list(seeds.each_run(work, TINY, arms, lambda arm, seed, model: {"after": float(seed)}, len))
+
+    assert each(tmp_path) == [2, 3, 4, 5, 5]
+    assert [(run["seed"], run["arm"]) for run in seeds.read_runs(tmp_path / "runs.jsonl")] == [
+        (0, "a"), (0, "b"), (1, "a"), (1, "b"), (2, "b")
+    ]  # fmt: skip
+    assert {run["before"] for run in seeds.read_runs(tmp_path / "runs.jsonl")[1:]} == {0.25}
+    assert started == [0, 1, 2]
+    assert each(tmp_path) == [5]
+    assert started == [0, 1, 2]
 
 
 def test_the_weight_of_a_token_by_length():
