@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ class Study(NamedTuple):
     section: str
     """in the file of a run; `{project}` stands for the option of that name"""
     table: Callable[[Run], str] | None = None
+    """without one the section is printed, unless it is put into a file"""
     plot: Callable[[Section], Figure] | None = None
     new_file: bool = False
     """whether it makes a file if none is named"""
@@ -66,6 +68,8 @@ def main(program: str, argv: Sequence[str] | None = None) -> None:
             record(section, {"command": repeated(program, words), **data, **kept}, out=file, device=device)
         if study.table is not None:
             print(study.table(load(file)))
+        elif out is None:
+            print(json.dumps(load(file).sections, indent=1))
     if out is not None:
         print(f"written to {out}")
 

@@ -74,16 +74,6 @@ def training_step(steps: Run, shares: Run) -> str:
     )
 
 
-def trl_steps(run: Run) -> str:
-    """Seconds, seconds of processors, and memory of each trainer."""
-    rows = (
-        (name, *(f"{row[time]['median']:.1f} s" for time in ("seconds", "processor_seconds")),
-         f"{row['peak_bytes']['median'] / MIB:.0f} MiB")
-        for name, row in run.sections["trl_steps"]["trainers"].items()
-    )  # fmt: skip
-    return "\n".join(grid("| trainer | time | of processors | peak memory |", rows))
-
-
 STEP_ROWS = {
     "verl": "verl's fused head (torch back end) in its FSDP2 engine",
     "torchtitan": "torchtitan's `ChunkedLossWrapper` around `GRPOLoss`",
@@ -220,16 +210,6 @@ def _sizes(section: dict[str, Any]) -> str:
     )
 
 
-def distillation(run: Run) -> str:
-    """Held-out accuracy of each run and of its teacher."""
-    rows = (
-        ("distillation" if row["distil"] else "GRPO", str(row["seed"]),
-         *(f"{row['metrics'][step]['held_out_accuracy']:.3f}" for step in (0, -1)), f"{row['teacher_accuracy']:.3f}")
-        for row in run.sections["distillation"]["runs"]
-    )  # fmt: skip
-    return "\n".join(grid("| | seed | accuracy before | after | of the teacher |", rows))
-
-
 def divergence(run: Run) -> str:
     """Time, memory and errors of divergences between two heads, ours and those of TRL and Liger."""
     section = run.sections["divergence"]
@@ -244,13 +224,6 @@ def divergence(run: Run) -> str:
 
     lines = grid("| | time | × bare | memory | loss off by | dH off by |", cells())
     return "\n".join([*lines, "", f"{title(section | {'dtype': 'bf16'})}, forward and backward; {where(run)}."])
-
-
-def objective(run: Run) -> str:
-    """Times of forms of the same step."""
-    section = run.sections["objective"]
-    lines = calls_grid(section["calls"], "| | time | × bare |", 2, BARE)
-    return "\n".join([*lines, "", f"Custom / built-in: {section['custom_over_built_in']:.3f}; {where(run)}."])
 
 
 def shared_prompts(run: Run) -> str:
