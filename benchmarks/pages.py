@@ -1,4 +1,4 @@
-"""Which tables each page shows: the names of its markers, and the text between them, from a folder of results."""
+"""The text between the markers of each name on a page, from a folder of results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from benchmarks import cost, learning_page, releases, speed_tables, study_page, 
 from benchmarks.results import Run, latest, newest_first
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
+from benchmarks.study import Study
 
 Table = Callable[[Path], str]
 
 
-def of(program: str, text: Callable[[Run], str] | None = None) -> Table:
-    """A study's table, or another text, from the newest run that has its section."""
-    study = STUDIES[program]
-    text = text or study.table
-    assert text is not None
+def of(study: Study, text: Callable[[Run], str]) -> Table:
+    """A text about a study, from the newest run that has its section."""
 
     def table(folder: Path) -> str:
         run = latest(study.section, folder)
         words = study.section.replace("_", " ").capitalize()
-        return text(run) if run is not None else f"{words}: {NOT_YET} (`python -m benchmarks.{program}`)."
+        return text(run) if run is not None else f"{words}: {NOT_YET} (`python -m benchmarks.{study.program}`)."
 
     return table
 
@@ -38,7 +36,7 @@ def training_step(folder: Path) -> str:
 def learning_sentence(folder: Path) -> str:
     """The accuracy over seeds, and the time of a step of a pretrained model if that was measured."""
     trained = latest("pretrained", folder)
-    words = of("learning", learning_page.sentence)(folder)
+    words = of(STUDIES["learning"], learning_page.sentence)(folder)
     return words if trained is None else f"{words} {study_page.step_sentence(trained)}"
 
 
@@ -54,63 +52,18 @@ def of_releases(table: Callable[..., str]) -> Table:
 
 
 TABLES: dict[str, Table] = {
+    **{study.section.replace("_", "-"): of(study, study.table) for study in STUDIES.values() if study.table},
     "summary": speed_tables.summary,
     "training-step": training_step,
     "integration-steps": integration_steps,
     "cpu-speed": lambda folder: speed_tables.speed_of("cpu", folder),
-    "limit": of("limit"),
     "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
     "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
     "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
-    "graphs": of("graphs"),
     "gpu-modelled": lambda folder: cost.modelled(),
     "providers": speed_tables.providers,
-    "accuracy": of("accuracy"),
-    "growth": of("growth"),
-    "threads": of("threads"),
-    "end-to-end": of("end_to_end"),
-    "candidates": of("candidates"),
-    "alternatives": of("alternatives"),
-    "heads": of("heads"),
-    "compiled": of("aot"),
-    "ptx": of("ptx_profile"),
-    "divergence": of("divergence"),
-    "generation": of("generation"),
-    "shared-prompts": of("shared_prompts"),
-    "pretrained": of("pretrained"),
-    "pretrained-cut": of("pretrained_cut"),
-    "pretrained-lora": of("pretrained_lora"),
-    "study-distribution": of("real_rollouts"),
-    "mismatch": of("mismatch"),
-    "masks": of("masks"),
-    "published": of("published"),
     "releases": of_releases(releases.table),
     "all-releases": of_releases(releases.all_packages),
     "learning-sentence": learning_sentence,
-    "learning": of("learning"),
-    "learning-countdown": of("learning_countdown"),
-    "learning-options": of("learning_options"),
-    "length-bias": of("length_bias"),
-    "centering": of("centering"),
-    "centering-tail": of("centering_tail"),
 }
-"""Name of a pair of markers to the text between them."""
-
-_PAGES = {
-    "README.md": ("summary", "training-step", "learning-sentence"),
-    "docs/integrations.md": ("training-step", "integration-steps", "all-releases"),
-    "docs/training_step.md": ("generation", "shared-prompts"),
-    "docs/vllm.md": ("masks", "mismatch"),
-    "docs/published.md": ("published",),
-    "docs/divergence.md": ("divergence",),
-    "docs/versions.md": ("releases",),
-    "docs/alternatives.md": ("centering-tail", "alternatives"),
-    "docs/heads.md": ("heads",),
-    "docs/study.md": (
-        "learning-sentence", "learning", "learning-countdown", "learning-options", "length-bias", "centering",
-        "pretrained", "pretrained-cut", "pretrained-lora", "study-distribution",
-    ),
-}  # fmt: skip
-_ELSEWHERE = {name for names in _PAGES.values() for name in names}
-PAGES = _PAGES | {"docs/benchmarks.md": tuple(name for name in TABLES if name not in _ELSEWHERE)}
-"""Page to the names of its tables."""
+"""Name of a pair of markers, that of a section if nothing else is said, to the text between them."""

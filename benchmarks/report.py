@@ -3,7 +3,7 @@
     python -m benchmarks.report            # after a run
     python -m benchmarks.report --check    # prints what is not up to date and fails; the tests run this
 
-A table is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; `benchmarks.pages.PAGES` has the names.
+A table is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; `benchmarks.pages.TABLES` has the names.
 """
 
 from __future__ import annotations
@@ -16,35 +16,39 @@ from typing import Annotated
 
 from benchmarks import plots
 from benchmarks.command import call
-from benchmarks.pages import PAGES, TABLES
+from benchmarks.pages import TABLES
 from benchmarks.results import RESULTS, ROOT
 
 PLOTS = Path("docs/plots")
 
 
-def rewritten(text: str, names: tuple[str, ...], results: Path) -> str:
-    """A page with its tables of these names, made from the results."""
-    for name in names:
+def rewritten(text: str, results: Path) -> str:
+    """A page with its tables, made from the results."""
+    names = re.findall(r"<!-- (?:begin|end):([\w-]+) -->", text)
+    for name in dict.fromkeys(names):
         begin, end = f"<!-- begin:{name} -->", f"<!-- end:{name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"expected one {begin} and one {end}, got {text.count(begin)} and {text.count(end)}")
+        if name not in TABLES:
+            raise ValueError(f"no table is named {name}; there are {', '.join(TABLES)}")
         before, rest = text.split(begin)
         after = rest.split(end)[1]
         text = f"{before}{begin}\n\n{TABLES[name](results)}\n\n{end}{after}"
-    unknown = set(re.findall(r"<!-- begin:([\w-]+) -->", text)) - set(names)
-    if unknown:
-        raise ValueError(f"no table of this page is named {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     return text
+
+
+def pages(root: Path, results: Path) -> dict[Path, tuple[str, str]]:
+    """Each page: its text, and what it should be."""
+    texts = {page: page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted(root.glob("docs/*.md")))}
+    return {page: (text, rewritten(text, results)) for page, text in texts.items()}
 
 
 def outdated(root: Path, results: Path) -> str:
     """Differences from the results: a diff of the pages, and names of plots; empty if there are none."""
     lines: list[str] = []
-    for page, names in PAGES.items():
-        text = (root / page).read_text(encoding="utf-8")
-        new = rewritten(text, names, results)
+    for page, (old, new) in pages(root, results).items():
         lines += difflib.unified_diff(
-            text.splitlines(keepends=True), new.splitlines(keepends=True), page, "as measured"
+            old.splitlines(keepends=True), new.splitlines(keepends=True), str(page.relative_to(root)), "as measured"
         )
     lines += [
         f"{PLOTS / name} does not show the newest results\n"
@@ -56,10 +60,8 @@ def outdated(root: Path, results: Path) -> str:
 
 def write(root: Path, results: Path) -> None:
     """Update pages and plots; nothing is written if one of the pages has wrong markers."""
-    pages = {root / page: names for page, names in PAGES.items()}
-    texts = {page: rewritten(page.read_text(encoding="utf-8"), names, results) for page, names in pages.items()}
-    for page, text in texts.items():
-        page.write_text(text, encoding="utf-8")
+    for page, (_, new) in pages(root, results).items():
+        page.write_text(new, encoding="utf-8")
     for name, picture in plots.plots(results).items():
         try:
             plots.save(root / PLOTS / name, picture)

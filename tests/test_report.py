@@ -10,11 +10,22 @@ import pytest
 
 from benchmarks import plots, report, results
 from benchmarks.command import call
-from benchmarks.pages import PAGES
+from benchmarks.pages import TABLES
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
 from benchmarks.style import COLORS
 from benchmarks.sweep import HEADS, PLANS
+
+
+def names_of(page: str) -> list[str]:
+    return re.findall(r"<!-- begin:([\w-]+) -->", (results.ROOT / page).read_text(encoding="utf-8"))
+
+
+PAGES = {
+    page: names
+    for page in ("README.md", *(f"docs/{path.name}" for path in sorted((results.ROOT / "docs").glob("*.md"))))
+    if (names := names_of(page))
+}
 
 
 def empty(page: str) -> str:
@@ -89,6 +100,11 @@ FEW = Case(1, 128, 896, 151936)
 
 def test_the_committed_files_are_up_to_date():
     report.main(check=True)
+
+
+def test_every_table_is_on_a_page():
+    shown = {name for names in PAGES.values() for name in names}
+    assert TABLES.keys() - shown == {"loss", "rows", "tune", "integration-steps.{project}"}
 
 
 def test_nothing_measured(place):
@@ -261,7 +277,9 @@ def test_steps_of_integrations(place):
     assert "abc1234, 2026-05-07 (prime-rl)." in text
 
 
-ONE, *MORE = (f"<!-- begin:{name} -->\n<!-- end:{name} -->\n" for name in PAGES["README.md"])
+ONE, *MORE = (
+    f"<!-- begin:{name} -->\n<!-- end:{name} -->\n" for name in ("summary", "training-step", "learning-sentence")
+)
 TWO = "".join(MORE)
 
 
@@ -270,13 +288,13 @@ TWO = "".join(MORE)
     [
         (ONE.replace("<!-- end:summary -->", "") + TWO, "expected one .*end:summary.*got 1 and 0"),
         (ONE + ONE + TWO, "got 2 and 2"),
-        (ONE + TWO + ONE.replace("summary", "other"), "no table of this page is named other; there are summary"),
+        (ONE + TWO + ONE.replace("summary", "other"), "no table is named other; there are loss, "),
     ],
     ids=["end missing", "twice", "unknown"],
 )
 def test_markers_must_be_right(place, text, message):
     with pytest.raises(ValueError, match=message):
-        report.rewritten(text, PAGES["README.md"], place[1])
+        report.rewritten(text, place[1])
 
 
 @pytest.mark.parametrize(
