@@ -2,7 +2,6 @@
 
     python -m benchmarks.aot              # a line for each kernel: of Triton, and the CUDA C++ row kernels
     python -m benchmarks.aot cuda         # a part: rows, head, candidates or cuda
-    python -m benchmarks.aot --json F     # the same as JSON
     python -m benchmarks.aot --record F   # Triton's, one architecture of each kind, into the file of a run
 
 Registers and stack come from ptxas (`cuobjdump`) or the AMD assembler, shared memory from Triton; a stack above 0 is a
@@ -13,14 +12,14 @@ triton in FOLDER.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+import sys
 from multiprocessing import Pool
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from benchmarks import aot_candidates, aot_head, aot_rows, results
+from benchmarks.command import call
 from benchmarks.compiled import SHARED_LIMIT
 
 TABLES = {
@@ -33,7 +32,7 @@ KINDS = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Architectures that differ in kind; the others take the configurations of one of these."""
 
 
-def record(out: Path) -> None:
+def record_all(out: Path) -> None:
     """Compile what ships with the triton that is installed, and put it into the file of a run."""
     import triton
 
@@ -60,29 +59,23 @@ def _kept(arch: str, found: dict[str, Any]) -> dict[str, Any]:
     return {"arch": arch, **kept, "fits": found["shared_kib"] <= SHARED_LIMIT[arch]}
 
 
-def main() -> None:
+def main(
+    tables: Annotated[tuple[str, ...], f"of {', '.join(TABLES)}; default all"],
+    record: Annotated[Path | None, "compile what ships into the file of a run, and print nothing"] = None,
+) -> None:
     """Print the lines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default all")
-    parser.add_argument("--json", type=Path, help="also write the evidence to this file")
-    parser.add_argument("--record", type=Path, help="compile what ships into the file of a run, and print nothing")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.tables) - TABLES.keys():
-        parser.error(f"tables must be of {', '.join(TABLES)}; got {', '.join(sorted(unknown))}")
-    if arguments.record:
-        return record(arguments.record)
-    evidence: dict[str, Any] = {}
-    for name in arguments.tables or TABLES:
+    if unknown := set(tables) - TABLES.keys():
+        sys.exit(f"tables must be of {', '.join(TABLES)}; got {', '.join(sorted(unknown))}")
+    if record is not None:
+        return record_all(record)
+    for name in tables or TABLES:
         if name == "cuda" and (reason := aot_rows.missing_tools()) is not None:
             print(f"CUDA row kernels: {reason}")
         else:
-            evidence[name] = TABLES[name]()
-            for row in evidence[name]:
+            for row in TABLES[name]():
                 print(" ".join(f"{key}={value}" for key, value in row.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(evidence, indent=1) + "\n")
     return None
 
 
 if __name__ == "__main__":
-    main()
+    call(main)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.tables import grid
 from grpo_fused import engines
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, even_chunks
@@ -176,21 +177,20 @@ def shipped() -> Any:
 
 def modelled(machine: Machine = H200) -> str:
     """The table of docs/benchmarks.md. No run is in it."""
-    lines = [
-        f"**Modelled, not measured**, for an {machine.name}: bf16, N = {TOKENS}, V = {VOCABULARY}, forward + backward, "
-        "milliseconds from best to worst case.",
-        "",
-        f"| model | {' | '.join(ROW_BYTES)} | rate of the head product |",
-        f"|---|{'---|' * len(ROW_BYTES)}---|",
-    ]
+    rows = []
     for width in (4096, 2048, 896):
         cells = [
             " to ".join(f"{1e3 * training_seconds(name, width, machine, worst=worst):.1f}" for worst in (False, True))
             for name in ROW_BYTES
         ]
         rates = " to ".join(f"{library_rate(width, machine, worst=worst) / 1e12:.0f}" for worst in (False, True))
-        lines.append(f"| modelled, H = {width} | {' | '.join(cells)} | {rates} TFLOP/s |")
-    return "\n".join(lines)
+        rows.append([f"modelled, H = {width}", *cells, f"{rates} TFLOP/s"])
+    return "\n".join([
+        f"**Modelled, not measured**, for an {machine.name}: bf16, N = {TOKENS}, V = {VOCABULARY}, forward + backward, "
+        "milliseconds from best to worst case.",
+        "",
+        *grid(f"| model | {' | '.join(ROW_BYTES)} | rate of the head product |", rows),
+    ])  # fmt: skip
 
 
 def main() -> None:

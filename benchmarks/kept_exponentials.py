@@ -14,14 +14,15 @@ entry of dlogits, p - 1, is the largest of all tokens, relative.
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.command import call
 from benchmarks.ptx_profile import launched_as
+from benchmarks.tables import grid
 
 TOKENS, HIDDEN, VOCAB = 128, 128, 2048
 LOG2E, LN2 = 1.4426950408889634, math.log(2.0)
@@ -161,12 +162,11 @@ def rows() -> list[dict[str, float | str]]:
 
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    table = rows()
-    print("| " + " | ".join(table[0]) + " |\n|" + 5 * "---|")
-    for row in table:
-        print(f"| {row['logits']} | {row['kept by']} | {row['dH']:.2f} | {row['dW']:.2f} | {row['p - 1']:.1e} |")
+    table = [
+        [row["logits"], row["kept by"], f"{row['dH']:.2f}", f"{row['dW']:.2f}", f"{row['p - 1']:.1e}"] for row in rows()
+    ]
+    print("\n".join(grid("| logits | kept by | dH | dW | p - 1 |", table)))
 
 
 if __name__ == "__main__":
-    main()
+    call(main)

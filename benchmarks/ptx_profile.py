@@ -1,7 +1,7 @@
 """What each Triton kernel does on an NVIDIA GPU, counted in its PTX by the interpreter (tests/ptx), on a CPU.
 
-    TRITON_INTERPRET=0 python -m benchmarks.ptx_profile              # prints the counts
-    TRITON_INTERPRET=0 python -m benchmarks.ptx_profile --record F   # into the file of a run
+    TRITON_INTERPRET=0 python -m benchmarks.ptx_profile            # prints the counts
+    TRITON_INTERPRET=0 python -m benchmarks.ptx_profile --out F    # also into the file of a run
 
 Counts are the same on every machine, for one version of triton. They are of PTX: ptxas merges and splits instructions,
 and a count is no time. The gate compares them with the newest file: none may grow.
@@ -9,16 +9,16 @@ and a count is no time. The gate compares them with the newest file: none may gr
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks import results
+from benchmarks.results import Run
+from benchmarks.study import Section, main
+from benchmarks.tables import grid
 
 ARCHITECTURES = ("sm_80", "sm_90")
 TOKENS, HIDDEN, VOCAB = 128, 256, 1024
@@ -155,25 +155,21 @@ def count(architecture: str, case: str) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def table(run: results.Run) -> str:
+def table(run: Run) -> str:
     """Markdown: a row for each kernel and GPU."""
     section = run.sections["ptx"]
     classes = [name for name in next(iter(section["kernels"].values())) if " " not in name]
-    lines = [
-        "| kernel | | " + " | ".join(classes) + " | bytes in, out | sectors in, out | shared |",
-        "|---|---|" + "---|" * (len(classes) + 3),
-    ]
+    rows = []
     for name, found in section["kernels"].items():
         architecture, case = name.split(" ", 1)
-        numbers = " | ".join(f"{found[each]:.2f}" for each in classes)
         moved = f"{found['bytes loaded']:.2f}, {found['bytes stored']:.2f}"
         sectors = f"{found['sectors loaded / least']:.2f}, {found['sectors stored / least']:.2f}"
-        lines.append(
-            f"| {case} | {architecture} | {numbers} | {moved} | {sectors} | {found['shared passes / least']:.2f} |"
-        )
+        shared = f"{found['shared passes / least']:.2f}"
+        rows.append([case, architecture, *(f"{found[each]:.2f}" for each in classes), moved, sectors, shared])
     shape = section["shape"]
     return "\n".join([
-        *lines, "",
+        *grid(f"| kernel | | {' | '.join(classes)} | bytes in, out | sectors in, out | shared |", rows),
+        "",
         f"Counted in PTX of triton {section['triton']}, with no GPU: instructions of a thread for each logit, by "
         f"class (head kernels: N = {shape['tokens']}, H = {shape['hidden']}; row kernels: "
         f"V = {shape['row vocabulary']}; pairs and sums: for each element). Bytes of global memory for each logit; "
@@ -183,24 +179,18 @@ def table(run: results.Run) -> str:
     ])  # fmt: skip
 
 
-def main() -> None:
-    """Print or record the counts."""
+def run() -> Iterator[Section]:
+    """The section `ptx`."""
     import triton
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, help="put the counts into the file of a run")
-    arguments = parser.parse_args()
-    results.machine()  # the commit that is counted
     kernels = {}
     for architecture in ARCHITECTURES:
         for case in CASES:
             kernels[f"{architecture} {case}"] = found = count(architecture, case)
             print(architecture, case, found, flush=True)
-    if arguments.record:
-        shape = {"tokens": TOKENS, "hidden": HIDDEN, "row vocabulary": ROW_VOCAB}
-        data = {"triton": triton.__version__, "shape": shape, "kernels": kernels}
-        results.record("ptx", data, out=arguments.record)
+    shape = {"tokens": TOKENS, "hidden": HIDDEN, "row vocabulary": ROW_VOCAB}
+    yield {"triton": triton.__version__, "shape": shape, "kernels": kernels}
 
 
 if __name__ == "__main__":
-    main()
+    main("ptx_profile")

@@ -172,7 +172,9 @@ def test_commands_exist(page):
         for flag in (word for word in arguments if word.startswith("--")):
             shared = (ROOT / "benchmarks" / "measure.py").read_text() if "measure" in source else ""
             parameter = flag[2:].removeprefix("no-").replace("-", "_")  # of a study's `run`
-            study = "benchmarks.study import" in source and (f"{parameter}:" in source or flag == "--out")
+            study = re.search("benchmarks.(study|command) import", source) and (
+                f"{parameter}:" in source or flag == "--out"
+            )
             known = f'"{flag}"' in source + shared or study or words[1] == "setup.py"
             assert known, f"{page}: {command}: {flag} is no option"
 
