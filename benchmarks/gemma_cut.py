@@ -1,7 +1,5 @@
 """A model with a vocabulary cut to one task: it trains many times faster, and many seeds become possible.
 
-    python -m benchmarks.gemma_cut runs/pretrained/start runs/pretrained/cut    # a minute or two on one core
-
 Of the tokens of the model these stay:
 
 1. special tokens in use, and the 256 bytes to which the tokenizer falls back;
@@ -21,12 +19,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.command import call
 from grpo_fused import head_hidden_states
 from grpo_fused.rollouts.engine import Sampling
 from grpo_fused.trainer import HuggingFaceEngine
@@ -204,14 +201,3 @@ def logits(model: Any, texts: Sequence[Text]) -> Tensor:
     """[R, V] of the last token of each text, before its EOS."""
     hidden = [head_hidden_states(model, torch.tensor([a + b[:-1]]))[0, -1] for a, b in texts]
     return model.get_output_embeddings()(torch.stack(hidden))
-
-
-def main(source: Annotated[Path, "with a model"], folder: Annotated[Path, "to be written"]) -> None:
-    """Cut a model to the task of `benchmarks.pretrained`."""
-    from benchmarks.pretrained import LENGTH, all_texts
-
-    print(json.dumps(cut(source, folder, all_texts(), LENGTH), indent=1))
-
-
-if __name__ == "__main__":
-    call(main)

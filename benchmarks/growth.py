@@ -13,7 +13,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -153,17 +153,9 @@ def run(
     device: Device = "cpu",
     dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16",),
     rounds: int = 3,
-    shrink: Annotated[int, "divide N and V by this, to test the program"] = 1,
 ) -> Iterator[Section]:
     """The section `growth`."""
-    yield study(shrunk(GRIDS[device], shrink), dtypes, device, rounds)
-
-
-def shrunk(grid: Grid, by: int) -> Grid:
-    """The same grid with N and V divided."""
-    base = grid.base._replace(N=grid.base.N // by, V=grid.base.V // by)
-    smaller = {name: tuple(v // by for v in grid.values[name]) for name in ("N", "V")}
-    return Grid(base, grid.values | smaller)
+    yield study(GRIDS[device], dtypes, device, rounds)
 
 
 if __name__ == "__main__":

@@ -153,21 +153,10 @@ def versions(project: str) -> dict[str, str]:
         sys.exit(f"{project} needs {error.name}, which is not installed here")
 
 
-def run(
-    project: Project,
-    vocab: int = Setting.vocab,
-    hidden: int = Setting.hidden,
-    layers: int = Setting.layers,
-    sequences: int = Setting.sequences,
-    length: int = Setting.length,
-    dtype: Literal["bfloat16", "float32"] = Setting.dtype,
-    rounds: int = 5,
-    threads: int = os.cpu_count() or 1,
-) -> Iterator[Section]:
+def run(project: Project, rounds: int = 5, threads: int = os.cpu_count() or 1) -> Iterator[Section]:
     """The section `integration_steps.PROJECT`."""
-    setting, about = Setting(vocab, hidden, layers, sequences, length, dtype), versions(project)
-    about_run = {"rounds": rounds, "threads": threads, "versions": about}
-    yield {**asdict(setting), **about_run, **measure(project, setting, rounds, threads)}
+    setting, about = Setting(), {"rounds": rounds, "threads": threads, "versions": versions(project)}
+    yield {**asdict(setting), **about, **measure(project, setting, rounds, threads)}
 
 
 if __name__ == "__main__":

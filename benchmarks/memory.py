@@ -1,6 +1,6 @@
 """Peak memory of one forward and backward of one provider; on a CPU in its own process.
 
-    python -m benchmarks.child benchmarks.memory:attempt '["4x256x896x151936:bf16:dense", "trl", "cpu"]'
+    python -m benchmarks.child benchmarks.memory:attempt '[{"B": 4, "T": 256, "H": 896, "V": 151936}, "trl", "cpu"]'
 
 The figure is in MiB, beyond the memory before the call and the two gradients that it returns (below 0 if the peak came
 before the gradients). On a CPU it is `resident`: the process's resident set at its peak, with the memory of all
@@ -20,6 +20,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 def of_call(case: Case, provider: str, device: str) -> dict[str, Any]:
     """The figure, or {"failed": reason}. A GPU's allocator counts in any process."""
     if device == "cuda":
-        return attempt(str(case), provider, device)
+        return attempt(asdict(case), provider, device)
     return in_fresh_process(case, provider, device, timeout_s=300)
 
 
 def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float) -> dict[str, Any]:
     """The figure, or {"failed": reason}."""
     try:
-        return in_child("benchmarks.memory:attempt", str(case), provider, device, timeout_s=timeout_s)
+        return in_child("benchmarks.memory:attempt", asdict(case), provider, device, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {timeout_s:.0f} s"}
     except ChildError as error:
@@ -53,11 +54,11 @@ def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float
         return {"failed": f"killed by signal {-error.status}{reason}"}
 
 
-def attempt(case: str, provider: str, device: str) -> dict[str, Any]:
-    """`peak` of this process, or why it has none."""
+def attempt(case: dict[str, Any], provider: str, device: str) -> dict[str, Any]:
+    """`peak` of this process, or why it has none; `case` are a `Case`'s fields."""
     try:
         with blocks_given_back():
-            return peak(Case.parse(case), PROVIDERS[provider], device)
+            return peak(Case(**case), PROVIDERS[provider], device)
     except Exception as error:  # a peer may fail in any way; out of memory is one of them
         return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
 

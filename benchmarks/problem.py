@@ -45,16 +45,6 @@ class Case:
         name = f"{self.dtype}-{self.N}-{self.H}-{self.V}"
         return name if self.pattern == "dense" else f"{name}-{self.pattern}"
 
-    def __str__(self) -> str:
-        return f"{self.B}x{self.T}x{self.H}x{self.V}:{self.dtype}:{self.pattern}"
-
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """The inverse of `str`."""
-        shape, dtype, pattern = text.split(":")
-        B, T, H, V = map(int, shape.split("x"))
-        return cls(B, T, H, V, dtype, pattern)
-
     def describe(self) -> dict[str, Any]:
         """The fields of a result file."""
         return {"N": self.N} | self.__dict__

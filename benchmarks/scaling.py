@@ -87,8 +87,8 @@ class Step(NamedTuple):
         return self.products + self.vocab_links + self.token_links
 
 
-def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine, *, first_score: bool = False) -> Step:
-    """Forward and backward of `tokens` in all; `first_score`: objectives that score all tokens before the gradient."""
+def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine) -> Step:
+    """Forward and backward of `tokens` in all."""
     mine = tokens / (layout.data * layout.context)
     rows = vocab / layout.vocab
     product = 2 * mine * width * rows / machine.products
@@ -101,7 +101,7 @@ def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine, 
     # fp64 fields before, two fp32 numbers after; the weight's gradient in bf16, reduce-scattered and gathered
     token_bytes = (8 * 5 + 4 * 2) * mine * (t - 1) + (2 * 2 * width * rows * (t - 1) / t if t > 1 else 0)
     return Step(
-        products=(4 if first_score else 3) * product,
+        products=3 * product,
         vocab_links=vocab_bytes / inner + (2 * machine.latency if v > 1 else 0),
         token_links=token_bytes / outer + (3 * machine.latency if t > 1 else 0),
         weight_gb=2 * 2 * width * rows / 1e9,
