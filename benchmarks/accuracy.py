@@ -140,6 +140,12 @@ def flipped(log_ratios: Tensor, exact: Tensor) -> float:
     return float((torch.bucketize(log_ratios.exp(), bounds) != torch.bucketize(exact.exp(), bounds)).double().mean())
 
 
+def outside(new: Tensor, old: Tensor) -> float:
+    """Share of ratios outside [0.9, 1.1], from log-probs."""
+    ratio = (new - old).exp()
+    return float(((ratio < 0.9) | (ratio > 1.1)).double().mean())
+
+
 def histogram(ratios: Tensor) -> list[int]:
     """Counts by `RATIO_BINS`."""
     inside = ratios.flatten().cpu().double().clamp(float(RATIO_BINS[0]), float(RATIO_BINS[-1]))

@@ -29,7 +29,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import gc
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
 
+from benchmarks.accuracy import outside
 from benchmarks.qwen2 import small_qwen2
 from benchmarks.study import Section, main
 from benchmarks.timing import times_by_round, with_ratios
@@ -93,24 +93,33 @@ def sample(engine: VLLMEngine, prompts: list[list[int]], tokens: int) -> tuple[R
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, rollout: Rollout, *, autocast: bool) -> dict[str, Tensor]:
-    """The policy's log-probs and entropies [N] of the tokens."""
-    columns: dict[str, list[Tensor]] = {"policy_exact": [], "policy_logits": [], "entropy": []}
+def score(model: PreTrainedModel, rollout: Rollout, *, autocast: bool = False) -> dict[str, Tensor]:
+    """The policy's log-probs and entropies [N] of the tokens; with candidate sets, log-probs over these and their mass.
+
+    All are in float64. `policy_logits` are of bf16 logits.
+    """
+    columns: dict[str, list[Tensor]] = {}
     for start in range(0, len(rollout.completion_ids), ROWS):
         part = rollout.rows(slice(start, start + ROWS))
         mask = torch.cat([part.prompt_mask, part.completion_mask], 1).long()
         ids, active = torch.cat([part.prompt_ids, part.completion_ids], 1), part.completion_mask
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        tokens, head = part.completion_ids[active], lm_head_inputs(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             states = head_hidden_states(model, ids, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
             states = states[:, part.prompt_ids.shape[1] - 1 : -1][active]
-            tokens = part.completion_ids[active]
-            scores = fused_linear_logprobs(states, token_ids=tokens, **lm_head_inputs(model), with_entropy=True)
+            scores = fused_linear_logprobs(states, token_ids=tokens, **head, with_entropy=True)
             logits = model.get_output_embeddings()(states)
         assert logits.dtype == torch.bfloat16
         assert scores.entropies is not None
-        columns["policy_exact"].append(scores.logps)
-        columns["entropy"].append(scores.entropies)
-        columns["policy_logits"].append(logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        logps = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        found = {"policy_exact": scores.logps, "policy_logits": logps, "entropy": scores.entropies}
+        if part.candidates is not None:
+            sets = part.candidates.select(active.reshape(-1).nonzero().squeeze(1))
+            found["sets"] = fused_linear_logprobs(states, token_ids=tokens, candidates=sets, **head).logps
+            exact = (states.float() @ head["lm_head_weight"].float().T).softmax(-1)
+            found["mass"] = (exact * sets.to_mask(exact.shape[1])).sum(-1)
+        for name, values in found.items():
+            columns.setdefault(name, []).append(values.double())
     return {name: torch.cat(values) for name, values in columns.items()}
 
 
@@ -118,11 +127,11 @@ def compare(logps: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Statistics of each difference, in nats, and the share of ratios outside [0.9, 1.1]."""
     rows = {}
     for name, (rollout, trainer) in DIFFERENCES.items():
-        difference = logps[trainer].double() - logps[rollout].double()
-        size, ratio = difference.abs(), difference.exp()
+        new, old = logps[trainer].double(), logps[rollout].double()
+        size = (new - old).abs()
         rows[name] = {
             "mean": float(size.mean()), "p99": float(size.quantile(0.99)), "max": float(size.max()),
-            "outside": float(((ratio < 0.9) | (ratio > 1.1)).double().mean()),
+            "outside": outside(new, old),
         }  # fmt: skip
     return rows
 

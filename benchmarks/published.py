@@ -24,16 +24,16 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.mismatch import TEXTS
+from benchmarks.accuracy import outside
+from benchmarks.mismatch import TEXTS, score
 from benchmarks.study import Section, main
-from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts import vllm as integration
 from grpo_fused.trainer import Rollout, Sampling, VLLMEngine, roll_out
 
-ROWS, GENERATIONS = 4, 4
+GENERATIONS = 4
 MOST = 4096
 """Log-probs for a position: bf16 has tokens as likely as the 1024th."""
 TRUNCATIONS: dict[str, dict[str, Any]] = {
@@ -44,37 +44,10 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 SIZES = {"top_p": 0.97, "top_k": 512}
 
 
-@torch.no_grad()
-def score(model: PreTrainedModel, rollout: Rollout) -> dict[str, Tensor]:
-    """Log-probs [N] of the tokens that count, and the mass of their masks if they have some."""
-    columns: dict[str, list[Tensor]] = {}
-    for start in range(0, len(rollout.completion_ids), ROWS):
-        part = rollout.rows(slice(start, start + ROWS))
-        mask = torch.cat([part.prompt_mask, part.completion_mask], 1).long()
-        ids, active = torch.cat([part.prompt_ids, part.completion_ids], 1), part.completion_mask
-        states = head_hidden_states(model, ids, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-        states, tokens = states[:, part.prompt_ids.shape[1] - 1 : -1][active], part.completion_ids[active]
-        head, sets = lm_head_inputs(model), None
-        logits = model.get_output_embeddings()(states)
-        found = {
-            "whole": fused_linear_logprobs(states, token_ids=tokens, **head).logps,
-            "bf16 logits": logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0],
-        }
-        if part.candidates is not None:
-            sets = part.candidates.select(active.reshape(-1).nonzero().squeeze(1))
-            found["masks"] = fused_linear_logprobs(states, token_ids=tokens, candidates=sets, **head).logps
-            exact = (states.float() @ head["lm_head_weight"].float().T).softmax(-1)
-            found["mass"] = (exact * sets.to_mask(exact.shape[1])).sum(-1)
-        for name, values in found.items():
-            columns.setdefault(name, []).append(values.double())
-    return {name: torch.cat(values) for name, values in columns.items()}
-
-
 def ratios(new: Tensor, old: Tensor) -> dict[str, float]:
     """Of the importance ratio."""
     ratio = (new - old).exp()
-    outside = ((ratio < 0.9) | (ratio > 1.1)).double().mean()
-    return {"mean": float(ratio.mean()), "median": float(ratio.median()), "outside": float(outside)}
+    return {"mean": float(ratio.mean()), "median": float(ratio.median()), "outside": outside(new, old)}
 
 
 class Measured:
@@ -103,10 +76,10 @@ class Measured:
         """The kept mass and both ratios."""
         rollout, vllm = self.rollout(tokens, **truncation)
         scores = score(self.model, rollout)
-        closed = (scores["whole"] - scores["masks"]) - scores["mass"].log()
+        closed = (scores["policy_exact"] - scores["sets"]) - scores["mass"].log()
         return {
-            "tokens": len(vllm), "mass": float(scores["mass"].mean()), "whole": ratios(scores["whole"], vllm),
-            "masks": ratios(scores["masks"], vllm), "from_closed_form": float(closed.abs().max()),
+            "tokens": len(vllm), "mass": float(scores["mass"].mean()), "whole": ratios(scores["policy_exact"], vllm),
+            "masks": ratios(scores["sets"], vllm), "from_closed_form": float(closed.abs().max()),
         }  # fmt: skip
 
     def sizes(self, tokens: int) -> dict[str, float]:
@@ -124,8 +97,8 @@ class Measured:
         rollout, vllm = self.rollout(tokens)
         scores = score(self.model, rollout)
         return {
-            name: float(torch.corrcoef(torch.stack([vllm.exp(), scores[name].exp()]))[0, 1])
-            for name in ("bf16 logits", "whole")
+            name: float(torch.corrcoef(torch.stack([vllm.exp(), scores[column].exp()]))[0, 1])
+            for name, column in (("bf16 logits", "policy_logits"), ("whole", "policy_exact"))
         }
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.accuracy import flipped_by_exact_old
+from benchmarks.accuracy import flipped_by_exact_old, outside
 from benchmarks.pretrained import recipe
 from benchmarks.providers import eager_logps
 from benchmarks.study import Section, main
@@ -29,7 +29,6 @@ from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.recipe import build_trainer
 
 TOP_P, TOP_K, ROWS, TIMED = (0.9, 0.95, 0.97), (20, 50), 32, 1024
-INSIDE = (0.9, 1.1)
 
 
 class Recorded(NamedTuple):
@@ -129,12 +128,6 @@ def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, floa
     calls |= {f"top_p {p}": partial(loss, sets(top_p=p)) for p in TOP_P}
     calls |= {f"top_k {k}": partial(loss, sets(top_k=k)) for k in TOP_K}
     return with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare-3")
-
-
-def outside(new: Tensor, old: Tensor) -> float:
-    """Share of ratios outside [0.9, 1.1]."""
-    ratio = (new - old).exp()
-    return float(((ratio < INSIDE[0]) | (ratio > INSIDE[1])).double().mean())
 
 
 def quantiles(values: Tensor) -> dict[str, float]:

@@ -16,8 +16,9 @@ from trainer.small_trainer import make_trainer
 from transformers import AutoModelForCausalLM
 
 from benchmarks import gemma, pretrained, study_page
+from benchmarks.accuracy import outside
 from benchmarks.equivalence import statistics_of
-from benchmarks.real_rollouts import Recorded, outside, report
+from benchmarks.real_rollouts import Recorded, report
 from benchmarks.results import Run, record
 from benchmarks.study_page import PARTS
 from grpo_fused import rewards
