@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.learning_page import SMOOTH, band, differences, names, points, runs_of, smooth
 from benchmarks.results import Run
-from benchmarks.style import COLORS, decorate, new_figure
+from benchmarks.style import COLORS, decorate, legend, new_figure
 from benchmarks.tables import grid
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def plot(section: dict[str, Any]) -> Figure:
             found = [smooth(run["rewards"], SMOOTH) for key, run in runs.items() if key[:2] == (sampler, name)]
             if found:
                 band(axes, found, ARM_COLORS[name], label)
-        axes.legend(frameon=False, fontsize=8.5, loc="lower right")
+        legend(axes, "lower right")
         axes.set_ylim(0.0, 1.0)
         axes.locator_params(axis="x", integer=True)
         decorate(axes, f"Reward, sampler {SAMPLERS[sampler]}", "rollout", "")

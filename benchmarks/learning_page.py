@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.equivalence import describe
 from benchmarks.results import Run, where
-from benchmarks.style import COLORS, INK, MUTED, decorate, new_figure, percent
+from benchmarks.style import COLORS, INK, MUTED, decorate, legend, new_figure, percent
 from benchmarks.tables import grid
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def learning_plot(section: dict[str, Any]) -> Figure:
         band(rewards, curves, ARM_COLORS[arm], ARMS[arm])
         _points(accuracy, x, after[arm], ARM_COLORS[arm])
         accuracy.plot([x - 0.3, x + 0.3], [section["arms"][arm]["mean"]] * 2, color=INK, linewidth=1.6)
-    rewards.legend(frameon=False, fontsize=8.5, loc="lower right")
+    legend(rewards, "lower right")
     rewards.set_ylim(bottom=0.0)
     rewards.locator_params(axis="x", integer=True)
     decorate(rewards, "Reward in training", "rollout", "")
@@ -237,7 +237,7 @@ def length_plot(section: dict[str, Any]) -> Figure:
             mean = [fmean(column) for column in zip(*curves, strict=True)]
             axes.plot(range(len(mean)), mean, color=LOSS_COLORS[loss], linewidth=2.2, label=loss)
         decorate(axes, f"{kind.capitalize()} completions", "rollout", "tokens" if kind == "wrong" else "")
-        axes.legend(frameon=False, fontsize=8.5)
+        legend(axes)
     return figure
 
 

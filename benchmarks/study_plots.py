@@ -16,6 +16,7 @@ from benchmarks.style import (
     bar_text,
     decorate,
     label_bars,
+    legend,
     log2_ticks,
     log_height,
     new_figure,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LABELS = {"linear_cross_entropy": "linear_cross_\nentropy of torch:\nbf16 results", "bare": "bare products"}
+LABELS = {"linear_cross_entropy": "linear_cross_entropy of torch: bf16 results", "bare": "bare products"}
 
 
 def accuracy_plot(section: dict[str, Any]) -> Figure:
@@ -53,19 +54,18 @@ def _error_panel(axes: Axes, section: dict[str, Any]) -> None:
     promised = [promise["logp_error"] * max(1.0, z / promise["up_to"]) for z in sizes]
     axes.plot(sizes, promised, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
-        "error bound", (sizes[0], promised[0]), xytext=(0, 5), textcoords="offset points", fontsize=8.5, color=INK,
-        bbox=LABEL_BOX,
-    )  # fmt: skip
+        "error bound", (sizes[0], promised[0]), xytext=(0, -12), textcoords="offset points", fontsize=8.5, color=INK
+    )
     axes.set_yscale("log")
     decorate(axes, "Error of log-probs (lower is better)", "largest |logit|", "max |Δ log p|, nats")
     _logit_axis(axes, sizes)
-    _draw_curves(axes, curves)
+    _draw_curves(axes, curves, (0.01, 0.41))  # above the bound
 
 
 def _flips_panel(axes: Axes, section: dict[str, Any]) -> None:
     curves = _curves(section, lambda row: row["flipped"]["exact_old"], together=0.001)
     top = 1.06 * max(0.01, *(max(y) for _, y in curves.values()))
-    axes.set_ylim(-0.08 * top, top)  # room for the name of a line at 0
+    axes.set_ylim(-0.02 * top, top)
     percent(axes.yaxis)
     low, high = section["clip"]
     unit = f"share of tokens, policies {section['old_noise']:g} nats apart"
@@ -129,43 +129,28 @@ def _curves(
     return groups
 
 
-def _draw_curves(axes: Axes, groups: dict[tuple[str, ...], tuple[list[float], list[float]]]) -> None:
-    """Lines with their names at the right end; scale and limits of the axes must have been set."""
+def _draw_curves(
+    axes: Axes,
+    groups: dict[tuple[str, ...], tuple[list[float], list[float]]],
+    place: str | tuple[float, float] = "upper left",
+) -> None:
     for names, (x, y) in groups.items():
         mine = names[0] in OURS
-        color = COLORS.get(names[0], MUTED)
-        axes.plot(x, y, color=color, linewidth=2.4 if mine else 1.6, marker="o", markersize=4, zorder=3 if mine else 2)
-    ends = []
-    for names, (x, y) in groups.items():
         text = ", ".join(LABELS.get(name, name) for name in names)
         if set(names) == {"eager", "TRL", "Liger"}:
-            text = "eager, TRL, Liger:\nbf16 logits"
-        elif len(names) > 1 and names[0] in OURS:
-            text = f"ours\n({text})"
-        ends.append((x[-1], y[-1], text, COLORS.get(names[0], MUTED)))
-    _name_ends(axes, ends)
-
-
-def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write (x, y, text, colour) to the right of each point, moved up where texts would overlap."""
-    figure_low, figure_high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
-    points = axes.get_position().height * axes.figure.get_figheight() * 72
-    below = -1.0
-    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
-        room = 6.4 * (1 + text.count("\n")) / points  # half its height
-        height = (axes.transData.transform((1, y))[1] - figure_low) / (figure_high - figure_low)
-        below = max(height, below + room)
-        axes.text(
-            1.12 * x, below, text, transform=axes.get_xaxis_transform(), va="center", fontsize=8.5,
-            fontweight="bold", color=color,
+            text = "eager, TRL, Liger: bf16 logits"
+        elif len(names) > 1 and mine:
+            text = f"ours ({text})"
+        axes.plot(
+            x, y, color=COLORS.get(names[0], MUTED), linewidth=2.4 if mine else 1.6, marker="o", markersize=4,
+            zorder=3 if mine else 2, label=text,
         )  # fmt: skip
-        below += room
+    legend(axes, place)
 
 
 def _logit_axis(axes: Axes, sizes: Sequence[float]) -> None:
     ticks = sorted({round(z) for z in sizes})
     log2_ticks(axes, ticks, [str(z) for z in ticks])
-    axes.set_xlim(min(sizes) * 0.9, max(sizes) * 6)  # room for the names
 
 
 def growth_plot(section: dict[str, Any]) -> Figure:
@@ -193,10 +178,8 @@ def growth_plot(section: dict[str, Any]) -> Figure:
         decorate(panels[0][column], f"Time by {titles[dimension]}", "", above)
         below = "MiB beyond inputs and gradients" if first else ""
         decorate(panels[1][column], f"Memory by {titles[dimension]}", titles[dimension], below)
-    for axes in panels[:, -1]:  # once all panels of the row have set its limits
-        axes.set_xlim(right=2.2 * axes.get_xlim()[1])
-        curves = [curve for curve in axes.get_lines() if curve.get_linestyle() != "None"]
-        _name_ends(axes, [(c.get_xdata()[-1], c.get_ydata()[-1], c.get_label(), c.get_color()) for c in curves])
+    for axes in panels[:, 0]:
+        legend(axes, "upper left")
     return figure
 
 
@@ -229,7 +212,7 @@ def _growth_panel(
     if measured is _bytes:
         logits = sorted({(p[dimension], 4 * p["N"] * p["active"] * p["V"] / unit) for p in points})
         axes.plot(
-            *zip(*logits, strict=True), color=MUTED, linewidth=1, linestyle=":", label="fp32 logits\nof all tokens"
+            *zip(*logits, strict=True), color=MUTED, linewidth=1, linestyle=":", label="fp32 logits of all tokens"
         )
     log2_ticks(axes, ticks, [f"{t:.0%}" if dimension == "active" else _thousands(t) for t in ticks])
     log_height(axes)
@@ -299,7 +282,7 @@ def candidates_plot(section: dict[str, Any]) -> Figure:
                   textcoords="offset points", fontsize=8.5, color=INK, bbox=LABEL_BOX)  # fmt: skip
     log2_ticks(axes, sizes, [f"{size}" for size in sizes])
     log_height(axes)
-    axes.legend(frameon=False, fontsize=9, loc="center left")
+    legend(axes, "center left")
     decorate(axes, "", "tokens in a set", "ms, forward + backward")
     return figure
 
@@ -319,7 +302,7 @@ def distillation_plot(section: dict[str, Any]) -> Figure:
         axes.axhline(run["teacher_accuracy"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     percent(axes.yaxis)
     axes.set_ylim(0, 1.02)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    legend(axes, "lower right")
     decorate(axes, "", "step", "held-out accuracy")
     return figure
 

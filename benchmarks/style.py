@@ -110,6 +110,11 @@ def log_height(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def legend(axes: Axes, place: str | tuple[float, float] = "best") -> None:
+    """The names of lines, without a frame."""
+    axes.legend(frameon=False, fontsize=8.5, loc=place)
+
+
 def bar_color(name: str) -> str:
     """The colour of a program; grey for one that is new."""
     return COLORS.get(name, MUTED)
