@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.pretrained import STEPS, accuracy_of, figures_of, measure, recipe, trained_by
 from benchmarks.pretrained_cut import cut_model
+from benchmarks.small_policy import quantize_head, with_adapters
 from benchmarks.study import Section, main
 from grpo_fused.trainer.recipe import load_parts
 
@@ -30,16 +31,11 @@ ARMS = {"ours": "benchmarks.pretrained:train", "lora_int8": "benchmarks.pretrain
 
 def adapted(model: Any, seed: int) -> Any:
     """The model with a head in int8 and adapters on all linear layers, the head's included."""
-    from peft import LoraConfig, get_peft_model
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     model.config.tie_word_embeddings = False
-    quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda _, name: name == "lm_head")
-    torch.manual_seed(seed)
-    names = sorted({n.split(".")[-1] for n, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)})
-    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names, task_type="CAUSAL_LM"))
+    quantize_head(model)
+    return with_adapters(model, RANK, seed)
 
 
 def train(arm: str, model: str, seed: int, rate: float = RATE) -> dict[str, Any]:

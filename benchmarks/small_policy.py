@@ -276,17 +276,24 @@ def train(
 def adapted(model: PreTrainedModel, recipe: Recipe, seed: int) -> PreTrainedModel:
     """The model with the recipe's adapter and head, if it has any."""
     if recipe.int8_head:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        quantize_head(model)
+    return with_adapters(model, recipe.lora, seed) if recipe.lora else model
 
-        quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda _, name: name == "lm_head")
-    if not recipe.lora:
-        return model
+
+def quantize_head(model: Any) -> None:
+    """To int8, by torchao, with one scale a row."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda _, name: name == "lm_head")
+
+
+def with_adapters(model: Any, rank: int, seed: int) -> Any:
+    """The model with LoRA on all linear layers, the head's included."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     names = sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
-    options = LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules=names, task_type="CAUSAL_LM")
-    return get_peft_model(model, options)  # type: ignore[return-value]  # it behaves as the model
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM"))
 
 
 def train_ours(
