@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -223,18 +223,13 @@ def recorded(device: str, impls: list[str], rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(
-    device: Device = "cpu",
-    rounds: int = 5,
-    recorded_only: Annotated[bool, "only the part `recorded`"] = False,
-) -> Iterator[Section]:
+def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     """The section `candidates`."""
     impls = engines_of(device)
-    section: Section = {"recorded": recorded(device, impls, rounds)}
-    if not recorded_only:
-        section |= {"published": published(device, impls, rounds), "growth": growth(device, impls[0], 3)}
-        section |= {"window": window(device, impls[0], rounds)}
-    yield section
+    yield {
+        "recorded": recorded(device, impls, rounds), "published": published(device, impls, rounds),
+        "growth": growth(device, impls[0], 3), "window": window(device, impls[0], rounds),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

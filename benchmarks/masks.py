@@ -2,7 +2,6 @@
 
     make vllm                                                                         # its environment, once
     TRITON_INTERPRET=1 .venv-vllm/bin/python -m benchmarks.masks --out results.json   # 15 minutes on two cores
-    TRITON_INTERPRET=1 .venv-vllm/bin/python -m benchmarks.masks --since results.json --out results.json  # goes on
 
 Two models of V tokens sample in fp32: an untrained one, and one trained on a chain of 512 words. Each word has 32 that
 may follow, the r-th with a probability in proportion to 1 / r^s; s is between 0.5 and 6, by word, so that some are
@@ -29,7 +28,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -38,7 +36,6 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.qwen2 import small_qwen2
-from benchmarks.results import load
 from benchmarks.study import Section, main
 from grpo_fused import CandidateSets
 from grpo_fused.heads.patches import Patches
@@ -218,7 +215,7 @@ def case(engine: VLLMEngine, prompt: list[int], sampling: Sampling) -> dict[str,
 
 
 def measure(models: dict[str, Qwen2ForCausalLM], tokens: int, cases: dict[str, Any]) -> Iterator[None]:
-    """Adds the cases that are not there, each of a model and a truncation, with masks and with log-probs."""
+    """Adds the cases, each of a model and a truncation, with masks and with log-probs."""
     for masks in (True, False):
         with tempfile.TemporaryDirectory() as folder:
             next(iter(models.values())).save_pretrained(folder)
@@ -230,8 +227,6 @@ def measure(models: dict[str, Qwen2ForCausalLM], tokens: int, cases: dict[str, A
                 ((option, value),) = truncation.items()
                 row = cases.setdefault(f"{name}, {option} {value:g}", {"tokens": tokens})
                 source = "masks" if masks else "log-probs"
-                if source in row:
-                    continue
                 sampling = Sampling(num_generations=BATCH, max_completion_length=tokens, seed=5, **truncation)  # type: ignore[arg-type]
                 row[source] = case(engine, prompt, sampling)
                 print(name, option, value, row, flush=True)
@@ -244,12 +239,11 @@ def run(
     vocab: Annotated[int, "tokens of the vocabulary"] = 151936,
     tokens: Annotated[int, "of a completion"] = 8,
     steps: Annotated[int, "of training"] = 150,
-    since: Annotated[Path | None, "a file of results; its cases count as done"] = None,
 ) -> Iterator[Section]:
     """The section `masks`, after each case."""
     if not torch.cuda.is_available():
         interpret()
-    cases = load(since).sections["masks"]["cases"] if since is not None else {}
+    cases: dict[str, Any] = {}
     models = {"untrained": untrained_model(vocab), "trained": trained_model(vocab, steps)}
     for _ in measure(models, tokens, cases):
         yield {"V": vocab, "batch": BATCH, "steps": steps, "cases": cases}
