@@ -21,12 +21,11 @@ from torch import Tensor
 
 from grpo_fused import engines
 from grpo_fused.api.autograd import LinearLogprobs
-from grpo_fused.api.composed import composed
-from grpo_fused.api.head import early
-from grpo_fused.call.calls import LMHead, LogprobsCall, Run
+from grpo_fused.api.head import HeadOptions, early, head_of
+from grpo_fused.call.calls import LogprobsCall, tensors_of
 from grpo_fused.call.candidates import may_need_whole_head
-from grpo_fused.call.validation import check_adapters, is_alone_with
-from grpo_fused.engines.products import compute_dtype
+from grpo_fused.call.layout import Layout
+from grpo_fused.call.validation import is_alone_with
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import needs_a_gpu, output_head, unwrap
@@ -83,17 +82,16 @@ class FusedLogProbFunction:
             for. None for what is not.
         """
         scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
-        call, bias = cls._call(*scored, with_entropy="entropy" in outputs)
-        hidden, weight = call.hidden_states, call.lm_head.weight
+        call = cls._call(*scored, with_entropy="entropy" in outputs)
         prediction = current_prediction()
         if prediction is not None and not prediction.used and _may_add_rows(call):
             # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
             prediction.used, prediction.counts.fused = True, prediction.counts.fused + 1
             candidates, run = call.candidates._replace(any_whole=False), call.run._replace(adds_to_grad=True)
             call = call._replace(candidates=candidates, run=run)
-            logps, entropies, _ = LinearLogprobs.apply(hidden, weight, bias, call)
+            logps, entropies, _ = LinearLogprobs.apply(*tensors_of(call), call)
         else:
-            logps, entropies = PredictedLogprobs.apply(hidden, weight, bias, early(call), prediction)
+            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), early(call), prediction)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,
@@ -119,7 +117,7 @@ class FusedLogProbFunction:
     ) -> dict[str, Tensor]:
         """`extra_statistics` without the log-probs, for the arguments of `apply`."""
         scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
-        return extra_statistics(cls._call(*scored, with_entropy=False)[0], outputs)
+        return extra_statistics(cls._call(*scored, with_entropy=False), outputs)
 
     @classmethod
     def _call(
@@ -133,17 +131,17 @@ class FusedLogProbFunction:
         logit_scale: float,
         *,
         with_entropy: bool,
-    ) -> tuple[LogprobsCall, Tensor | None]:
-        """The call with the head's adapters in it, and the head's bias with theirs."""
-        compute, (bias, adapters) = compute_dtype(hidden, weight), with_adapters(bias)
-        check_adapters(adapters, hidden, weight, has_group=False)
-        head = LMHead(weight, bias, float(logit_scale), softcap, float(temperature), None, compute)
-        candidates, mask = announced_candidates(targets, head.vocab_size)
-        form = engines.WeightForm.of(weight, adapters)
-        engine = engines.choose(cls.impl, hidden.device, compute, weight.shape[1], form)
-        run = Run(engine, cls.max_scratch_bytes)
-        head, hidden = composed(head, weight, adapters, hidden, mask)
-        return LogprobsCall(hidden, head, targets, mask, candidates, with_entropy, run), bias
+    ) -> LogprobsCall:
+        """The call, with the head's adapters and the announced candidate sets in it."""
+        bias, adapters = with_adapters(bias)
+        candidates, mask = announced_candidates(targets, weight.shape[0])
+        options: HeadOptions = {
+            "lm_head_bias": bias, "lm_head_adapter": adapters, "temperature": float(temperature),
+            "logit_scale": float(logit_scale), "softcap": softcap, "impl": cls.impl,
+            "max_scratch_bytes": cls.max_scratch_bytes,
+        }  # fmt: skip
+        hidden, head, _, run = head_of(hidden, weight, targets, mask, Layout.of(targets), options)
+        return LogprobsCall(hidden, head, targets, mask, candidates, with_entropy, run)
 
 
 def _may_add_rows(call: LogprobsCall) -> bool:
