@@ -81,8 +81,9 @@ class FusedLogProbFunction:
             cap and temperature, and whether the target is the first maximum, which take one more head product if asked
             for. None for what is not.
         """
-        scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
-        call = cls._call(*scored, with_entropy="entropy" in outputs)
+        call = cls.call(
+            hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+        )
         prediction = current_prediction()
         if prediction is not None and not prediction.used and _may_add_rows(call):
             # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
@@ -102,8 +103,7 @@ class FusedLogProbFunction:
         )
 
     @classmethod
-    @torch.no_grad()
-    def statistics(
+    def call(
         cls,
         hidden: Tensor,
         weight: Tensor,
@@ -111,28 +111,11 @@ class FusedLogProbFunction:
         targets: Tensor,
         temperature: float,
         chunk_size: int,
-        final_logit_softcapping: float | None,
-        logit_scale: float,
-        outputs: tuple[str, ...],
-    ) -> dict[str, Tensor]:
-        """`extra_statistics` without the log-probs, for the arguments of `apply`."""
-        scored = (hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale)
-        return extra_statistics(cls._call(*scored, with_entropy=False), outputs)
-
-    @classmethod
-    def _call(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
         softcap: float | None,
         logit_scale: float,
-        *,
-        with_entropy: bool,
+        outputs: tuple[str, ...],
     ) -> LogprobsCall:
-        """The call, with the head's adapters and the announced candidate sets in it."""
+        """What `apply` computes, for its arguments: with the head's adapters and the announced candidate sets."""
         bias, adapters = with_adapters(bias)
         candidates, mask = announced_candidates(targets, weight.shape[0])
         options: HeadOptions = {
@@ -141,7 +124,7 @@ class FusedLogProbFunction:
             "max_scratch_bytes": cls.max_scratch_bytes,
         }  # fmt: skip
         hidden, head, _, run = head_of(hidden, weight, targets, mask, Layout.of(targets), options)
-        return LogprobsCall(hidden, head, targets, mask, candidates, with_entropy, run)
+        return LogprobsCall(hidden, head, targets, mask, candidates, "entropy" in outputs, run)
 
 
 def _may_add_rows(call: LogprobsCall) -> bool:

@@ -26,6 +26,7 @@ from grpo_fused.heads.modules import head_parts, output_head, unwrap
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.trl.adapters import scored_with
 from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
+from grpo_fused.integrations.trl.statistics import extra_statistics
 
 type_of_head = Any  # a `FusedLogProbFunction`, see `head`
 ActiveHead = Callable[[], type_of_head]
@@ -147,12 +148,14 @@ class HeadLogits:
     def _counts(self) -> Tensor:
         return self.scored[self.rows.squeeze(-1)]
 
+    @torch.no_grad()
     def _statistic(self, name: str, dim: int) -> Tensor:
         if dim not in (-1, len(self.shape) - 1):
             raise TypeError(f"logits that were not computed have {name} over their last dimension only; got dim={dim}")
         counts = self._counts()
         token_ids = torch.zeros_like(counts, dtype=torch.int64)
-        return _spread(self._on_head(self.head.statistics, token_ids, counts, (name,))[name], counts)
+        call = self._on_head(self.head.call, token_ids, counts, (name,))
+        return _spread(extra_statistics(call, (name,))[name], counts)
 
     def _on_head(
         self, function: Callable[..., Any], token_ids: Tensor, counts: Tensor, outputs: tuple[str, ...]
