@@ -79,6 +79,8 @@ class Objective(NamedTuple):
     """0-d: the loss before the entropy bonus."""
     derivatives: Callable[[], Derivatives]
     """Computed only where a gradient is asked for."""
+    per_token: Callable[[], Tensor]
+    """[R] the loss of each token before it is weighted and summed, without the entropy bonus; 0 where masked."""
     log_ratio: Tensor
     """[R]"""
     ratio: Tensor
@@ -87,35 +89,6 @@ class Objective(NamedTuple):
     """[R] VESPO's weight."""
     kl: Tensor | None
     """[R] KL estimate with its bias correction; None without reference log-probs."""
-
-
-class TokenLoss(NamedTuple):
-    """The loss of each token before it is weighted and summed."""
-
-    loss: Tensor
-    """[R] policy term with its masks and factors, + beta * KL; 0 where masked."""
-    kl: Tensor | None
-    """[R] KL estimate with its bias correction, 0 where masked; None without reference log-probs."""
-    ratio: Tensor
-    """[R] c before delta."""
-
-
-def token_loss(logp: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> TokenLoss:
-    """The loss of each token, for configurations without entropies. `batch.weight` is not used.
-
-    Its derivative for an upstream gradient u ([R]) is that of `evaluate(...).derivatives()` with `batch.weight` = u.
-    """
-    assert not config.needs_entropy
-    logp = torch.where(batch.mask, logp.clamp(min=LOWEST_LOGP), 0.0)
-    ratio = _importance_ratio(logp, batch, config)
-    policy = _POLICY[config.kind.rule](_Inputs(logp, ratio, None, batch, config))
-    factor = _policy_factor(logp, None, batch, config)
-    loss = policy.value if factor is None else factor * policy.value
-    penalty, kl = _kl(logp, ratio, batch, config), None
-    if penalty is not None:
-        kl = torch.where(batch.mask, penalty.value, 0.0)
-        loss = loss + config.beta * kl
-    return TokenLoss(torch.where(batch.mask, loss, 0.0), kl, ratio.value)
 
 
 def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig) -> Objective:
@@ -152,11 +125,18 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
         dlogp = torch.where(batch.mask, dlogp, 0.0).masked_fill_(given < LOWEST_LOGP, 0.0)
         return Derivatives(dlogp, dentropy)
 
+    def per_token() -> Tensor:
+        losses = policy.value if factor is None else factor * policy.value
+        if penalty is not None and weight is not None:
+            losses = losses + config.beta * penalty.value
+        return torch.where(batch.mask, losses, 0.0)
+
     policy_loss = loss.to(logp.dtype)
     return Objective(
         loss=policy_loss if bonus is None else (loss - bonus).to(logp.dtype),
         policy_loss=policy_loss,
         derivatives=derivatives,
+        per_token=per_token,
         log_ratio=ratio.log_ratio,
         ratio=ratio.value if config.delta is None else ratio.value.clamp(max=config.delta),
         phi=policy.phi,

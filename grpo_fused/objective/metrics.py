@@ -48,7 +48,7 @@ def compute_metrics(
     if not complete:
         return metrics
     columns = {name: x for name, x in (("kl", objective.kl), ("entropy", entropy)) if x is not None}
-    own = _VALUES[config.kind.rule](objective, batch, config)
+    own = VALUES[config.kind.rule](objective, batch, config)
     if not columns and not own:
         return metrics
     # all in one reduction: a call of few tokens takes as long as its kernels take to launch
@@ -84,7 +84,7 @@ def _phi(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> lis
     return [objective.phi]
 
 
-_VALUES: dict[Rule, Callable[[Objective, TokenBatch, GRPOLossConfig], list[Tensor]]] = {
+VALUES: dict[Rule, Callable[[Objective, TokenBatch, GRPOLossConfig], list[Tensor]]] = {
     "clip": _clip_decisions, "cispo": _cispo_decision, "sapo": lambda *_: [], "vespo": _phi,
     "gmpo": _log_clip_decisions,
 }  # fmt: skip
@@ -94,7 +94,7 @@ _VALUES: dict[Rule, Callable[[Objective, TokenBatch, GRPOLossConfig], list[Tenso
 def _own_metrics(
     sums: Tensor, mean: Tensor, means: Tensor, batch: TokenBatch, config: GRPOLossConfig
 ) -> tuple[Tensor, ...]:
-    """The metrics of `LossType.metrics`, from `_VALUES`: sums over sequences ([B, 1 or 2]), means over tokens.
+    """The metrics of `LossType.metrics`, from `VALUES`: sums over sequences ([B, 1 or 2]), means over tokens.
 
     Without a token, `mean` (fp64) is NaN and `means` 0.
     """

@@ -19,13 +19,13 @@ from grpo_fused.integrations.liger.options import (
     SUPPORTED,
     as_config,
     defaults_of,
-    is_clipped,
+    kl_and_clipped,
     liger_metrics,
     num_items,
     rollout_ratio,
 )
-from grpo_fused.objective import formulas as objective
 from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
 
 
 def grpo_loss_from_logits(
@@ -141,9 +141,8 @@ def grpo_loss_from_logits(
     if reduce:
         loss = (losses * batch.weight.view_as(losses)).to(torch.float64).sum().to(losses.dtype)
         return loss, liger_metrics(logps.detach(), inputs, config)
-    tokens = objective.token_loss(logps.detach().reshape(-1), batch, config)
-    kl = None if tokens.kl is None else tokens.kl.view(B, L)
-    return losses, kl, is_clipped(tokens, batch, config).to(losses.dtype).view(B, L)
+    kl, clipped = kl_and_clipped(logps.detach(), batch, config)
+    return losses, kl, clipped.to(losses.dtype)
 
 
 _DEFAULTS = defaults_of(grpo_loss_from_logits)
@@ -156,7 +155,7 @@ class _PerTokenLoss(torch.autograd.Function):
     def forward(ctx: Any, logps: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
         ctx.save_for_backward(logps)
         ctx.batch, ctx.config = batch, config
-        return objective.token_loss(logps.reshape(-1), batch, config).loss.view_as(logps)
+        return evaluate(logps.reshape(-1), None, batch, config).per_token().view_as(logps)
 
     @staticmethod
     @first_order
@@ -164,5 +163,5 @@ class _PerTokenLoss(torch.autograd.Function):
         (logps,) = ctx.saved_tensors
         weight = torch.where(ctx.batch.mask, upstream.to(logps.dtype).reshape(-1), 0.0)
         weighted = replace(ctx.batch, weight=weight)
-        found = objective.evaluate(logps.reshape(-1), None, weighted, ctx.config).derivatives()
+        found = evaluate(logps.reshape(-1), None, weighted, ctx.config).derivatives()
         return found.dlogp.view_as(logps), None, None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.loss_types import LOSS_TYPES
-from grpo_fused.objective import formulas as objective
 from grpo_fused.objective.batch import TokenBatch
+from grpo_fused.objective.formulas import evaluate
+from grpo_fused.objective.metrics import VALUES
 
 SUPPORTED = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """The loss types of Liger."""
@@ -112,24 +112,21 @@ def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> 
     """Liger's metrics: the KL if it is penalised, and the clipped share, over active tokens."""
     inputs = inputs._replace(importance_sampling_ratio=None, num_items_in_batch=None)
     batch = TokenBatch.build(inputs, Layout.of(logps, None), config, logps.dtype)
-    tokens = objective.token_loss(logps.reshape(-1), batch, config)
-    kl = [] if tokens.kl is None else [tokens.kl]
     count = batch.total.clamp(min=1.0).to(torch.float64)
-    means = (x.to(torch.float64).sum() / count for x in (*kl, is_clipped(tokens, batch, config)))
-    return [mean.to(torch.float32) for mean in means]
+    values = (x for x in kl_and_clipped(logps, batch, config) if x is not None)
+    return [(x.to(torch.float64).sum() / count).to(torch.float32) for x in values]
 
 
-def is_clipped(tokens: objective.TokenLoss, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
-    """[R] bool: active tokens whose ratio, before delta, is beyond the bound for the sign of their advantage."""
-    low, high = _clip_bounds(config)
-    good, bad = batch.advantages > 0, batch.advantages < 0
-    return batch.mask & ((bad & (tokens.ratio < low)) | (good & (tokens.ratio > high)))
+def kl_and_clipped(logps: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor]:
+    """Of each token, shaped like the log-probs and 0 where masked: the KL, and whether the ratio is clipped (bool).
 
-
-def _clip_bounds(config: GRPOLossConfig) -> tuple[float, float]:
-    """Of the ratio; infinite where the loss type has none."""
-    bounds = {
-        "clip": (1.0 - config.epsilon, 1.0 + config.epsilon_upper),
-        "cispo": (-math.inf, config.epsilon_upper),
-    }
-    return bounds.get(LOSS_TYPES[config.loss_type].rule, (-math.inf, math.inf))
+    It is, where it is beyond the bound for the sign of the advantage, before `delta`.
+    """
+    config = replace(config, delta=None)
+    found = evaluate(logps.reshape(-1), None, batch, config)
+    clipped = torch.zeros_like(batch.mask)
+    if config.kind.rule in ("clip", "cispo"):
+        for decision in VALUES[config.kind.rule](found, batch, config):
+            clipped |= decision & batch.mask
+    kl = None if found.kl is None else torch.where(batch.mask, found.kl, 0.0).view_as(logps)
+    return kl, clipped.view_as(logps)
