@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_fused.integrations.releases import check_release
-from grpo_fused.integrations.trl.release import GMPO, RELEASE, SUPPORTED
+from grpo_fused.integrations.trl.release import GMPO, RELEASE, SUPPORTED  # first: it refuses other releases
 
-check_release("trl", SUPPORTED)
-
-from grpo_fused.integrations.trl.head import FusedLogProbFunction, patch_trl, unpatch_trl, use_fused_head  # noqa: E402
-from grpo_fused.integrations.trl.trainer import FusedGRPOTrainer  # noqa: E402
+# isort: split
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, patch_trl, unpatch_trl, use_fused_head
+from grpo_fused.integrations.trl.trainer import FusedGRPOTrainer
 
 __all__ = [
     "SUPPORTED",

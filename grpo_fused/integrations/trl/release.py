@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_fused.integrations.releases import installed_release
+from grpo_fused.integrations.releases import check_release
 
 _LOGITS = (
     "_get_per_token_logps_and_entropies of GRPO and RLOO, _compute_loss and its like of DPO and KTO; "
@@ -16,7 +16,7 @@ SUPPORTED = {
 }
 """Release (all patch releases of it) to what of it is replaced."""
 
-RELEASE = installed_release("trl")
+RELEASE = check_release("trl", SUPPORTED, stacklevel=4)
 FUSED_HEAD = (1, 15)
 """Models score tokens in their forward, by `_ChunkedLogProbFunction`. Before, trainers do by functions of logits, and
 with `use_liger_kernel` in another way: by Liger's loss up to 1.13, by a function of hidden states in 1.14."""
