@@ -116,6 +116,22 @@ def test_gradients_are_trls(frozen, used, monkeypatch):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_checkpoint_around_the_scores():
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        torch.randn(19, 24, generator=g).requires_grad_(),
+        torch.randn(83, 24, generator=g).requires_grad_(),
+    )
+
+    def score(hidden, weight):
+        return FusedLogProbFunction.apply(hidden, weight, None, torch.arange(19), 1.0, 16)[0].sum()
+
+    want = torch.autograd.grad(score(hidden, weight), (hidden, weight))
+    again = torch.utils.checkpoint.checkpoint(score, hidden, weight, use_reentrant=False)
+    for mine, exact in zip(torch.autograd.grad(again, (hidden, weight)), want, strict=True):
+        assert torch.equal(mine, exact)
+
+
 def test_nothing_is_made_without_a_gradient(monkeypatch):
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
     monkeypatch.delattr(type(engines.engine("native")), "fused")

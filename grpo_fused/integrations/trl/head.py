@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused.api.autograd import LinearLogprobs
-from grpo_fused.api.head import HeadOptions, early, head_of
+from grpo_fused.api.head import HeadOptions, early, head_of, needs_of
 from grpo_fused.call.calls import LogprobsCall, tensors_of
 from grpo_fused.call.candidates import may_need_whole_head
 from grpo_fused.call.layout import Layout
@@ -37,7 +36,7 @@ from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_pr
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
 from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.truncation import announced_candidates
-from grpo_fused.integrations.trl.zero import gathered
+from grpo_fused.integrations.trl.zero import gathered, logprobs_of
 
 TRAINERS = ("dpo", "grpo", "kto", "rloo", "sft")
 """with TRL's fused head and a check for adapters on it, besides distillation's"""
@@ -84,15 +83,19 @@ class FusedLogProbFunction:
         call = cls.call(
             hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
         )
-        prediction = current_prediction()
-        if prediction is not None and not prediction.used and _may_add_rows(call):
-            # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
-            prediction.used, prediction.counts.fused = True, prediction.counts.fused + 1
-            candidates, run = call.candidates._replace(any_whole=False), call.run._replace(adds_to_grad=True)
-            call = call._replace(candidates=candidates, run=run)
-            logps, entropies, _ = LinearLogprobs.apply(*tensors_of(call), call)
+        prediction, packed = current_prediction(), None
+        if prediction is not None and needs_of(*tensors_of(call)).any():
+            if _may_add_rows(call):
+                # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
+                prediction.used, prediction.counts.fused = True, prediction.counts.fused + 1
+                candidates, run = call.candidates._replace(any_whole=False), call.run._replace(adds_to_grad=True)
+                call = call._replace(candidates=candidates, run=run)
+            else:
+                packed = prediction.take(call.token_ids)
+        if prediction is None or packed is None:
+            logps, entropies = logprobs_of(early(call))
         else:
-            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), early(call), prediction)
+            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), call, prediction, packed)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import operators
-from grpo_fused.api.autograd import dhidden_of_logps, first_order, scaled
+from grpo_fused.api.autograd import first_order, scaled
 from grpo_fused.call.calls import (
     LogprobsCall,
     LogprobsGradientCall,
@@ -75,8 +75,6 @@ class Prediction:
     def take(self, targets: Tensor) -> _Packed | None:
         """The same, once, for rows of hidden states that have these targets; None where those are not the loss's."""
         num_rows, device = targets.shape[0], targets.device
-        if self.used:
-            return None
         mask = self.completion_mask.to(device) != 0
         batch, length = mask.shape
         count = int(mask.sum())
@@ -92,14 +90,13 @@ class Prediction:
         elsewhere = targets[~scored]  # TRL puts 0 where it is going to throw the score away
         if bool((targets[rows] != self.completion_ids.to(device)[mask]).any()) or bool(elsewhere.any()):
             return None
+        self.used = True
         if count in (0, batch):
-            self.used = True
             return None  # nothing to gain; and one value for each sequence would look like one for each token
         lengths = mask.sum(1)
         offsets = offsets_of(lengths)
         tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
         loss_mask = self.loss_mask.to(device)[mask] != 0
-        self.used = True
         return _Packed(rows, LossInputs(completion_mask=loss_mask, **tensors), offsets)  # type: ignore[arg-type]
 
     @staticmethod
@@ -121,8 +118,9 @@ _prediction: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction",
 
 
 def current_prediction() -> Prediction | None:
-    """What the loss that is being computed is going to do, if it has been announced."""
-    return _prediction.get()
+    """What the loss that is being computed is going to do, if it was announced and its scores are still to be made."""
+    prediction = _prediction.get()
+    return None if prediction is None or prediction.used else prediction
 
 
 @contextlib.contextmanager
@@ -145,23 +143,15 @@ class PredictedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: LogprobsCall,
-        prediction: Prediction | None,
+        prediction: Prediction,
+        packed: _Packed,
     ) -> Any:
         call = with_tensors(call, hidden, weight, bias)
-        ctx.prediction = prediction
-        ctx.set_materialize_grads(False)
-        needs = Needs(*ctx.needs_input_grad[:3])
-        packed = prediction.take(call.token_ids) if prediction is not None and needs.any() else None
+        logps, entropies, *predicted = _predicted(call, Needs(*ctx.needs_input_grad[:3]), prediction, packed)
+        ctx.counts = prediction.counts
         ctx.call, tensors = detach(call)
-        if prediction is None or packed is None:
-            ctx.prediction = None
-            scores = Scores(*operators.linear_logprobs(*flat(call)))
-            logps, entropies, saved = scores.logps, scores.entropies, tuple(scores)
-        else:
-            logps, entropies, *predicted = _predicted(call, needs, prediction, packed)
-            saved = (packed.rows, *predicted)
-        ctx.count = len(tensors)
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(packed.rows, *predicted, *tensors)
+        ctx.set_materialize_grads(False)
         if not call.with_entropy:
             ctx.mark_non_differentiable(entropies)
         return logps, entropies
@@ -169,45 +159,32 @@ class PredictedLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        call: LogprobsCall = attach(ctx.call, ctx.saved_tensors[: ctx.count])
-        saved = ctx.saved_tensors[ctx.count :]
+        rows, gstar, hstar, one_nat, dhidden, dweight, dbias, *tensors = ctx.saved_tensors
+        call: LogprobsCall = attach(ctx.call, tensors)
         if not call.with_entropy:
             dentropies = None
         if dlogps is None and dentropies is None:
-            return (None,) * 5
+            return (None,) * 6
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
-        of_logps: Tensor | None = None
-        if ctx.prediction is None:
-            logps, entropies, maxima, log_sums, _, made = saved
-            scores = (logps, entropies if call.with_entropy else None, maxima, log_sums)
-            if call.with_dhidden and dlogps is not None:
-                of_logps, dlogps = dhidden_of_logps(call, made, dlogps), None
-                if dentropies is None:
-                    return of_logps.to(hidden.dtype), *(None,) * 4
-        else:
-            rows, gstar, hstar, one_nat, dhidden, dweight, dbias = saved
-            scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
-            if scale is not None:
-                ctx.prediction.counts.fused += 1
-                return (
-                    _spread(dhidden * scale, rows, hidden) if needs.need_hidden else None,
-                    scaled(dweight, scale, weight.dtype) if needs.need_weight else None,
-                    (dbias * scale).to(bias.dtype) if needs.need_bias and bias is not None else None,
-                    *(None,) * 2,
-                )
-            ctx.prediction.counts.recomputed += 1
-            scores = (None, None, None, None)
+        scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
+        if scale is not None:
+            ctx.counts.fused += 1
+            return (
+                _spread(dhidden * scale, rows, hidden) if needs.need_hidden else None,
+                scaled(dweight, scale, weight.dtype) if needs.need_weight else None,
+                (dbias * scale).to(bias.dtype) if needs.need_bias and bias is not None else None,
+                *(None,) * 3,
+            )
+        ctx.counts.recomputed += 1
         with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
             dhidden, dweight, dbias = operators.linear_logprobs_gradient(
-                *flat(LogprobsGradientCall(call, *scores, None, dlogps, dentropies, None, needs))
+                *flat(LogprobsGradientCall(call, *(None,) * 5, dlogps, dentropies, None, needs))
             )
-        if of_logps is not None:
-            dhidden = dhidden + of_logps
         return (
             dhidden.to(hidden.dtype) if needs.need_hidden else None,
             dweight.to(weight.dtype) if needs.need_weight else None,
             dbias.to(bias.dtype) if needs.need_bias and bias is not None else None,
-            *(None,) * 2,
+            *(None,) * 3,
         )
 
 
@@ -235,7 +212,7 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     assert inputs.completion_mask is not None
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
-        others = _at(call, beside)._replace(mask=None, with_entropy=True, with_dhidden=False)
+        others = _at(call, beside)._replace(mask=None, with_entropy=True)
         scores = Scores(*operators.linear_logprobs(*flat(others)))
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)

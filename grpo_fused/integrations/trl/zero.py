@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from trl.trainer import utils
 
+from grpo_fused.api.autograd import LinearLogprobs
+from grpo_fused.call.calls import LogprobsCall, tensors_of
 from grpo_fused.heads.patches import Patches
 
 
@@ -52,3 +54,23 @@ def whole(*parameters: Tensor | None) -> AbstractContextManager[Any]:
 
     apart = [p for p in partitioned.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
     return deepspeed.zero.GatheredParameters(apart) if apart else nullcontext()
+
+
+def logprobs_of(call: LogprobsCall) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, whose backward gathers the head if it is partitioned again by then."""
+    tensors = tensors_of(call)
+    function = _GatheredLogprobs if any(hasattr(x, "ds_status") for x in tensors) else LinearLogprobs
+    logps, entropies, _ = function.apply(*tensors, call)
+    return logps, entropies
+
+
+class _GatheredLogprobs(LinearLogprobs):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
+        ctx.head = weight, bias
+        return LinearLogprobs.forward(ctx, hidden, weight, bias, call)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        with whole(*ctx.head):  # as TRL does in its own backward
+            return LinearLogprobs.backward(ctx, *upstream)
