@@ -25,6 +25,7 @@ from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.form import candidate_forms
 from grpo_fused.heads.modules import adapters_beside, needs_a_gpu, output_head
 from grpo_fused.heads.patches import Patches
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.releases import check_release
 
 SUPPORTED = {"0.9": "FusedLinearForPPO, linear_cross_entropy, patch_forward_with_backends"}
@@ -191,11 +192,8 @@ def _known_to_its_head(verl_forward: Callable[..., Any], model_forward: Callable
 
     @functools.wraps(verl_forward)
     def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _model.set(self)
-        try:
+        with holding(_model, self):
             return verl_forward(self, *args, **kwargs)
-        finally:
-            _model.reset(token)
 
     fused_forward.model_forward = model_forward  # type: ignore[attr-defined]
     return fused_forward

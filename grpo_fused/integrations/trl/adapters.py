@@ -7,8 +7,8 @@ a `BaseTunerLayer`. `accepting` answers no where our head will score.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,18 +16,14 @@ from torch import Tensor, nn
 
 from grpo_fused.call.head_parts import HeadAdapter
 from grpo_fused.heads.modules import adapters_beside
+from grpo_fused.integrations.context import holding
 
 _scored: ContextVar[nn.Module | tuple[HeadAdapter, ...]] = ContextVar("grpo_fused_trl_adapters", default=())
 
 
-@contextmanager
-def scored_with(adapted: nn.Module | tuple[HeadAdapter, ...]) -> Iterator[None]:
+def scored_with(adapted: nn.Module | tuple[HeadAdapter, ...]) -> AbstractContextManager[None]:
     """Tokens are scored with these adapters in the block, or with those that a head has then."""
-    token = _scored.set(adapted)
-    try:
-        yield
-    finally:
-        _scored.reset(token)
+    return holding(_scored, adapted)
 
 
 def with_adapters(bias: Tensor | None) -> tuple[Tensor | None, tuple[HeadAdapter, ...]]:

@@ -29,6 +29,7 @@ from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import needs_a_gpu, output_head, unwrap
 from grpo_fused.heads.patches import Patches
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import logits
 from grpo_fused.integrations.trl.adapters import accepting, scored_with, with_adapters
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
@@ -201,11 +202,10 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
     with _lock:
         _install()
         _blocks += 1
-    token = _of_block.set(head)
     try:
-        yield
+        with holding(_of_block, head):
+            yield
     finally:
-        _of_block.reset(token)
         with _lock:
             _blocks -= 1
             _restore()

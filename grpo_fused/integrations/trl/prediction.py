@@ -10,8 +10,7 @@ the price of three products more. The host's formula stays in force, with its me
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import offsets_of
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.zero import whole
 
 TOLERANCE = 5e-6
@@ -123,14 +123,9 @@ def current_prediction() -> Prediction | None:
     return None if prediction is None or prediction.used else prediction
 
 
-@contextlib.contextmanager
-def predict(prediction: Prediction | None) -> Iterator[None]:
+def predict(prediction: Prediction | None) -> AbstractContextManager[None]:
     """Announce the loss that will be computed from the log-probs asked for in this block."""
-    token = _prediction.set(prediction)
-    try:
-        yield
-    finally:
-        _prediction.reset(token)
+    return holding(_prediction, prediction)
 
 
 class PredictedLogprobs(torch.autograd.Function):

@@ -20,6 +20,7 @@ from grpo_fused import engines
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_choice, check_integer
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
@@ -59,12 +60,9 @@ class FusedLoss(ExactTruncation):
                 "layers of the model, and they run on a GPU only. The loss does not need them: "
                 f"{type(self).__name__} makes it by its own kernels"
             )
-        token = trains_here.set(True)
-        try:
-            with use_fused_head(self._head):  # which checks the heads before DeepSpeed wraps a model
-                super().__init__(*args, exact_truncation=exact_truncation, **kwargs)
-        finally:
-            trains_here.reset(token)
+        # the block checks the heads before DeepSpeed wraps a model
+        with holding(trains_here, True), use_fused_head(self._head):
+            super().__init__(*args, exact_truncation=exact_truncation, **kwargs)
         self._announced = False  # whether the loss of this training step was, and its tokens were scored here
         self._unknown = ""  # why it was not
         self._warned = False

@@ -25,6 +25,7 @@ from grpo_fused.call.calls import Candidates
 from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.call.layout import offsets_of
 from grpo_fused.heads.patches import Patches
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.release import CONTINUOUS_BATCHING
 from grpo_fused.rollouts.engine import Sampling, padded_sets
 from grpo_fused.rollouts.vllm import NO_MASKS, record_masks
@@ -205,13 +206,10 @@ class ExactTruncation(GRPOTrainer):
         if self._sets is not None:
             size = args[0] if args else kwargs.get("batch_size")
             scored = _Scored(self._sets, attention_mask[:, -logits_to_keep:], size or len(input_ids))
-        token = _scored.set(scored)
-        try:
+        with holding(_scored, scored):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
-        finally:
-            _scored.reset(token)
 
 
 @contextmanager
