@@ -113,6 +113,7 @@ def _scores(
     temperature: float,
     form: HeadForm | None = None,
     adapters: tuple[HeadAdapter, ...] = (),
+    process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     form = form or HeadForm(1.0, None, weight.shape[0])
     if form.vocab_size < weight.shape[0]:
@@ -127,6 +128,7 @@ def _scores(
         softcap=form.softcap,
         with_entropy=True,
         lm_head_adapter=adapters,
+        process_group=process_group,
     )
     assert out.entropies is not None
     return out.logps, out.entropies
@@ -162,11 +164,7 @@ def linear_cross_entropy(
     if hidden.requires_grad:  # ours is the sum already, on each rank
         hidden = hidden.view_as(hidden)
         hidden.register_hook(lambda gradient: gradient / dist_process_group.size())
-    out = fused_linear_logprobs(
-        hidden, weight, labels, temperature=temperature, with_entropy=True, process_group=dist_process_group
-    )
-    assert out.entropies is not None
-    return out.logps, out.entropies
+    return _scores(hidden, weight, labels, temperature, process_group=dist_process_group)
 
 
 def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[..., None]:
