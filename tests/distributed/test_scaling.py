@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from distributed.jobs import token_loss, vocab_loss
 from helpers import make_case, make_config
+from processes import torchrun
 
 from benchmarks.scaling import Layout, Machine, communication, step
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.full
@@ -50,10 +45,8 @@ def test_model_scales_with_the_layout():
 
 @pytest.mark.full
 def test_example_under_torchrun():
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.vocab_parallel", "--small"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    done = torchrun("-m", "examples.vocab_parallel", "--small", timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
     # lines of the ranks may be mixed
     errors = re.findall(r"relative errors dH ([0-9.e+-]+), dW ([0-9.e+-]+);", done.stdout)
     assert len(errors) == 2

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from distributed import faults
+from processes import torchrun
 from trainer import runs
 
 from grpo_fused.trainer.checkpoint import checkpoints
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
 """Absolute, on weights of size 0.2 after four optimizer steps at 1e-2: gradients are summed in another order, and Adam
 divides them by their own size."""
@@ -40,14 +37,9 @@ def run(folder: Path, processes: int, kind: str, loss_type: str) -> Any:
     return outcome(folder, processes)
 
 
-def launch(processes: int, *arguments: str) -> Any:
-    """A program of `trainer.runs`, under torchrun."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    # not `accelerate launch --cpu`, which always starts one process
-    launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
-    command = [sys.executable, "-m", *launcher, "-m", "trainer.runs", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+def launch(*arguments: str) -> Any:
+    """A program of `trainer.runs`, under torchrun: `accelerate launch --cpu` always starts one process."""
+    return torchrun("-m", "trainer.runs", *arguments, timeout=180, ACCELERATE_USE_CPU="true")
 
 
 def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
@@ -88,7 +80,7 @@ def test_two_processes_equal_one(tmp_path: Path, kind: str, loss_type: str) -> N
 @pytest.mark.full
 def test_a_failure_on_one_process_loses_no_training(tmp_path: Path) -> None:
     """The other one does not wait for it, and both save the training so far."""
-    done = launch(2, "fails_on_one", str(tmp_path), "raises")
+    done = launch("fails_on_one", str(tmp_path), "raises")
     assert done.returncode != 0
     reason = "RewardError: reward function 'count_ones' raised ConnectionError: the judge is offline"
     assert f"PeerError: rank 1 of the process group failed: {reason}" in done.stderr
@@ -97,7 +89,7 @@ def test_a_failure_on_one_process_loses_no_training(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_kill_of_one_process_ends_both(tmp_path: Path) -> None:
-    done = launch(2, "fails_on_one", str(tmp_path), "killed")
+    done = launch("fails_on_one", str(tmp_path), "killed")
     assert done.returncode != 0
     assert "PeerError: another process of the group ended without an error" in done.stderr
 
@@ -105,7 +97,7 @@ def test_a_kill_of_one_process_ends_both(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_policy_that_diverges_on_one_process_is_not_saved(tmp_path: Path) -> None:
     """The others must not wait for it in a collective of the save."""
-    done = launch(2, "fails_on_one", str(tmp_path), "diverged")
+    done = launch("fails_on_one", str(tmp_path), "diverged")
     assert done.returncode != 0
     assert "DivergedError: diverged at step 3: NaN; there is no checkpoint" in done.stderr
     assert "PeerError: rank 1 of the process group failed: DivergedError: NaN" in done.stderr

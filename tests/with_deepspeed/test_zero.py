@@ -6,8 +6,6 @@ import importlib.util
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,9 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed (make deepspeed)", allow_module_level=True)
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+from processes import ROOT, torchrun
 from with_deepspeed.zero_runs import ON_THE_HEAD, OURS, Case, run, save_models
 
-ROOT = Path(__file__).resolve().parents[2]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -34,12 +32,7 @@ def folder(tmp_path_factory):
 
 def launch(program: Path, *arguments: object) -> str:
     """What a program prints that runs on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program, *arguments]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        list(map(str, command)), env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = torchrun(program, *arguments, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout
 

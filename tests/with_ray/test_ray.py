@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed (make ray)", allow_module_level=True)
 
+import processes
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -27,13 +25,10 @@ from with_ray.loops import example, loop
 from grpo_fused import engines
 from grpo_fused.trainer.checkpoint import checkpoints
 
-ROOT = Path(__file__).resolve().parents[2]
-PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-
 
 @pytest.fixture(scope="module")
 def cluster():
-    workers = {"env_vars": {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}}
+    workers = {"env_vars": processes.ENVIRONMENT}
     ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env=workers)
     yield
     ray.shutdown()
@@ -46,11 +41,7 @@ def torchrun_on(tmp_path_factory):
     @cache
     def run(impl: str) -> Path:
         folder = tmp_path_factory.mktemp("torchrun")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [*launcher, "-m", "with_ray.loops", str(folder), impl], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, timeout=300,
-        )  # fmt: skip
+        done = processes.torchrun("-m", "with_ray.loops", folder, impl)
         assert done.returncode == 0, done.stderr[-3000:]
         return folder
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed (make verl)", allow_module_level=True)
 
+from processes import torchrun
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -241,15 +239,5 @@ def test_unknown_versions_are_refused(monkeypatch):
 
 def test_training_step_of_the_fsdp2_engine(tmp_path):
     """verl's own engine on two processes: sharded weights, a rank without weights at first, packed and padded, LoRA."""
-    program = Path(__file__).with_name("engine_runs.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program), str(tmp_path)]
-    root = program.parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = torchrun(Path(__file__).with_name("engine_runs.py"), tmp_path, timeout=900)
     assert done.stdout.count("the same") == 2, (done.stdout + done.stderr)[-6000:]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import torchrun
 from with_vllm.models import build_policy, save
 
 from grpo_fused.rollouts import vllm as integration
@@ -130,14 +128,9 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def launch(*program: str) -> None:
     """The program as two processes."""
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # what interprets the other one is in this process
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*launcher, *program], env=environment, capture_output=True, text=True, timeout=400, cwd=root
-    )  # fmt: skip
+    # V1: what interprets the other runner is in this process
+    settings = {"ACCELERATE_USE_CPU": "true", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    done = torchrun("-m", *program, timeout=400, **settings)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
