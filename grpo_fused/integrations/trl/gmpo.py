@@ -18,6 +18,5 @@ class FusedGMPOTrainer(FusedLoss, GMPOTrainer):
             beta=self.beta,
             epsilon=self.epsilon_low,
             epsilon_high=self.epsilon_high,
-            use_bias_correction_kl=GRPOLossConfig().use_bias_correction_kl,
             top_entropy_quantile=self.top_entropy_quantile,
         )
