@@ -26,6 +26,15 @@ from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
 from grpo_fused.integrations.trl.truncation import ExactTruncation
 
+_ANOTHER_LOSS = (
+    "the loss is not the one expected from the options. A subclass that changes the loss does this in every step. In a "
+    "plain run only rounding can, in few steps; please report it if `recomputed` keeps growing"
+)
+_OTHER_SCORES = (
+    "the loss was not computed from the log-probs that this trainer scored. A subclass that replaces _compute_loss or "
+    "_get_per_token_logps_and_entropies must call super()'s for the fast path"
+)
+
 
 class FusedLoss(ExactTruncation):
     """What our GRPO and GMPO trainers add to TRL's."""
@@ -87,19 +96,7 @@ class FusedLoss(ExactTruncation):
             self.loss_counts.recomputed += 1
         if self.loss_counts.recomputed > before and not self._warned:
             self._warned = True
-            if self._unknown:
-                why = self._unknown
-            elif self._announced:
-                why = (
-                    "the loss is not the one expected from the options. A subclass that changes the loss does this in "
-                    "every step. In a plain run only rounding can, in few steps; please report it if `recomputed` "
-                    "keeps growing"
-                )
-            else:
-                why = (
-                    "the loss was not computed from the log-probs that this trainer scored. A subclass that replaces "
-                    "_compute_loss or _get_per_token_logps_and_entropies must call super()'s for the fast path"
-                )
+            why = self._unknown or (_ANOTHER_LOSS if self._announced else _OTHER_SCORES)
             warnings.warn(
                 f"{type(self).__name__} computed the gradients of a step in a second pass over the lm-head: slower, "
                 f"and just as exact, so the training is right. The reason: {why}. `trainer.loss_counts` counts both "
