@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +13,7 @@ pytest.importorskip("trl")
 
 import trl
 from integrations.trl_runs import dataset
+from program_runs import run_in
 
 from grpo_fused.integrations.trl import FusedGRPOTrainer, cli, unpatch_trl
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, SCRIPTS
@@ -81,9 +80,7 @@ def folder(tmp_path):
 
 
 def run(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *arguments]
-    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    found = run_in(folder, sys.executable, *arguments, timeout=280)
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
 

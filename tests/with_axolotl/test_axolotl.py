@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 pytest.importorskip("axolotl")
 
 from integrations.trl_runs import build_tokenizer, dataset, save_small_model
-from program_runs import assert_same_run
+from program_runs import assert_same_run, logged, run_in
 
 OURS = "my_code.Told"
 CODE = """
@@ -57,12 +56,8 @@ def folder(tmp_path):
 
 def axolotl(folder: Path, name: str, **options: Any) -> subprocess.CompletedProcess[str]:
     (folder / f"{name}.yml").write_text(yaml.safe_dump({**CONFIG, **options, "output_dir": name}))
-    path = os.pathsep.join([str(folder), *(p for p in sys.path if p)])
-    environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, "-m", "axolotl.cli.train", f"{name}.yml"]
-    return subprocess.run(
-        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500
-    )
+    settings = {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"}
+    return run_in(folder, sys.executable, "-m", "axolotl.cli.train", f"{name}.yml", **settings)
 
 
 def train(folder: Path, name: str, **options: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], str]:
@@ -70,9 +65,7 @@ def train(folder: Path, name: str, **options: Any) -> tuple[list[dict[str, float
     done = axolotl(folder, name, **options)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
-    lines = [ast.literal_eval(line) for line in re.findall(r"\{'(?:loss|train_runtime)'.*?\}", output)]
-    logs = [{key: float(x) for key, x in line.items() if not any(t in key for t in TIMES)} for line in lines]
-    return logs, load_file(folder / name / "model.safetensors"), output
+    return logged(output, "loss|train_runtime", TIMES), load_file(folder / name / "model.safetensors"), output
 
 
 @pytest.mark.parametrize(

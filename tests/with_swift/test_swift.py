@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +13,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("swift")
 
-from program_runs import assert_same_run
+from program_runs import assert_same_run, logged, run_in
 
 from grpo_fused.integrations.swift import patch_swift, unpatch_swift
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
@@ -70,20 +66,13 @@ def folder(tmp_path):
 
 def train(folder: Path, plugin: str, **options: object) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], str]:
     """The logged lines, the weights, and all output."""
-    path = os.pathsep.join([str(folder), *(p for p in sys.path if p)])
     options = {**OPTIONS, **options, "external_plugins": f"{plugin}.py", "output_dir": plugin}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "swift"), "rlhf", *words],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    done = run_in(folder, str(Path(sys.executable).parent / "swift"), "rlhf", *words)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
-    lines = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", output)]
-    logs = [{key: float(x) for key, x in row.items() if not any(t in key for t in TIMES)} for row in lines]
     (weights,) = (folder / plugin).glob("*/checkpoint-4/model.safetensors")
-    return logs, load_file(weights), output
+    return logged(output, "loss", TIMES), load_file(weights), output
 
 
 @pytest.mark.parametrize(
