@@ -79,6 +79,17 @@ def test_later_options_count_and_texts_become_the_type_of_their_option(recipe: P
     assert switches["resume"]
 
 
+def test_null_lists_of_words_and_merged_mappings(recipe: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later.yaml"
+    later.write_text("task: null\nloss: {<<: {beta: 0.1, epsilon: 0.4}, epsilon: 0.25}\n")
+    words = ["--task", "gsm8k", "--config", str(later), "--lora.target-modules", "[q_proj, v_proj]"]
+    read, _ = read_recipe(["--config", str(recipe), *words, "--eval-dataset", "null"])
+    assert read.task is None
+    assert read.eval_dataset is None
+    assert (read.loss.beta, read.loss.epsilon) == (0.1, 0.25)
+    assert read.lora == LoRA(target_modules=("q_proj", "v_proj"))
+
+
 def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--config", str(recipe), "--steps", "1", "--sample-steps", "1", "--report-to", "tensorboard"])
     out = tmp_path / "out"
