@@ -7,11 +7,12 @@ import torch
 from helpers import config_id, make_case, make_config
 from recording import AllocationRecorder
 
-from grpo_fused import fused_linear_grpo_loss
+from grpo_fused import engines, fused_linear_grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
 from grpo_fused.call.calls import Candidates, LMHead, LossCall, LossInputs, Needs, Run, flat
 from grpo_fused.engines import libraries, native, scratch
 from grpo_fused.engines.base import Tokens
+from grpo_fused.tools.predictions import Shape
 
 
 def call_of(case, config, scratch):
@@ -91,3 +92,11 @@ def test_only_all_rows_in_their_order_are_not_copied(rows, only_active, copied):
     found = native._hidden(tokens, rows)
     assert (found is not states) == copied
     assert torch.equal(found, (states * mask.unsqueeze(1))[rows])
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_only_a_call_of_several_chunks_sums_dw_in_fp32(impl):
+    head, engine = Shape(640, 64, 1000, torch.bfloat16).head(torch.device("cpu")), engines.engine(impl)
+    bytes_of = {scratch: engine.cost(head, 640, scratch).accumulator_bytes for scratch in (None, 1 << 20)}
+    assert engine.chunk_rows(head, 640, 1 << 20) < 640 <= engine.chunk_rows(head, 640, None)
+    assert bytes_of == {None: 0, 1 << 20: 4 * 1000 * 64}

@@ -60,6 +60,12 @@ def test_refuses(error, message, call):
         call()
 
 
+def test_ends_of_a_range_that_are_in_it():
+    objectives.ipo(kl_coef=0.0)
+    objectives.clip_cov(share=1.0)
+    objectives.score_centered_ipo(threshold=0.0)
+
+
 def test_repr_has_name_and_scope():
     objective = objectives.dppo_tv(threshold=0.1)
     assert objective.__name__ == "dppo_tv(threshold=0.1, max_ratio=20.0)"
