@@ -267,7 +267,12 @@ def high_entropy_tokens(entropies: Tensor, share: float) -> Tensor:
     entropies = entropies.float()
     if entropies.numel() == 0:
         return entropies.bool()
-    return entropies >= entropies.double().quantile(1.0 - share).to(entropies.dtype)
+    ordered = entropies.double().sort().values
+    position = (1.0 - share) * (entropies.numel() - 1)
+    below = int(position)
+    above = min(below + 1, entropies.numel() - 1)
+    threshold = torch.lerp(ordered[below], ordered[above], position - below)
+    return entropies >= threshold.to(entropies.dtype)
 
 
 def _token_losses(tokens: Tokens, config: GRPOLossConfig) -> TokenLosses:
