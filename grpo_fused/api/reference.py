@@ -17,7 +17,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
-from grpo_fused.call.validation import check_call_values
+from grpo_fused.call.validation import check_call_states, check_call_values
 from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products, rounded_bias
 
@@ -25,6 +25,7 @@ from grpo_fused.engines.products import ieee_products, rounded_bias
 def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
     """Log-probs and entropies of a call from all logits at once, in fp32, from inputs as autocast rounds them."""
     head, token_ids, mask = call.lm_head, call.token_ids, call.mask
+    check_call_states(call)
     check_call_values(call, layout, head.vocab_size)
     active = active_tokens(mask, token_ids)
     if (sets := call.candidates.sets) is None:
@@ -88,6 +89,7 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
 
 def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
     """The divergence of a policy from another head, from all logits of both at once."""
+    check_call_states(call)
     check_call_values(call, layout, call.lm_head.vocab_size)
     divergences, entropies = _divergence(call, layout)
     loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(divergences.dtype) * divergences).sum()

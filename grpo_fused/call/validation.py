@@ -386,19 +386,22 @@ def check_hidden_values(
         _refuse(name, "be finite", ~finite, active_tokens(mask, token_ids).reshape(-1))
 
 
+def check_call_states(call: LinearCall) -> None:
+    """Values of the hidden states, which may differ between the ranks of a head."""
+    for name, states in call._asdict().items():
+        if name.endswith("hidden_states"):
+            check_hidden_values(states, call.token_ids, call.mask, name)
+
+
 def check_call_values(call: LinearCall, layout: Layout, vocab_size: int) -> None:
-    """Values of ids, mask and temperatures, of what a loss reads, of candidate sets and alternatives."""
+    """All other values: ids, mask and temperatures, what a loss reads, candidate sets and alternatives."""
     ids, mask, logps = call.token_ids, call.mask, {}
     check_token_values(ids, mask, vocab_size, call.lm_head.temperatures, layout)
-    check_hidden_values(call.hidden_states, ids, mask)
     if isinstance(call, LossCall):
-        check_hidden_values(call.ref_hidden_states, ids, mask, "ref_hidden_states")
         check_loss_values(call.inputs, layout)
         logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
-    elif isinstance(call, DivergenceCall):
-        check_hidden_values(call.other_hidden_states, ids, mask, "other_hidden_states")
-        if values_are_checked(ids.device):
-            _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(mask, ids).reshape(-1))
+    elif isinstance(call, DivergenceCall) and values_are_checked(ids.device):
+        _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(mask, ids).reshape(-1))
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
     sets = call.candidates.sets

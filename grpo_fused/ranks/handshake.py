@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import CustomCall, LinearCall, LogprobsGradientCall, LossCall, named
 from grpo_fused.call.layout import Layout
-from grpo_fused.call.validation import check_call_values
+from grpo_fused.call.validation import check_call_states, check_call_values
 from grpo_fused.ranks.parallel import (
     ParallelGroups,
     PeerError,
@@ -73,7 +73,7 @@ def join(call: LinearCall | LogprobsGradientCall, layout: Layout) -> tuple[Vocab
     """
     scored = call.forward if isinstance(call, LogprobsGradientCall) else call
     groups, vocab, tokens = ParallelGroups.decode(scored.run.groups), None, None
-    failure: Exception | None = None
+    failure = _attempt(check_call_states, scored) if scored is call else None
     vocab_size = scored.lm_head.vocab_size
 
     def check(size: int) -> None:
@@ -81,11 +81,11 @@ def join(call: LinearCall | LogprobsGradientCall, layout: Layout) -> tuple[Vocab
             check_call_values(scored, layout, size)
 
     if groups.vocab is None:
-        failure = _attempt(check, vocab_size)
+        failure = failure or _attempt(check, vocab_size)
     else:
         what = {**form_of(call), "tokens": layout.num_tokens, **contents_of(call)}
         rows, failure = agree(
-            groups.vocab, what, [vocab_size], None,
+            groups.vocab, what, [vocab_size], failure,
             lambda rows: check(sum(row[0] for row in rows)),
         )  # fmt: skip
         vocab = VocabParallel(groups.vocab, [row[0] for row in rows], scored.token_ids.reshape(-1))

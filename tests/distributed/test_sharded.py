@@ -130,6 +130,7 @@ FAILURES = {
     "dtype": "TypeError: completion_ids must have an integer dtype; got torch.float32",
     "id": "ValueError: token ids on active positions must lie in [0, 29)",
     "advantage": "ValueError: advantages must be finite",
+    "states": "ValueError: hidden_states must be finite",
     "scratch": "ValueError: max_scratch_bytes=1 is too small",
     "score": "MemoryError: no room for the score",
     "gradient": "MemoryError: no room for the gradient",
