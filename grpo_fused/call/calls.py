@@ -397,7 +397,7 @@ _NO_HEAD: Any = LMHead(*[None] * len(LMHead._fields))  # type: ignore[arg-type]
 
 
 def named(call: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of a call; those of inner tuples and mappings take the place of these."""
+    """Names and values of the fields of a call; an inner tuple or mapping gives its own in its place."""
     pairs: list[tuple[str, Any]] = []
     for name, value in zip(call._fields, call, strict=True):
         if value is None and name.endswith("lm_head"):

@@ -28,7 +28,7 @@ class GradientSums:
         """Dtype of dW for a call of N = `num_tokens` positions: the weight's own if nothing is accumulated."""
         alone = _dtype_of_one_chunk(head)
         rows = MANY if alone == head.statistics_dtype else engine.chunk_rows(head, num_tokens, max_scratch_bytes)
-        # a traced number of tokens is compared only where it matters
+        # compared only where it matters: torch.compile would make the result a condition on the number of tokens
         return alone if rows == MANY or num_tokens <= rows else head.statistics_dtype
 
     @staticmethod
@@ -133,7 +133,10 @@ def one_chunk_budget(head: LMHead) -> int:
 
 
 def _dtype_of_one_chunk(head: LMHead) -> torch.dtype:
-    """Of dW: an adapter has several products, and fp16 waits for the upstream gradient, which may be a loss scale."""
+    """Dtype of dW in a call of one chunk: the weight's own.
+
+    Not for an adapter, whose dW is a sum of products, nor in fp16, whose range a loss scale may leave.
+    """
     sums = head.base is not None or torch.float16 in (head.weight.dtype, head.compute_dtype)
     return head.statistics_dtype if sums else head.weight.dtype
 

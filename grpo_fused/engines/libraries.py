@@ -112,7 +112,7 @@ def _load_cpu() -> tuple[str | None, bool]:
         return missing or None, False
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return f"the native engine is for Linux on x86-64, this is {sys.platform} on {platform.machine()}", False
-    if not torch.cpu._is_avx2_supported():  # FMA and F16C, which it needs too, come with AVX2
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":  # less than AVX2 with FMA
         return "the native engine needs AVX2 and FMA (with F16C), which this machine lacks", False
     return reason, True
 

@@ -225,7 +225,7 @@ def accumulate_weight_gradient(
 
 
 def _fp32_output(head: LMHead) -> dict[str, Any]:
-    """How `mm` and `addmm` are asked for fp32 results of narrow operands, where they have them."""
+    """Arguments of `mm` and `addmm` for fp32 results of narrow operands, where there are such products."""
     return {"out_dtype": torch.float32} if has_fp32_output(head) else {}
 
 

@@ -22,7 +22,7 @@ def check_release(
         package: Its name on the package index.
         known: Such as "1.16", with all patch releases; a range, if there are many, in their order.
         optional: Whether it may be absent; then its release is (0, 0).
-        stacklevel: Of the warning: the line that imports the integration or patches the package.
+        stacklevel: Frames up to the line that imports the integration or patches the package, which a warning names.
 
     Raises:
         ImportError: It is absent, or another release.

@@ -1,4 +1,4 @@
-"""Sampling inside of `generate`, and a record of it.
+"""Sampling inside `generate`, and a record of it.
 
 Of the tokens that top-k, top-p and min-p keep; for an objective also of the sampler's log-probs: those of the sampled
 tokens, and of other tokens of the positions.

@@ -16,7 +16,7 @@ def draw(p: Tensor) -> Tensor:
 
     A column whose value is 0 is never drawn. Sums are in fp64 from blocks of fp32. `torch.multinomial` makes a random
     number for each column (on a CPU in one thread: 0.75 s for 64 rows of 262,144, twice the time of the model); here
-    it is one for each row.
+    there is one for each row.
 
     Raises:
         DivergedError: A row has NaN or inf, or only zeros.

@@ -141,7 +141,7 @@ def parsed(node: yaml.Node, hint: Any) -> yaml.Node:
     kinds = kinds_of(hint)
     may_be_yaml = group_of(hint) is not None or kinds.keys() & {tuple, dict}
     if node.start_mark is None and may_be_yaml and (str not in kinds or node.value.startswith("[")):
-        return compose(node.value, COMMAND_LINE) or node
+        return compose(node.value, COMMAND_LINE) or yaml.ScalarNode("tag:yaml.org,2002:null", "")
     return node
 
 

@@ -157,7 +157,7 @@ class Recipe(GRPOTrainerConfig):
         defaults |= {"dataset_options": {}, "vllm_options": {}}
         held_out, named = self.eval_dataset or self.dataset, "a data set that is not a function"
         takes_options = self.is_generated or is_function(self.dataset)
-        other = "another task than reasoning_gym (eval_limit takes its held-out problems)"
+        other = "a task other than reasoning_gym (eval_limit takes its held-out problems)"
         for names, is_used, what in (
             (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
             (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),

@@ -83,7 +83,9 @@ def test_null_lists_of_words_and_merged_mappings(recipe: Path, tmp_path: Path) -
     later = tmp_path / "later.yaml"
     later.write_text("task: null\nloss: {<<: {beta: 0.1, epsilon: 0.4}, epsilon: 0.25}\n")
     words = ["--task", "gsm8k", "--config", str(later), "--lora.target-modules", "[q_proj, v_proj]"]
-    read, _ = read_recipe(["--config", str(recipe), *words, "--eval-dataset", "null"])
+    words += ["--eval-dataset", "null", "--dataset", "rows:make", "--dataset-options.seed", ""]
+    read, _ = read_recipe(["--config", str(recipe), *words])
+    assert read.dataset_options == {"seed": None}
     assert read.task is None
     assert read.eval_dataset is None
     assert (read.loss.beta, read.loss.epsilon) == (0.1, 0.25)

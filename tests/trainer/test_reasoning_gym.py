@@ -112,7 +112,9 @@ def test_a_verifier_that_cannot_read_an_answer_gives_nothing(gym: Any) -> None:
     ("options", "message"),
     [
         pytest.param({"dataset": None}, "dataset must name a data set of reasoning-gym.*; got none", id="no-name"),
-        pytest.param({"subset": "x"}, "subset must come with another task .*; got 'x' without", id="subset"),
+        pytest.param(
+            {"subset": "x"}, "subset must come with a task other than reasoning_gym .*; got 'x' without", id="subset"
+        ),
         pytest.param({"task": None}, "dataset_options must come with task reasoning_gym or a", id="options"),
     ],
 )

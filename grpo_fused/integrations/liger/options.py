@@ -120,7 +120,7 @@ def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> 
 def kl_and_clipped(logps: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor]:
     """Of each token, shaped like the log-probs and 0 where masked: the KL, and whether the ratio is clipped (bool).
 
-    It is, where it is beyond the bound for the sign of the advantage, before `delta`.
+    A ratio is clipped if it is beyond the bound for the sign of its advantage; `delta` does not count.
     """
     config = replace(config, delta=None)
     found = evaluate(logps.reshape(-1), None, batch, config)

@@ -65,6 +65,8 @@ def logprobs_of(call: LogprobsCall) -> tuple[Tensor, Tensor]:
 
 
 class _GatheredLogprobs(LinearLogprobs):
+    """Keeps the parameters themselves, by which DeepSpeed gathers a head."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
         ctx.head = weight, bias
