@@ -79,7 +79,7 @@ class RewardModel:
         check_column("prompts", prompts, completions)
         rows = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         order = sorted(range(len(rows)), key=lambda position: len(rows[position]))
-        rewards = torch.zeros(len(rows))
+        rewards = torch.zeros(len(rows), dtype=torch.float32)
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             rewards[batch] = self._score([rows[p] for p in batch]).cpu()

@@ -86,7 +86,9 @@ class Generation(NamedTuple):
         """From rows of different lengths; `candidates` and `alternatives` of each row."""
         width = max(1, *map(len, ids))
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
-        scores = None if logps is None else torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps])
+        scores = None
+        if logps is not None:
+            scores = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps], dtype=torch.float32)
         sets = None if candidates is None else padded_sets(candidates, width)
         others = None
         if alternatives is not None:

@@ -53,7 +53,7 @@ def scores_of(completion: Any, sets: CandidateSets) -> ScoredSets:
             f"{lost} of {len(found)} in a completion were not returned. Set top_k (at most {MOST_CANDIDATES}), or a "
             "lower top_p"
         )
-    return ScoredSets(sets, torch.tensor([entry.logprob for entry in found]))
+    return ScoredSets(sets, torch.tensor([entry.logprob for entry in found], dtype=torch.float32))
 
 
 def most_likely(completion: Any, most: int) -> ScoredSets:
@@ -63,7 +63,7 @@ def most_likely(completion: Any, most: int) -> ScoredSets:
         others = {other: entry for other, entry in position.items() if other != token}
         rows.append(others if len(others) == most else position)
     ids = torch.tensor([token for row in rows for token in row])
-    logps = torch.tensor([entry.logprob for row in rows for entry in row.values()])
+    logps = torch.tensor([entry.logprob for row in rows for entry in row.values()], dtype=torch.float32)
     return ScoredSets(CandidateSets(ids, offsets_of(torch.tensor([len(row) for row in rows]))), logps)
 
 

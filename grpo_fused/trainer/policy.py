@@ -101,7 +101,7 @@ class Policy:
     @torch.no_grad()
     def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """Log-probs [B, T], fp32, of those sequences of the rollout, without gradient; 0 elsewhere and where masked."""
-        logps = torch.zeros(rollout.completion_ids.shape, device=rollout.completion_ids.device)
+        logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=rollout.completion_ids.device)
         for batch, micro in self.micro_batches(rollout, rows):
             with self.accelerator.autocast():
                 scores = fused_linear_logprobs(

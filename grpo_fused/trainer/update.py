@@ -105,7 +105,7 @@ class Updater:
         correction = importance_sampling_correction(
             old_logps[index], sampling_logps[index], mask, mode=mode, clip_max=self.config.importance_sampling_clip
         )
-        ratio = torch.ones(len(old_logps), correction.ratio.shape[1], device=old_logps.device)
+        ratio = old_logps.new_ones(len(old_logps), correction.ratio.shape[1])
         ratio[index] = correction.ratio
         tokens, values = mask.sum().float(), correction.metrics
         mine = torch.stack([tokens, torch.full_like(tokens, len(rows)), *(value.float() for value in values.values())])
@@ -137,7 +137,7 @@ class Updater:
         config, device = self.config, self.accelerator.device
         given = {"old_per_token_logps": old_logps, "ref_per_token_logps": ref_logps, "importance_sampling_ratio": ratio}
         tables = {name: table for name, table in given.items() if table is not None}
-        logps = torch.zeros(rollout.completion_ids.shape, device=device)
+        logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=device)
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
         pieces = self.policy.micro_batches(rollout, rows)

@@ -312,6 +312,20 @@ def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer
     assert (scores[~rollout.completion_mask] == 0).all()
 
 
+def test_log_probs_are_fp32_by_any_default_dtype(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    options: dict[str, Any] = {"num_generations": 2, "max_completion_length": 3}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rollout = sampled(model, tokenizer, ["1+2="], records="top_k", num_alternatives=2, **options)
+        scores = Policy(model, Accelerator(), GRPOTrainerConfig()).score(rollout, torch.arange(2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rollout.sampling_logps is not None
+    assert rollout.alternatives is not None
+    assert rollout.sampling_logps.dtype == rollout.alternatives.logps.dtype == scores.dtype == torch.float32
+    torch.testing.assert_close(scores, rollout.sampling_logps, rtol=0, atol=1e-4)
+
+
 def test_prompts_that_differ_by_padding_alone_are_two() -> None:
     """The pad may be a token of a prompt; what a masked column holds is no difference."""
     ids, mask = pad_prompts([[5, 7], [5, 7], [7], [5, 7]], 5)

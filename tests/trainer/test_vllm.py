@@ -181,6 +181,19 @@ def test_log_probs_of_a_mask_are_asked_for_and_all_there(vllm: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"records": "top_k", "num_alternatives": 4}, {"records": "mask", "top_p": 0.9}])
+def test_log_probs_are_fp32_by_any_default_dtype(vllm: Any, options: dict[str, Any]) -> None:
+    vllm.calls["masks"] = True
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rollout = roll_out(synced_engine(), [[3]], Sampling(num_generations=2, max_completion_length=8, **options))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rollout.sampling_logps is not None
+    assert rollout.alternatives is not None
+    assert rollout.sampling_logps.dtype == rollout.alternatives.logps.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"records": "top_k", "num_alternatives": 4}, {"records": "mask", "top_p": 0.9}])
 def test_exact_log_probs_are_not_those_of_other_tokens(vllm: Any, options: dict[str, Any]) -> None:
     sampling = Sampling(num_generations=1, max_completion_length=8, **options)
     with pytest.raises(ValueError, match="exact_logprobs must be off where the objective reads .*; got records '"):
