@@ -51,8 +51,9 @@ def installed(release: str) -> Path:
     """The folder of a release of TRL, which is installed there if it is not."""
     folder = ROOT / "build" / f"trl-{release}"
     if not (folder / "trl").is_dir():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*pip, f"trl=={release}"], check=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
+        subprocess.run([*pip, "--no-deps", f"trl=={release}"], check=True)
+        subprocess.run([*pip, "requests"], check=True)  # older ones import it; nothing else here brings it
     return folder
 
 
