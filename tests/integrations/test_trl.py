@@ -168,6 +168,7 @@ def test_fused_trainer_is_stock_trainer(run, folder, tmp_path):
     assert (counts.fused, counts.recomputed > 0) == ((len(got.losses), False) if predicted else (0, True))
 
 
+@pytest.mark.skipif("entropy_coef" not in OPTIONS, reason="this release has no entropy bonus")
 def test_equal_rewards_with_an_entropy_bonus(folder, tmp_path, monkeypatch):
     """Nothing but the entropies has a gradient."""
     monkeypatch.setattr("integrations.trl_runs.reward", lambda completions, **_: [1.0] * len(completions))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from with_vllm.models import build_policy
 
-from grpo_fused.rollouts import sampling as drawing
+from grpo_fused.rollouts import records as drawing
 from grpo_fused.trainer import (
     Generation,
     GRPOTrainer,
