@@ -8,8 +8,7 @@ VENV ?= .venv
 TORCH_INDEX_URL ?=
 
 BIN := $(VENV)/bin
-# Modules are compiled when they are imported: to compile all takes a tenth of the set-up.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .PHONY: help demo test test-full lint quantized trl axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
