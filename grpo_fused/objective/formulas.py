@@ -126,10 +126,8 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
         return Derivatives(dlogp, dentropy)
 
     def per_token() -> Tensor:
-        losses = policy.value if factor is None else factor * policy.value
-        if penalty is not None and weight is not None:
-            losses = losses + config.beta * penalty.value
-        return torch.where(batch.mask, losses, 0.0)
+        losses = policy.value if factor is None else factor * policy.value  # masked tokens have neutral values
+        return losses if penalty is None or weight is None else losses + config.beta * penalty.value
 
     policy_loss = loss.to(logp.dtype)
     return Objective(

@@ -120,13 +120,13 @@ def liger_metrics(logps: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> 
 def kl_and_clipped(logps: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> tuple[Tensor | None, Tensor]:
     """Of each token, shaped like the log-probs and 0 where masked: the KL, and whether the ratio is clipped (bool).
 
-    A ratio is clipped if it is beyond the bound for the sign of its advantage; `delta` does not count.
+    A ratio is clipped if it is beyond the bound for the sign of its advantage; `delta` does not count. Masked tokens
+    have an advantage and a log-ratio of 0 in the batch.
     """
     config = replace(config, delta=None)
     found = evaluate(logps.reshape(-1), None, batch, config)
     clipped = torch.zeros_like(batch.mask)
     if config.kind.rule in ("clip", "cispo"):
         for decision in VALUES[config.kind.rule](found, batch, config):
-            clipped |= decision & batch.mask
-    kl = None if found.kl is None else torch.where(batch.mask, found.kl, 0.0).view_as(logps)
-    return kl, clipped.view_as(logps)
+            clipped |= decision
+    return None if found.kl is None else found.kl.view_as(logps), clipped.view_as(logps)
