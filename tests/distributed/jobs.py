@@ -462,3 +462,18 @@ def custom_loss(rank: int, group: Any, case: Case, impl: str, how: str, parts: l
     out.loss.backward()
     arrays = {"loss": out.loss, "dhidden": hidden.grad, "dweight": weight.grad}
     return {name: x.detach().double().numpy() for name, x in arrays.items()}
+
+
+def other_inputs(rank: int, group: Any, case: Case) -> str:
+    """The error of a custom objective whose inputs differ between ranks with slices of a head."""
+    mine = of_vocabulary(case, slices([15, 14])[rank])
+    values = torch.full(mine.completion_ids.shape, float(rank))
+    try:
+        fused_linear_objective(
+            mine.hidden_states, mine.lm_head_weight, mine.completion_ids, clipped_objective, mine.completion_mask,
+            inputs={"old": torch.zeros_like(values), "advantages": values, "weights": torch.ones_like(values)},
+            process_group=group,
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return "no error"

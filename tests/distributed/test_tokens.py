@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from distributed.jobs import columns_of, custom_loss, rows_of, token_loss
+from distributed.jobs import columns_of, custom_loss, other_inputs, rows_of, token_loss
 from distributed.test_vocab import close
 from helpers import PRECISION, config_id, make_case, make_config
 
@@ -122,3 +122,8 @@ def test_a_custom_objective(how, impl, workers):
             close(got["dweight"], want["dweight"][part], tol, "dweight")
     if how == "tokens":
         close(sum(got["dweight"] for got in results), want["dweight"], tol, "dweight")
+
+
+def test_inputs_of_a_custom_objective_are_compared(workers):
+    for error in workers.run(other_inputs, 2, make_case(5).to(torch.float32)):
+        assert error.startswith("all ranks of a process group must give the same advantages; got rank 0: "), error
