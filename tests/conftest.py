@@ -33,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):
         import interpreter
 
-        interpreter.patch()
+        if os.environ["TRITON_INTERPRET"] != "0":  # what it changes the compiler uses too
+            interpreter.patch()
     config.addinivalue_line("markers", "full: part of the whole grid; run with --full (make test-full)")
     config.addinivalue_line(
         "markers", "gate(keep=...): of its ids those for which keep(**parameters) is true; all with --full"
