@@ -25,7 +25,7 @@ from benchmarks.timing import bare_gemms, interleave
 from grpo_fused.testing import Problem
 
 CASES = [Case(4, N // 4, 896, 151936) for N in (256, 1024)]
-SMALL = [Case(4, 4, 64, 300)]
+SMALL = [Case(2, 4, 64, 300)]
 ENGINES = ("chunked", "cuda", "triton")
 WAYS = {"eager": True, "not compacted": False, "graph": False}
 """Name to whether tokens are compacted, which waits for the device."""

@@ -130,7 +130,7 @@ def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu"
 
 def load(path: Path) -> Run:
     """A run's file; one of another schema is refused."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = _content(path)
     schema = found.get("schema")
     if schema != SCHEMA:
         older = isinstance(schema, int) and schema < SCHEMA
@@ -158,7 +158,7 @@ def newest_first(device: str, section: str, folder: Path = RESULTS) -> list[Run]
 
     Files of older schemas are left out; one of a newer schema is an error.
     """
-    runs = [load(path) for path in sorted(folder.glob("*/*.json")) if _schema(path) not in range(SCHEMA)]
+    runs = [load(path) for path in sorted(folder.glob("*/*.json")) if _content(path).get("schema") not in range(SCHEMA)]
     found = [run for run in runs if run.machine["device"] == device and section in run.sections]
     return sorted(found, key=lambda run: (run.machine["date"], run.path.name), reverse=True)
 
@@ -177,8 +177,15 @@ def where(run: Run) -> str:
     return f"{processor(about)}, commit {commit}, {about['date'][:10]}{load}"
 
 
-def _schema(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")).get("schema")
+def _content(path: Path) -> Any:
+    about = path.stat()
+    return _parsed(path, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@functools.cache
+def _parsed(path: Path, *version: int) -> Any:
+    """Once for each version of a file: a report asks a hundred times for the newest run of something."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _plain(value: Any) -> Any:

@@ -33,14 +33,14 @@ def test_eager_and_graph(device, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(graphs, "ENGINES", ("chunked",))
     main("graphs", ["--small", "--rounds", "2", "--out", str(tmp_path / "r.json")])
     (case,) = load(tmp_path / "r.json").sections["graphs"]["cases"]
-    assert case["shape"]["N"] == 16
+    assert case["shape"]["N"] == 8
     assert case["ways"].keys() == {"chunked, eager", "chunked, not compacted", "chunked, graph"}
     for row in case["ways"].values():
         assert row["errors"].keys() == {"loss", "dhidden", "dweight"}
         assert row["host_ms"] > 0
         assert row["ms"]["p20"] <= row["ms"]["median"] <= row["ms"]["p80"]
     printed = capsys.readouterr().out.splitlines()
-    assert printed[2].startswith("| bf16, N = 16, H = 64, V = 300 | bare products | ")
+    assert printed[2].startswith("| bf16, N = 8, H = 64, V = 300 | bare products | ")
     assert [line.split(" | ")[1] for line in printed[3:6]] == list(case["ways"])
 
 

@@ -259,6 +259,7 @@ def test_forms_of_a_step_agree(capsys):
 SMALL_STEP = integration_steps.Setting(vocab=500, hidden=64, layers=1, sequences=4, length=8, dtype="float32")
 
 
+@pytest.mark.full
 def test_a_training_step_of_an_integration_is_compared_and_timed():
     pytest.importorskip("liger_kernel")
     found = integration_steps.measure("liger", SMALL_STEP, rounds=2, threads=1)

@@ -124,6 +124,8 @@ WRONG_FIELDS: list[tuple[str, object]] = [
     *(("scaler", value) for value in ([], 3, {"scale": math.nan}, {"scale": "1"}, {"scale": -1.0})),
 ]
 
+FIELDS = [name for name, _ in WRONG_FIELDS]
+
 CASES: dict[str, tuple[Break, str]] = {
     **{
         f"{file}-{damage}": ((lambda checkpoint, file=file, do=do: do(checkpoint / file)), file)
@@ -181,6 +183,20 @@ CASES: dict[str, tuple[Break, str]] = {
 }
 
 
+IN_GATE = {
+    case
+    for case in CASES
+    if case.startswith((f"{MODEL}-", f"{SEAL}-"))
+    or case.endswith(("-missing", "-truncated", "-middle-byte"))
+    or case.split("-")[0] in ("weights", "moments", "random", "all")
+} | {
+    f"state-{name}-{number}"
+    for number, name in enumerate(FIELDS)
+    if number in (FIELDS.index(name), len(FIELDS) - 1 - FIELDS[::-1].index(name)) or name == "batches"
+}
+"""Every damage to two of the files and three to each of the others; every wrong tensor; two values of each field."""
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint of each."""
@@ -200,6 +216,7 @@ def test_a_good_one_is_read(run: Path) -> None:
     assert make(run, resume=True).steps_done == 2
 
 
+@pytest.mark.gate(keep=lambda case: case in IN_GATE)
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_one_is_named(run: Path, case: str) -> None:
     damage, named = CASES[case]

@@ -18,7 +18,7 @@ from trainer.small_trainer import count_ones
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused.rollouts.errors import DivergedError
-from grpo_fused.rollouts.vllm import SyncError, named_weights
+from grpo_fused.rollouts.vllm import SyncError, log, named_weights
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
 from grpo_fused.trainer.prompts import PromptError
 
@@ -441,17 +441,21 @@ def test_truncated_sampling_requests_the_tokens_that_were_kept(vllm: Any) -> Non
     assert vllm.calls["options"]["max_logprobs"] == 1024
 
 
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    messages: list[str] = []
+    monkeypatch.setattr(log, "info", lambda text, *values: messages.append(text % values))
+    return messages
+
+
 TRUNCATED = Sampling(num_generations=2, max_completion_length=8, top_p=0.9, min_p=0.1, eos_token_ids=(1,))
 
 
-def test_candidate_sets_come_from_sampling_masks(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_candidate_sets_come_from_sampling_masks(vllm: Any, logged: list[str]) -> None:
     """vLLM refuses a temperature or top_k of 0 while it records them; where nothing is truncated they are all tokens."""
     vllm.calls["masks"] = True
-    caplog.set_level("INFO", "grpo_fused")
     engine = synced_engine()
-    assert [record.message for record in caplog.records] == [
-        "where sampling is truncated, candidate sets come from vLLM's sampling masks"
-    ]
+    assert logged == ["where sampling is truncated, candidate sets come from vLLM's sampling masks"]
     assert engine.masks
     found = engine.generate([[3]], TRUNCATED)
     assert found.candidates is not None
@@ -494,10 +498,9 @@ def test_a_sync_is_compared_without_masks(vllm: Any) -> None:
     assert engine.masks
 
 
-def test_an_engine_without_masks_says_so(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "grpo_fused")
+def test_an_engine_without_masks_says_so(vllm: Any, logged: list[str]) -> None:
     assert not VLLMEngine("folder").masks
-    assert [record.message for record in caplog.records] == [
+    assert logged == [
         "where sampling is truncated, candidate sets come from vLLM's log-probs, of at most 1024 tokens each"
     ]
     with pytest.raises(ValueError, match="requires Model Runner V2"):  # asked for
