@@ -39,7 +39,7 @@ def row_in_gate(variant) -> bool:
 
 
 def head_in_gate(variant) -> bool:
-    """For each table and architecture the kernel for scores, that for dlogits with most options; all small kernels.
+    """Those of a training step; for each architecture one of fp32 and one of a frozen head; for Hopper the others.
 
     Candidates are for the tuner.
     """
@@ -47,10 +47,14 @@ def head_in_gate(variant) -> bool:
         return False
     return (
         str(variant) in KEY_RESOURCES
-        or (variant.mode == "score" and variant.options == "plain")
-        or (variant.table == "bf16" and variant.mode == "dlogits" and variant.options == "full" and variant.hardest)
-        or (variant.table == "bf16" and variant.mode in ("finish", "pass") and variant.options == "full")
-        or (variant.options == "int8-adapter" and variant.mode in ("exponentials", "finish") and variant.hardest)
+        or (variant.table == "fp32" and variant.mode == "score" and variant.options == "plain")
+        or (variant.options == "int8-adapter" and variant.mode == "exponentials" and variant.hardest)
+        or (
+            variant.arch == "sm_90"
+            and variant.table == "bf16"
+            and variant.options == "full"
+            and (variant.mode in ("finish", "pass") or (variant.mode == "dlogits" and variant.hardest))
+        )
     )
 
 
