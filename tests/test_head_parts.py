@@ -219,6 +219,20 @@ def test_candidates_and_alternatives(name, impl, whole):
     assert_close(got, exact, torch.bfloat16)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sets_have_both_terms_of_a_state_in_the_gradient_of_an_adapter(impl):
+    """With the first alone `b`, in fp32, would have the error of a state in bf16, 2e-3."""
+    case = case_of("plain", torch.bfloat16, of=torch.float32, vocab=300)
+    kept = torch.zeros(B * T, 300, dtype=torch.bool).scatter_(1, case.ids.view(-1, 1), True)
+    kept[:, ::30] = True
+    leaves, hidden, weight = case.exact()
+    options = {"candidates": sets_of(kept), "impl": impl}
+    got = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters, **options)
+    want = fused_linear_logprobs(hidden, weight, case.ids, candidates=sets_of(kept), impl="reference")
+    (db,), (exact,) = gradients(got.logps.sum(), case.leaves[2:]), gradients(want.logps.sum(), leaves[2:])
+    assert float((db.double() - exact).norm() / exact.norm()) < 1e-4
+
+
 def test_candidates_are_copied_in_blocks(monkeypatch):
     """Rows of a head in parts are copied, so there are fewer of them at a time."""
     monkeypatch.setattr(candidates, "_BLOCK_COPIED", 10)
