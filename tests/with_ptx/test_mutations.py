@@ -21,7 +21,15 @@ import kernel_cases as cases
 from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.candidates import pair_products
 from grpo_fused.kernels.launch import TritonRows
-from grpo_fused.kernels.row_types import Coefficients, ObjectiveNumbers, Rows, Statistics, TokenInputs, Transform
+from grpo_fused.kernels.row_types import (
+    Coefficients,
+    Extras,
+    ObjectiveNumbers,
+    Rows,
+    Statistics,
+    TokenInputs,
+    Transform,
+)
 
 from tests.ptx import mutations
 from tests.ptx.block import Options
@@ -58,7 +66,7 @@ def head_scores(dtype, name, store):
             room.offsets.zero_()
         parts = [torch.zeros(1, len(hidden)) for _ in range(3)]
         head_launch._launch(
-            config, hidden, weight, None if room is None else room.values, transform,
+            config, hidden, weight, Extras(), None if room is None else room.values, transform,
             MODE=head_launch.SCORE.value if room is None else head_launch.EXPONENTIALS.value,
             max_ptr=parts[0], rest_ptr=parts[1], moment_ptr=parts[2], offset_ptr=None if room is None else room.offsets,
             WITH_ENTROPY=True,
