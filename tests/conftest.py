@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):
         import interpreter
 
-        if os.environ["TRITON_INTERPRET"] != "0":  # what it changes the compiler uses too
+        if os.environ["TRITON_INTERPRET"] != "0":  # the compiler uses what this changes
             interpreter.patch()
     config.addinivalue_line("markers", "full: part of the whole grid; run with --full (make test-full)")
     config.addinivalue_line(
