@@ -187,11 +187,7 @@ IN_GATE = {
     if case.startswith((f"{MODEL}-", f"{SEAL}-"))
     or case.endswith(("-missing", "-truncated", "-middle-byte"))
     or case.split("-")[0] in ("weights", "moments", "random", "all")
-} | {
-    f"state-{name}-{number}"
-    for number, (name, _) in enumerate(WRONG_FIELDS)
-    if number % 3 == 0 or name == "batches"
-}
+} | {f"state-{name}-{number}" for number, (name, _) in enumerate(WRONG_FIELDS) if number % 3 == 0 or name == "batches"}
 """Every damage to two of the files, three to each of the others; every wrong tensor; every third value of a field."""
 
 
