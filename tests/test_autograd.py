@@ -133,18 +133,35 @@ def _twice(name, hidden, weight, impl):
     return grpo_loss(logits.log_softmax(-1)[..., 0], mask).loss
 
 
+FUNCTIONS = ["loss", "objective", "logprobs", "candidates", "divergence", "selective", "grpo_loss"]
+
+
 @pytest.mark.parametrize("impl", ["native", "chunked"])
-@pytest.mark.parametrize(
-    "name", ["loss", "objective", "logprobs", "candidates", "divergence", "selective", "grpo_loss"]
-)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_second_backward_is_never_dropped(name, impl):
     """Also where no upstream gradient requires grad; `create_graph=True` alone passes, since libraries set it."""
     hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(40, 4, requires_grad=True)
     loss = _twice(name, hidden, weight, impl)
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     torch.testing.assert_close(gradient.detach(), torch.autograd.grad(_twice(name, hidden, weight, impl), hidden)[0])
+    total = loss + 3 * gradient.square().sum()
     with pytest.raises(RuntimeError, match="no second derivatives"):
-        (loss.detach() + 3 * gradient.square().sum()).backward()
+        (total - loss).backward(retain_graph=True)
+    for inputs in (hidden, weight):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gradient_is_constant_in_no_input(name):
+    """The factor of a loss, and what the hidden states were made of, are found by `torch.autograd.grad`."""
+    factor, body = torch.tensor(2.0, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    hidden = torch.randn(2, 3, 4) @ body
+    loss = factor * _twice(name, hidden, torch.randn(40, 4), "auto")
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    for inputs in (factor, body):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(gradient.sum(), inputs, retain_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)

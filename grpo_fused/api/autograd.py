@@ -37,8 +37,9 @@ from grpo_fused.objective.custom import Objective
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward whose gradients cannot be differentiated again: that raises, and `create_graph=True` alone does not.
 
-    torch's `once_differentiable` returns constants where no upstream gradient requires grad: a term of a second-order
-    loss would be lost without a word.
+    torch's `once_differentiable` returns constants where no upstream gradient requires grad, and leads to none of the
+    inputs, so that `torch.autograd.grad` passes it by: a term of a second-order loss would be lost without a word. Here
+    the gradients lead to what was saved with a graph: an input, or an output of the function.
     """
 
     @wraps(backward)
@@ -50,8 +51,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             return gradients
         parts = gradients if isinstance(gradients, tuple) else (gradients,)
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in parts]
-        raising = torch._C._functions.DelayedError(_SECOND_ORDER, len(leaves))
-        return tuple(raising(*leaves)) if isinstance(gradients, tuple) else raising(*leaves)
+        graph = [x for x in (*upstream, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
+        raising = torch._C._functions.DelayedError(_SECOND_ORDER, len(leaves) + len(graph))
+        found = tuple(raising(*leaves, *graph))[: len(leaves)]
+        return found if isinstance(gradients, tuple) else found[0]
 
     return checked
 
@@ -60,10 +63,10 @@ _SECOND_ORDER = b"grpo_fused has no second derivatives: differentiate once, or u
 
 
 class LinearLoss(torch.autograd.Function):
-    """(loss, logps, entropies, metrics); the gradients are made in the forward pass and scaled in the backward.
+    """(loss, logps, entropies, metrics, link); the gradients are made in the forward pass and scaled in the backward.
 
     The loss is that of a `LossCall`, of a `CustomCall` and its objective, or of a `DivergenceCall`; log-probs are then
-    divergences.
+    divergences. The link is empty: it is saved for `first_order`, while a caller may change the loss in place.
     """
 
     @staticmethod
@@ -91,19 +94,20 @@ class LinearLoss(torch.autograd.Function):
                 hidden_states, call.lm_head, call.token_ids, call.mask, call.candidates, False, call.run
             )  # fmt: skip
             ctx.call, tensors = detach(CandidateGradientCall(scored, result.dcandidates, call.needs))
-        ctx.save_for_backward(result.dhidden, result.dweight, result.dbias, *tensors)
+        link = result.loss.new_empty(0)
+        ctx.save_for_backward(link, result.dhidden, result.dweight, result.dbias, *tensors)
         inputs = zip((hidden_states, weight, bias), call.needs, strict=True)
         ctx.dtypes = [x.dtype if x is not None and need else None for x, need in inputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.logps, result.entropies, result.metrics)
-        return result.loss, result.logps, result.entropies, result.metrics
+        return result.loss, result.logps, result.entropies, result.metrics, link
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None, None, None
-        (dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        (_, dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         if ctx.later and (weight_dtype is not None or bias_dtype is not None):
             call: CandidateGradientCall = attach(ctx.call, tensors)
             # scaled before it is rounded: fp16 may need it
@@ -181,25 +185,29 @@ class LinearLogprobs(torch.autograd.Function):
 
 
 class GRPOObjective(torch.autograd.Function):
-    """(loss, logps, entropies, metrics) from log-probs and entropies, by the analytic coefficients."""
+    """(loss, logps, entropies, metrics, link) from log-probs and entropies, by the analytic coefficients.
+
+    The link is that of `LinearLoss`.
+    """
 
     @staticmethod
     def forward(ctx: Any, per_token_logps: Tensor, entropies: Tensor | None, call: ObjectiveCall) -> Any:
         call = call._replace(per_token_logps=per_token_logps, entropies=entropies)
         result = operators.ObjectiveResult(*operators.grpo_objective(*flat(call)))
-        ctx.save_for_backward(result.dlogps, result.dentropies)
+        link = result.loss.new_empty(0)
+        ctx.save_for_backward(link, result.dlogps, result.dentropies)
         ctx.has_bonus = result.dentropies.shape == result.logps.shape and entropies is not None
         ctx.dtypes = per_token_logps.dtype, None if entropies is None else entropies.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.logps, result.entropies, result.metrics)
-        return result.loss, result.logps, result.entropies, result.metrics
+        return result.loss, result.logps, result.entropies, result.metrics, link
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None
-        dlogps, dentropies = ctx.saved_tensors
+        _, dlogps, dentropies = ctx.saved_tensors
         logps_dtype, entropies_dtype = ctx.dtypes
         bonus = (dentropies * dloss).to(entropies_dtype) if ctx.has_bonus else None
         return (dlogps * dloss).to(logps_dtype), bonus, None

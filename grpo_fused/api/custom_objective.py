@@ -147,5 +147,5 @@ def fused_linear_objective(
         )
         loss = shares.sum().to(scores.logps.dtype)
         return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
-    loss, logps, entropies, _ = LinearLoss.apply(*tensors_of(call), call, objective)
+    loss, logps, entropies, _, _ = LinearLoss.apply(*tensors_of(call), call, objective)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

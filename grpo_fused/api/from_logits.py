@@ -74,7 +74,7 @@ def grpo_loss(
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
         return reference.grpo_loss(per_token_logps.to(dtype), wide, inputs, layout, config)
-    loss, logps, entropies_out, metrics = GRPOObjective.apply(per_token_logps, entropies, call)
+    loss, logps, entropies_out, metrics, _ = GRPOObjective.apply(per_token_logps, entropies, call)
     names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
     return GRPOLossOutput(
         loss, logps, None if entropies is None else entropies_out, dict(zip(names, metrics.unbind(), strict=True))

@@ -150,7 +150,7 @@ def fused_linear_grpo_loss(
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
 
-    loss, logps, entropies, metrics = LinearLoss.apply(*tensors_of(call), call)
+    loss, logps, entropies, metrics, _ = LinearLoss.apply(*tensors_of(call), call)
     names = loss_metric_names(config, with_kl=call.with_kl, complete=with_metrics)
     has_entropies = with_metrics or config.needs_entropy
     return GRPOLossOutput(
