@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from grpo_fused.call.options import check_integer
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.call.validation import check_mask
 from grpo_fused.heads.check import lm_head_inputs
-from grpo_fused.heads.hidden import head_hidden_states
-from grpo_fused.heads.modules import unwrap
+from grpo_fused.heads.hidden import forward_parameters, head_hidden_states
 
 
 @eager  # the check of the head, and its forward that is replaced, are not to be traced
@@ -134,7 +132,7 @@ def _completions(
         _check_padding(attention_mask, prompt_length, completion_mask)
         if completion_mask is None:
             completion_mask = attention_mask[:, prompt_length:]
-        if not inputs and "position_ids" in signature(unwrap(model).forward).parameters:
+        if not inputs and "position_ids" in forward_parameters(model):
             inputs["position_ids"] = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
     hidden_states = head_hidden_states(model, input_ids, attention_mask, **inputs)
     return hidden_states[:, prompt_length - 1 : -1], completion_ids, completion_mask

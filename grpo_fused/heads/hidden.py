@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fused.api.custom_objective import eager
-from grpo_fused.heads.modules import output_head, unwrap
+from grpo_fused.heads.modules import base_model, output_head, unwrap
 from grpo_fused.heads.patches import Patches
 
 
@@ -144,5 +144,10 @@ def head_hidden_states(
 
 def accepts(model: nn.Module, name: str) -> bool:
     """Whether the model's forward takes the keyword."""
-    parameters = inspect.signature(unwrap(model).forward).parameters
+    parameters = forward_parameters(model)
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What the model's own forward takes."""
+    return inspect.signature(base_model(model).forward).parameters

@@ -27,6 +27,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers, peft's too: its forward names its keywords, where peft's takes any."""
+    inner: Any = unwrap(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
 def output_head(model: nn.Module) -> nn.Module:
     """The module that makes logits: `get_output_embeddings()`, or `lm_head` of a model without that method."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from grpo_fused.heads.hidden import accepts
+from grpo_fused.heads.hidden import accepts, forward_parameters
 from grpo_fused.rollouts.engine import Generation, Sampling, first_of_prompts, pad_prompts
 from grpo_fused.rollouts.records import Draw
 
@@ -113,9 +112,7 @@ class HuggingFaceEngine:
         cache = DynamicCache(config=self.model.config)
         options = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if accepts(self.model, name)}
-        base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # of peft's
-        parameters = inspect.signature(base.forward).parameters
-        name = "cache" if "cache" in parameters else "past_key_values"  # up to transformers 5.23
+        name = "cache" if "cache" in forward_parameters(self.model) else "past_key_values"  # up to transformers 5.23
         given: dict[str, Cache] = {name: cache}
         self.model(input_ids=ids, attention_mask=mask, use_cache=True, **given, **options)
         cache.batch_select_indices(new.cumsum(0) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from helpers import make_case
@@ -88,9 +89,12 @@ def test_further_inputs_reach_the_model() -> None:
     assert (there - logprobs_of(model, **given).logps).abs().max() > 1e-3
 
 
-def test_learned_positions_are_those_of_the_sampler() -> None:
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "peft"])
+def test_learned_positions_are_those_of_the_sampler(adapted: bool) -> None:
     """`generate` counts positions from the first token that is not padding."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, initializer_range=0.3)).eval()
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"])).eval()
     prompts = {name: x[:, :PROMPT] for name, x in batch().items() if name != "prompt_length"}
     out = model.generate(
         **prompts, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False, pad_token_id=0, output_scores=True,

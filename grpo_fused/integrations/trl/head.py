@@ -27,7 +27,7 @@ from grpo_fused.call.layout import Layout
 from grpo_fused.call.validation import is_alone_with
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
-from grpo_fused.heads.modules import needs_a_gpu, output_head, unwrap
+from grpo_fused.heads.modules import base_model, needs_a_gpu, output_head
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import logits
@@ -319,8 +319,7 @@ def check_trl_reads_the_head(model: Any) -> None:
             "use_liger_kernel=True, in any trainer, puts them into transformers for the whole process: start a new "
             "process with use_liger_kernel=False"
         )
-    base: Any = unwrap(model)
-    base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    base = base_model(model)
     with gathered(base, module):
         head = lm_head_inputs(model)
         rows, logits = module.weight.shape[0], head["lm_head_weight"].shape[0]
