@@ -7,6 +7,7 @@ import torch
 from helpers import PRECISION, frobenius_error, make_case, make_config, with_sets
 
 from grpo_fused import (
+    CandidateSets,
     GRPOLossConfig,
     check_objective,
     engines,
@@ -245,17 +246,38 @@ class TestMisbehaviour:
 def test_no_gradient_and_no_token():
     case = make_case(6, dtype=torch.float32, extras=False)
     given = {"inputs": inputs_of(case), "impl": "chunked"}
-    with torch.no_grad():
-        out = fused_linear_objective(case.hidden_states, case.lm_head_weight, case.completion_ids, clipped,
-                                     case.completion_mask, **given)  # fmt: skip
     want = run(case, "token", "reference")
-    torch.testing.assert_close(out.loss, want[0].loss.detach())
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            out = fused_linear_objective(case.hidden_states, case.lm_head_weight, case.completion_ids, clipped,
+                                         case.completion_mask, **given)  # fmt: skip
+        torch.testing.assert_close(out.loss, want[0].loss.detach())
     nothing = torch.zeros_like(case.completion_mask)
     hidden = case.hidden_states.requires_grad_()
     out = fused_linear_objective(hidden, case.lm_head_weight, case.completion_ids, clipped, nothing, **given)
     out.loss.backward()
     assert out.loss == 0
     assert (hidden.grad == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+@pytest.mark.parametrize("scope", ["token", "sequence", "batch", "candidates"])
+def test_the_default_device_is_of_no_matter(scope, impl):
+    hidden, weight, ids = torch.randn(2, 3, 8), torch.randn(40, 8), torch.zeros(2, 3, dtype=torch.int64)
+    options = {"candidates": CandidateSets.from_padded(torch.arange(4).repeat(2, 3, 1))}
+    options = options if scope == "candidates" else {"scope": scope}
+    options["inputs"] = {"advantages": torch.randn(2, 3), "old_per_token_logps": -torch.ones(2, 3)}
+    found = []
+    for device in ("cpu", "meta"):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        objective = objectives.clip_cov(share=0.5, low=1e-9, high=9, generator=torch.Generator().manual_seed(0))
+        objective = objective if scope == "batch" else lambda logps, _, **__: logps.square()
+        with torch.device(device):
+            out = fused_linear_objective(h, w, ids, objective, impl=impl, **options)
+            out.loss.backward()
+        found.append((out.loss, h.grad, w.grad))
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
@@ -317,6 +339,8 @@ def test_check_objective():
     for scope, objective in OBJECTIVES.items():
         check_objective(objective, inputs, scope)
     check_objective(clipped, inputs, "token", with_entropy=True)
+    with torch.inference_mode(), torch.device("meta"):
+        check_objective(lambda logps, _, alternative_logps, **__: logps * 2, alternative_inputs={})
     with pytest.raises(ValueError, match="scope 'token' must give each token the same .* differ by"):
         check_objective(lambda logps, entropies, **_: logps / len(logps), inputs)
     with pytest.raises(ValueError, match="scope 'sequence' must give each sequence the same"):

@@ -102,7 +102,8 @@ class NativeEngine:
         dtype = GradientSums.weight_dtype(self, head, shape[0], work.max_scratch_bytes)
         dweight = None
         if needs.need_weight:  # chunks add to that of an adapter
-            dweight = (torch.empty if head.base is None else torch.zeros)(head.weight.shape, dtype=dtype)
+            new = head.weight.new_empty if head.base is None else head.weight.new_zeros
+            dweight = new(head.weight.shape, dtype=dtype)
         dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         storage = nothing if dweight is None else _storage(head, dweight)
@@ -130,7 +131,7 @@ class NativeEngine:
                 stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             else:  # no large dW holds the exponentials, so they are computed again either way
                 assert work.known is not None
-                stats, offsets = work.known.select(part), torch.empty(layout.blocks, 0, dtype=torch.float32)
+                stats, offsets = work.known.select(part), head.weight.new_empty(layout.blocks, 0, dtype=torch.float32)
             scores.append(stats)
             coefficients = work.coefficients(part, stats)
             chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(stats.logp)
@@ -184,7 +185,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         None if head.row_scale is None else head.row_scale.contiguous(),
         None if transform.bias is None else transform.bias.contiguous(),
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
-        torch.full(rows.shape, temperature, dtype=torch.float32) if temperatures is None else temperatures,
+        rows.new_full(rows.shape, temperature, dtype=torch.float32) if temperatures is None else temperatures,
         scale,
         0.0 if head.softcap is None else float(head.softcap),
         *_sets(tokens, head, rows),

@@ -179,6 +179,6 @@ def _numbers(sets: Sets) -> tuple[Tensor, float, float]:
     """(temperature of each token [R], logit scale, softcap or 0)."""
     temperatures, number, scale, _ = sets.transform.numbers
     if temperatures is None:
-        temperatures = torch.full((len(sets.rows),), number, dtype=torch.float32)
+        temperatures = sets.rows.new_full((len(sets.rows),), number, dtype=torch.float32)
     temperature = temperatures.contiguous()
     return temperature, scale, sets.transform.softcap or 0.0

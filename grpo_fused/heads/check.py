@@ -210,7 +210,7 @@ def _rows(states: Tensor, parts: HeadParts, form: HeadForm) -> Tensor:
     """[T, H]: the model's own states and random ones in turn, scaled to logits of all sizes in the check."""
     states = states.reshape(-1, states.shape[-1])
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(states.shape, generator=generator, dtype=torch.float32).to(states)
+    rows = torch.randn(states.shape, generator=generator, dtype=torch.float32, device="cpu").to(states)
     usable = states.isfinite().all(-1) & (states != 0).any(-1)
     usable[1::2] = False
     rows = torch.where(usable.unsqueeze(-1), states, rows)
@@ -310,7 +310,7 @@ def _check_fused(rows: Tensor, logits: Tensor, parts: HeadParts, form: HeadForm)
     """The fused function itself, for the likeliest, the least likely and random tokens of each row."""
     log_probs = logits.double().log_softmax(-1)
     generator = torch.Generator().manual_seed(0)
-    anything = torch.randint(form.vocab_size, (2, len(rows)), generator=generator).to(rows.device)
+    anything = torch.randint(form.vocab_size, (2, len(rows)), generator=generator, device="cpu").to(rows.device)
     ids = torch.stack([log_probs.argmax(-1), log_probs.argmin(-1), *anything])
     fused = fused_linear_logprobs(rows.expand(len(ids), -1, -1), token_ids=ids, **inputs_of(form, parts)).logps
     error = (fused.double() - log_probs.gather(-1, ids.T).T).abs().amax(0)

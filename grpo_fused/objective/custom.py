@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,12 +91,12 @@ class Evaluation:
             inputs["alternative_logps"] = alternative_logps
             inputs["alternative_offsets"] = offsets_of(self.alternatives.sizes[rows])
         scores = [x for x in (logp, entropy, alternative_logps) if x is not None]
-        versions = [x._version for x in scores]
+        versions = [_version(x) for x in scores]
         value = self.objective(logp, entropy, **inputs)
         if not isinstance(value, Tensor) or value.shape != logp.shape or not value.is_floating_point():
             came = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the objective must return a real tensor {tuple(logp.shape)}, as logps; got {came}")
-        if [x._version for x in scores] != versions:
+        if [_version(x) for x in scores] != versions:
             raise ValueError("the objective must not change logps or entropies in place; got other values in them")
         if logp.requires_grad and len(rows) and not value.requires_grad:
             raise ValueError("the objective's result must depend on logps or entropies; got one without a gradient")
@@ -131,6 +132,11 @@ def check_no_other_gradient(value: Tensor, leaves: Sequence[Tensor]) -> None:
             )
 
 
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed; those of `torch.inference_mode` do not count that."""
+    return 0 if x.is_inference() else x._version
+
+
 def _check_numbers(name: str, x: Tensor, *scores: Tensor) -> None:
     """No NaN, unless a score is one."""
     count = int(x.isnan().sum()) if values_are_checked(x.device) else 0
@@ -138,6 +144,7 @@ def _check_numbers(name: str, x: Tensor, *scores: Tensor) -> None:
         raise ValueError(f"the objective's {name} must be a number for every token; got {count} NaN")
 
 
+@torch.inference_mode(False)
 def check_objective(
     objective: Objective,
     inputs: Mapping[str, Tensor] | None = None,
@@ -170,20 +177,20 @@ def check_objective(
     shape = next(iter(inputs.values())).shape if inputs else torch.Size([8, -(-num_tokens // 8)])
     shape = shape if len(shape) == 2 else torch.Size([1, *shape])
     g = torch.Generator().manual_seed(seed)
-    logps = -3.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64)
-    entropies = 2.0 * torch.rand(shape.numel(), generator=g, dtype=torch.float64) if with_entropy else None
-    rows = torch.arange(shape.numel())
+    random = partial(torch.rand, generator=g, dtype=torch.float64, device="cpu")
+    logps, entropies = -3.0 * random(shape.numel()), 2.0 * random(shape.numel()) if with_entropy else None
+    rows = torch.arange(shape.numel(), device="cpu")
     flat = {name: x.reshape(-1).cpu() for name, x in inputs.items()}
     others, of_others = None, None
     if alternative_inputs is not None:
-        sizes = (torch.arange(len(rows)) % 5)[torch.randperm(len(rows), generator=g)]
+        sizes = (rows % 5)[torch.randperm(len(rows), generator=g, device="cpu")]
         sizes[-1] += 2 * len(rows) - int(sizes.sum())
-        others = CandidateSets(torch.zeros(2 * len(rows), dtype=torch.int64), offsets_of(sizes))
-        of_others = -3.0 * torch.rand(2 * len(rows), generator=g, dtype=torch.float64)
+        others = CandidateSets(rows.new_zeros(2 * len(rows)), offsets_of(sizes))
+        of_others = -3.0 * random(2 * len(rows))
     layout = Layout(shape, shape[0], None)
     run = Evaluation(objective, flat, layout, rows, scope, with_entropy, others, alternative_inputs or {})
     if scope == "token":
-        order = torch.randperm(len(rows), generator=g)
+        order = torch.randperm(len(rows), generator=g, device="cpu")
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
     else:
         length = shape[1]

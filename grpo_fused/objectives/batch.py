@@ -55,7 +55,7 @@ def clip_cov(
         cov = _covariance(tokens)
         bound = -advantages * ratio.detach().clamp(bottom, top) > -advantages * ratio.detach()
         chosen = ((cov > low) & (cov < high) & ~bound).nonzero().squeeze(1)
-        drawn = torch.randperm(len(chosen), generator=generator)[: max(int(share * len(cov)), 1)]
+        drawn = torch.randperm(len(chosen), generator=generator, device="cpu")[: max(int(share * len(cov)), 1)]
         kept = torch.ones_like(cov).index_fill_(0, chosen[drawn.to(chosen.device)], 0.0)
         return clipped(ratio, advantages, bottom, top) * kept
 
