@@ -162,6 +162,12 @@ def test_scratch_stays_within_the_budget(dtype):
     assert recorded.peak >= budget // 3, "the recorder must have counted the engine's memory"
 
 
+TOP = {
+    "other_hidden_states": None, "other_lm_head_weight": None, "kind": "forward_kl",
+    "other_ids": torch.zeros(3, 7, 2).long(), "other_logprobs": torch.zeros(3, 7, 2),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"kind": "kl"}, ValueError, "kind must be one of reverse_kl, forward_kl, jsd; got 'kl'"),
     ({"impl": "native"}, ValueError, "impl must be one of auto, chunked, reference; got 'native'"),
@@ -176,8 +182,13 @@ def test_scratch_stays_within_the_budget(dtype):
     ({"other_lm_head_weight": torch.zeros(29, 5)}, ValueError, r"other head: lm_head_weight must have .*\(V, 9\)"),
     ({"other_hidden_states": torch.zeros(3, 6, 9)}, ValueError, r"other head: hidden_states must have shape \(3, 7, H\)"),
     ({"other_lm_head_weight": torch.zeros(29, 9).int()}, TypeError, "other head: .* plain floating-point"),
-    ({"other_hidden_states": None}, ValueError, "the first two or the last two"),
-    ({"other_softcap": 0.0}, ValueError, "other head: softcap must be > 0"),
+    ({"other_hidden_states": None}, ValueError, "the first two or the last two .* given; got other_lm_head_weight"),
+    ({**TOP, "other_ids": [0]}, TypeError, "other_ids must be a torch.Tensor; got list"),
+    ({**TOP, "other_ids": torch.tensor(1)}, ValueError, r"other_ids must have shape \(3, 7, K\); got \(\)"),
+    ({**TOP, "other_logprobs": torch.zeros(3, 7, 3)}, ValueError, r"other_logprobs must have shape \(3, 7, 2\) to go with"),
+    ({**TOP, "other_logprobs": torch.zeros(3, 7, 2).int()}, TypeError, "other_logprobs must be fp16, .* got torch.int32"),
+    ({**TOP, "kind": "jsd"}, ValueError, "other_logprobs are for kind='forward_kl'; got 'jsd'"),
+    ({"other_softcap": 0.0}, ValueError, "other head: softcap must be in"),
     ({"mask": torch.ones(3, 6)}, ValueError, r"mask must have shape \(3, 7\)"),
     ({"mask": torch.full((3, 7), 0.5)}, ValueError, "mask must hold only 0 and 1"),
     ({"weights": torch.ones(3, 6)}, ValueError, r"weights must have shape \(3, 7\)"),

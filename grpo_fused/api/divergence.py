@@ -121,24 +121,23 @@ def fused_linear_divergence(
         )
         check.check_mask(weights, tokens, "weights")  # weights have the shape of a mask
         other = None
-        is_there = [x is not None for x in (other_hidden_states, other_lm_head_weight, other_ids, other_logprobs)]
+        others = {
+            "other_hidden_states": other_hidden_states, "other_lm_head_weight": other_lm_head_weight,
+            "other_ids": other_ids, "other_logprobs": other_logprobs,
+        }  # fmt: skip
+        is_there = [x is not None for x in others.values()]
         if other_hidden_states is not None and other_lm_head_weight is not None and not any(is_there[2:]):
             lm_head, other = beside(
                 lm_head, layout, "other head", other_hidden_states, other_lm_head_weight, other_lm_head_bias,
                 other_logit_scale, other_softcap,
             )  # fmt: skip
         elif other_ids is not None and other_logprobs is not None and not any(is_there[:2]):
-            shape = (*layout.shape, other_ids.shape[-1])
-            floats = other_logprobs.is_floating_point() and not other_ids.is_floating_point()
-            if kind != "forward_kl" or not floats or not shape == other_ids.shape == other_logprobs.shape:
-                got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (other_ids, other_logprobs))
-                raise ValueError(
-                    f"other_ids must be integers and other_logprobs floating-point, {(*layout.shape, 'K')} each, with "
-                    f"kind='forward_kl'; got {got} and {kind!r}"
-                )
+            if kind != "forward_kl":
+                raise ValueError(f"other_ids and other_logprobs are for kind='forward_kl'; got {kind!r}")
+            check.check_likeliest(other_ids, other_logprobs, layout)
         else:
-            names = "other_hidden_states, other_lm_head_weight, other_ids, other_logprobs"
-            raise ValueError(f"the first two or the last two of {names} must be given; got {is_there}")
+            got = ", ".join(name for name, x in others.items() if x is not None) or "none"
+            raise ValueError(f"the first two or the last two of {', '.join(others)} must be given; got {got}")
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         weights = (mask != 0).double() / (mask != 0).sum().clamp(min=1) if weights is None else weights
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)

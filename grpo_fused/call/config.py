@@ -52,8 +52,10 @@ class GRPOLossConfig:
         vespo_lambda_neg: VESPO's gamma rate where A < 0; below 1e-4 it counts as 1e-4.
         off_policy_mask_threshold: Remove the policy term of a sequence with A < 0 whose mean `sampling - current`
             log-prob is above this, in nats (DeepSeek-V3.2's off-policy sequence mask).
-        top_entropy_quantile: Keep the policy term of this share of the tokens, those of highest entropy; 1 is off.
-        entropy_coef: Weight of the entropy bonus subtracted from the loss, in 1/nats.
+        top_entropy_quantile: Keep the policy term of this share of the tokens of a call, those of highest entropy; 1 is
+            off.
+        entropy_coef: Weight of the entropy bonus subtracted from the loss, in 1/nats: a mean over the tokens of a call,
+            which `num_items_in_batch` does not divide.
 
     Raises:
         ValueError: An option is unknown, out of range, missing, or not used by the loss type.

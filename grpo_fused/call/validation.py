@@ -224,10 +224,10 @@ def check_mask(mask: Tensor | None, token_ids: Tensor, name: str = "completion_m
 
 
 def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap: float | None, layout: Layout) -> None:
-    """Temperature > 0 (a number, or a tensor for sequences or tokens), finite scale, softcap > 0."""
+    """Temperature > 0 (a number, or a tensor for sequences or tokens), finite scale, softcap in (0, 1000]."""
     check_number(logit_scale, "logit_scale")
     if softcap is not None:
-        check_number(softcap, "softcap", above=0.0)
+        check_number(softcap, "softcap", above=0.0, most=1000.0)  # tanh is exact to 1e-7 of the cap
     if isinstance(temperature, Tensor):
         _check(temperature, "temperature", _FLOAT, *([()] if temperature.dim() == 0 else _spreadable(layout)))
     else:
@@ -272,6 +272,12 @@ def check_alternatives(
         _check_input(f"alternative_inputs[{name!r}]", name, x)
         if name in names:
             raise ValueError(f"inputs and alternative_inputs must have different names; got {name!r} in both")
+
+
+def check_likeliest(other_ids: Tensor, other_logprobs: Tensor, layout: Layout) -> None:
+    """Tokens [..., K] of the other distribution, and their log-probs."""
+    _check(other_ids, "other_ids", _INTEGER, (*layout.shape, "K"))
+    _check(other_logprobs, "other_logprobs", _FLOAT, tuple(other_ids.shape), beside="other_ids")
 
 
 def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig, *, with_heads: bool = False) -> None:
