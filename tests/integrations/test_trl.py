@@ -397,6 +397,27 @@ def test_engine_and_scratch_can_be_chosen(folder, tmp_path):
     with pytest.raises(ValueError, match="impl must be one of"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="fast", **options)
 
+    with pytest.raises(ValueError, match="impl must be an engine or auto; got 'reference'"):
+        train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="reference", **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"epsilon_high": math.inf}, {"delta": math.inf, "beta": 0.1}, {"epsilon": 0.0}], ids=str
+)
+def test_values_that_only_trl_takes(options, folder, tmp_path):
+    options |= {"max_steps": 2, "num_iterations": 2}
+    with pytest.warns(UserWarning, match="second pass .* has no such option: .* must be positive and finite"):
+        got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, **options)
+    assert_same_run(got, train(GRPOTrainer, GRPOConfig, folder, tmp_path, **options))
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (0, 2)
+
+
+def test_answers_of_one_token(folder, tmp_path):
+    options = {"max_completion_length": 1, "max_steps": 4, "num_iterations": 2, "beta": 0.1, "learning_rate": 0.02}
+    got, want = both(folder, tmp_path, **options)
+    assert_same_run(got, want)
+    assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (4, 0)
+
 
 def test_an_unknown_loss_type_is_named(folder, tmp_path):
     trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, loss_type="dappo")

@@ -94,13 +94,14 @@ def test_scores_of_anything_else_are_what_they_are():
         torch.testing.assert_close(got.detach(), log_p.gather(1, ids.unsqueeze(1)).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
-def test_one_token_for_each_sequence_is_scored_without_a_prediction():
-    """There is nothing to gain, and nothing to warn of: the scores are those that were announced."""
+def test_as_many_tokens_as_sequences_are_scored_without_a_prediction():
+    """There is little to gain, and nothing to warn of: the scores are those that were announced."""
     hidden, weight, _, prediction, _ = problem(True)
-    prediction.completion_mask = torch.arange(7).eq(0).expand(4, 7)
+    prediction.completion_mask = torch.arange(7) < torch.tensor([[2], [0], [1], [1]])
+    ids = prediction.completion_ids[prediction.completion_mask]
     with predict(prediction):
         logps = FusedLogProbFunction.apply(
-            hidden[:4].clone().requires_grad_(), weight, None, prediction.completion_ids[:, 0], 1.0, 16, None, 1.0, ()
+            hidden[:4].clone().requires_grad_(), weight, None, ids, 1.0, 16, None, 1.0, ()
         )[0]
     logps.sum().backward()
     assert prediction.used

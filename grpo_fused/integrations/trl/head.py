@@ -24,6 +24,7 @@ from grpo_fused.api.head import HeadOptions, early, head_of, needs_of
 from grpo_fused.call.calls import LogprobsCall, tensors_of
 from grpo_fused.call.candidates import may_need_whole_head
 from grpo_fused.call.layout import Layout
+from grpo_fused.call.options import check_choice
 from grpo_fused.call.validation import is_alone_with
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
@@ -173,17 +174,22 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
 
     Raises:
         TypeError: `head` is no such class.
+        ValueError: Its `impl` is no engine.
     """
     global _patched
-    _check_head(head)
+    check_class(head)
     with _lock:
         _install()
         _patched = head
 
 
-def _check_head(head: object) -> None:
+def check_class(head: object) -> None:
+    """A class for `patch_trl`, whose `impl` is an engine."""
     if not (isinstance(head, type) and issubclass(head, FusedLogProbFunction)):
         raise TypeError(f"head must be FusedLogProbFunction or a subclass of it; got {head!r}")
+    check_choice(head.impl, "impl", engines.Impl)
+    if head.impl == "reference":
+        raise ValueError("impl must be an engine or auto; got 'reference', which holds all logits")
 
 
 def unpatch_trl() -> None:
@@ -198,7 +204,7 @@ def unpatch_trl() -> None:
 def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> Iterator[None]:
     """`patch_trl` for a block and its thread: `with use_fused_head(): trainer.train()`."""
     global _blocks
-    _check_head(head)
+    check_class(head)
     with _lock:
         _install()
         _blocks += 1

@@ -91,9 +91,9 @@ class Prediction:
         if bool((targets[rows] != self.completion_ids.to(device)[mask]).any()) or bool(elsewhere.any()):
             return None
         self.used = True
-        if count in (0, batch):
-            return None  # nothing to gain; and one value for each sequence would look like one for each token
         lengths = mask.sum(1)
+        if count == 0 or (count == batch and bool((lengths != 1).any())):
+            return None  # little to gain; and one value for each token would look like one for each sequence
         offsets = offsets_of(lengths)
         tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
         loss_mask = self.loss_mask.to(device)[mask] != 0

@@ -19,9 +19,9 @@ from trl import GRPOTrainer
 from grpo_fused import engines
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
-from grpo_fused.call.options import check_choice, check_integer
+from grpo_fused.call.options import check_integer
 from grpo_fused.integrations.context import holding
-from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, check_class, trains_here, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
 from grpo_fused.integrations.trl.truncation import ExactTruncation
@@ -50,13 +50,13 @@ class FusedLoss(ExactTruncation):
         exact_truncation: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_choice(impl, "impl", engines.Impl)
         if max_scratch_bytes is not None:
             check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
         self.loss_counts = Counts()
         self._head: type[FusedLogProbFunction] = type(
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
         )
+        check_class(self._head)
         config = kwargs.get("args", args[2] if len(args) > 2 else None)
         if config is not None and config.use_liger_kernel and RELEASE < FUSED_HEAD:
             raise ValueError(
@@ -112,6 +112,11 @@ class FusedLoss(ExactTruncation):
             return "loss_type='luspo' counts padding before TRL 1.10, and the fused loss does not"
         if self.top_entropy_quantile < 1.0 and self.accelerator.num_processes > 1:
             return "top_entropy_quantile is of the tokens of all processes, which are not known while tokens are scored"
+        if self.loss_type in LOSS_TYPES:
+            try:
+                self.loss_config()
+            except ValueError as error:  # TRL takes any number, such as an infinite clip
+                return f"the fused loss has no such option: {error}"
         return ""
 
     def predict_loss(self, inputs: dict[str, Any]) -> Prediction:
