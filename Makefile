@@ -201,7 +201,7 @@ quantized: $(VENV)/.dev $(VENV)/.native $(QUANTIZERS:=/.ready)  ## heads that to
 
 # TRITON=3.6.0 takes that version in place of the environment's.
 TRITON ?=
-emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (some minutes)
+emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (30 to 60 minutes)
 	TRITON_INTERPRET=0 $(if $(TRITON),PYTHONPATH=$(abspath build/triton-$(TRITON))) $(PYTEST) --full tests/with_ptx
 
 build/triton-%/.ready build/torchao-%/.ready build/bitsandbytes-%/.ready build/gguf-%/.ready: $(VENV)/.torch
