@@ -89,7 +89,8 @@ def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
             f"{type(model).__name__}"
         )
     rollout = _example(model.config.get_text_config().vocab_size, model.device)
-    trained = [p for p in model.parameters() if p.requires_grad][:1]  # the first: its gradient comes through all layers
+    # the first: their gradient comes through all layers; two, since that of a new adapter's first matrix is 0
+    trained = [p for p in model.parameters() if p.requires_grad][:2]
     results: list[list[Tensor]] = []
     wanted = separate(rollout)
     try:
@@ -101,9 +102,10 @@ def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
     for states in (wanted, shared):
         states = states[rollout.completion_mask].float()
         results.append([states.detach()])
-        if trained:
+        if trained and states.requires_grad:
             loss = (states * torch.linspace(-1, 1, states.numel(), device=states.device).view(states.shape)).sum()
-            results[-1] += torch.autograd.grad(loss, trained)
+            gradients = torch.autograd.grad(loss, trained, materialize_grads=True)  # a head's is 0
+            results[-1].append(torch.cat([gradient.flatten() for gradient in gradients]))
     most = 1e-3 if model.dtype == torch.float32 else 5e-2
     for name, want, got in zip(("states", "gradients"), *results, strict=False):
         away = float((got.float() - want.float()).norm() / want.float().norm())

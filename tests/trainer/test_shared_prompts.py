@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from grpo_fused import GRPOLossConfig, head_hidden_states
 from grpo_fused.rollouts.engine import length_mask
+from grpo_fused.trainer.recipe import LoRA, with_adapter
 from grpo_fused.trainer.rollout import Rollout, micro_batches
 from grpo_fused.trainer.shared_prompts import (
     check_shared_prompts,
@@ -78,6 +80,15 @@ def test_states_and_gradients_are_those_of_separate_sequences(name, attention):
     assert len(found[0]) > 10
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    check_shared_prompts(model, lambda rollout: separate(model, rollout))
+
+
+@pytest.mark.parametrize("trained", ["lora", "lm_head", "model.norm|lm_head"])
+def test_part_of_a_model_is_trained(trained: str) -> None:
+    """The first gradient of a new adapter is 0, and that of the head does not come from the states."""
+    model = with_adapter(model_of("qwen2"), LoRA(r=2)) if trained == "lora" else model_of("qwen2")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(trained, name) is not None)
     check_shared_prompts(model, lambda rollout: separate(model, rollout))
 
 
