@@ -82,6 +82,6 @@ def bind(function: RewardFunction, options: Mapping[str, object], names: Collect
 
 
 def _call(
-    function: RewardFunction, taken: frozenset[str], options: Mapping[str, object], *args: object, **batch: object
+    function: RewardFunction, taken: frozenset[str], options: Mapping[str, object], /, *args: object, **batch: object
 ) -> Rewards:
     return function(*args, **{key: values for key, values in batch.items() if key not in taken}, **options)

@@ -46,7 +46,8 @@ def test_a_column_does_not_set_an_option_of_any_function() -> None:
 
     bound = bind(short, {"target": 1})
     assert score_completions({"short": bound}, [{"prompt": "q", "target": 7}], ["abc"]).tolist() == [[2.0]]
-    assert score_completions({"short": bound}, [{"prompt": "q"}], ["abc"]).tolist() == [[2.0]]
+    others = {"prompt": "q", "function": 1, "taken": 2, "options": 3}
+    assert score_completions({"short": bound}, [others], ["abc"]).tolist() == [[2.0]]
     assert bound.__name__ == "short"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="needs 'target'"):
         score_completions({"short": short}, [{"prompt": "q"}], ["abc"])
