@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ GIVEN = ("prompts", "completions", "completion_ids")  # every function gets thes
 
 
 class RewardError(RuntimeError):
-    """A reward function raised or took too long; the message names it, and its exception is the cause."""
+    """A reward function raised or took too long; the message names it and the line; its exception is the cause."""
 
 
 class TimeExceeded(BaseException):
@@ -52,8 +53,11 @@ def call_reward_functions(
     try:
         for name, function in functions.items():
             arguments = arguments_for(name, function, batch)
-            with _named(name, timeout), _limited(timeout):
-                results[name] = function(**arguments)
+            try:
+                with _limited(timeout):
+                    results[name] = function(**arguments)
+            except (Exception, TimeExceeded) as error:
+                raise _failure(name, error, timeout) from error
     except BaseException:
         for result in results.values():
             if inspect.iscoroutine(result):
@@ -87,15 +91,18 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
     return {p.name: own[p.name] for p in named if p.name in own}
 
 
-@contextlib.contextmanager
-def _named(name: str, timeout: float | None) -> Iterator[None]:
-    """Errors of a reward function with its name."""
-    try:
-        yield
-    except TimeExceeded:
-        raise RewardError(f"reward function {name!r} took longer than its {timeout:g} s") from None
-    except Exception as error:
-        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+def raised(error: BaseException) -> str:
+    """What a user's code raised, and where."""
+    text = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return text if place.filename.startswith("<frozen") else f"{text} ({place.filename}:{place.lineno})"
+
+
+def _failure(name: str, error: BaseException, timeout: float | None) -> RewardError:
+    """An error of a reward function, with its name."""
+    if isinstance(error, TimeExceeded):
+        return RewardError(f"reward function {name!r} took longer than its {timeout:g} s")
+    return RewardError(f"reward function {name!r} {raised(error)}")
 
 
 @contextlib.contextmanager
@@ -147,10 +154,12 @@ def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -
             await asyncio.wait(tasks.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
             results: dict[str, object] = {}
             for name in sorted(tasks, key=lambda name: not tasks[name].done()):  # first the one that may have failed
-                with _named(name, timeout):
+                try:
                     if not tasks[name].done():
                         raise TimeExceeded
                     results[name] = tasks[name].result()
+                except (Exception, TimeExceeded) as error:
+                    raise _failure(name, error, timeout) from error
             return results
         finally:
             for task in tasks.values():

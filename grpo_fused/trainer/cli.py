@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import textwrap
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -180,11 +179,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error; for a reward function, the line where it raised; for a package, how to install it."""
+    """The text of an error; for a package, how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"this recipe needs the package {package}: pip install {package}"
-    text, cause = " ".join(str(error).split()) or type(error).__name__, error.__cause__
-    if isinstance(error, RewardError) and cause is not None and (frames := traceback.extract_tb(cause.__traceback__)):
-        return f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
-    return text
+    return " ".join(str(error).split()) or type(error).__name__

@@ -79,13 +79,15 @@ def test_missing_columns_are_named() -> None:
         score_completions({"mine": built_in("math_accuracy")}, [{"prompt": "p", "right": "1"}], ["a"])
 
 
-def test_a_function_that_raises_is_named_and_its_error_kept() -> None:
+@pytest.mark.parametrize(("error", "text"), [(KeyError("weights"), ": 'weights'"), (StopIteration(), "")])
+def test_a_function_that_raises_is_named_and_its_error_kept(error: Exception, text: str) -> None:
     def broken(**_: Any) -> list[float]:
-        raise KeyError("weights")
+        raise error
 
-    with pytest.raises(RewardError, match="reward function 'mine' raised KeyError: 'weights'") as caught:
+    message = rf"^reward function 'mine' raised {type(error).__name__}{text} \({__file__}:\d+\)$"
+    with pytest.raises(RewardError, match=message) as caught:
         score(broken)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__ is error
     assert isinstance(caught.value, RuntimeError)
 
 
