@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import signal
@@ -94,8 +95,10 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
 def raised(error: BaseException) -> str:
     """What a user's code raised, and where."""
     text = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return text if place.filename.startswith("<frozen") else f"{text} ({place.filename}:{place.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the caller
+    imports = ("<frozen", importlib.__file__)
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(imports)]
+    return text + (places[-1] if places else "")
 
 
 def _failure(name: str, error: BaseException, timeout: float | None) -> RewardError:

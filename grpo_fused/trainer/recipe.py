@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
@@ -19,6 +20,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_fused.call.options import check_options, option
 from grpo_fused.rewards import RewardFunction, RewardModel, built_in
+from grpo_fused.rewards.calling import raised
 from grpo_fused.rewards.registry import bind
 from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.vllm import VLLMEngine
@@ -207,13 +209,18 @@ class Recipe(GRPOTrainerConfig):
         if self.is_generated:
             rows = problems(str(source), self.dataset_options, seed=self.seed, held_out=held_out)
         elif is_function(source):
-            rows = load_function(str(source), "dataset")(**self.dataset_options)
+            function = load_function(str(source), "dataset")
+            try:
+                rows = function(**self.dataset_options)
+                rows = rows if callable(rows) else list(rows)
+            except Exception as error:
+                raise ValueError(f"dataset {source!r} {raised(error)}") from error
         else:
             if source is None and self.task is not None:
                 source, subset = TASKS[self.task].source, subset or TASKS[self.task].subset
             return load_rows(str(source), subset=subset, split=split, limit=limit)
         if not callable(rows):
-            return load_rows(list(rows), limit=limit)
+            return load_rows(rows, limit=limit)
         return rows if limit is None else [rows(index) for index in range(limit)]  # type: ignore[no-any-return]
 
     def _format(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -358,16 +365,16 @@ def load_function(place: str, option: str = "function") -> Callable[..., Any]:
         option: The name of the option, for the error.
 
     Raises:
-        ValueError: The text is not of this form, or there is no such module, file or function.
+        ValueError: The text is not of this form, the module or file cannot be loaded, or has no such function.
     """
     where, _, name = place.rpartition(":")
+    must = f'{option} must be "module:function" or "path/to/file.py:function" that can be loaded; got {place!r}'
+    must += from_here(Path(where)) if where.endswith(".py") else ""
     try:
-        function: Callable[..., Any] = (
-            runpy.run_path(where)[name] if where.endswith(".py") else getattr(import_module(where), name)
-        )
-    except (ImportError, OSError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f'{option} must be "module:function" or "path/to/file.py:function", and exist; got {place!r}'
-            f"{from_here(Path(where)) if where.endswith('.py') else ''} ({type(error).__name__}: {error})"
-        ) from error
-    return function
+        found: Any = SimpleNamespace(**runpy.run_path(where)) if where.endswith(".py") else import_module(where)
+    except Exception as error:
+        raise ValueError(f"{must}, which {raised(error)}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ValueError(f"{must}, which has no function {name!r}")
+    return function  # type: ignore[no-any-return]

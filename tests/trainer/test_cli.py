@@ -375,9 +375,28 @@ def test_functions_are_found_by_path(tmp_path: Path) -> None:
     assert load_function("grpo_fused.rewards:format_reward").__name__ == "format_reward"
     with pytest.raises(ValueError, match='must be "module:function"'):
         load_function("format_reward")
-    (tmp_path / "x.py").write_text("value = 3\n")
-    with pytest.raises(ValueError, match=r"x.py:other' \(KeyError: 'other'"):
-        load_function(f"{tmp_path / 'x.py'}:other")
+    file = tmp_path / "x.py"
+    for text, message in (
+        ("value = 3", "rewards must be .*x.py:value', which has no function 'value'"),
+        ("other = 3", "which has no function 'value'"),
+        ("import os\nos.environ['NO_KEY']", "which raised KeyError: 'NO_KEY' .*x.py:2"),
+        ("def value() return 3", r"which raised SyntaxError: .* \(x.py, line 1\)$"),
+        ("\n\nraise RuntimeError", rf"which raised RuntimeError \({file}:3\)$"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_function(f"{file}:value", "rewards")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [("return None", "TypeError: 'NoneType' object is not iterable$"), ("yield 1 / 0", "ZeroDivisionError: .*x.py:2")],
+)
+def test_a_dataset_function_that_fails_is_named(tmp_path: Path, body: str, message: str) -> None:
+    (tmp_path / "x.py").write_text(f"def rows():\n    {body}\n")
+    recipe = Recipe(model="m", rewards=(Reward(name="format"),), dataset=f"{tmp_path / 'x.py'}:rows")
+    with pytest.raises(ValueError, match=f"^dataset '.*x.py:rows' raised {message}"):
+        recipe.train_rows()
 
 
 def test_a_module_of_the_current_folder(

@@ -261,7 +261,10 @@ def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], messa
     [
         ({"rewards": (Reward(name="nice"),)}, "nice"),
         ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"rewards": (Reward(function="nowhere:f"),)}, "got 'nowhere:f' .*ModuleNotFoundError"),
+        (
+            {"rewards": (Reward(function="nowhere:f"),)},
+            "got 'nowhere:f', which raised ModuleNotFoundError: No module named 'nowhere'$",
+        ),
     ],
     ids=["reward", "data", "function"],
 )
