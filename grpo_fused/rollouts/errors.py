@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PromptError(ValueError):
-    """A prompt that the tokenizer cannot encode, or that the model or the rollout engine cannot take."""
+    """A prompt that cannot be made or encoded, or that the model or the rollout engine cannot take."""
 
 
 class NonFiniteError(FloatingPointError):

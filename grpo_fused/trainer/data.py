@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from grpo_fused.rewards.calling import raised
 from grpo_fused.rollouts.errors import PromptError
 from grpo_fused.trainer.hub import check_name
 from grpo_fused.trainer.prompts import Prompt, check_prompt
@@ -176,12 +177,22 @@ class Stream(Iterator[list[Row]]):
         self._position = 0
 
     def __next__(self) -> list[Row]:
-        return [self._next_that_fits() for _ in range(self.size)]
+        start = self._position
+        try:
+            rows = [self._next_that_fits() for _ in range(self.size)]
+            check_rows(rows, 1, name=f"the rows from train_dataset({start}) on")
+        except (TypeError, ValueError) as error:
+            raise PromptError(str(error)) from error
+        return rows
 
     def _next_that_fits(self) -> Row:
         for _ in range(_MOST_LEFT_OUT):
-            row = self.row(self._position)
-            check_rows([row], 1, name=f"train_dataset({self._position})")
+            name = f"train_dataset({self._position})"
+            try:
+                row = self.row(self._position)
+            except Exception as error:
+                raise PromptError(f"{name} {raised(error)}") from error
+            check_rows([row], 1, name=name)
             self._position += 1
             if self.fits(row):
                 return row

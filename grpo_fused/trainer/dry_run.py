@@ -10,7 +10,7 @@ from grpo_fused.rewards import RewardModel
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Row, is_file
+from grpo_fused.trainer.data import Row, Stream, is_file
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
 from grpo_fused.trainer.scoring import score_completions
@@ -153,4 +153,4 @@ def rows_of(recipe: Recipe) -> list[Row]:
     if not has_rows(recipe):
         return [{"prompt": prompt} for prompt in PROMPTS]
     rows = recipe.train_rows()
-    return [rows(0), rows(1)] if callable(rows) else list(rows[:2])
+    return next(Stream(rows, 2)) if callable(rows) else list(rows[:2])

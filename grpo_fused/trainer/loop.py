@@ -170,7 +170,7 @@ class GRPOTrainer:
 
         Raises:
             RewardError: A reward function raised or timed out, or none judged any completion of a step.
-            PromptError: A row that a function made has a prompt that cannot be sampled from.
+            PromptError: The function that makes rows raised, or made one that cannot be sampled from.
             TypeError, ValueError: A reward function returned something other than numbers or None for each completion.
             NonFiniteError: The loss or a gradient is not finite; the batch is in `output_dir`, a file
                 `failed-step-<n>-process-<rank>.safetensors`.

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainer.small_trainer import SMALL
 from transformers import PreTrainedTokenizerFast
 
 from grpo_fused.rewards import built_in, score_answer_reward
+from grpo_fused.rollouts.errors import PromptError
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
 from grpo_fused.trainer.data import Stream
 from grpo_fused.trainer.dry_run import dry_run
@@ -200,8 +202,22 @@ def test_a_stream_goes_on_from_its_state() -> None:
             stream.load_state_dict(stream.state_dict() | wrong)
     with pytest.raises(ValueError, match="must make rows with prompts that fit; got none in 1000"):
         next(Stream(stream.row, 1, lambda row: False))
-    with pytest.raises(ValueError, match=r"row 0 of train_dataset\(0\) must have a column"):
-        next(Stream(lambda index: {"question": "?"}, 1))
+
+
+@pytest.mark.parametrize(
+    ("third", "message"),
+    [
+        (lambda: {"question": "?"}, r"row 0 of train_dataset\(2\) must have a column"),
+        (lambda: {"prompt": 3}, r"row 0 of train_dataset\(2\): expected a prompt that is a str"),
+        (lambda: {"prompt": "?", "answer": "1"}, r"row 2 of the rows from train_dataset\(0\) on must have the columns"),
+        (lambda: [][0], r"train_dataset\(2\) raised IndexError: list index out of range \(.*\.py:\d+\)$"),
+        (lambda: next(iter(())), r"train_dataset\(2\) raised StopIteration \(.*\.py:\d+\)$"),
+    ],
+    ids=["columns", "prompt", "other-columns", "raises", "stops"],
+)
+def test_a_stream_names_the_row_that_fails(third: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PromptError, match=f"^{message}"):
+        next(Stream(lambda index: third() if index == 2 else {"prompt": "?"}, 3))
 
 
 def make(folder: Path, tokenizer: PreTrainedTokenizerFast, *, resume: bool = False, **options: Any) -> GRPOTrainer:
