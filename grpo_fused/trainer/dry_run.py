@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +83,9 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
     if recipe.has_eval and not is_local(recipe, recipe.eval_dataset or recipe.dataset):
         not_checked.append("held-out rows")
     names = [name for name in metrics if name.startswith("rewards/") and not name.endswith("every_other")]
-    means = ", ".join(f"{name.removeprefix('rewards/')} {metrics[name]:.3f}" for name in names)
+    rewards = {name.removeprefix("rewards/"): metrics[name] for name in names}
+    not_checked += [f"the reward {name} (it judged nothing)" for name, mean in rewards.items() if math.isnan(mean)]
+    means = ", ".join(f"{name} {mean:.3f}" for name, mean in rewards.items())
     data = recipe.dataset if recipe.dataset and has_rows(recipe) else None
     model = "a random model of 35,000 parameters" + (" with your LoRA options" if recipe.lora else "")
     lines = {

@@ -402,9 +402,12 @@ def test_a_dataset_function_that_fails_is_named(tmp_path: Path, body: str, messa
 def test_a_module_of_the_current_folder(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rewards_of_mine.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
-    of_mine = recipe.read_text().replace("{name: length, options: {target_length: 3}}", "function: rewards_of_mine:one")
-    recipe.write_text(of_mine)
+    (tmp_path / "rewards_of_mine.py").write_text(
+        "def one(completions, **_):\n    return [1.0] * len(completions)\n\n"
+        "def silent(completions, **_):\n    return [None] * len(completions)\n"
+    )
+    of_mine = "function: rewards_of_mine:one\n  - function: rewards_of_mine:silent"
+    recipe.write_text(recipe.read_text().replace("{name: length, options: {target_length: 3}}", of_mine))
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as a console script's
     monkeypatch.chdir(tmp_path)
     main(["train", "--config", str(recipe), "--dry-run"])
@@ -413,6 +416,7 @@ def test_a_module_of_the_current_folder(
     assert len(printed.splitlines()) <= 25
     assert "two of " in printed
     assert "one 1.000" in printed
+    assert "what is learned, the reward silent (it judged nothing)\n" in printed
     assert "every_other" not in printed
 
 
