@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -64,8 +65,8 @@ class Reward:
         if self.name is not None:
             return built_in(self.name, **self.options)
         if self.model is not None:
-            check_name(self.model)
-            return RewardModel(self.model, **self.options)
+            with _naming("rewards.model", self.model):
+                return RewardModel(self.model, **self.options)
         return bind(load_function(str(self.function)), self.options)
 
 
@@ -327,7 +328,7 @@ def _naming(name: str, place: str) -> Iterator[None]:
     try:
         check_name(place)
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OSError(f"{name} must be a path or name that can be loaded; got {place!r}: {error}") from error
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,14 +157,18 @@ def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pyte
         (["--rollout", "vllm"], "this recipe needs the package vllm: pip install vllm"),
         (["--report-to", "wandbb"], "report_to must name trackers of accelerate, .*; got 'wandbb'"),
         (["--model", "./nowhere"], "model must be a path or name that can be loaded; got './nowhere': .*"),
+        (["--rewards", "[{model: ./no}]"], r"rewards.model must be a path or name that can be loaded; got './no': .*"),
+        (["--model", "cut"], "model must be a path or name that can be loaded; got 'cut': .*header.*"),
     ],
-    ids=["raises", "count", "engine", "vllm", "tracker", "model"],
+    ids=["raises", "count", "engine", "vllm", "tracker", "model", "reward-model", "cut-model"],
 )
 def test_expected_failures_are_one_line(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def raises(**_):\n    return 1 / 0\n\ndef one(**_):\n    return [1.0]\n")
+    shutil.copytree("model", "cut")
+    os.truncate("cut/model.safetensors", 100)
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(recipe), *arguments])
     assert re.fullmatch(f"grpo-fused train: error: .*{message}", str(ended.value.code))  # printed by Python, status 1
