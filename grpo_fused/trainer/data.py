@@ -57,8 +57,8 @@ def load_rows(
 
     Raises:
         FileNotFoundError: The source looks like a file that does not exist.
-        ValueError: The source has no rows, a file is not of the type of its suffix, a subset or split is given for a
-            file or list, or `datasets` has no such subset or split.
+        ValueError: The source has no rows, a file is not of the type of its suffix, `datasets` cannot read a folder, a
+            subset or split is given for a file or list, or `datasets` has no such subset or split.
         OSError: `datasets` cannot find or reach the name. Its other errors propagate, too.
         ImportError: The source needs a library that is not installed.
     """
@@ -302,6 +302,8 @@ def _read_named(name: str, subset: str | None, split: str, limit: int | None) ->
     try:
         # rows are decoded one by one, so only the requested ones
         return [dict(row) for row in islice(datasets.load_dataset(name, subset, split=split), limit)]
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{name!r} cannot be read by `datasets`: {error.__cause__ or error}") from error
     finally:
         if has_bars:
             datasets.enable_progress_bars()

@@ -163,6 +163,12 @@ def test_a_folder_goes_to_datasets(in_tmp_path: Path) -> None:
         load_rows("folder", split="dev")
     with pytest.raises(ValueError, match="main"):
         load_rows("folder", subset="main")
+    (in_tmp_path / "cut").mkdir()
+    for name, text in (("a.parquet", "PAR2"), ("a.jsonl", '{"prompt"')):
+        (in_tmp_path / "cut" / name).write_text(text)
+        with pytest.raises(ValueError, match="'cut' cannot be read by `datasets`: (Parquet|JSON parse)"):
+            load_rows("cut")
+        (in_tmp_path / "cut" / name).unlink()
 
 
 def test_a_name_that_cannot_be_loaded_is_named_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
