@@ -69,6 +69,8 @@ def compose(text: str, name: str) -> yaml.Node | None:
         if root is not None and size(root) > MAX_VALUES:
             raise OptionError(f"{name}: YAML must have at most {MAX_VALUES} values with aliases expanded; got more")
         check_keys(root)
+        if root is not None:
+            loader.construct_document(root)  # raises for tags and keys that it does not know
         return root
     except RecursionError as error:
         raise OptionError(f"{name}: YAML must not be nested deeply or contain an alias of itself; it does") from error

@@ -234,8 +234,10 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("model: *nothing", "undefined alias"),
         ("model: [", "line 13 must be valid YAML"),
         ("learning-rate: 1", "13: unknown option 'learning-rate'; did you mean 'learning_rate'"),
+        ("? [a]\n: 1", "line 13 must be valid YAML; found unhashable key"),
+        ("seed: !!python/name:os.system", "line 13 must be valid YAML; could not determine a constructor for the tag"),
     ],
-    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml", "dash"],
+    ids=["unused-bomb", "bomb", "lists", "objects", "cycle", "long", "unknown-alias", "no-yaml", "dash", "list", "tag"],
 )
 def test_hostile_recipes_are_refused_at_once(
     recipe: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
