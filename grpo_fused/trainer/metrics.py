@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -266,7 +267,7 @@ def summary_of(
         facts["checkpoint"] = str(checkpoint)
         facts["use it"] = f'AutoModelForCausalLM.from_pretrained("{checkpoint}")'
     if output_dir is not None:
-        facts["curves"] = f"grpo-fused plot {output_dir}"
+        facts["curves"] = f"grpo-fused plot {shlex.quote(str(output_dir))}"
     return facts
 
 

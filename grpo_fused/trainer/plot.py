@@ -79,6 +79,7 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
         draw_panel(axes, panel, lines)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
+    image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image)
     return image
 

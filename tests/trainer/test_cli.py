@@ -116,9 +116,10 @@ def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytes
     ):
         main(["train", "--config", str(recipe), "--resume", "--steps", "1"])
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-    main(["plot", str(out), "--title", "a run"])
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "curves.png" in capsys.readouterr().out
+    image = tmp_path / "new" / "curves.png"
+    main(["plot", str(out), "--title", "a run", "--out", str(image)])
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert str(image) in capsys.readouterr().out
 
 
 def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
@@ -225,8 +226,9 @@ def test_a_dry_run_without_a_gradient_fails(recipe: Path) -> None:
 
 
 def test_a_run_ends_with_its_last_row_and_a_summary(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = recipe.parent / "out"
-    main(["train", "--config", str(recipe), "--steps", "3", "--logging-steps", "2"])
+    out = recipe.parent / "o u t"
+    words = ["train", "--config", str(recipe), "--output-dir", str(out)]
+    main([*words, "--steps", "3", "--logging-steps", "2"])
     printed, errors = capfd.readouterr()
     titles, second, third, blank, *summary = printed.splitlines()[7:]
     assert [row.split()[0] for row in (titles, second, third)] == ["step", "2", "3"]
@@ -238,10 +240,10 @@ def test_a_run_ends_with_its_last_row_and_a_summary(recipe: Path, capfd: pytest.
         "reward": f"{rewards[0]:.3f} at step 1 -> {rewards[2]:.3f} at step 3",
         "checkpoint": str(out / "checkpoint-000003"),
         "use it": f'AutoModelForCausalLM.from_pretrained("{out / "checkpoint-000003"}")',
-        "curves": f"grpo-fused plot {out}",
+        "curves": f"grpo-fused plot '{out}'",
     }
     assert not errors  # no progress bars, of libraries neither
-    main(["train", "--config", str(recipe), "--steps", "1", "--logging-steps", "0", "--overwrite"])
+    main([*words, "--steps", "1", "--logging-steps", "0", "--overwrite"])
     assert not capfd.readouterr().out
 
 
