@@ -26,7 +26,7 @@ def check_prompt(prompt: object, where: str) -> None:
 
     Raises:
         TypeError: It is neither a str nor a list of at least one chat message.
-        ValueError: It is blank, or ends with the assistant's turn.
+        ValueError: It is blank, ends with the assistant's turn, or has a lone surrogate.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not (isinstance(messages, (list, tuple)) and messages and all(map(_is_message, messages))):
@@ -38,6 +38,9 @@ def check_prompt(prompt: object, where: str) -> None:
         raise ValueError(
             f"{where}: expected a last message that is not blank and not the assistant's; got {prompt!r:.80}"
         )
+    text = "".join(message["content"] for message in messages)
+    if text != text.encode(errors="ignore").decode():
+        raise ValueError(f"{where}: expected texts of whole characters, no lone surrogates; got {prompt!r:.80}")
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, embeddings: int | None = None) -> list[int]:

@@ -23,6 +23,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, USER]
         pytest.param([*CHAT, {"role": "assistant", "content": "2"}, USER], id="several-turns"),
         pytest.param([{"role": "system", "content": ""}, USER], id="blank-system-message"),
         pytest.param([USER | {"name": "Ada"}], id="another-key"),
+        pytest.param("\U0001f600", id="astral-character"),
     ],
 )
 def test_good_prompts(prompt: Any) -> None:
@@ -45,6 +46,8 @@ def test_good_prompts(prompt: Any) -> None:
         pytest.param([USER | {"content": None}], TypeError, "got .*'content': None", id="content-none"),
         pytest.param([USER | {"content": [{"type": "text"}]}], TypeError, r"got .*\[{'type'", id="content-in-parts"),
         pytest.param([USER | {"content": " "}], ValueError, "last message that is not blank", id="blank-last-message"),
+        pytest.param("1\ud8001", ValueError, r"no lone surrogates; got '1\\ud8001'", id="surrogate"),
+        pytest.param([USER | {"content": "\udfff"}], ValueError, "no lone surrogates", id="surrogate-in-chat"),
         pytest.param(
             [USER, {"role": "assistant", "content": "2"}], ValueError, "not the assistant's", id="assistant-last"
         ),
