@@ -338,6 +338,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
+        csv.field_size_limit(2**31 - 1)  # of the process; a reader has no such option
         lines = csv.DictReader(file, strict=True)
         columns = list(lines.fieldnames or ())
         if "" in columns or len(set(columns)) < len(columns):

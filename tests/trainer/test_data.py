@@ -55,6 +55,12 @@ def test_csv_values_are_texts() -> None:
     assert rows == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "Add one, two\nand three: ", "answer": "6"}]
 
 
+def test_a_csv_cell_may_be_long(tmp_path: Path) -> None:
+    """The default limit of Python's csv is 131,072 characters."""
+    (tmp_path / "a.csv").write_text("prompt\n" + "x" * 200_000)
+    assert len(load_rows(tmp_path / "a.csv")[0]["prompt"]) == 200_000
+
+
 @pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=["text", "chat"])
 def test_parquet_keeps_types(tmp_path: Path, prompt: Any) -> None:
     rows = [{"prompt": prompt, "answer": 2, "nums": [1, 2]}, {"prompt": prompt, "answer": 3, "nums": []}]
