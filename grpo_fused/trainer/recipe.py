@@ -77,7 +77,8 @@ class LoRA:
     Args:
         r: Rank.
         alpha: The adapter is scaled by alpha / r.
-        target_modules: Names of the layers that get one, or "all-linear" (all except the head).
+        target_modules: A list of the names of the layers that get one, such as [q_proj, v_proj]. A text is "all-linear"
+            (all except the head), or a regular expression of whole names, such as ".*_proj".
     """
 
     r: int = option(16, least=1)
