@@ -11,7 +11,7 @@ from grpo_fused.rewards import RewardModel
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.config import GRPOTrainerConfig
-from grpo_fused.trainer.data import Row, Stream, is_file
+from grpo_fused.trainer.data import Row, Stream, check_rows, is_file
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
 from grpo_fused.trainer.scoring import score_completions
@@ -105,8 +105,8 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
         ["dry run, one step:"]
         + [f"  {name:12}{text}" for name, text in lines.items()]
         + [
-            "not checked: memory, speed, downloads, your chat template, the length of your prompts, what is learned"
-            + "".join(f", {text}" for text in not_checked),
+            "not checked: memory, speed, downloads, vLLM, trackers, your chat template, the length of your prompts, "
+            "what is learned" + "".join(f", {text}" for text in not_checked),
             "dry run: ok",
         ]
     )
@@ -156,4 +156,7 @@ def rows_of(recipe: Recipe) -> list[Row]:
     if not has_rows(recipe):
         return [{"prompt": prompt} for prompt in PROMPTS]
     rows = recipe.train_rows()
-    return next(Stream(rows, 2)) if callable(rows) else list(rows[:2])
+    if callable(rows):
+        return next(Stream(rows, 2))
+    check_rows(rows, recipe.prompts_per_step)
+    return list(rows[:2])

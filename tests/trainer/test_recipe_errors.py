@@ -255,10 +255,11 @@ def test_hostile_recipes_are_refused_at_once(
         (["--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
         (["--dataset", "some/questions", "--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
         (["--eval-dataset", "missing.jsonl"], "missing.jsonl"),
+        (["--prompts-per-step", "5"], "train_dataset must have at least 5 rows, as many as a step takes; got 4"),
     ],
-    ids=["data", "reward", "reward-without-rows", "held-out"],
+    ids=["data", "reward", "reward-without-rows", "held-out", "rows"],
 )
-def test_a_dry_run_finds_missing_files(recipe: Path, arguments: list[str], message: str) -> None:
+def test_a_dry_run_finds_missing_files_and_rows(recipe: Path, arguments: list[str], message: str) -> None:
     """A misspelt file is not treated as the name of a data set."""
     with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{message}"):
         main(["train", "--config", str(recipe), "--dry-run", *arguments])
