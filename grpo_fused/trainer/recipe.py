@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +146,11 @@ class Recipe(GRPOTrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("model", "reference_model", "output_dir"):
+            if (place := getattr(self, name)) is not None:
+                object.__setattr__(self, name, os.path.expanduser(place))
+        if not self.output_dir or Path(self.output_dir).is_file():
+            raise ValueError(f"output_dir must be a folder; got {self.output_dir!r}")
         if not self.rewards:
             raise ValueError("rewards must name at least one reward function; got none")
         if self.task is None and self.dataset is None:

@@ -422,6 +422,12 @@ def test_a_module_of_the_current_folder(
     assert "every_other" not in printed
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    read = Recipe(model="~/m", reference_model="~/t", output_dir="~/o", rewards=(Reward(name="format"),), dataset="d")
+    assert (read.model, read.reference_model, read.output_dir) == ("/home/ada/m", "/home/ada/t", "/home/ada/o")
+
+
 def test_held_out_rows_of_a_file_take_no_subset_and_split(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"prompt": "p"}\n')
     named = {"dataset": "some/name", "subset": "main", "split": "train[:10]"}

@@ -50,6 +50,8 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
         (["--importance-sampling", "token_mask"], "importance_sampling must come with rollout vllm"),
         (["--importance-sampling-clip", "2"], "importance_sampling_clip must come with rollout vllm"),
         (["--seed", "5000000000"], "seed must be at least 0 and at most 4294967295; got 5000000000"),
+        (["--output-dir", ""], "command line: output_dir must be a folder; got ''"),
+        (["--output-dir", __file__], "command line: output_dir must be a folder; got '"),
     ],
     ids=[
         "group-of-one",
@@ -76,6 +78,8 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
         "importance-sampling",
         "importance-sampling-clip",
         "seed",
+        "no-output",
+        "output-file",
     ],
 )
 def test_wrong_recipes_end_with_the_reason(
