@@ -34,6 +34,5 @@ class StopRequest:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = number
-        os.write(
-            2, b"\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now\n"
-        )  # as handlers may
+        # as handlers may
+        os.write(2, b"\nstopping after this step or evaluation; press Ctrl-C again to stop now\n")
