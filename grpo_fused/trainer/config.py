@@ -140,6 +140,9 @@ class GRPOTrainerConfig:
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
         if self.eval_samples == 1:
             raise ValueError("eval_samples must be 0 (greedy only) or at least 2; got 1")
+        for name in ("kl_estimator", "use_bias_correction_kl"):
+            if self.loss.beta == 0 and (value := getattr(self.loss, name)) != getattr(GRPOLossConfig, name):
+                raise ValueError(f"loss.{name} is not used with loss.beta 0; got {value!r}")
         if self.loss.kl_estimator == "exact":
             if self.truncates:
                 raise ValueError(

@@ -32,6 +32,12 @@ EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
         pytest.param({"adam_betas": (0.9, 1.0)}, ValueError, "adam_betas", id="betas"),
         pytest.param({"scale_rewards": "std"}, ValueError, "scale_rewards must be .* got 'std'", id="scale"),
         pytest.param({"impl": "fast"}, ValueError, "impl must be one of auto, .* got 'fast'", id="impl"),
+        pytest.param(
+            {"loss": GRPOLossConfig(kl_estimator="k1")}, ValueError, "kl_estimator is not used .* got 'k1'", id="kl"
+        ),
+        pytest.param(
+            {"loss": GRPOLossConfig(use_bias_correction_kl=False)}, ValueError, "with loss.beta 0; got False", id="bias"
+        ),
         pytest.param({"loss": EXACT, "top_p": 0.9}, ValueError, "leave top_p, top_k and min_p unset", id="exact-top-p"),
         pytest.param({"loss": EXACT, "impl": "triton"}, ValueError, "got 'triton'", id="exact-triton"),
         pytest.param({"loss": {"beta": 0.1}}, TypeError, "loss must be a GRPOLossConfig; got {'beta'", id="loss"),
