@@ -83,7 +83,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, embeddings
             ) from error
     ids: list[int] = list(encoding["input_ids"])
     if not ids:
-        raise PromptError(f"a prompt must have at least one token; got none from {prompt!r}")
+        raise PromptError(
+            f"a prompt must have at least one token; got none from {prompt!r} by a tokenizer of {len(tokenizer)} tokens"
+        )
     if embeddings is not None and max(ids) >= embeddings:
         raise PromptError(
             f"token ids must be less than {embeddings}, the rows of the model's embedding; got {max(ids)}, the token "

@@ -101,7 +101,7 @@ def test_an_error_of_a_template_names_the_roles() -> None:
 def test_a_prompt_of_no_tokens_is_refused(prompt: Any) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ '' }}"
-    with pytest.raises(ValueError, match="at least one token; got none from"):
+    with pytest.raises(ValueError, match=rf"got none from .* by a tokenizer of {len(tokenizer)} tokens"):
         encode_prompt(tokenizer, prompt)
 
 
