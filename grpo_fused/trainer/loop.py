@@ -140,6 +140,8 @@ class GRPOTrainer:
         self.policy = Policy(model, self.accelerator, config)
         if reference_model is not None and config.loss.beta == 0:
             raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
+        if reference_model is model:
+            raise ValueError("reference_model must be another model; got the policy itself (leave it out)")
         self.reference = None if config.loss.beta == 0 else Reference(self.policy, reference_model)
         self.update = Updater(self.policy, self.reference, self.policy.prepare(adamw(model, config)), config)
         if engine is not None and not isinstance(engine, RolloutEngine):

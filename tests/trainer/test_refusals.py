@@ -107,7 +107,7 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, rows)
 
 
-@pytest.mark.parametrize("wrong", ["beta", "vocabulary", "scale"])
+@pytest.mark.parametrize("wrong", ["beta", "vocabulary", "scale", "itself"])
 def test_a_reference_model_that_does_not_fit_is_refused(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], wrong: str
 ) -> None:
@@ -116,6 +116,8 @@ def test_a_reference_model_that_does_not_fit_is_refused(
         loss = GRPOLossConfig()
     elif wrong == "vocabulary":
         other, message = build_small_model(len(tokenizer) + 1), f"same vocabulary; got .{len(tokenizer)}, "
+    elif wrong == "itself":
+        other, message = model, "reference_model must be another model; got the policy itself"
     else:
         sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
         config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logits_scaling=4.0)
