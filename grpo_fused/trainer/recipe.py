@@ -220,7 +220,10 @@ class Recipe(GRPOTrainerConfig):
             function = load_function(str(source), "dataset")
             try:
                 rows = function(**self.dataset_options)
-                rows = rows if callable(rows) else list(rows)
+                if not callable(rows):
+                    rows = list(rows)
+                elif limit is not None:
+                    rows = [rows(index) for index in range(limit)]
             except Exception as error:
                 raise ValueError(f"dataset {source!r} {raised(error)}") from error
         else:

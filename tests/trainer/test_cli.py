@@ -392,11 +392,14 @@ def test_functions_are_found_by_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [("return None", "TypeError: 'NoneType' object is not iterable$"), ("yield 1 / 0", "ZeroDivisionError: .*x.py:2")],
-)
+    [
+        ("return None", "TypeError: 'NoneType' object is not iterable$"), ("yield 1 / 0", "ZeroDivisionError: .*x.py:2"),
+        ("return lambda index: 1 / index", "ZeroDivisionError: .*x.py:2"),
+    ],
+)  # fmt: skip
 def test_a_dataset_function_that_fails_is_named(tmp_path: Path, body: str, message: str) -> None:
     (tmp_path / "x.py").write_text(f"def rows():\n    {body}\n")
-    recipe = Recipe(model="m", rewards=(Reward(name="format"),), dataset=f"{tmp_path / 'x.py'}:rows")
+    recipe = Recipe(model="m", rewards=(Reward(name="format"),), dataset=f"{tmp_path / 'x.py'}:rows", limit=2)
     with pytest.raises(ValueError, match=f"^dataset '.*x.py:rows' raised {message}"):
         recipe.train_rows()
 
