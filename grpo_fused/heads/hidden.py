@@ -70,7 +70,8 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
     Raises:
         TypeError, ValueError: The model is not a causal LM with one head.
         ValueError: A gradient is wanted, and the model is in a DistributedDataParallel with `static_graph` or
-            `find_unused_parameters`, which follow the outputs of the model: gradients would not be averaged.
+            `find_unused_parameters`, or FSDP2 shards no trained part apart from the head. They follow outputs of their
+            modules: gradients would not be averaged.
 
     Example::
 
@@ -87,9 +88,20 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
                     "model, which are no part of a loss from the head's input: gradients would not be averaged. "
                     "Or wrap a module whose forward returns the loss"
                 )
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        groups = [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
+        before = [m for m in groups if all(part is not head for part in m.modules())]
+        if groups and not any(p.requires_grad for m in before for p in m.parameters()):
+            raise ValueError(
+                "fully_shard (FSDP2) must also be called on a trained part before the head, such as each layer; got no "
+                "such part. It follows the outputs of what it shards, and the model's are no part of a loss from the "
+                "head's input: gradients would not be averaged. Or shard a module whose forward returns the loss"
+            )
     captured = CapturedHeadInput()
 
     def keep(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("adapter_names") is not None:  # peft passes it to layers that have adapters
+            raise ValueError("adapter_names must not be given where the head has adapters: it has one set for all rows")
         captured._inputs.append(hidden_states)
         device = hidden_states.device.type
         captured._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -51,17 +51,17 @@ def form_of(call: Any) -> dict[str, int | str]:
         if name == "hidden_states":
             form["hidden size"] = value.shape[-1]
         elif isinstance(value, Tensor):
-            there += [name] if name not in _OWN else []
+            there.append(name)
         elif value is not None and name not in _OWN:
             form["loss options" if name == "config" else name] = str(value)
     return {**form, "tensors": ", ".join(there)}
 
 
-def contents_of(call: LinearCall | LogprobsGradientCall) -> dict[str, int | str]:
+def contents_of(call: LinearCall | LogprobsGradientCall) -> dict[str, str]:
     """Fields that must be equal too on ranks with the same tokens: the values of tensors at active positions."""
     mask = call.forward.mask if isinstance(call, LogprobsGradientCall) else call.mask
     tensors = {name: x for name, x in named(call) if isinstance(x, Tensor) and name not in _OWN | _SCORES}
-    sums = {name: checksum(x != 0 if name in _COEFFICIENTS else x, mask) for name, x in tensors.items()}
+    sums = {name: f"checksum {checksum(x != 0 if name in _COEFFICIENTS else x, mask)}" for name, x in tensors.items()}
     # a different mask changes the checksums of all others, so it is named first
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
@@ -94,7 +94,7 @@ def join(call: LinearCall | LogprobsGradientCall, layout: Layout) -> tuple[Vocab
         what = {**form_of(call), "split_sequences": int(groups.split_sequences), "vocabulary": vocab_size}
         sizes = [layout.num_tokens, layout.num_sequences, 2]
         if isinstance(call, LossCall):
-            what["num_items"] = checksum(call.inputs.num_items_in_batch, None)
+            what["num_items"] = f"checksum {checksum(call.inputs.num_items_in_batch, None)}"
             sizes[2] = layout.reading(call.inputs.advantages)
         rows, failure = agree(groups.tokens, what, sizes, failure)
         if failure is None:

@@ -42,6 +42,16 @@ class ParallelGroups:
     """Whether sequence b of every rank of `tokens` is a part of one sequence (context parallelism), in the order of the
     ranks. Otherwise each rank has its own sequences."""
 
+    def __post_init__(self) -> None:
+        groups = [group for group in (self.vocab, self.tokens) if group is not None]
+        for group in groups:
+            if not isinstance(group, dist.ProcessGroup):
+                raise TypeError(f"vocab and tokens must be process groups with this rank, or None; got {group!r}")
+        if len(groups) == 2:
+            shared = set.intersection(*(set(dist.get_process_group_ranks(group)) for group in groups))
+            if len(shared) > 1:
+                raise ValueError(f"vocab and tokens must have one rank in common, this one; got {sorted(shared)}")
+
     @classmethod
     def of(cls, given: dist.ProcessGroup | ParallelGroups | None) -> ParallelGroups:
         """Groups from the caller's argument.

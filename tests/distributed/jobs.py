@@ -192,6 +192,28 @@ def disagreeing(rank: int, group: Any, case: Case, configs: list, changes: list[
     return "no error"
 
 
+@torch.no_grad()
+def one_bias(rank: int, group: Any, case: Case) -> str:
+    """The error where only rank 0 gives a bias."""
+    mine, bias = of_vocabulary(case, slices([15, 14])[rank]), torch.zeros(15) if rank == 0 else None
+    try:
+        fused_linear_logprobs(
+            mine.hidden_states, mine.lm_head_weight, mine.completion_ids, lm_head_bias=bias, process_group=group
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def both_in_one_group(rank: int, group: Any) -> str:
+    """The error of a grid whose groups have both ranks."""
+    try:
+        ParallelGroups(vocab=group, tokens=group)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
     """Only rank 1 gets a wrong argument; returns the error of every rank."""
     if how == "grid":  # rank 2 t + v has slice v of the vocabulary and part t of the batch

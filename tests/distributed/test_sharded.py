@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from distributed.jobs import (
     adapted_model,
     adapted_under_trl,
+    both_in_one_group,
     checkpointed_and_accumulated,
     data_parallel,
     disagreeing,
@@ -15,6 +18,7 @@ from distributed.jobs import (
     grid_loss,
     logprobs_of_one_fail,
     merged_of_shards,
+    one_bias,
     one_fails,
     rows_of,
     sharded,
@@ -122,6 +126,8 @@ def test_ranks_that_disagree_are_named(workers):
     }
     for got in workers.run(disagreeing, 2, case, [one, one], [{}, changes]):
         assert "must give the same tokens; got rank 0: 28, rank 1: 32" in got
+    for got in workers.run(one_bias, 2, case):
+        assert re.search("must give the same tensors; got rank 0: .*lm_head_bias.*, rank 1: ", got), got
     for got in workers.run(disagreeing, 2, case, [one, one], [{}, {}]):
         assert got == "no error"
 
@@ -176,10 +182,14 @@ def test_ranks_with_other_tokens_have_one_hidden_size_and_one_normaliser(workers
     for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "hidden size"):
         assert "must give the same hidden size; got rank 0: 12, rank 1: 8" in got, got
     for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "items"):
-        assert "must give the same num_items; got rank 0: " in got, got
+        assert "must give the same num_items; got rank 0: checksum " in got, got
 
 
-def test_wrong_groups_are_refused():
+def test_wrong_groups_are_refused(workers):
+    for got in workers.run(both_in_one_group, 2):
+        assert got == "vocab and tokens must have one rank in common, this one; got [0, 1]"
+    with pytest.raises(TypeError, match="vocab and tokens must be process groups .* or None; got 'tp'"):
+        ParallelGroups(vocab="tp")
     case = make_case(6)
     with pytest.raises(
         TypeError, match="process_group must be a torch.distributed.ProcessGroup or ParallelGroups; got"

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 from integrations.tiny import build, fused, token_ids
 
-from grpo_fused import check_head, lm_head_inputs
+from grpo_fused import check_head, head_hidden_states, lm_head_inputs
 
 
 @pytest.mark.full
@@ -47,6 +49,35 @@ def test_a_data_parallel_model(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
+
+
+def test_a_model_that_fsdp2_shards(tmp_path: Path) -> None:
+    """It averages where the backward reaches an output of what it shards: the logits are none of a loss."""
+    alone, ids = build("qwen2"), token_ids()
+    head_hidden_states(alone, ids).sum().backward()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for parts in ((), ("lm_head",), ("model.layers.0",)):
+            model = build("qwen2")
+            for name in parts:
+                fully_shard(model.get_submodule(name), mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            with torch.no_grad():
+                head_hidden_states(model, ids)
+            if parts != ("model.layers.0",):
+                with pytest.raises(ValueError, match="must also be called on a trained part before the head"):
+                    head_hidden_states(model, ids)
+                continue
+            head_hidden_states(model, ids).sum().backward()
+            for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+                if want is not alone.lm_head.weight:
+                    torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+            model.model.requires_grad_(False)
+            with pytest.raises(ValueError, match="must also be called on a trained part before the head"):
+                head_hidden_states(model, ids)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_check_is_in_fp32_under_autocast_and_fast_products() -> None:

@@ -149,6 +149,9 @@ def test_several_adapters_and_their_switches() -> None:
     second = assert_right(model)
     model.base_model.set_adapter(["default", "second"])
     both = assert_right(model)
+    ids, names = token_ids(), {"adapter_names": ["default", *["second"] * (len(token_ids()) - 1)]}
+    with pytest.raises(ValueError, match="adapter_names must not be given where the head has adapters"):
+        head_hidden_states(model.eval(), ids, **names)
     assert min((first - second).abs().max(), (first - both).abs().max(), (second - both).abs().max()) > 0.05
 
 
