@@ -560,9 +560,11 @@ def test_numbers_of_float64_and_zeros():
     got = fused_linear_logprobs(case.hidden, weight, case.ids, impl="chunked").logps
     want = fused_linear_logprobs(case.hidden, weight.dequantize(torch.float64), case.ids, impl="reference").logps
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    zeros = QuantizedWeight.from_q8_0(torch.zeros(V, 34, dtype=torch.uint8))
-    out = fused_linear_logprobs(torch.randn(B, T, 32), zeros, case.ids).logps
-    torch.testing.assert_close(out, torch.full((B, T), -float(torch.tensor(V).log())))
+    for most in (1, 100):  # ggml rounds the scale of a block of 4e-6 to 0, after it computed the numbers
+        zeros = torch.randint(most, (V, 34), dtype=torch.uint8)
+        zeros[:, :2] = 0
+        out = fused_linear_logprobs(torch.randn(B, T, 32), QuantizedWeight.from_q8_0(zeros), case.ids).logps
+        torch.testing.assert_close(out, torch.full((B, T), -float(torch.tensor(V).log())))
 
 
 def test_a_quantised_reference_is_refused():

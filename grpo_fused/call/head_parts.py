@@ -39,8 +39,9 @@ class QuantizedWeight:
             )
         parts = blocks.unflatten(1, (-1, 34))  # a scale in fp16, then 32 numbers
         scale = parts[..., :2].contiguous().view(torch.float16).squeeze(-1)
-        scale = torch.where(scale == 0, 1.0, scale.to(torch.float32))  # of 32 zeros
-        return cls(parts[..., 2:].flatten(1).view(torch.int8), scale)
+        is_zero = scale == 0  # its numbers may not be: ggml computes them with a scale that it then rounds to 0
+        values = torch.where(is_zero.unsqueeze(-1), 0, parts[..., 2:].view(torch.int8))
+        return cls(values.flatten(1), torch.where(is_zero, 1.0, scale.to(torch.float32)))
 
     @property
     def shape(self) -> torch.Size:

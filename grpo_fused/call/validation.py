@@ -203,6 +203,7 @@ def _check_head_weight(weight: Any) -> None:
         or hasattr(weight, "quant_state")
         or not weight.is_floating_point()
         or weight.layout != torch.strided
+        or type(weight).__module__.startswith("torchao.")
     ):
         raise TypeError(
             "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised, packed or sparse one "

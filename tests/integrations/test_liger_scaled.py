@@ -60,6 +60,14 @@ def test_other_ignored_target(liger_scaled):
     assert (got == 0).sum() == (target == 3).sum() >= 2
 
 
+def test_ignored_states_may_be_nan():
+    hidden, weight, target = problem()
+    hidden = hidden.detach().where((target >= 0).unsqueeze(1), torch.nan).requires_grad_()
+    results = Fused.apply(hidden, weight, target, 1.0, -100, 1, True, torch.tensor([5, 0]))
+    for gradient in torch.autograd.grad(sum(x.sum() for x in results), (hidden, weight)):
+        assert gradient.isfinite().all()
+
+
 def test_bf16_is_nearer_to_float64(liger_scaled):
     hidden, weight, target = (x.detach() for x in problem(torch.bfloat16))
     exact = liger_scaled.apply(hidden.double(), weight.double(), target, 1.0, -100, 1, True, torch.arange(6))

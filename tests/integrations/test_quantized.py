@@ -59,6 +59,10 @@ def test_the_log_probs_of_the_library(name, of):
     weight = inputs["lm_head_weight"]
     assert isinstance(weight, QuantizedWeight)
     assert weight.values.dtype == dtype
+    with pytest.raises(
+        TypeError, match="must be a plain floating-point tensor .* got a quantised, packed or sparse one"
+    ):
+        fused_linear_logprobs(torch.zeros(*ids.shape, 64), model.lm_head.weight, ids)
     if of == torch.bfloat16:  # the library's own layer rounds logits
         if quantize is by_bitsandbytes:
             own = model.lm_head.weight

@@ -82,7 +82,7 @@ def _selected(
     def wide(x: Tensor) -> Tensor:
         return x.to(compute).to(logps.dtype)
 
-    hidden = wide(hidden)
+    hidden = wide(hidden.where(active.unsqueeze(-1), 0.0))  # ignored states may be NaN
     with torch.autocast(hidden.device.type, enabled=False):
         target_logits = (hidden * wide(weight[target.where(active, 0)])).sum(-1) / temperature
         logits = F.linear(hidden, wide(weight[ids])) / temperature
