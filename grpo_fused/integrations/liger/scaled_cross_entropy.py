@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from grpo_fused.api import fused_linear_logprobs
 from grpo_fused.call import validation as check
-from grpo_fused.engines.products import compute_dtype
+from grpo_fused.call.candidates import CandidateSets
 
 
 class FusedLinearScaledCrossEntropyFunction:
@@ -57,33 +56,27 @@ class FusedLinearScaledCrossEntropyFunction:
             raise TypeError(f"return_entropy must be a bool; got {type(return_entropy).__name__}")
         check.check_token_ids(target, "target")
         active = target != ignore_index
+        sets, places = None, None
+        if selected_token_ids is not None:
+            sets, places = _same_for_all(selected_token_ids, len(target), weight.shape[0])
         out = fused_linear_logprobs(
-            _input, weight, target, active, temperature=temperature, with_entropy=return_entropy
+            _input, weight, target, active, alternatives=sets, temperature=temperature, with_entropy=return_entropy
         )
         results = [-out.logps]
         if out.entropies is not None:
             results.append(out.entropies)
-        if selected_token_ids is not None:
-            results.append(_selected(_input, weight, target, active, temperature, out.logps, selected_token_ids))
+        if out.alternative_logps is not None:
+            results.append(out.alternative_logps.view(len(target), -1)[:, places])
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _selected(
-    hidden: Tensor, weight: Tensor, target: Tensor, active: Tensor, temperature: float, logps: Tensor, ids: Tensor
-) -> Tensor:
-    """[M, K] log-probs: a few logits of each row, and the log-sum-exp that the target's log-prob implies."""
+def _same_for_all(ids: Tensor, num_tokens: int, vocab_size: int) -> tuple[CandidateSets, Tensor]:
+    """A set of the ids for each token, and the places of the ids in it."""
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"selected_token_ids must be int64 [K]; got {got}")
-    if ((ids < 0) | (ids >= weight.shape[0])).any():
-        raise ValueError(f"selected_token_ids must be in [0, {weight.shape[0]}); got {ids.min()} to {ids.max()}")
-    compute = compute_dtype(hidden, weight)  # under autocast the target's log-prob is of rounded operands
-
-    def wide(x: Tensor) -> Tensor:
-        return x.to(compute).to(logps.dtype)
-
-    hidden = wide(hidden.where(active.unsqueeze(-1), 0.0))  # ignored states may be NaN
-    with torch.autocast(hidden.device.type, enabled=False):
-        target_logits = (hidden * wide(weight[target.where(active, 0)])).sum(-1) / temperature
-        logits = F.linear(hidden, wide(weight[ids])) / temperature
-    return torch.where(active.unsqueeze(-1), logits - (target_logits - logps).unsqueeze(-1), 0.0)
+    if ((ids < 0) | (ids >= vocab_size)).any():
+        raise ValueError(f"selected_token_ids must be in [0, {vocab_size}); got {ids.min()} to {ids.max()}")
+    unique, places = ids.unique(return_inverse=True)
+    offsets = torch.arange(num_tokens + 1, device=ids.device) * len(unique)
+    return CandidateSets(unique.repeat(num_tokens), offsets), places
