@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fused.api.custom_objective import eager
@@ -80,23 +81,8 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         out = fused_linear_logprobs(captured.hidden_states[:, :-1], token_ids=input_ids[:, 1:], **lm_head_inputs(model))
     """
     head = output_head(unwrap(model))
-    for module in model.modules() if torch.is_grad_enabled() else ():
-        for option in ("static_graph", "find_unused_parameters"):
-            if isinstance(module, nn.parallel.DistributedDataParallel) and getattr(module, option):
-                raise ValueError(
-                    f"DistributedDataParallel must have {option}=False; got True. It then follows the outputs of the "
-                    "model, which are no part of a loss from the head's input: gradients would not be averaged. "
-                    "Or wrap a module whose forward returns the loss"
-                )
-    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
-        groups = [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
-        before = [m for m in groups if all(part is not head for part in m.modules())]
-        if groups and not any(p.requires_grad for m in before for p in m.parameters()):
-            raise ValueError(
-                "fully_shard (FSDP2) must also be called on a trained part before the head, such as each layer; got no "
-                "such part. It follows the outputs of what it shards, and the model's are no part of a loss from the "
-                "head's input: gradients would not be averaged. Or shard a module whose forward returns the loss"
-            )
+    if torch.is_grad_enabled() and dist.is_available() and dist.is_initialized():
+        _check_averaging(model, head)
     captured = CapturedHeadInput()
 
     def keep(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -109,6 +95,30 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
 
     with Patches((head, "forward", keep)):  # its hooks run as always
         yield captured
+
+
+def _check_averaging(model: nn.Module, head: nn.Module) -> None:
+    """Refuse wrappers that average gradients only where the loss comes from the model's outputs."""
+    shards: list[nn.Module] = []
+    for module in model.modules():
+        for option in ("static_graph", "find_unused_parameters"):
+            if isinstance(module, nn.parallel.DistributedDataParallel) and getattr(module, option):
+                raise ValueError(
+                    f"DistributedDataParallel must have {option}=False; got True. It then follows the outputs of the "
+                    "model, which are no part of a loss from the head's input: gradients would not be averaged. "
+                    "Or wrap a module whose forward returns the loss"
+                )
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            shards.append(module)
+    before = [part for part in shards if all(module is not head for module in part.modules())]
+    if not shards or any(p.requires_grad for part in before for p in part.parameters()):
+        return
+    if any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "fully_shard (FSDP2) must also be called on a trained part before the head, such as each layer; got no "
+            "such part. It follows the outputs of what it shards, and the model's are no part of a loss from the "
+            "head's input: gradients would not be averaged. Or shard a module whose forward returns the loss"
+        )
 
 
 @eager  # the head's forward is replaced for the pass, which a compiled caller cannot follow

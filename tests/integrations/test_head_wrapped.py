@@ -76,6 +76,8 @@ def test_a_model_that_fsdp2_shards(tmp_path: Path) -> None:
             model.model.requires_grad_(False)
             with pytest.raises(ValueError, match="must also be called on a trained part before the head"):
                 head_hidden_states(model, ids)
+            model.requires_grad_(False)  # as a reference is
+            head_hidden_states(model, ids)
     finally:
         torch.distributed.destroy_process_group()
 
