@@ -189,17 +189,17 @@ def load_weights(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrain
 
 
 @naming(ADAPTER)
-def load_adapter(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrainedModel) -> None:
-    """Loads the weights of an adapter into a model that has one."""
+def load_adapters(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrainedModel) -> None:
+    """Loads the weights of every adapter of a model: several may be active."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    name = str(unwrapped.active_adapter)  # type: ignore[attr-defined]
-    adapter = read_tensors(checkpoint, ADAPTER if name == "default" else f"{name}/{ADAPTER}", state)
-    wanted = get_peft_model_state_dict(unwrapped, adapter_name=name, save_embedding_layers=False)
-    # peft may have written the embeddings, too
-    wanted |= {name: tensor for name, tensor in unwrapped.state_dict().items() if name in adapter}
-    check_tensors(adapter, wanted)
-    set_peft_model_state_dict(unwrapped, adapter, adapter_name=name)
+    for name in unwrapped.peft_config:  # type: ignore[attr-defined]
+        adapter = read_tensors(checkpoint, ADAPTER if name == "default" else f"{name}/{ADAPTER}", state)
+        wanted = get_peft_model_state_dict(unwrapped, adapter_name=name, save_embedding_layers=False)
+        # peft may have written the embeddings, too
+        wanted |= {name: tensor for name, tensor in unwrapped.state_dict().items() if name in adapter}
+        check_tensors(adapter, wanted)
+        set_peft_model_state_dict(unwrapped, adapter, adapter_name=name)
 
 
 @naming(OPTIMIZER)

@@ -154,7 +154,7 @@ class Checkpointer:
         model = self.updater.policy.model
         unwrapped = self.accelerator.unwrap_model(model)
         if hasattr(unwrapped, "peft_config"):
-            checkpoint.load_adapter(newest, state, unwrapped)
+            checkpoint.load_adapters(newest, state, unwrapped)
         else:
             checkpoint.load_weights(newest, state, unwrapped, model)
         for name, digest in self.identity.items():

@@ -361,8 +361,8 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -
     assert all(tuple(group["betas"]) == (0.8, 0.9) for group in resumed.update.optimizer.param_groups)
 
 
-def test_an_adapter_with_a_name_of_its_own_is_resumed(tmp_path: Path) -> None:
-    """peft saves it in a folder of that name."""
+def test_adapters_with_names_of_their_own_are_resumed(tmp_path: Path) -> None:
+    """peft saves each in a folder of that name."""
     from peft import LoraConfig, get_peft_model
 
     def made(steps: int, resume: bool) -> GRPOTrainer:
@@ -370,6 +370,8 @@ def test_an_adapter_with_a_name_of_its_own_is_resumed(tmp_path: Path) -> None:
         torch.manual_seed(1)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         model: Any = get_peft_model(build_small_model(len(tokenizer)), lora, adapter_name="policy")
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+        model.base_model.set_adapter(["policy", "second"])
         config = GRPOTrainerConfig(**(OPTIONS | {"steps": steps}))
         return GRPOTrainer(model, tokenizer, [count_ones], ROWS, config, output_dir=tmp_path, resume=resume)
 
