@@ -36,7 +36,15 @@ from grpo_fused.trainer.prompts import encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.sampler import Sampler
 from grpo_fused.trainer.scoring import reward_names, reward_weights_of
-from grpo_fused.trainer.setup import adamw, check_accelerator, embeddings_of, length_check, ready, sampling_of
+from grpo_fused.trainer.setup import (
+    adamw,
+    check_accelerator,
+    check_saved,
+    embeddings_of,
+    length_check,
+    ready,
+    sampling_of,
+)
 from grpo_fused.trainer.update import Updater
 
 
@@ -70,8 +78,8 @@ class GRPOTrainer:
             divided by the processes, `accelerator` contradicts `config`, the processes share the model by other means
             than DDP or FSDP2 or not at all, the weights do not match the functions, a prompt cannot be encoded, has
             tokens that the model lacks or leaves no room for a completion in vLLM, vLLM would sample from another
-            distribution than the loss scores, the head of `reference_model` does not fit, or `output_dir` has the
-            checkpoints of a run and `resume` is off.
+            distribution than the loss scores, the head of `reference_model` does not fit, peft would not save a
+            parameter that is trained, or `output_dir` has the checkpoints of a run and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -134,6 +142,8 @@ class GRPOTrainer:
         # an engine that cannot run raises before the first rollout
         self.loss_engine = engines.choose(config.impl, device, model.dtype, model.config.get_text_config().hidden_size)
         self.model = ready(model, config, device)
+        if self.output_dir is not None:
+            check_saved(model)
         for function in reward_functions:
             if hasattr(function, "to"):  # a reward model
                 function.to(device)

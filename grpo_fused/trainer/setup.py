@@ -41,6 +41,23 @@ def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.devic
     return model
 
 
+def check_saved(model: PreTrainedModel) -> None:
+    """Raises if a parameter is trained that checkpoints of a model with adapters lack: peft saves the adapters."""
+    if not hasattr(model, "peft_config"):
+        return
+    from peft import get_peft_model_state_dict  # slow to import
+
+    state = model.state_dict(keep_vars=True)
+    saved = {id(p) for name in model.peft_config for p in get_peft_model_state_dict(model, state, name).values()}
+    for name, p in model.named_parameters():
+        # of prompts peft saves what their encoder computes
+        if p.requires_grad and id(p) not in saved and not name.startswith("prompt_encoder."):
+            raise ValueError(
+                f"with adapters, peft must save all that is trained; got {name}, which it does not: freeze it, or name "
+                "its module in the adapter's modules_to_save"
+            )
+
+
 def embeddings_of(model: PreTrainedModel) -> int:
     """The number of tokens that a model has an embedding for."""
     return len(cast(Tensor, model.get_input_embeddings().weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,25 @@ def test_a_reference_model_that_does_not_fit_is_refused(
         other, message = GraniteForCausalLM(config), "heads with the same scale and softcap"
     with pytest.raises(ValueError, match=message):
         GRPOTrainer(model, tokenizer, [count_ones], rows, GRPOTrainerConfig(**SMALL, loss=loss), reference_model=other)
+
+
+def test_a_trained_parameter_that_peft_does_not_save_is_refused(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """Checkpoints would lack it, and a resumed run would begin with another policy."""
+    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+
+    prefix: Any = get_peft_model(
+        build_small_model(len(tokenizer)), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    )
+    make_trainer(prefix, tokenizer, rows, output_dir=tmp_path)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], bias="all", use_dora=True)
+    adapted: Any = get_peft_model(model, lora)
+    make_trainer(adapted, tokenizer, rows, output_dir=tmp_path)
+    model.model.norm.weight.requires_grad_(True)
+    make_trainer(adapted, tokenizer, rows)  # without checkpoints nothing is lost
+    with pytest.raises(ValueError, match=r"got base_model.model.model.norm.weight, .* modules_to_save"):
+        make_trainer(adapted, tokenizer, rows, output_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
