@@ -220,6 +220,10 @@ def load_moments(checkpoint: Path, state: Mapping[str, Any], model: nn.Module, o
         nested.setdefault(parameter, {})[moment] = tensor
     restored: Any = {"state": nested, "param_groups": fresh["param_groups"]}
     dcp.set_optimizer_state_dict(model, optimizer, restored, options=dcp.StateDictOptions(full_state_dict=True))
+    for weight, loaded in optimizer.state.items():
+        for name, tensor in loaded.items():
+            if tensor.dim() and tensor.stride() != weight.stride():  # fused AdamW reads them in the order of memory
+                loaded[name] = torch.empty_like(weight).copy_(tensor)
 
 
 def load_random_states(checkpoint: Path, state: Mapping[str, Any], rank: int) -> None:

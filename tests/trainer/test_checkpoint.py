@@ -125,6 +125,27 @@ def test_every_kind_of_model_resumes_bit_exactly(tmp_path: Path, options: dict[s
     same(outcome(resumed, tmp_path / "parts"), outcome(whole, tmp_path / "whole"))
 
 
+def test_moments_are_restored_in_the_memory_order_of_their_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused AdamW reads both in the order of memory; a weight may be the transpose of another tensor."""
+
+    def transposed(vocab_size: int, **options: Any) -> Any:
+        model = build_small_model(vocab_size, **options)
+        weight = model.model.layers[0].self_attn.k_proj.weight
+        weight.data = weight.data.T.contiguous().T
+        return model
+
+    monkeypatch.setattr(runs, "build_small_model", transposed)
+    first = make(tmp_path, steps=1)
+    first.train()
+    states = [x.update.optimizer.optimizer.state for x in (first, make(tmp_path, steps=1, resume=True))]
+    for was, now in zip(*(state.values() for state in states), strict=True):
+        for name, moment in was.items():
+            assert torch.equal(now[name], moment)
+            assert now[name].stride() == moment.stride()
+
+
 def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
     trainer = make(tmp_path, steps=2)
     trainer.train()
