@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -142,8 +142,8 @@ def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
 class Reference:
     """What the KL is towards: the policy as it was before training, or another model with its tokens.
 
-    With a new adapter, which changes nothing yet, the former is the policy without it, which costs no memory; else a
-    copy of what is trained.
+    With new adapters alone, which change nothing yet, the former is the policy without them, which costs no memory;
+    else a copy of what is trained.
     """
 
     def __init__(self, policy: Policy, model: PreTrainedModel | None = None) -> None:
@@ -183,10 +183,13 @@ class Reference:
 
 
 def _adapters_change_nothing(model: nn.Module) -> bool:
-    """Whether all that is trained is LoRA as it begins, with B = 0."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    is_lora = hasattr(model, "disable_adapter") and all(".lora_A." in x or ".lora_B." in x for x in trained)
-    return is_lora and not any(p.any() for name, p in trained.items() if ".lora_B." in name)
+    """Whether all that is trained or a part of an active adapter is LoRA as it begins, with B = 0."""
+    if not hasattr(model, "disable_adapter"):
+        return False
+    active = set(cast(Any, model).active_adapters)
+    ours = {x: p for x, p in model.named_parameters() if p.requires_grad or active.intersection(x.split("."))}
+    is_lora = all(".lora_A." in x or ".lora_B." in x for x in ours)
+    return is_lora and not any(p.any() for x, p in ours.items() if ".lora_B." in x)
 
 
 def disable_dropout(model: nn.Module) -> None:

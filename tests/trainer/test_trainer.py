@@ -246,6 +246,22 @@ def test_the_reference_of_a_trained_adapter_has_it(
         assert (p.data_ptr() == dict(model.named_parameters())[name].data_ptr()) == ("lora" not in name)
 
 
+def test_the_reference_of_a_new_adapter_has_the_frozen_one_below_it(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    frozen = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(build_small_model(len(tokenizer)), frozen, adapter_name="below")
+    model.add_adapter("new", lora)
+    model.base_model.set_adapter(["below", "new"])
+    for name, p in model.named_parameters():
+        p.requires_grad_(".new." in name)
+    trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(beta=0.05))
+    assert trainer.step()["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_chat_prompts_get_chat_completions(rows: list[dict[str, str]]) -> None:
     tokenizer = tiny_tokenizer()
     seen: dict[str, Any] = {}
