@@ -177,14 +177,13 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
         ValueError: Its `impl` is no engine.
     """
     global _patched
-    check_class(head)
+    _check_class(head)
     with _lock:
         _install()
         _patched = head
 
 
-def check_class(head: object) -> None:
-    """A class for `patch_trl`, whose `impl` is an engine."""
+def _check_class(head: object) -> None:
     if not (isinstance(head, type) and issubclass(head, FusedLogProbFunction)):
         raise TypeError(f"head must be FusedLogProbFunction or a subclass of it; got {head!r}")
     check_choice(head.impl, "impl", engines.Impl)
@@ -204,7 +203,7 @@ def unpatch_trl() -> None:
 def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> Iterator[None]:
     """`patch_trl` for a block and its thread: `with use_fused_head(): trainer.train()`."""
     global _blocks
-    check_class(head)
+    _check_class(head)
     with _lock:
         _install()
         _blocks += 1

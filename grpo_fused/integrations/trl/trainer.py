@@ -21,7 +21,7 @@ from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_integer
 from grpo_fused.integrations.context import holding
-from grpo_fused.integrations.trl.head import FusedLogProbFunction, check_class, trains_here, use_fused_head
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
 from grpo_fused.integrations.trl.truncation import ExactTruncation
@@ -56,7 +56,6 @@ class FusedLoss(ExactTruncation):
         self._head: type[FusedLogProbFunction] = type(
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
         )
-        check_class(self._head)
         config = kwargs.get("args", args[2] if len(args) > 2 else None)
         if config is not None and config.use_liger_kernel and RELEASE < FUSED_HEAD:
             raise ValueError(
