@@ -37,9 +37,9 @@ from grpo_fused.objective.custom import Objective
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward whose gradients cannot be differentiated again: that raises, and `create_graph=True` alone does not.
 
-    torch's `once_differentiable` returns constants where no upstream gradient requires grad, and leads to none of the
-    inputs, so that `torch.autograd.grad` passes it by: a term of a second-order loss would be lost without a word. Here
-    the gradients lead to what was saved with a graph: an input, or an output of the function.
+    torch's `once_differentiable` returns constants where no upstream gradient requires grad, and its node that raises
+    is connected to no input: `torch.autograd.grad` never runs it, and a term of a second-order loss is lost without a
+    word. Here the node is connected to what was saved with a graph: an input, or an output of the function.
     """
 
     @wraps(backward)
@@ -66,7 +66,7 @@ class LinearLoss(torch.autograd.Function):
     """(loss, logps, entropies, metrics, link); the gradients are made in the forward pass and scaled in the backward.
 
     The loss is that of a `LossCall`, of a `CustomCall` and its objective, or of a `DivergenceCall`; log-probs are then
-    divergences. The link is empty: it is saved for `first_order`, while a caller may change the loss in place.
+    divergences. The link is an empty output, saved for `first_order`; a caller may change the other outputs in place.
     """
 
     @staticmethod

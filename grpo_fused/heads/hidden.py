@@ -87,7 +87,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
 
     def keep(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("adapter_names") is not None:  # peft passes it to layers that have adapters
-            raise ValueError("adapter_names must not be given where the head has adapters: it has one set for all rows")
+            raise ValueError("adapter_names must not be given where the head has adapters: all rows get the same")
         captured._inputs.append(hidden_states)
         device = hidden_states.device.type
         captured._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -115,7 +115,7 @@ class FusedLoss(ExactTruncation):
             try:
                 self.loss_config()
             except ValueError as error:  # TRL takes any number, such as an infinite clip
-                return f"the fused loss has no such option: {error}"
+                return f"the fused loss refuses an option: {error}"
         return ""
 
     def predict_loss(self, inputs: dict[str, Any]) -> Prediction:
