@@ -194,8 +194,8 @@ megatron: $(VENV)/.dev $(VENV)/.native  ## Megatron-Core's GPTModel with our cal
 	@rm -f build/reports/megatron.xml
 	PYTHONPATH=$(abspath $(MEGATRON)) $(BIN)/python -m pytest -q --junit-xml=build/reports/megatron.xml tests/with_megatron$(call record,megatron)
 
-QUANTIZERS := build/torchao-0.18.0 build/bitsandbytes-0.50.2 build/gguf-0.19.0
-quantized: $(VENV)/.dev $(VENV)/.native $(QUANTIZERS:=/.ready)  ## heads that torchao, bitsandbytes or llama.cpp quantised, beside their own code (a minute)
+QUANTIZERS := build/torchao-0.18.0 build/bitsandbytes-0.50.2 build/gguf-0.19.0 build/compressed_tensors-0.20.0 build/loguru-0.7.3
+quantized: $(VENV)/.dev $(VENV)/.native $(QUANTIZERS:=/.ready)  ## heads that torchao, bitsandbytes, compressed-tensors or llama.cpp quantised, beside their own code (a minute)
 	PYTHONPATH=$(subst $() ,:,$(abspath $(QUANTIZERS))) $(BIN)/python -m pytest -q tests/integrations/test_quantized.py \
 	  tests/test_learning.py::test_an_adapter_is_what_is_trained
 
@@ -204,7 +204,7 @@ TRITON ?=
 emulate-nvidia: $(VENV)/.dev $(if $(TRITON),build/triton-$(TRITON)/.ready)  ## the Triton kernels as PTX of an A100, an H100 and a B200, interpreted on the CPU (30 to 60 minutes)
 	TRITON_INTERPRET=0 $(if $(TRITON),PYTHONPATH=$(abspath build/triton-$(TRITON))) $(PYTEST) --full tests/with_ptx
 
-build/triton-%/.ready build/torchao-%/.ready build/bitsandbytes-%/.ready build/gguf-%/.ready: $(VENV)/.torch
+$(foreach package,triton torchao bitsandbytes gguf compressed_tensors loguru,build/$(package)-%/.ready): $(VENV)/.torch
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
 	  $(firstword $(subst -, ,$(notdir $(@D))))==$*

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.validation import FLOATS
-from grpo_fused.heads.quantized import quantized_weight
+from grpo_fused.heads.quantized import is_decompressed, quantized_weight
 from grpo_fused.ranks.parallel import whole
 
 _OWN = ("weight", "bias", "parametrizations")
@@ -88,7 +88,7 @@ def head_parts(head: Any) -> HeadParts:
         return HeadParts(found, getattr(head, "bias", None))
     # An adapter of an unknown kind usually starts at zero: no comparison would show it before it is trained.
     further = [name for name, _ in head.named_parameters() if name.split(".")[0] not in _OWN]
-    if further:
+    if further and not is_decompressed(head, further):
         raise ValueError(
             f"an lm head must have a weight and perhaps a bias; {type(head).__name__} also has {', '.join(further)}, "
             "which W and b do not express: merge it into the weight first"

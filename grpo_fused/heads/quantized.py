@@ -20,6 +20,21 @@ def quantized_weight(head: nn.Module) -> QuantizedWeight | None:
     return _of_torchao(weight) or _of_bitsandbytes(weight)
 
 
+def is_decompressed(head: nn.Module, further: list[str]) -> bool:
+    """Whether compressed-tensors has widened the weight, so that the parameters `further` of its scales are not read.
+
+    Raises:
+        TypeError: It has not yet.
+    """
+    status = getattr(getattr(head, "quantization_status", None), "value", None)
+    if status == "compressed":
+        raise TypeError(
+            f"compressed-tensors has the {', '.join(further)} of this lm head, and widens it before the model's first "
+            "forward: load the model with quantization_config=CompressedTensorsConfig(dequantize=True)"
+        )
+    return status == "decompressed" and all(name.startswith("weight_") for name in further)
+
+
 def computes_in(head: nn.Module, dtype: torch.dtype) -> list[tuple[object, str, Any]]:
     """What must be set on a head's modules so that their products are in `dtype`, and nothing of them is changed."""
     settings = {"compute_dtype": dtype, "compute_type_is_set": True, "support_avx512bf16_for_cpu": False}

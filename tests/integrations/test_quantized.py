@@ -1,4 +1,4 @@
-"""Heads that torchao, bitsandbytes and llama.cpp have quantised, with their own functions as oracles."""
+"""Heads that torchao, bitsandbytes, compressed-tensors and llama.cpp have quantised, with their own functions as oracles."""
 
 from __future__ import annotations
 
@@ -82,6 +82,60 @@ def test_the_log_probs_of_the_library(name, of):
         states[:, :-1].double(), weight.dequantize(torch.float64), ids[:, 1:], impl="reference"
     )
     assert frobenius_error(gradient, torch.autograd.grad(dense.logps.sum(), states)[0]) < 1e-5
+
+
+def by_compressed_tensors(model: Any, kind: str, activations: bool = False) -> None:
+    """The head in 8 bits with one scale a row, compressed."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    scheme = quantization.QuantizationScheme(
+        targets=["re:.*lm_head"],
+        weights=quantization.QuantizationArgs(strategy="channel", **numbers),
+        input_activations=quantization.QuantizationArgs(strategy="token", dynamic=True, **numbers)
+        if activations
+        else None,
+        format="naive-quantized",
+    )
+    config = quantization.QuantizationConfig(config_groups={"head": scheme}, quantization_status="initialized")
+    quantization.apply_quantization_config(model, config)
+    largest = model.lm_head.weight.detach().abs().amax(1, keepdim=True)
+    model.lm_head.weight_scale.data.copy_(largest / {"int": 127, "float": 448}[kind])
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    compressors.ModelCompressor.from_pretrained_model(model).compress_model(model)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_compressed_tensors_weights_as_stored_and_as_widened(kind):
+    """transformers widens them before the first forward; what is stored is a `QuantizedWeight`."""
+    model, ids = build("qwen2", tie_word_embeddings=False, hidden_size=64).eval(), token_ids()
+    by_compressed_tensors(model, kind)
+    stored = QuantizedWeight(model.lm_head.weight.detach(), model.lm_head.weight_scale.detach())
+    with pytest.raises(TypeError, match=r"weight_scale of this lm head, and widens it .*dequantize=True"):
+        lm_head_inputs(model)
+    with torch.no_grad():
+        want = log_probs(model(input_ids=ids, use_cache=False).logits, ids)
+        states = head_hidden_states(model, ids)[:, :-1]
+        inputs = lm_head_inputs(model)
+        assert torch.equal(inputs["lm_head_weight"], stored.dequantize())
+        for weight in (inputs["lm_head_weight"], stored):
+            got = fused_linear_logprobs(states, weight, ids[:, 1:]).logps
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def test_compressed_tensors_with_other_parameters_is_refused():
+    """Quantised activations are not linear; before compression, the weight is rounded in each forward."""
+    model, ids = build("qwen2", tie_word_embeddings=False, hidden_size=64).eval(), token_ids()
+    by_compressed_tensors(model, "float", activations=True)
+    model(input_ids=ids, use_cache=False)
+    with pytest.raises(ValueError, match="is not softcap"):
+        lm_head_inputs(model)
+    model.lm_head.register_parameter("input_scale", torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match="also has weight_scale, input_scale"):
+        lm_head_inputs(model)
+    del model.lm_head.input_scale
+    model.lm_head.quantization_status = type(model.lm_head.quantization_status)("frozen")
+    with pytest.raises(ValueError, match="also has weight_scale, which W and b do not express"):
+        lm_head_inputs(model)
 
 
 def test_q8_0_is_read_as_the_package_gguf_does():
