@@ -32,7 +32,8 @@ from setuptools.errors import CompileError
 
 MODES = ("auto", "none", "cpu", "cuda")
 OLDEST_TORCH = (2, 10)
-CUDA_ARCHITECTURES = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
+CUDA_ARCHITECTURES = ("80", "90", "100")
+"""Machine code for those that nvcc knows; and PTX of the last of these, which a driver compiles for later GPUs."""
 # the stable ABI of the oldest version: a build serves it and all later ones
 DEFINES = [("TORCH_TARGET_VERSION", f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000")]
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
@@ -170,15 +171,17 @@ class BuildNative(build_ext):
     def compile_cuda(self, ext: Any) -> None:
         """One nvcc command for the whole library, a thread for each architecture."""
         target = Path(self.get_ext_fullpath(ext.name))
-        newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends])
+        newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends, "setup.py"])
         if not self.force and target.exists() and target.stat().st_mtime > newest:
             return
         known = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+        chosen = [number for number in CUDA_ARCHITECTURES if f"sm_{number}" in known]
         target.parent.mkdir(parents=True, exist_ok=True)
         self.spawn(
             ["nvcc", "-std=c++20", "-O3", "--shared", "--threads", "0", "-DUSE_CUDA", "-Xcompiler", "-fPIC"]
             + [f"-D{name}={value}" for name, value in DEFINES]
-            + [f"-gencode=arch=compute_{a},code={sm}" for sm, a in CUDA_ARCHITECTURES.items() if sm in known]
+            + [f"-gencode=arch=compute_{number},code=sm_{number}" for number in chosen]
+            + [f"-gencode=arch=compute_{number},code=compute_{number}" for number in chosen[-1:]]
             + [f"-I{path}" for path in ext.include_dirs]
             + [*ext.sources, "-o", str(target), *[f"-L{path}" for path in ext.library_dirs], "-ltorch_cpu"]
             + ["-ltorch_cuda"] * (Path(ext.library_dirs[0]) / "libtorch_cuda.so").exists()

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.compiled import bundled_tool, compile_kernel, resources
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
-CUDA_ARCHITECTURES = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
+CUDA_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 MODES = ("statistics", "gradient", "loss")
 TYPES = {"f": "fp32", "13__nv_bfloat16": "bf16", "6__half": "fp16"}
 
@@ -158,15 +158,13 @@ def missing_tools() -> str | None:
 
 
 def compile_library(
-    target: Path, extra: list[str] | None = None, architectures: Sequence[str] = tuple(CUDA_ARCHITECTURES)
+    target: Path, extra: list[str] | None = None, architectures: Sequence[str] = CUDA_ARCHITECTURES
 ) -> Path:
     """All CUDA sources as one shared library; some 10 s for each architecture."""
     import torch
 
     package = Path(torch.__file__).parent
-    gencode = [
-        f"-gencode=arch=compute_{number},code=sm_{number}" for number in map(CUDA_ARCHITECTURES.get, architectures)
-    ]
+    gencode = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in architectures]
     sources = [str(path) for kind in ("*.cu", "*.cpp") for path in (CSRC / "cuda").glob(kind)]
     command = [
         "nvcc", "-std=c++20", "-O3", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{CSRC}",

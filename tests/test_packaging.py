@@ -272,6 +272,26 @@ def test_cuda_mode_names_what_is_missing(source):
     assert "GRPO_FUSED_BUILD=cuda: " in done.stderr
 
 
+NVCC = """#!/bin/sh
+[ "$1" = --list-gpu-code ] && echo sm_75 sm_80 sm_86 sm_87 sm_88 sm_89 sm_90 sm_100 sm_110 sm_103 sm_120 sm_121
+echo "$@" > "$0.arguments"
+"""
+
+
+def test_the_cuda_extension_has_code_for_every_gpu(source, tmp_path):
+    """nvcc 13.0 compiles for sm_90a, but does not list it."""
+    nvcc, nothing = tmp_path / "nvcc", shutil.which("true")
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    done = setup(
+        source, "-q", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path),
+        GRPO_FUSED_BUILD="cuda", CXX=nothing, CC=nothing, PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    arguments = (tmp_path / "nvcc.arguments").read_text()
+    assert re.findall(r",code=(\w+)", arguments) == ["sm_80", "sm_90", "sm_100", "compute_100"]
+
+
 @pytest.mark.full
 def test_none_gives_a_pure_wheel(source, tmp_path):
     command = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), ".")

@@ -89,8 +89,8 @@ def launch(program: Program, blocks: int, threads: int, tensors: dict[str, torch
             run([Block(what, {"ctaid.x": row, "nctaid.x": rows})])
 
 
-KINDS = {"sm_80 stream": ("sm_80", "stream", 0), "sm_90a stream": ("sm_90a", "stream", 0),
-         "sm_90a one": ("sm_90a", "cluster", 1), "sm_90a cluster": ("sm_90a", "cluster", 4)}  # fmt: skip
+KINDS = {"sm_80 stream": ("sm_80", "stream", 0), "sm_90 stream": ("sm_90", "stream", 0),
+         "sm_90 one": ("sm_90", "cluster", 1), "sm_90 cluster": ("sm_90", "cluster", 4)}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", [Options(), Options(together=False, backwards=True)], ids=["in step", "backwards"])
