@@ -121,6 +121,24 @@ def test_packed_is_padded(impl):
     assert frobenius_error(got.dweight, want.dweight) <= tol
 
 
+def every_second(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with others between them in memory."""
+    return torch.stack([x, torch.full_like(x, 17)], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_tensors_with_gaps(impl):
+    hidden, weight, ids = torch.randn(6, 16), torch.randn(29, 16), torch.randint(29, (6,))
+    sets = CandidateSets.from_padded(torch.stack([ids, (ids + 3) % 29, (ids + 7) % 29], dim=1))
+    gaps = CandidateSets(every_second(sets.ids), every_second(sets.offsets))
+    bias = every_second(torch.randn(29))
+    got, want = (
+        fused_linear_logprobs(hidden, weight, ids, lm_head_bias=b, candidates=x, impl=impl).logps
+        for b, x in ((bias, gaps), (bias.clone(), sets))
+    )
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("impl", ENGINES)
 def test_a_set_of_one_token(impl):
     """Its log-prob and entropy are 0, and it needs no gradient work; but it counts."""

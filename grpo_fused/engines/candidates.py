@@ -143,7 +143,8 @@ def sets_of(head: LMHead, tokens: Tokens, sets: CandidateSets, rows: Tensor) -> 
     transform = tokens.transform(head, rows)
     if isinstance(transform.temperature, Tensor):
         transform = transform._replace(temperature=transform.temperature.to(head.statistics_dtype))
-    return Sets(rows, sets.ids.to(torch.int64), places, sets.offsets, tokens.ids[rows], transform)
+    ids, offsets = sets.ids.to(torch.int64).contiguous(), sets.offsets.contiguous()  # as kernels read them
+    return Sets(rows, ids, places, offsets, tokens.ids[rows], transform)
 
 
 def add_weight_gradient(

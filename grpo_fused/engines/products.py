@@ -144,7 +144,7 @@ def rounded_weight(head: LMHead) -> LMHead:
 
 def transform(head: LMHead, temperature: Tensor | float = 1.0) -> Transform:
     """The transform from products to z at a temperature: a number, or [R]."""
-    bias = None if head.bias is None else head.bias.to(head.statistics_dtype)
+    bias = None if head.bias is None else head.bias.to(head.statistics_dtype).contiguous()  # as kernels read it
     return Transform(bias, head.logit_scale, head.softcap, temperature)
 
 
