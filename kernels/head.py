@@ -147,10 +147,10 @@ def columns_before(end, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def row_power(maxima_ptr, rows, live):
-    """The power of two that E of a row is relative to: above the maximum of the columns that were sampled, if any is
-    possible."""
+    """The power of two that E of a row is relative to: above the maximum of the columns that were sampled. If none of
+    these is possible, it is so low that each tile gets its own."""
     maxima = tl.load(maxima_ptr + rows, mask=live, other=0.0)
-    return tl.ceil(tl.where(maxima > 0.1 * LOWEST_Z, maxima, 0.0) * LOG2E)
+    return tl.ceil(tl.maximum(maxima, LOWEST_Z) * LOG2E)
 
 
 @triton.jit
