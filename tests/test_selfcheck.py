@@ -59,6 +59,19 @@ def test_detects_defects(what, monkeypatch, capsys):
     assert "chunked on cpu float32 dapo " in failed[0]
 
 
+def test_an_engine_that_raises_does_not_hide_the_next(monkeypatch, capsys):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(check, "_engines_here", lambda: [("cuda", cpu), ("chunked", cpu)])
+    monkeypatch.setattr(check, "INPUTS", {"": check.Inputs({}, ("dapo",))})
+    monkeypatch.setattr(engines, "unavailable", lambda *_: None)
+    with pytest.raises(SystemExit, match="1 of 8 checks failed: cuda on cpu$"):
+        check.main(["--quick"])
+    printed = capsys.readouterr()
+    assert "FAIL  cuda on cpu" in printed.out
+    assert "ok    chunked on cpu float32 dapo" in printed.out
+    assert "Traceback" in printed.err
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_log_ratio_is_near_a_clip_bound(dtype):
     """Otherwise rounding would decide on which side it is."""

@@ -10,9 +10,11 @@ the bounds of `grpo_fused.testing`. Engines whose scores are bitwise independent
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -123,17 +125,26 @@ def run_checks(*, quick: bool = False, only: list[str] | None = None) -> Iterato
     for engine, device in _engines_here():
         if only is not None and engine not in only:
             continue
-        dtypes = [dtype for dtype in DTYPES if engines.unavailable(engine, device, dtype) is None]
-        for dtype in dtypes[-3:] if quick else dtypes:
-            for name, inputs in INPUTS.items():
-                for objective in inputs.quick if quick else inputs.objectives:
-                    words = (engine, "on", device.type, str(dtype).removeprefix("torch."), name, objective)
-                    problem, config = problem_of(dtype, **inputs.options), GRPOLossConfig(**OBJECTIVES[objective])
-                    errors = problem.compare(config, device=device, impl=engine)
-                    yield Check(" ".join(filter(None, words)), errors)
-            yield candidate_sets(engine, device, dtype)
-        for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
-            yield batch_independence(engine, device, dtype)
+        try:
+            yield from checks_of(engine, device, quick=quick)
+        except Exception as error:  # a kernel that cannot be launched; the other engines may run
+            traceback.print_exception(error)
+            yield Check(f"{engine} on {device.type}", {type(error).__name__: (math.inf, 0.0)})
+
+
+def checks_of(engine: Any, device: torch.device, *, quick: bool) -> Iterator[Check]:
+    """Those of one engine."""
+    dtypes = [dtype for dtype in DTYPES if engines.unavailable(engine, device, dtype) is None]
+    for dtype in dtypes[-3:] if quick else dtypes:
+        for name, inputs in INPUTS.items():
+            for objective in inputs.quick if quick else inputs.objectives:
+                words = (engine, "on", device.type, str(dtype).removeprefix("torch."), name, objective)
+                problem, config = problem_of(dtype, **inputs.options), GRPOLossConfig(**OBJECTIVES[objective])
+                errors = problem.compare(config, device=device, impl=engine)
+                yield Check(" ".join(filter(None, words)), errors)
+        yield candidate_sets(engine, device, dtype)
+    for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
+        yield batch_independence(engine, device, dtype)
 
 
 def _engines_here() -> list[tuple[str, torch.device]]:
