@@ -69,7 +69,8 @@ def grpo_loss_processor(**options: Any) -> OutputProcessor:
         **options: `config`, `with_metrics`, and those of `logprobs_processor`: see `fused_linear_grpo_loss`.
 
     Returns:
-        The callback. The model then returns a `GRPOLossOutput`; its loss is the mean over this rank's sequences.
+        The callback. The model then returns a `GRPOLossOutput`; its loss is the mean over this rank's sequences. A
+        `Float16Module` around the model makes a plain tuple of it, with the loss first.
 
     Raises:
         TypeError: As `logprobs_processor`.

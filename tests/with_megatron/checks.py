@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from with_megatron.gpt import TEMPERATURE, B, S, batch, gradients, model_of, own_scores
 
@@ -61,6 +62,14 @@ def own_loss(model: GPTModel) -> Tensor:
 def check_loss(tensor: int) -> None:
     for variant in VARIANTS:
         _loss(model_of(tensor, **variant))
+    model = model_of(tensor, bf16=True, params_dtype=torch.bfloat16)
+    wrapped = Float16Module(model.config, model)  # it makes plain tuples of all results
+    loss, logps, entropies, metrics = wrapped(
+        **batch(), output_processor=grpo_loss_processor(), output_processor_context=loss_inputs()
+    )
+    assert loss.requires_grad
+    assert logps.shape == entropies.shape == (B, S)
+    assert "entropy" in metrics
 
 
 def _loss(model: GPTModel) -> None:
