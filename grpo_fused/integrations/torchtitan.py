@@ -238,6 +238,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         with Patches((head, "forward", forward)):
             out: ObjectiveOutput = head(hidden)
         if sharded and not out.loss.requires_grad:  # no backward does it: later steps would have these weights
+            head.set_reshard_after_forward(True)  # as torchtitan's wrapper: reshard() keeps the weights if it is False
             head.reshard()
         return out
 

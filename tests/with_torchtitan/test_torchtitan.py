@@ -314,7 +314,7 @@ def steps(rank: int, path: str, bf16: bool, impl: str):
         )
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         fully_shard(model.layer, mesh=mesh, mp_policy=policy)
-        fully_shard([model.norm, model.lm_head], mesh=mesh, mp_policy=policy)
+        fully_shard([model.norm, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         for module in (model, model.layer, model.lm_head):
             module.set_gradient_divide_factor(1.0)  # as torchtitan does
