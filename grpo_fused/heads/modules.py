@@ -174,9 +174,10 @@ def _check_plain_lora(layer: Any, name: str) -> None:
     variant = getattr(layer, "lora_variant", {}).get(name)
     if kinds != [nn.Linear, nn.Linear] or variant is not None:
         got = type(layer if variant is None else variant).__name__
+        of = ", ".join(kind.__name__ for kind in kinds if kind is not None) or "other parts"
         raise ValueError(
-            f"adapter {name!r} on the lm head is a {got}, not a plain LoRA W + s B A of two nn.Linear; merge it first "
-            "(peft: merge_and_unload), or leave the head out of target_modules"
+            f"adapter {name!r} on the lm head is a {got} of {of}, not a plain LoRA W + s B A of two nn.Linear; merge "
+            "it first (peft: merge_and_unload), or leave the head out of target_modules"
         )
 
 

@@ -210,6 +210,10 @@ def test_heads_that_no_weight_expresses_are_refused() -> None:
             lm_head_inputs(model)
         with model.disable_adapter():
             lm_head_inputs(model)
+    model = adapted()
+    model.get_output_embeddings().lora_A["default"] = nn.Sequential(nn.Linear(1, 1))  # as FSDP1 wraps it in verl
+    with pytest.raises(ValueError, match="is a Linear of Sequential, Linear, not a plain LoRA"):
+        lm_head_inputs(model)
 
 
 def test_a_module_in_place_of_its_weight_is_refused() -> None:
