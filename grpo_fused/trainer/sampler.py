@@ -25,7 +25,7 @@ class Sampler:
     Args:
         engine: The rollout engine.
         sampling: How a run samples.
-        updater: Its policy is the one that samples; its optimizer steps tell when the engine needs the weights.
+        updater: Its policy is the one that samples; its `weight_changes` tell when the engine needs the weights.
         tokenizer: Decodes the completions.
         encode: Token ids of a prompt.
         reward_functions: By name.
@@ -40,14 +40,14 @@ class Sampler:
     reward_functions: Mapping[str, RewardFunction]
     peers: Peers
     _synced_at: int | None = None
-    """The optimizer step whose weights the engine has."""
+    """The `weight_changes` that the engine has."""
 
     def sample(self, rows: Sequence[Row], sampling: Sampling) -> tuple[Rollout, Tensor]:
         """B completions of some rows, and their rewards [B, F]."""
         with self.peers.sampling():
-            if self._synced_at != self.updater.optimizer_steps:
+            if self._synced_at != self.updater.weight_changes:
                 self.engine.sync_weights(self.updater.policy.unwrapped)
-                self._synced_at = self.updater.optimizer_steps
+                self._synced_at = self.updater.weight_changes
             rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
             rollout = rollout.to(self.peers.accelerator.device)
         return rollout, self.score(rows, rollout)

@@ -51,6 +51,8 @@ class Updater:
         self.loss_of = of_loss_type if config.objective is None else of_objective
         self.accelerator = policy.accelerator
         self.optimizer_steps = 0
+        self.weight_changes = 0
+        """which, unlike `optimizer_steps`, no failure takes back"""
 
     def __call__(self, rollout: Rollout, advantages: Tensor) -> list[Metrics]:
         """Takes `config.num_iterations` optimizer steps on this process's sequences of a rollout.
@@ -178,6 +180,7 @@ class Updater:
         rate = learning_rate(self.optimizer_steps, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.weight_changes += 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer_steps += 1

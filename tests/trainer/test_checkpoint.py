@@ -338,6 +338,39 @@ def test_a_failing_second_iteration_loses_no_earlier_step(
     resumed.train()
 
 
+def test_a_step_that_is_repeated_samples_with_the_weights_that_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path)
+    engine, step, calls, stale = trainer.sampler.engine, trainer.update.step_optimizer, [], []
+
+    class Elsewhere:
+        """Has a copy of the weights."""
+
+        head: Any = None
+
+        def sync_weights(self, model: Any) -> None:
+            self.head = model.lm_head.weight.detach().clone()
+
+        def generate(self, prompts: Any, sampling: Any) -> Any:
+            stale.append(not torch.equal(self.head, trainer.model.lm_head.weight))
+            return engine.generate(prompts, sampling)
+
+    def stopped(loss: float) -> Any:
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(loss)
+
+    trainer.sampler.engine = Elsewhere()
+    monkeypatch.setattr(trainer.update, "step_optimizer", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert len(stale) > 3
+    assert not any(stale)
+
+
 def test_saving_before_the_first_optimizer_step_changes_nothing(tmp_path: Path) -> None:
     """A first rollout with equal rewards leaves the optimizer without moments; a resumed run has none either."""
 
