@@ -152,8 +152,7 @@ class VLLMEngine:
             temperature=0.0, max_tokens=COMPARED_POSITIONS, ignore_eos=True, logprobs=ranks
         )
         self._record_masks(False)
-        output = self.llm.generate([{"prompt_token_ids": prompt}], sampling_params=parameters, use_tqdm=False)
-        completion = output[0].outputs[0]
+        completion = self._outputs([prompt], [parameters])[0].outputs[0]
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=model.device)
         computed: list[torch.dtype] = []  # by the head: bf16 too if weights are in fp32 under autocast
         with model.get_output_embeddings().register_forward_hook(lambda *head: computed.append(head[-1].dtype)):
@@ -204,11 +203,7 @@ class VLLMEngine:
         self.check_length(max(map(len, prompts)), sampling.max_completion_length)
         self._record_masks(sampling.truncates)
         with self._scores(sampling):
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-                sampling_params=[self._parameters(sampling, number) for number in range(len(prompts))],
-                use_tqdm=False,
-            )
+            outputs = self._outputs(prompts, [self._parameters(sampling, number) for number in range(len(prompts))])
         completions = [completion for output in outputs for completion in output.outputs]
         sets, scores = None, None
         if sampling.truncates:
@@ -224,6 +219,13 @@ class VLLMEngine:
             sets,
             scores,
         )
+
+    def _outputs(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> Any:
+        """vLLM's output for each prompt. Requests that an interrupted call left would come with them."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self.llm.generate(inputs, sampling_params=parameters, use_tqdm=False)
 
     def _record_masks(self, recorded: bool) -> None:
         if self.masks:

@@ -33,6 +33,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     calls["sampler"] = sampler
 
     class LLM:
+        llm_engine = SimpleNamespace(
+            output_processor=SimpleNamespace(request_states=calls.setdefault("requests", {})),
+            abort_request=lambda ids, internal: [calls["requests"].pop(own) for own in ids if internal],
+        )
+
         def __init__(self, **options: Any) -> None:
             calls["starts"] = calls.get("starts", 0) + 1
             if calls.get("error"):
@@ -63,6 +68,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
         def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
             sampling_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+            assert not calls["requests"]  # they would be completed too
             calls["prompts"], calls["parameters"] = prompts, sampling_params
             calls["rpc"].append("generate")
 
@@ -130,6 +136,12 @@ def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> Non
     assert rollout.completions() == [[5, 1], [6, 7, 1]] * 2
     assert rollout.sampling_logps is not None
     torch.testing.assert_close(rollout.sampling_logps[:2], torch.tensor([[-0.5, -0.1, 0.0], [-0.6, -0.7, -0.1]]))
+
+
+def test_requests_that_an_interruption_left_are_dropped(vllm: Any) -> None:
+    engine = synced_engine()
+    vllm.calls["requests"]["7"] = ...
+    assert len(engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8)).ids) == 2
 
 
 def test_exact_log_probs_are_asked_for_during_a_rollout(vllm: Any) -> None:
@@ -220,7 +232,7 @@ def answers_of(engine: VLLMEngine, model: Any, difference: float) -> Any:
             rows = reference(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         logprobs = []
         for row, token in zip(rows, ids, strict=True):
-            first, *others = row.topk(sampling_params.logprobs).indices.tolist()
+            first, *others = row.topk(sampling_params[0].logprobs).indices.tolist()
             off = dict.fromkeys([token, *others], difference) | {first: 0.0}
             logprobs.append({other: SimpleNamespace(logprob=row[other].item() + off[other]) for other in off})
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs)])]
@@ -488,7 +500,7 @@ def test_a_sync_is_compared_without_masks(vllm: Any) -> None:
     answers = answers_of(engine, model, 0.0)
 
     def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> Any:
-        asked.append((sampling_params.temperature, vllm.calls["sampler"].return_sampling_mask))
+        asked.append((sampling_params[0].temperature, vllm.calls["sampler"].return_sampling_mask))
         return answers(prompts, sampling_params, use_tqdm)
 
     engine.llm.generate = generate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,29 @@ def test_the_same_seed_gives_the_same_rollout(engine: VLLMEngine) -> None:
     assert torch.equal(first.completion_ids, again.completion_ids)
     assert not torch.equal(first.completion_ids, other.completion_ids)
     assert len(set(map(tuple, first.completions()))) == 12  # no two completions share a seed, nor do like prompts
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_an_interrupted_rollout_leaves_nothing_to_the_next(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (model,) = engine.llm.apply_model(lambda model: model)
+    place = {"step": engine.llm.llm_engine, "forward": model}[name]
+    whole, calls = getattr(place, name), []
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(*args, **kwargs)
+
+    first = roll_out(engine, PROMPTS, SAMPLING)
+    monkeypatch.setattr(place, name, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        roll_out(engine, PROMPTS, SAMPLING)
+    monkeypatch.undo()
+    engine.sync_weights(build_policy(9))
+    assert torch.equal(roll_out(engine, PROMPTS, SAMPLING).completion_ids, first.completion_ids)
 
 
 def test_greedy_completions_are_the_policys(engine: VLLMEngine) -> None:
