@@ -131,9 +131,15 @@ class VLLMEngine:
         """Hands the policy's weights to vLLM, adapters merged in, and compares a few log-probs with the policy's.
 
         Raises:
+            ValueError: The vocabulary is not that of vLLM's model, or adapters are not LoRA (`named_weights`).
             SyncError: vLLM's log-probs are not the policy's: some of its weights are not those of `model`.
             DivergedError: The policy's own are not finite.
         """
+        if (size := model.config.get_text_config().vocab_size) != self.vocab_size:
+            raise ValueError(
+                f"the policy's vocabulary must be that of the files that vLLM began with, {self.vocab_size} tokens; "
+                f"got {size}: save the resized model, and give VLLMEngine its folder"
+            )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(model)})
         self.llm.apply_model(_pack_tied_head)
         self.llm.reset_prefix_cache()  # what it holds was computed with other weights
@@ -353,7 +359,8 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _check_adapters(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "base_layer") and not hasattr(module, "lora_A"):
+        is_other = hasattr(module, "base_layer") and not hasattr(module, "lora_A")
+        if is_other or name.startswith("prompt_encoder."):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ValueError(f"adapters must be LoRA where vLLM samples; {name} is a {kind}")
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -213,6 +213,7 @@ def test_exact_log_probs_are_not_those_of_other_tokens(vllm: Any, options: dict[
 
 
 def test_an_engine_whose_log_probs_are_not_the_policys_is_refused(vllm: Any) -> None:
+    vllm.calls["vocab_size"] = 100
     model, engine = build_small_model(100), VLLMEngine("folder")
     with pytest.raises(SyncError, match="log-probs of 4 tokens differ by .* nats on average .at most 0.0005"):
         engine.sync_weights(model)
@@ -279,6 +280,11 @@ def test_log_probs_may_differ_by_what_the_dtypes_round(
             engine.sync_weights(model)
 
 
+def test_a_policy_with_another_vocabulary_is_refused(vllm: Any) -> None:
+    with pytest.raises(ValueError, match="must be that of the files .*, 21 tokens; got 22: save the resized model"):
+        VLLMEngine("folder").sync_weights(build_small_model(22))
+
+
 def test_a_policy_that_has_diverged_is_not_the_engines_fault(vllm: Any) -> None:
     model, engine = build_small_model(21), VLLMEngine("folder")
     engine.llm.generate = answers_of(engine, model, 0.0)
@@ -306,7 +312,7 @@ def test_an_adapter_that_is_disabled_is_not_merged() -> None:
 
 
 def test_adapters_that_vllm_cannot_have_are_refused() -> None:
-    from peft import IA3Config, LoraConfig, get_peft_model
+    from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 
     tied = "embedding and head are tied, and vLLM has one weight for both"
     for config, message in (
@@ -324,6 +330,9 @@ def test_adapters_that_vllm_cannot_have_are_refused() -> None:
             dict(named_weights(model))
         with model.disable_adapter():
             dict(named_weights(model))
+    model = get_peft_model(build_small_model(21), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="must be LoRA .*prompt_encoder.default is a peft.tuners.prompt_tuning"):
+        dict(named_weights(model))
     model = get_peft_model(build_small_model(21, tied=True), LoraConfig(r=2, target_modules="all-linear"))
     assert "model.embed_tokens.weight" in dict(named_weights(model))
 
