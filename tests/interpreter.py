@@ -45,9 +45,9 @@ def _dtype_of(kind: tl.dtype) -> np.dtype:
 
 
 def _refuse_overflow(semantic: object, a: tl.tensor, b: tl.tensor, operation: Callable) -> None:
-    """Of sums, differences and products of integers; its own form makes ten tensors of triton's."""
+    """Of sums, differences and products of signed integers; its own form makes ten tensors of triton's."""
     kind = a.type.scalar
-    if kind.int_bitwidth < 64:
+    if kind.int_bitwidth < 64 and kind.is_int_signed():  # unsigned ones wrap, in hashes of vLLM's
         exact = getattr(operator, operation.__name__)(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
         fits = (exact >= kind.get_int_min_value()) & (exact <= kind.get_int_max_value())
         assert fits.all(), f"{kind} overflow in {operation.__name__}"
