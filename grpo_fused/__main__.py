@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -41,12 +43,19 @@ def main(argv: list[str] | None = None) -> None:
             2, f"grpo-fused: error: command must be one of {', '.join(COMMANDS)}; got {given.command!r}{hint}\n"
         )
     try:
-        import_module(f"grpo_fused.{COMMANDS[given.command][0]}").main(given.arguments)
+        try:
+            import_module(f"grpo_fused.{COMMANDS[given.command][0]}").main(given.arguments)
+        finally:
+            sys.stdout.flush()
     except ModuleNotFoundError as error:
         # the loss needs only torch
+        extra = "peers" if given.command == "trl" else "train"
         raise SystemExit(
-            f"grpo-fused {given.command} needs {error.name}: in a clone, pip install -e '.[train]'"
+            f"grpo-fused {given.command} needs {error.name}: in a clone, pip install -e '.[{extra}]'"
         ) from error
+    except BrokenPipeError as error:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at exit
+        raise SystemExit(f"grpo-fused {given.command}: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

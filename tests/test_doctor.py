@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -54,11 +55,30 @@ def test_help_lists_the_commands_and_each_has_help(capsys):
     assert "--quick" in said("check", "--help")
 
 
+def test_a_reader_that_stops_gets_one_line(monkeypatch):
+    """`| head`: no traceback, and nothing more at exit."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit, match="grpo-fused doctor: .*Broken pipe"):
+            __main__.main(["doctor", "--no-measure"])
+        print("the rest", flush=True)
+
+
+@pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("trl", "peers")])
+def test_a_missing_package_is_named_with_its_extra(command, extra, monkeypatch):
+    monkeypatch.setitem(__main__.COMMANDS, command, ("no_such_module", ""))
+    with pytest.raises(SystemExit, match=rf"grpo-fused {command} needs .*pip install -e '\.\[{extra}\]'"):
+        __main__.main([command])
+
+
 @pytest.mark.parametrize("argument", ["--tokens", "--hidden", "--vocab"])
-def test_impossible_shapes_are_refused(argument, capsys):
+@pytest.mark.parametrize("size", ["0", "2147483648"])
+def test_impossible_shapes_are_refused(argument, size, capsys):
     with pytest.raises(SystemExit):
-        doctor.main([argument, "0"])
-    assert f"{argument} must be at least 1; got 0" in capsys.readouterr().err
+        doctor.main([argument, size, "--no-measure"])
+    assert f"{argument} must be from 1 to 2^31 - 1; got {size}" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(monkeypatch):

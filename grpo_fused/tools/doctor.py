@@ -56,8 +56,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-measure", action="store_true", help="do not time the engines, and predict no seconds")
     given = parser.parse_args(argv)
     for name in ("tokens", "hidden", "vocab"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1; got {getattr(given, name)}")
+        if not 1 <= getattr(given, name) < 2**31:
+            parser.error(f"--{name} must be from 1 to 2^31 - 1; got {getattr(given, name)}")
     shape = Shape(given.tokens, given.hidden, given.vocab, getattr(torch, given.dtype))
     print(report(shape, measure=not given.no_measure))
 
