@@ -341,6 +341,7 @@ class Installed:
 
 
 FOLDER, CLONE = {"url": "file:///my%20clone", "dir_info": {}}, {"url": "https://host/g.git"}
+ARCHIVE: dict[str, object] = {"url": "file:///dist/g-0.1.0.tar.gz", "archive_info": {}}
 CLONE["vcs_info"] = {"vcs": "git", "commit_id": "abc"}
 FRESH_UV = "uv pip install --reinstall --no-deps --no-cache"
 
@@ -354,6 +355,13 @@ FRESH_UV = "uv pip install --reinstall --no-deps --no-cache"
             id="editable",
         ),
         pytest.param(CLONE, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} git+https://host/g.git@abc", id="git"),
+        pytest.param(
+            ARCHIVE, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} file:///dist/g-0.1.0.tar.gz", id="source archive"
+        ),
+        pytest.param(
+            ARCHIVE | {"url": "file:///dist/g-0.1.0-py3-none-any.whl"}, "pip",
+            f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} git+https://github.com/grpo-fused/grpo-fused", id="wheel",
+        ),
         pytest.param(
             None, "pip", f"GRPO_FUSED_BUILD=cpu {FRESH_PIP} --no-binary grpo-fused grpo-fused", id="registry"
         ),

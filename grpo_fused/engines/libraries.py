@@ -85,6 +85,8 @@ def _origin() -> tuple[str, str]:
     if "dir_info" in origin:
         editable = "-e " if origin["dir_info"].get("editable") else ""
         return editable + shlex.quote(url2pathname(urlsplit(url).path)), installer
+    if "archive_info" in origin:  # a wheel has no source
+        return "git+https://github.com/grpo-fused/grpo-fused" if url.endswith(".whl") else shlex.quote(url), installer
     return "--no-binary grpo-fused grpo-fused", installer
 
 
