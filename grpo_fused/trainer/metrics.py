@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,7 +199,8 @@ class RunLog:
     def say(self, text: str) -> None:
         """Prints a text, unless `logging_steps` is 0."""
         if self.accelerator.is_main_process and self.config.logging_steps:
-            tqdm.write(text)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a completion may hold any character
+            tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _short_name(name: str) -> str:

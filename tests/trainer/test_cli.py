@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -265,6 +266,15 @@ def test_a_step_without_an_update_keeps_its_columns(tmp_path: Path, capsys: pyte
         log.record({"step": step, "reward": 1.0, "loss": 0.0})
     titles = [i for i, line in enumerate(capsys.readouterr().out.splitlines()) if "step" in line]
     assert titles == [19]
+
+
+def test_a_terminal_without_the_character_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    log = RunLog(GRPOTrainerConfig(logging_steps=1), Accelerator(), None)
+    log.samples(1, "caf\u00e9", ["\u221a2", "b"], {"r": [1.0, 0.0]}, [1.0, 0.0])
+    out.flush()
+    assert {b"caf\xe9", b"\\u221a2"} <= set(out.buffer.getvalue().split())  # type: ignore[attr-defined]
 
 
 def test_completions_are_three_of_four_lines() -> None:
