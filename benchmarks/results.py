@@ -185,7 +185,13 @@ def _content(path: Path) -> Any:
 @functools.cache
 def _parsed(path: Path, *version: int) -> Any:
     """Once for each version of a file: a report asks a hundred times for the newest run of something."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object; got {type(found).__name__}")
+    return found
 
 
 def _plain(value: Any) -> Any:

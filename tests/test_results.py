@@ -68,6 +68,17 @@ def test_newest(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"), [('{"schema"', "must be JSON: "), ("[]", "must be a JSON object; got list")]
+)
+def test_a_broken_file_is_named(tmp_path, text, message):
+    path = tmp_path / "machine" / "a.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} {message}"):
+        newest("cpu", "loss", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("schema", "message"), [(1, "measure again"), (SCHEMA + 1, "newer than this code"), (None, "")]
 )
 def test_other_schemas_are_refused(tmp_path, schema, message):
