@@ -516,10 +516,13 @@ def exponentials_factor_kernel(
     """The factor of a row for which dL/d(product) = factor * E; E gets the value of the target for which that holds.
 
     dL/dz_j = -dlogp * p_j = -dlogp * exp(offset - lse) * E_j, and at the target -dlogp * expm1(logp). Tiles that have
-    an offset of their own are brought to the largest one, by a power of two.
+    an offset of their own are brought to the largest one, by a power of two; and all tiles of a slice of the vocabulary
+    that is far below the rest to one near lse, since exp(lse - offset) would overflow.
     """
     row = tl.program_id(0).to(tl.int64)
-    largest = -float("inf")
+    m = tl.load(max_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
+    largest = tl.ceil((m + log_sum) * LOG2E - HIGHEST_POWER - 32) * LN2  # no offset of a whole vocabulary is below
     smallest = float("inf")
     for first in tl.range(0, num_tiles, 1024):
         tiles = first + tl.arange(0, 1024)
@@ -540,7 +543,7 @@ def exponentials_factor_kernel(
     inv_t = 1.0 / temperature
     if HAS_TEMPERATURES:
         inv_t = 1.0 / tl.load(temperature_ptr + row)
-    log_scale = (largest - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
+    log_scale = (largest - m) - log_sum
     dlogp = tl.load(dlogp_ptr + row)
     target = tl.load(targets_ptr + row)
     at_target = expm1(tl.load(logp_ptr + row)) * tl.exp(-log_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -288,18 +289,20 @@ def test_a_slice_without_a_possible_entry(workers):
             assert np.isfinite(got["dweight"]).all()
 
 
-def test_a_target_in_a_slice_without_a_possible_entry(workers):
-    """Its log-prob is -inf; the statistics of a slice of -inf must not look like a NaN of the model."""
+@pytest.mark.parametrize("below", [200.0, math.inf], ids=str)
+def test_a_target_in_a_slice_without_a_probable_entry(workers, below):
+    """Its log-prob may be -inf; the statistics of a slice of -inf must not look like a NaN of the model."""
     case = make_case(14, extras=False).to(torch.float32)
-    case.options["lm_head_bias"] = torch.where(torch.arange(29) < 15, 0.0, -torch.inf)
+    case.options["lm_head_bias"] = torch.where(torch.arange(29) < 15, 0.0, -below)
     case.completion_ids[:] %= 15
     case.completion_ids[0, 0] = 20
     want = case.to(torch.float64).run(make_config("dapo"), impl="reference")
-    assert want.out.per_token_logps[0, 0] == -torch.inf
+    logps = want.out.per_token_logps
+    assert logps[0, 0] <= -0.9 * below
     for impl in ("chunked", "native", "triton"):
         for got in workers.run(vocab_loss, 2, case, make_config("dapo"), impl, [15, 14], {}):
-            assert got["logps"][0, 0] == -np.inf, impl
-            close(got["logps"].flatten()[1:], want.out.per_token_logps.flatten()[1:].numpy(), 2e-5, impl)
+            np.testing.assert_allclose(got["logps"][0, 0], logps[0, 0], rtol=1e-6, err_msg=impl)
+            close(got["logps"].flatten()[1:], logps.flatten()[1:].numpy(), 2e-5, impl)
             close(got["dhidden"], want.dhidden.numpy(), 2e-5, impl)
 
 

@@ -146,6 +146,24 @@ def test_rounded_exponentials_make_gradients_as_good_as_rounding_once(dtype, wit
     assert frobenius_error(room.values.double() / scale, want) <= allowed * max(once, torch.finfo(dtype).eps / 8)
 
 
+@pytest.mark.parametrize("far", [80.0, 200.0, math.inf], ids=str)
+def test_a_slice_far_below_the_rest_of_the_vocabulary(far):
+    """Statistics are of all slices: those of the whole, whose other logits are far above."""
+    N, H, V, begin = 6, 16, 96, 64
+    hidden, weight, targets = case((N, H, V))
+    targets[:3] = begin + torch.arange(3)
+    bias = torch.where(torch.arange(V) < begin, 0.0, -far)
+    whole, here = Transform(bias, 1.0, None, 1.0), Transform(bias[begin:].contiguous(), 1.0, None, 1.0)
+    stats = head_scores(hidden, weight, targets, whole, with_entropy=False, config=SMALL)
+    room = Exponentials.empty(N, weight[begin:], torch.float32, SMALL)
+    head_scores(hidden, weight[begin:], targets - begin, here, with_entropy=False, exponentials=room, config=SMALL)
+    dlogp = torch.tensor([1.0, -2.0, 0.0, 1.0, 2.0, 0.0])
+    got = from_exponentials("factor", room, targets - begin, Coefficients(stats, dlogp, None), here)
+    p = z_of(hidden.double() @ weight.double().T, whole).softmax(1)[:, begin:]
+    at_target = (torch.arange(begin, V) == targets.unsqueeze(1)).double()
+    torch.testing.assert_close(got.double(), dlogp.double().unsqueeze(1) * (at_target - p), rtol=1e-5, atol=1e-30)
+
+
 def test_fp16_exponentials_reach_far_below_their_maximum():
     """Without scaling, those 20 nats below their tile's maximum would be 0."""
     weight = torch.zeros(24, 8, dtype=torch.float16)
