@@ -99,6 +99,7 @@ def test_three_products_for_every_objective_that_fits(impl, config):
     assert recorded.products(N, H, V) == 3
 
 
+@pytest.mark.gate(keep=lambda config: config in (SEQUENCE[0], SEQUENCE[-1]))
 @pytest.mark.parametrize("config", SEQUENCE, ids=config_id)
 def test_one_more_product_if_a_sequence_does_not_fit(config):
     """Except in native, which keeps exponentials instead, and with a frozen head: then dlogp/dh is made at once."""

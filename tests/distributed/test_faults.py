@@ -23,6 +23,7 @@ def peer(reason: str) -> str:
     return f"PeerError: rank 1 of the process group failed: {reason}"
 
 
+@pytest.mark.gate(keep=lambda layout, how, **_: (layout == "tokens") == (how == "leaves"))
 @pytest.mark.parametrize("layout", ["vocab", "tokens"])
 @pytest.mark.parametrize(
     ("how", "first", "second"),
