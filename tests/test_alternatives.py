@@ -265,6 +265,19 @@ def test_masked_alternatives_are_never_read(impl):
         assert weight.grad.isfinite().all()
 
 
+def test_masked_candidates_are_never_read():
+    """Ids beyond the vocabulary, which would be those of later positions."""
+    case = case_of(9, sets=0.0).to(torch.float32)
+    sets, alternatives, V = case.options["candidates"], some(case, 9), len(case.lm_head_weight)
+    masked = ~case.completion_mask.reshape(-1)[sets.positions]
+    want = run(case, alternatives, "chunked")
+    for step in (V, 2 * V, -V):
+        strange = CandidateSets(sets.ids + step * masked, sets.offsets)
+        got = run(replace(case, options=case.options | {"candidates": strange}), alternatives, "chunked")
+        assert torch.equal(got[0].loss, want[0].loss)
+        assert torch.equal(got[1]["dweight"], want[1]["dweight"])
+
+
 @pytest.mark.parametrize("impl", ENGINES)
 def test_an_impossible_alternative(impl):
     """Its log-prob is -inf, the lowest that an objective sees; it gets no gradient, and others get theirs."""
