@@ -354,6 +354,15 @@ def test_weights_of_any_strides(name):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+def test_scales_of_any_strides(impl):
+    """One a row, in a column of a table."""
+    case = case_of("int8", torch.bfloat16)
+    strided = replace(case.weight, scale=case.weight.scale.repeat(1, 2)[:, 0])
+    got, want = (fused_linear_logprobs(case.hidden, x, case.ids, impl=impl).logps for x in (strided, case.weight))
+    assert torch.equal(got, want)
+
+
 def test_scores_do_not_depend_on_the_batch():
     case = case_of("int8", torch.bfloat16)
     options = {"lm_head_adapter": case.adapters, "impl": "native"}

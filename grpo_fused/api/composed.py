@@ -38,7 +38,7 @@ def composed(
         head = head._replace(bias=head.operand(head.bias))
     if isinstance(weight, QuantizedWeight):
         if weight.scales_rows:
-            scale = weight.scale.detach().to(wide).reshape(-1)
+            scale = weight.scale.detach().to(wide).reshape(-1).contiguous()
             if compute == torch.float16:  # its range holds neither B / scale nor dlogits * scale
                 compute = wide
                 head = head._replace(compute_dtype=wide)

@@ -182,7 +182,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         head.group_scale,
         head.codes,
         cpu_library.scalar(head.compute_dtype),
-        None if head.row_scale is None else head.row_scale.contiguous(),
+        head.row_scale,
         transform.bias,
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
         rows.new_full(rows.shape, temperature, dtype=torch.float32) if temperatures is None else temperatures,
