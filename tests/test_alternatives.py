@@ -22,7 +22,7 @@ from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "softcap": {"softcap": 2.0, "temperature": 0.7, "logit_scale": 1.3},
+    "softcap": {"softcap": 2, "temperature": 0.7, "logit_scale": 1.3},
     "bias": {"lm_head_bias": torch.linspace(-1, 1, 29, dtype=torch.float64), "temperature": torch.rand(4, 7) + 0.5},
 }
 

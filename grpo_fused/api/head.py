@@ -138,6 +138,7 @@ def head_of(
         any_whole = may_need_whole_head(sets, token_ids, mask, most) or group is not None
         candidates = Candidates(sets.ids, sets.offsets, any_whole)
     weight = lm_head_weight if isinstance(lm_head_weight, Tensor) else lm_head_weight.values
+    softcap = None if softcap is None else float(softcap)
     head = LMHead(weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute)
     head, hidden_states = composed(head, lm_head_weight, adapters, hidden_states, mask)
     return (

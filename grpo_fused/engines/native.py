@@ -187,7 +187,7 @@ def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
         rows.new_full(rows.shape, temperature, dtype=torch.float32) if temperatures is None else temperatures,
         scale,
-        0.0 if head.softcap is None else float(head.softcap),
+        head.softcap or 0.0,
         *_sets(tokens, head, rows),
     )
 
