@@ -43,6 +43,9 @@ class HeadOptions(LogitOptions, total=False):
 
         logits = softcap_c(logit_scale * (h W^T + b)) / temperature
 
+    Hidden states, weight, bias and adapters get gradients. Other tensors, such as a temperature, advantages or old
+    log-probs, are constants: a `requires_grad` of theirs has no effect, and of an objective's inputs is an error.
+
     Args:
         lm_head_bias: `[V]`; default None.
         lm_head_adapter: `HeadAdapter`, or several: the weight is W + scale * B A with W frozen. Gradients go to A and
