@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             import_module(f"grpo_fused.{COMMANDS[given.command][0]}").main(given.arguments)
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)  # nothing, if stdout is closed
     except ModuleNotFoundError as error:
         # the loss needs only torch
         extra = "peers" if given.command == "trl" else "train"

@@ -522,7 +522,8 @@ def exponentials_factor_kernel(
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(max_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
-    largest = tl.ceil((m + log_sum) * LOG2E - HIGHEST_POWER - 32) * LN2  # no offset of a whole vocabulary is below
+    # an offset of a whole vocabulary, V < 2^31, is above this
+    largest = tl.ceil((m + log_sum) * LOG2E - HIGHEST_POWER - 32) * LN2
     smallest = float("inf")
     for first in tl.range(0, num_tiles, 1024):
         tiles = first + tl.arange(0, 1024)

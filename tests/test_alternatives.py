@@ -266,7 +266,9 @@ def test_masked_alternatives_are_never_read(impl):
 
 
 def test_masked_candidates_are_never_read():
-    """Ids beyond the vocabulary, which would be those of later positions."""
+    """Ids beyond the vocabulary, which would be those of other positions."""
+    last = CandidateSets(torch.tensor([3]), torch.tensor([0, 0, 1]))
+    assert CandidateSets(torch.tensor([13, 2, 3]), torch.tensor([0, 1, 3])).find(last, vocab_size=10).tolist() == [2]
     case = case_of(9, sets=0.0).to(torch.float32)
     sets, alternatives, V = case.options["candidates"], some(case, 9), len(case.lm_head_weight)
     masked = ~case.completion_mask.reshape(-1)[sets.positions]

@@ -66,6 +66,12 @@ def test_a_reader_that_stops_gets_one_line(monkeypatch):
         print("the rest", flush=True)
 
 
+def test_a_closed_output_is_no_error(monkeypatch):
+    """`>&-`: Python has no stdout then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    __main__.main(["doctor", "--no-measure"])
+
+
 @pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("trl", "peers")])
 def test_a_missing_package_is_named_with_its_extra(command, extra, monkeypatch):
     monkeypatch.setitem(__main__.COMMANDS, command, ("no_such_module", ""))

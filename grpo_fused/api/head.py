@@ -44,7 +44,7 @@ class HeadOptions(LogitOptions, total=False):
         logits = softcap_c(logit_scale * (h W^T + b)) / temperature
 
     Hidden states, weight, bias and adapters get gradients. Other tensors, such as a temperature, advantages or old
-    log-probs, are constants: a `requires_grad` of theirs has no effect, and of an objective's inputs is an error.
+    log-probs, get none, even if they require it; an input of an objective that requires one raises an error.
 
     Args:
         lm_head_bias: `[V]`; default None.

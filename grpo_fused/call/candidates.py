@@ -161,7 +161,7 @@ class CandidateSets:
 
     def find(self, others: CandidateSets, vocab_size: int) -> Tensor:
         """`[M]` int64: where the tokens of other sets of the same positions are in `ids`; anything if they are not."""
-        ids = self.ids.clamp(0, vocab_size - 1)  # at masked positions they may be anything, as keys of other positions
+        ids = self.ids.clamp(0, vocab_size - 1)  # of a masked position they may be anything, also keys of another one
         keys, order = (self.positions * vocab_size + ids).sort()
         place = torch.searchsorted(keys, others.positions * vocab_size + others.ids)
         return order[place.clamp(max=len(keys) - 1)] if len(keys) else place
