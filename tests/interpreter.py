@@ -19,6 +19,24 @@ def patch() -> None:
     interpreter._get_np_dtype = _dtype_of
     interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter._patch_lang = _patch_language
+
+
+_patch_by_inspection = interpreter._patch_lang
+_of_languages: dict[frozenset[str], list[tuple[object, str, object]]] = {}
+
+
+def _patch_language(function: Callable) -> interpreter._LangPatchScope:
+    """Its own form looks through all of triton's language at each launch: what it sets is kept from the first."""
+    seen = frozenset(x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core)
+    if seen not in _of_languages:
+        scope = _patch_by_inspection(function)
+        _of_languages[seen] = [(owner, name, vars(owner)[name]) for owner, name, _ in scope._changes]
+        return scope
+    scope = interpreter._LangPatchScope()
+    for owner, name, value in _of_languages[seen]:
+        scope.set_attr(owner, name, value)
+    return scope
 
 
 _call_and_patch = interpreter.InterpretedFunction.__call__
