@@ -40,9 +40,9 @@ class Patches:
 
     def replace_everywhere(self, module: ModuleType, name: str, value: Any) -> None:
         """A function or class of a module, also in the modules of its package that have imported it so far."""
-        original, package = getattr(module, name), module.__name__.split(".")[0]
-        for key, loaded in list(sys.modules.items()):
-            if key.split(".")[0] == package and vars(loaded).get(name) is original:
+        original, package = getattr(module, name), module.__name__.split(".")[0] + "."
+        for key, loaded in list(sys.modules.items()):  # thousands, and FusedGRPOTrainer does it for each batch
+            if f"{key}.".startswith(package) and vars(loaded).get(name) is original:
                 self.replace(loaded, name, value)
 
     def undo(self) -> None:
