@@ -3,7 +3,6 @@
 checkpoint-000050/
     model.safetensors, config.json, ...   the files of `save_pretrained`: a model (or adapter) to load anywhere
     optimizer.safetensors                 AdamW's moments
-    rng-0.safetensors, ...                random states of each process
     state.json                            step, position in the data, options, SHA-256 of every file above
     state.json.sha256                     its own
 """
@@ -14,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -226,47 +223,6 @@ def load_moments(checkpoint: Path, state: Mapping[str, Any], model: nn.Module, o
                 loaded[name] = torch.empty_like(weight).copy_(tensor)
 
 
-def load_random_states(checkpoint: Path, state: Mapping[str, Any], rank: int) -> None:
-    """Restores the random states of a process; that of a GPU only if both have one."""
-    file = rng_file(rank)
-    with naming(file):
-        states, expected = read_tensors(checkpoint, file, state), random_states()
-        if not ("cuda" in states and "cuda" in expected):
-            states.pop("cuda", None)
-            expected.pop("cuda", None)
-        check_tensors(states, expected)
-        if not 0 <= states["numpy_position"][0] <= 624:  # NumPy would read out of bounds
-            raise CheckpointError(f"expected a numpy_position of at most 624; got {states['numpy_position'].tolist()}")
-        set_random_states(states)
-
-
-def random_states() -> dict[str, Tensor]:
-    """The states of torch's, Python's and NumPy's global generators."""
-    version, numbers, gauss = random.getstate()
-    _name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *numbers]),
-        "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
-        "numpy_position": torch.tensor([position, has_gauss]),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-    }
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Restores the states from `random_states`."""
-    torch.set_rng_state(states["torch"])
-    version, *numbers = states["python"].tolist()
-    gauss = states["python_gauss"].item()
-    random.setstate((version, tuple(numbers), None if math.isnan(gauss) else gauss))
-    keys = states["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, *states["numpy_position"].tolist(), states["numpy_gauss"].item()))
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
 def flat(optimizer_state: Mapping[str, Any]) -> dict[str, Tensor]:
     """{"exp_avg/model.embed.weight": tensor}: names of parameters contain dots, those of moments no slash."""
     return {
@@ -307,11 +263,6 @@ def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
         some = numbers.detach().flatten()[:: max(weight.numel() // 256, 1)]
         weights.update(some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return {"model": weights.hexdigest(), "vocabulary": hashlib.sha256(tokens.encode()).hexdigest()}
-
-
-def rng_file(rank: int) -> str:
-    """The file of a process's random states."""
-    return f"rng-{rank}.safetensors"
 
 
 def checksum(path: Path) -> str:

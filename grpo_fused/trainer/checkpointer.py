@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -65,7 +65,6 @@ class Checkpointer:
         # for an optimizer without a step, torch would create moments by a step with zero gradients, which counts
         if adamw.state:
             optimizer_state = dcp.get_optimizer_state_dict(model, adamw, options=options)
-        random_states = gather_object([checkpoint.random_states()])
 
         def write(folder: Path) -> None:
             with checkpoint.quiet():
@@ -73,9 +72,8 @@ class Checkpointer:
             self.tokenizer.save_pretrained(folder)
             moments = checkpoint.flat(optimizer_state)
             save_file(moments, folder / checkpoint.OPTIMIZER)
-            for rank, tensors in enumerate(random_states):
-                save_file(tensors, folder / checkpoint.rng_file(rank))
-            about: dict[str, Any] = {"step": steps_done, "processes": len(random_states), "moments": len(moments)}
+            processes = self.accelerator.num_processes
+            about: dict[str, Any] = {"step": steps_done, "processes": processes, "moments": len(moments)}
             about |= {"options": checkpoint.options_of(self.config)} | self.identity
             checkpoint.write_state(folder, about | self._state())
 
@@ -100,13 +98,12 @@ class Checkpointer:
 
     def remember(self) -> None:
         """Keeps the content of a checkpoint of the steps done, except the weights, for `rewind`."""
-        self._remembered = self._state() | {"random": checkpoint.random_states()}
+        self._remembered = self._state()
 
     def rewind(self) -> bool:
         """Goes back to what `remember` kept, if it was called: a checkpoint is then one of the steps done."""
         if self._remembered is None:
             return False
-        checkpoint.set_random_states(self._remembered["random"])
         self.batches.load_state_dict(self._remembered["batches"])
         # a step that failed after its first optimizer step is repeated, from the weights that it has changed
         self.updater.optimizer_steps = self._remembered["optimizer_steps"]
@@ -140,11 +137,11 @@ class Checkpointer:
         return 0
 
     def _go_on_from(self, newest: Path) -> int:
-        """Restores weights, optimizer, random states, the position in the data and the metrics so far."""
+        """Restores weights, optimizer, the position in the data and the metrics so far."""
         state = checkpoint.read_state(newest)
         if state["processes"] != self.accelerator.num_processes:
             raise CheckpointError(
-                f"{state['processes']} processes wrote it, each with its own random state; "
+                f"{state['processes']} processes wrote it, each with its own random numbers; "
                 f"got {self.accelerator.num_processes}"
             )
         if self.config.steps < state["step"]:
@@ -161,7 +158,6 @@ class Checkpointer:
             if state[name] != digest:
                 raise CheckpointError(f"expected the {name} that the run began with; got another one")
         checkpoint.load_moments(newest, state, model, self.updater.optimizer.optimizer)
-        checkpoint.load_random_states(newest, state, self.accelerator.process_index)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.batches.load_state_dict(state["batches"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,6 +228,9 @@ class GRPOTrainer:
     def step(self) -> Metrics:
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
+        # the random numbers of a step depend on its place in the data: a resumed run gets those of an uninterrupted one
+        place = f"{self.config.seed} {self.batches.state_dict()} {self.accelerator.process_index}"
+        set_seed(random.Random(place).getrandbits(32))  # seeded by text, whose hash is the same on every machine
         self.checkpointer.remember()
         with self.peers.together():
             rollout, rewards = self.collect()  # B sequences of this process, their rewards [B, F]

@@ -44,7 +44,8 @@ def launch(*arguments: str) -> Any:
 
 def outcome(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Weights and metrics of `runs.shared` with this number of processes."""
-    assert {len(list(saved.glob("rng-*"))) for saved in (folder / "run").glob("checkpoint-*")} == {processes}
+    states = [json.loads(path.read_text()) for path in (folder / "run").glob("checkpoint-*/state.json")]
+    assert {state["processes"] for state in states} == {processes}
     return torch.load(folder / "weights.pt", weights_only=True), json.loads((folder / "history.json").read_text())
 
 

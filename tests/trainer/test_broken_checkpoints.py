@@ -20,7 +20,7 @@ from grpo_fused.trainer import CheckpointError
 from grpo_fused.trainer.checkpoint import FORMAT, seal_of, write_state
 
 NEWEST = "checkpoint-000002"
-MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "rng-0.safetensors", "state.json"
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SEAL = "state.json.sha256"
 NORM = "model.norm.weight"
 DEEP = b"[" * 100_000
@@ -127,7 +127,7 @@ WRONG_FIELDS: list[tuple[str, object]] = [
 CASES: dict[str, tuple[Break, str]] = {
     **{
         f"{file}-{damage}": ((lambda checkpoint, file=file, do=do: do(checkpoint / file)), file)
-        for file in (MODEL, OPTIMIZER, RANDOM, STATE, SEAL, "config.json", "tokenizer.json")
+        for file in (MODEL, OPTIMIZER, STATE, SEAL, "config.json", "tokenizer.json")
         for damage, do in DAMAGE.items()
     },
     **{
@@ -170,13 +170,6 @@ CASES: dict[str, tuple[Break, str]] = {
         )
         for count in (math.nan, math.inf, -1.0, 0.0, 1.5)
     },
-    "random-missing": (tensors(RANDOM, lambda found: found.pop("torch")), f"{RANDOM}.*torch"),
-    "random-extra": (tensors(RANDOM, lambda found: found.update(other=torch.ones(2))), f"{RANDOM}.*other"),
-    "random-shape": (tensors(RANDOM, lambda found: found.update(python=torch.ones(3).long())), f"{RANDOM}.*python"),
-    "random-dtype": (tensors(RANDOM, lambda found: found.update(torch=found["torch"].long())), f"{RANDOM}.*torch"),
-    "random-torch": (tensors(RANDOM, lambda found: found["torch"].fill_(255)), RANDOM),
-    "random-python": (tensors(RANDOM, lambda found: found["python"].fill_(-1)), RANDOM),
-    "random-place": (tensors(RANDOM, lambda found: found["numpy_position"].fill_(9999)), f"{RANDOM}.*9999"),
     "all-removed": (lambda checkpoint: [path.unlink() for path in checkpoint.iterdir()], STATE),
 }
 
@@ -186,7 +179,7 @@ IN_GATE = {
     for case in CASES
     if case.startswith((f"{MODEL}-", f"{SEAL}-"))
     or case.endswith(("-missing", "-truncated", "-middle-byte"))
-    or case.split("-")[0] in ("weights", "moments", "random", "all")
+    or case.split("-")[0] in ("weights", "moments", "all")
 } | {f"state-{name}-{number}" for number, (name, _) in enumerate(WRONG_FIELDS) if number % 3 == 0 or name == "batches"}
 """Every damage to two of the files, three to each of the others; every wrong tensor; every third value of a field."""
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
-from trainer.small_trainer import make_trainer
+from trainer.small_trainer import by_position, make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import CandidateSets, importance_sampling_correction
@@ -97,8 +97,8 @@ def test_a_run_learns_on_its_sets(
 ) -> None:
     from grpo_fused import GRPOLossConfig
 
-    trainer = make_trainer(model, tokenizer, rows, top_p=0.8, num_iterations=2, micro_batch_tokens=40,
-                           loss=GRPOLossConfig(**loss))  # fmt: skip
+    options: Any = {"top_p": 0.8, "num_iterations": 2, "micro_batch_tokens": 40, "loss": GRPOLossConfig(**loss)}
+    trainer = make_trainer(model, tokenizer, rows, [by_position], **options)
     before = model.lm_head.weight.detach().clone()
     history = trainer.train()
     assert len(history) == 2
@@ -122,7 +122,7 @@ def test_one_process_adds_rows_to_the_gradient_that_is_there(
         monkeypatch.setattr(policy, "is_alone_with", lambda weight, alone=alone: alone)
         trained = copy.deepcopy(model)
         make_trainer(
-            trained, tokenizer, rows, top_p=0.8, num_iterations=2, micro_batch_tokens=40, impl="chunked"
+            trained, tokenizer, rows, top_p=0.8, num_iterations=2, micro_batch_tokens=20, impl="chunked"
         ).train()
         weights.append(trained.lm_head.weight.detach())
         assert found[0] is None

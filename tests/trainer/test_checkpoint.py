@@ -31,7 +31,6 @@ from grpo_fused.trainer import (
     GRPOTrainer,
     GRPOTrainerConfig,
     NonFiniteError,
-    checkpoint,
     checkpointer,
 )
 from grpo_fused.trainer.checkpoint import checkpoints
@@ -192,9 +191,9 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
         ("state.json", b"{"),
         ("optimizer.safetensors", b"short"),
         ("model.safetensors", b"short"),
-        ("rng-0.safetensors", None),
+        ("config.json", None),
     ],
-    ids=["state", "optimizer", "weights", "no-random-state"],
+    ids=["state", "optimizer", "weights", "no-config"],
 )
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str, content: bytes | None) -> None:
     make(tmp_path, steps=2, save_steps=1).train()
@@ -490,15 +489,25 @@ def test_a_tokenizer_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch
         trainer.train()
 
 
-def test_random_states_are_restored() -> None:
-    def draw() -> list[float]:
-        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+def test_random_numbers_depend_on_the_seed_and_the_step(tmp_path: Path) -> None:
+    """Those of torch, Python and NumPy, whatever was drawn before."""
 
-    draw()
-    states = checkpoint.random_states()
-    before = draw() + draw()
-    checkpoint.set_random_states(states)
-    assert draw() + draw() == before
+    def drawn(**options: Any) -> list[list[float]]:
+        seen: list[list[float]] = []
+        trainer = make(None, steps=2, **options)
+
+        def draws(completions: list[str], **columns: Any) -> list[float]:
+            seen.append([torch.rand(()).item(), random.random(), np.random.rand()])
+            return count_ones(completions)
+
+        trainer.reward_functions["count_ones"] = draws
+        trainer.train()
+        return seen
+
+    first, second = drawn()
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    assert drawn() == [first, second]
+    assert first not in drawn(seed=1)
 
 
 def test_states_survive_json(tmp_path: Path) -> None:
@@ -507,4 +516,4 @@ def test_states_survive_json(tmp_path: Path) -> None:
     state = json.loads((newest / "state.json").read_text())
     assert state["step"] == 1
     assert state["optimizer_steps"] == 2
-    assert state["files"].keys() >= {"model.safetensors", "optimizer.safetensors", "rng-0.safetensors", "config.json"}
+    assert state["files"].keys() >= {"model.safetensors", "optimizer.safetensors", "config.json"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.small_model import build_small_model
-from trainer.small_trainer import make_trainer
+from trainer.small_trainer import by_position, make_trainer
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
@@ -301,9 +301,8 @@ def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast,
     norms = {}
     for mode in (None, "token_truncate"):
         model = build_small_model(len(tokenizer))
-        trainer = make_trainer(model, tokenizer, rows, importance_sampling=mode)
+        trainer = make_trainer(model, tokenizer, rows, [by_position], importance_sampling=mode)
         trainer.sampler.engine = Shifted(model, tokenizer)
-        torch.manual_seed(0)
         metrics = trainer.step()
         norms[mode] = metrics["grad_norm"]
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(0.1), rel=1e-4)
@@ -334,7 +333,7 @@ def test_the_engine_gets_the_weights_first_and_whenever_they_are_new(
         def sync_weights(self, model: Any) -> None:
             events.append("sync")
 
-    trainer = make_trainer(model, tokenizer, rows, eval_dataset=rows[:1], eval_steps=1)
+    trainer = make_trainer(model, tokenizer, rows, [by_position], eval_dataset=rows[:1], eval_steps=1)
     trainer.sampler.engine = Spy(model, tokenizer)
     trainer.train()
     assert events == ["sync", "generate", "generate", "sync", "generate", "generate", "sync", "generate"]
