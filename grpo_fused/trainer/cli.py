@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> None:
     is_running = False
     try:
         if switches["dry_run"]:
-            print(report(recipe, next(row for row in dry_run(recipe) if "reward" in row)))
+            print(report(recipe, dry_run(recipe)))
             return
         trainer = build_trainer(recipe, resume=switches["resume"], overwrite=switches["overwrite"])
         is_running = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, Stream, check_rows, is_file
-from grpo_fused.trainer.metrics import Metrics
+from grpo_fused.trainer.metrics import Metrics, format_facts
 from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
 from grpo_fused.trainer.scoring import score_completions
 from grpo_fused.trainer.tasks import TASKS, format_rows
@@ -27,8 +28,8 @@ def every_other(completions: list[Text]) -> list[float]:
     return [float(position % 2) for position in range(len(completions))]
 
 
-def dry_run(recipe: Recipe) -> list[Metrics]:
-    """One step, evaluation and checkpoint included; returns the metrics. Nothing is kept.
+def dry_run(recipe: Recipe) -> Metrics:
+    """One step, evaluation and checkpoint included; returns its metrics. Nothing is kept.
 
     The policy and reward models are tiny random ones with a byte-level tokenizer. The rows are the examples of the
     recipe's task, those of its file or function if it has one, or a few prompts without further columns. A reward that
@@ -39,18 +40,18 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
         RuntimeError: The gradient is 0 all the same.
     """
     tokenizer, rows, skipped = tiny_tokenizer(), rows_of(recipe), [x for x, _ in unchecked_rewards(recipe)]
-    kept = [reward for reward in recipe.rewards if reward not in skipped]
-    with_stand_in = replace(recipe, rewards=(*kept, Reward(function=STAND_IN)))
+    kept = (*(reward for reward in recipe.rewards if reward not in skipped), Reward(function=STAND_IN))
     rewards = [
         RewardModel(tiny_reward_model(tokenizer), tokenizer) if reward.model is not None else reward.load()
-        for reward in with_stand_in.rewards
+        for reward in kept
     ]
     model = with_adapter(tiny_model(tokenizer), recipe.lora)
     reference = None if recipe.reference_model is None else tiny_model(tokenizer, seed=1)
     parts = Parts(model, tokenizer, rewards, rows, held_out_rows(recipe), None, reference)
     with tempfile.TemporaryDirectory() as folder:
         small = replace(
-            with_stand_in,
+            recipe,
+            rewards=kept,
             steps=1,
             prompts_per_step=len(rows),
             num_iterations=max(recipe.num_iterations, 2),
@@ -66,31 +67,30 @@ def dry_run(recipe: Recipe) -> list[Metrics]:
             sample_steps=0,
             output_dir=folder,
         )
-        history = build_trainer(small, parts).train()
+        *_, metrics = build_trainer(small, parts).train()
         if not list(Path(folder).glob("checkpoint-*/state.json")):
             raise RuntimeError("a dry run must write a checkpoint; it wrote none")
-    if not history[-1]["grad_norm"] > 0:
+    if not metrics["grad_norm"] > 0:
         raise RuntimeError(
             "rewards that differ must give a gradient; got 0: can only one token be sampled (top_k 1, a small top_p), "
             "or is no parameter trained?"
         )
-    return history
+    return metrics
 
 
 def report(recipe: Recipe, metrics: Metrics) -> str:
     """What a dry run has checked, and what not."""
     not_checked = [f"the reward {place_of(x)} ({why})" for x, why in unchecked_rewards(recipe)]
-    if recipe.has_eval and not is_local(recipe, recipe.eval_dataset or recipe.dataset):
+    if recipe.has_eval and not is_local(recipe, recipe.eval_source):
         not_checked.append("held-out rows")
     names = [name for name in metrics if name.startswith("rewards/") and not name.endswith("every_other")]
     rewards = {name.removeprefix("rewards/"): metrics[name] for name in names}
     not_checked += [f"the reward {name} (it judged nothing)" for name, mean in rewards.items() if math.isnan(mean)]
     means = ", ".join(f"{name} {mean:.3f}" for name, mean in rewards.items())
-    data = recipe.dataset if recipe.dataset and has_rows(recipe) else None
     model = "a random model of 35,000 parameters" + (" with your LoRA options" if recipe.lora else "")
     lines = {
         "options": "each is known, of its type and in its range",
-        "rows": f"two of {data}" if data else "two examples, in place of your data",
+        "rows": f"two of {recipe.dataset}" if has_rows(recipe) else "two examples, in place of your data",
         "model": f"{model}, in place of {recipe.model}",
         "rollout": f"{recipe.num_generations} completions of each prompt, {metrics['completion_length']:.0f} tokens",
         "rewards": f"{means}; on random text many are 0",
@@ -101,15 +101,9 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
         **({"evaluation": "done before and after the step"} if recipe.has_eval else {}),
         "checkpoint": "written and removed",
     }
-    return "\n".join(
-        ["dry run, one step:"]
-        + [f"  {name:12}{text}" for name, text in lines.items()]
-        + [
-            "not checked: memory, speed, downloads, vLLM, trackers, your chat template, the length of your prompts, "
-            "what is learned" + "".join(f", {text}" for text in not_checked),
-            "dry run: ok",
-        ]
-    )
+    rest = "memory, speed, downloads, vLLM, trackers, your chat template, the length of your prompts, what is learned"
+    checked = textwrap.indent(format_facts(lines), "  ")
+    return f"dry run, one step:\n{checked}\nnot checked: {', '.join([rest, *not_checked])}\ndry run: ok"
 
 
 def is_local(recipe: Recipe, source: str | None) -> bool:
@@ -124,7 +118,7 @@ def has_rows(recipe: Recipe) -> bool:
 
 def held_out_rows(recipe: Recipe) -> list[Row] | None:
     """Two rows, if the recipe has any."""
-    if recipe.has_eval and is_local(recipe, recipe.eval_dataset or recipe.dataset):
+    if recipe.has_eval and is_local(recipe, recipe.eval_source):
         return (recipe.eval_rows() or [])[:2]
     return rows_of(recipe) if recipe.has_eval else None
 

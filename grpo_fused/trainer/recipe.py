@@ -165,14 +165,14 @@ class Recipe(GRPOTrainerConfig):
         """Options that would change nothing."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
         defaults |= {"dataset_options": {}, "vllm_options": {}}
-        held_out, named = self.eval_dataset or self.dataset, "a data set that is not a function"
+        named = "a data set that is not a function"
         takes_options = self.is_generated or is_function(self.dataset)
         other = "a task other than reasoning_gym (eval_limit takes its held-out problems)"
         for names, is_used, what in (
             (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
             (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
             (("subset", "split"), not is_function(self.dataset), named),
-            (("eval_split",), not is_function(held_out), named),
+            (("eval_split",), not is_function(self.eval_source), named),
             (("eval_limit", "eval_samples", "eval_steps"), self.has_eval, "held-out rows (eval_dataset, eval_split)"),
             (("vllm_options",), self.rollout == "vllm", "rollout vllm"),
             (("importance_sampling", "importance_sampling_clip"), self.rollout == "vllm", "rollout vllm"),
@@ -193,6 +193,11 @@ class Recipe(GRPOTrainerConfig):
         """Whether there are held-out rows."""
         return self.eval_limit is not None if self.is_generated else bool(self.eval_dataset or self.eval_split)
 
+    @property
+    def eval_source(self) -> str | None:
+        """Where held-out rows are from."""
+        return self.eval_dataset or self.dataset
+
     def train_rows(self) -> Rows:
         """The training data: rows, or a function that makes them."""
         rows = self._raw(self.dataset, self.subset, self.split, self.limit)
@@ -202,10 +207,9 @@ class Recipe(GRPOTrainerConfig):
         """The held-out data, if any."""
         if not self.has_eval:
             return None
-        source = self.eval_dataset or self.dataset
-        is_local = is_function(source) or (self.eval_dataset is not None and is_file(self.eval_dataset))
+        is_local = is_function(self.eval_source) or (self.eval_dataset is not None and is_file(self.eval_dataset))
         subset, split = (None, "train") if is_local else (self.subset, self.split)
-        rows = self._raw(source, subset, self.eval_split or split, self.eval_limit, held_out=True)
+        rows = self._raw(self.eval_source, subset, self.eval_split or split, self.eval_limit, held_out=True)
         if callable(rows):
             raise ValueError("eval_limit must be given for an eval_dataset that makes rows without end; got none")
         return list(self._format(rows))

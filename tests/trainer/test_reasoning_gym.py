@@ -169,8 +169,7 @@ def test_a_function_makes_the_rows(tmp_path: Path) -> None:
         recipe(dataset=f"{file}:rows", eval_dataset=f"{file}:endless").eval_rows()
     with pytest.raises(ValueError, match=r'dataset must be "module:function" .*mine.py:nothing'):
         recipe(dataset=f"{file}:nothing").train_rows()
-    (metrics,) = [row for row in dry_run(endless) if row["step"] == 1]
-    assert "rewards/score_answer" in metrics
+    assert "rewards/score_answer" in dry_run(endless)
 
 
 @pytest.mark.parametrize(
