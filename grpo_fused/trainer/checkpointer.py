@@ -43,7 +43,6 @@ class Checkpointer:
     identity: dict[str, str]
     say: Callable[[str], None]
     _saved_at: int = 0
-    _remembered: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.accelerator, self.config = self.updater.accelerator, self.updater.config
@@ -97,17 +96,18 @@ class Checkpointer:
         }
 
     def remember(self) -> None:
-        """Keeps the content of a checkpoint of the steps done, except the weights, for `rewind`."""
-        self._remembered = self._state()
+        """Keeps where the run is between two steps, for `rewind`."""
+        self._between_steps = self._state() | {"weight_changes": self.updater.weight_changes}
 
     def rewind(self) -> bool:
-        """Goes back to what `remember` kept, if it was called: a checkpoint is then one of the steps done."""
-        if self._remembered is None:
-            return False
-        self.batches.load_state_dict(self._remembered["batches"])
-        # a step that failed after its first optimizer step is repeated, from the weights that it has changed
-        self.updater.optimizer_steps = self._remembered["optimizer_steps"]
-        return True
+        """Goes back to what `remember` kept, so that a checkpoint is one of the steps done.
+
+        The weights stay: a step that failed after its first optimizer step is repeated, from those that it has changed.
+        Returns whether it has.
+        """
+        self.batches.load_state_dict(self._between_steps["batches"])
+        self.updater.optimizer_steps = self._between_steps["optimizer_steps"]
+        return bool(self.updater.weight_changes > self._between_steps["weight_changes"])
 
     def start(self, resume: bool, overwrite: bool) -> int:
         """Starts in `output_dir`, or continues from its newest checkpoint; the number of steps that are done."""

@@ -196,6 +196,7 @@ class GRPOTrainer:
         self._stop = stop = StopRequest()
         if self.steps_done == 0:
             set_seed(self.config.seed, device_specific=True)
+        self.checkpointer.remember()
         with self.log.open(), self._saving_after_failure(), stop:
             self.log.say(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and (before := self.evaluate()):
@@ -231,7 +232,6 @@ class GRPOTrainer:
         # the random numbers of a step depend on its place in the data: a resumed run gets those of an uninterrupted one
         place = f"{self.config.seed} {self.batches.state_dict()} {self.accelerator.process_index}"
         set_seed(random.Random(place).getrandbits(32))  # seeded by text, whose hash is the same on every machine
-        self.checkpointer.remember()
         with self.peers.together():
             rollout, rewards = self.collect()  # B sequences of this process, their rewards [B, F]
         first = self.accelerator.process_index * len(rewards)
@@ -367,17 +367,14 @@ class GRPOTrainer:
 
     def _save_after_failure(self) -> None:
         """Several processes can only save if all of them have failed."""
-        if self.accelerator.num_processes > 1 and not self.peers.all_failed:
+        if self.peers.diverged or not (self.peers.all_failed or self.accelerator.num_processes == 1):
             return
-        taken = self.update.optimizer_steps
-        if self.peers.diverged or not self.checkpointer.rewind():
-            return
+        torn = self.checkpointer.rewind()
         try:
             path = self.save()
         except CheckpointError as failure:
             tqdm.write(str(failure))
         else:
             if path is not None:
-                torn = self.update.optimizer_steps < taken
                 but = "; the step that failed had changed the weights, and will be repeated from them" if torn else ""
                 tqdm.write(f"saved the training so far in {path}{but}")
