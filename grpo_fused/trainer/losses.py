@@ -21,12 +21,7 @@ class Part(NamedTuple):
     advantages: Tensor  # [b]
     tables: dict[str, Any]  # tensors [b, t], by name
     loss: GRPOLossConfig
-    tokens: float  # of the window, over all micro-batches and processes
-
-    @property
-    def num_items_in_batch(self) -> float | None:
-        """The divisor of the loss types that take one."""
-        return self.tokens if self.loss.kind.takes_items else None
+    num_items_in_batch: float | None  # tokens of all micro-batches and processes, for loss types that divide by them
 
 
 def of_loss_type(policy: Policy, reference: Reference | None, part: Part) -> GRPOLossOutput:
