@@ -89,24 +89,20 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prom
     group = first_of_prompts(rollout.prompt_ids, rollout.prompt_mask).cumsum(0).tolist()
     units: list[list[int]] = []
     for row in rows.tolist():
-        if share_prompts and units and group[units[-1][0]] == group[row]:
-            together = prompts[row] + sum(completions[other] for other in (*units[-1], row))
-            if together <= max_tokens:
-                units[-1].append(row)
-                continue
-        units.append([row])
-    sizes = {unit[0]: (prompts[unit[0]], sum(completions[row] for row in unit)) for unit in units}
+        is_next = share_prompts and bool(units) and group[units[-1][0]] == group[row]
+        if is_next and prompts[row] + sum(completions[other] for other in (*units[-1], row)) <= max_tokens:
+            units[-1].append(row)
+        else:
+            units.append([row])
+    sized = [(prompts[unit[0]], sum(completions[row] for row in unit), unit) for unit in units]
     batches: list[list[list[int]]] = []
     longest_prompt = longest_completion = 0
-    for unit in sorted(units, key=lambda unit: -sum(sizes[unit[0]])):
-        prompt, completion = sizes[unit[0]]
-        wide_prompt, wide = max(longest_prompt, prompt), max(longest_completion, completion)
-        if batches and (len(batches[-1]) + 1) * (wide_prompt + wide) <= max_tokens:
-            batches[-1].append(unit)
-            longest_prompt, longest_completion = wide_prompt, wide
-        else:
-            batches.append([unit])
+    for prompt, completion, unit in sorted(sized, key=lambda each: -(each[0] + each[1])):
+        longest_prompt, longest_completion = max(longest_prompt, prompt), max(longest_completion, completion)
+        if not batches or (len(batches[-1]) + 1) * (longest_prompt + longest_completion) > max_tokens:
+            batches.append([])
             longest_prompt, longest_completion = prompt, completion
+        batches[-1].append(unit)
     return [torch.tensor([row for unit in batch for row in unit]) for batch in batches]
 
 
