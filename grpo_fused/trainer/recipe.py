@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -284,12 +283,11 @@ def load_parts(recipe: Recipe) -> Parts:
     with nullcontext() if sys.stderr.isatty() else quiet():
         train_rows, eval_rows = recipe.train_rows(), recipe.eval_rows()
         rewards = [reward.load() for reward in recipe.rewards]
-        load = partial(_load_model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
-        base = base_of(recipe)
-        model: Any = load("model", base)
-        teacher = recipe.reference_model
-        reference = None if teacher is None else load("reference_model", teacher)
-        tokenizer = _load(AutoTokenizer, "model", recipe.model)
+        base, teacher = base_of(recipe), recipe.reference_model
+        model: Any = _load_model(recipe, "model", base)
+        reference = None if teacher is None else _load_model(recipe, "reference_model", teacher)
+        with _naming("model", recipe.model):
+            tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     if base != recipe.model:
         from peft import PeftModel  # slow to import
 
@@ -313,22 +311,17 @@ def base_of(recipe: Recipe) -> str:
             f"model must be a whole model where lora makes a new adapter; got the adapter {recipe.model!r}: leave lora "
             "out to train it further, or merge it first (peft: merge_and_unload)"
         )
-    if find_spec("peft") is None:
-        raise ModuleNotFoundError("this recipe needs the package peft", name="peft")
     from peft import PeftConfig  # slow to import
 
     return str(PeftConfig.from_pretrained(recipe.model).base_model_name_or_path)
 
 
-def _load(kind: Any, name: str, place: str, **options: Any) -> Any:
-    """`kind.from_pretrained`; an error names the option."""
-    with _naming(name, place):
-        return kind.from_pretrained(place, **options)
-
-
-def _load_model(name: str, place: str, **options: Any) -> PreTrainedModel:
+def _load_model(recipe: Recipe, name: str, place: str) -> PreTrainedModel:
     """A causal language model, all of whose weights are in its files."""
-    model, report = _load(AutoModelForCausalLM, name, place, output_loading_info=True, **options)
+    options: Any = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
+    with _naming(name, place):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{name} must be a causal language model; got {place!r}, which has no weights for "
