@@ -312,14 +312,13 @@ class GRPOTrainer:
         name = getattr(self.model, "name_or_path", "") or type(self.model).__name__
         tokens = config.rollout_size * config.max_completion_length
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        changed = {name: getattr(config, name) for name in off if getattr(config, name) != off[name]}
-        sampling = {"temperature": config.temperature} | changed
+        sampling = {name: getattr(config, name) for name in ("temperature", *off)}
         return {
             "model": f"{name}, {sum(p.numel() for p in parameters):,} parameters ({trained:,} trained)",
             "loss": f"{config.loss_name}, engine {self.loss_engine}, on {self.accelerator.device}",
             "step": f"{config.prompts_per_step} prompts x {config.num_generations} completions of at most "
             f"{config.max_completion_length} tokens = at most {tokens:,} tokens",
-            "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items()),
+            "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items() if value != off.get(name)),
             "trackers": ", ".join(config.report_to) or "none",
             "output_dir": "none: nothing is saved" if self.output_dir is None else str(self.output_dir),
         }
