@@ -43,24 +43,19 @@ class Sampler:
     """The `weight_changes` that the engine has."""
 
     def sample(self, rows: Sequence[Row], sampling: Sampling) -> tuple[Rollout, Tensor]:
-        """B completions of some rows, and their rewards [B, F]."""
+        """B completions of some rows; their rewards [B, F], NaN for those that a function does not judge."""
         with self.peers.sampling():
             if self._synced_at != self.updater.weight_changes:
                 self.engine.sync_weights(self.updater.policy.unwrapped)
                 self._synced_at = self.updater.weight_changes
             rollout = roll_out(self.engine, [self.encode(row["prompt"]) for row in rows], sampling)
             rollout = rollout.to(self.peers.accelerator.device)
-        return rollout, self.score(rows, rollout)
-
-    def score(self, rows: Sequence[Row], rollout: Rollout) -> Tensor:
-        """The rewards [B, F] of the completions of some rows, NaN for those that a function does not judge."""
         ids = rollout.completions()
-        repeated = [row for row in rows for _ in range(len(ids) // len(rows))]
-        texts = self.texts(ids)
-        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
+        repeated = [row for row in rows for _ in range(sampling.num_generations)]
+        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, self.texts(ids), strict=True)]
         timeout = self.updater.config.reward_timeout
         rewards = score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
-        return rewards.to(self.peers.accelerator.device)
+        return rollout, rewards.to(self.peers.accelerator.device)
 
     def texts(self, completion_ids: list[list[int]]) -> list[str]:
         """Completions as texts."""
