@@ -40,18 +40,16 @@ def shared_prompt_states(model: nn.Module, rollout: Rollout, *, additive_mask: b
     rows, index = [], torch.zeros(rollout.completion_ids.shape, dtype=torch.int64)  # places in the row of the group
     for group in groups:
         prompt = rollout.prompt_ids[group.start][rollout.prompt_mask[group.start]]
-        parts, segments = [prompt], [torch.zeros_like(prompt)]
-        positions = [torch.arange(len(prompt), device=device)]
+        parts = [prompt, *(rollout.completion_ids[row, : lengths[row]] for row in group)]
+        segments = [torch.full_like(part, number) for number, part in enumerate(parts)]
+        starts = [0] + [len(prompt)] * len(group)
+        positions = [start + torch.arange(len(part), device=device) for start, part in zip(starts, parts, strict=True)]
+        rows.append(torch.stack([torch.cat(x) for x in (parts, segments, positions)]))
         end = len(prompt)
         for row in group:
-            count = lengths[row]
-            parts.append(rollout.completion_ids[row, :count])
-            segments.append(torch.full_like(parts[-1], row - group.start + 1))
-            positions.append(len(prompt) + torch.arange(count, device=device))
-            index[row, 1:count] = torch.arange(end, end + max(count - 1, 0))
             index[row, 0] = len(prompt) - 1
-            end += count
-        rows.append(torch.stack([torch.cat(x) for x in (parts, segments, positions)]))
+            index[row, 1 : lengths[row]] = torch.arange(end, end + max(lengths[row] - 1, 0))
+            end += lengths[row]
     width = max(row.shape[1] for row in rows)
     padded = torch.stack([nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
     input_ids, segment, position_ids = padded.unbind(1)  # [U, L] each
