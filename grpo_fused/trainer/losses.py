@@ -39,9 +39,7 @@ def of_loss_type(policy: Policy, reference: Reference | None, part: Part) -> GRP
         **exact,
         sampling_per_token_logps=micro.sampling_logps if config.off_policy_mask_threshold is not None else None,
         num_items_in_batch=part.num_items_in_batch,
-        temperature=policy.config.temperature,
         config=config,
-        impl=policy.config.impl,
     )
 
 
@@ -74,8 +72,6 @@ def of_objective(policy: Policy, reference: Reference | None, part: Part) -> GRP
         alternative_inputs=None if others is None else {"sampling_alternative_logps": others.logps},
         candidates=micro.candidates,
         **policy.trained_head(),
-        temperature=policy.config.temperature,
-        impl=policy.config.impl,
     )
     assert out.entropies is not None
     means = {"entropy": out.entropies.sum() / mask.sum()}  # 0 where masked

@@ -63,13 +63,18 @@ class Policy:
         return head | {"add_to_weight_grad": is_alone_with(head["lm_head_weight"])}
 
     def head(self) -> dict[str, Any]:
-        """Keywords of the fused functions. Call it for each pass: an adapter may have been switched."""
+        """Keywords of the fused functions: the head and how it is run.
+
+        Call it for each pass: an adapter may have been switched.
+        """
         head = self.unwrapped.get_output_embeddings()
+        run = {"temperature": self.config.temperature, "impl": self.config.impl}
         if not isinstance(head.weight, DTensor):
-            return dict(lm_head_inputs(self.unwrapped))
+            return {**lm_head_inputs(self.unwrapped), **run}
         if not self._is_plain:
             raise ValueError("FSDP shards the head: it must not drop rows or carry an adapter; this one does")
-        return dict(self._form) | {"lm_head_weight": head.weight, "lm_head_bias": getattr(head, "bias", None)}
+        bias = getattr(head, "bias", None)
+        return {**self._form, "lm_head_weight": head.weight, "lm_head_bias": bias, **run}
 
     def hidden_states(self, rollout: Rollout) -> Tensor:
         """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`.
@@ -110,8 +115,6 @@ class Policy:
                     mask=micro.completion_mask,
                     candidates=micro.candidates,
                     **self.head(),
-                    temperature=self.config.temperature,
-                    impl=self.config.impl,
                 )
             add_rows(logps, batch, scores.logps)
         return logps
