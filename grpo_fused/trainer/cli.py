@@ -88,9 +88,7 @@ def read_words(argv: Sequence[str]) -> Settings:
             raise OptionError(f"unrecognized arguments: {word}")
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
-        if name in SWITCHES:
-            if equals:
-                raise OptionError(f"argument --{name}: ignored explicit argument {text!r}")
+        if name in SWITCHES and not equals:
             text = "true"
         elif name.partition(".")[0] not in (*HINTS, "config"):
             raise reading.unknown(name, reading.COMMAND_LINE, HINTS)

@@ -79,6 +79,7 @@ def test_later_options_count_and_texts_become_the_type_of_their_option(recipe: P
     assert read.lora == LoRA(alpha=8)
     assert read.vllm_options == {"a": ["x"], "b": 1e-3}
     assert switches["resume"]
+    assert not read_recipe(["--config", str(later), "--config", str(recipe), "--resume=false"])[1]["resume"]
 
 
 def test_null_lists_of_words_and_merged_mappings(recipe: Path, tmp_path: Path) -> None:
