@@ -267,12 +267,10 @@ class GRPOTrainer:
     def collect(self) -> tuple[Rollout, Tensor]:
         """Samples completions for this process's next prompts and scores them: B sequences, rewards [B, F]."""
         config, process = self.config, self.accelerator.process_index
+        sampling = replace(self.sampler.sampling, seed=random.getrandbits(31))  # for engines with their own generator
         rows = next(self.batches)
         prompts = len(rows) // self.accelerator.num_processes
         rows = rows[process * prompts : (process + 1) * prompts]
-        # for engines with their own generator: another seed for each completion of the run
-        seed = (config.seed * config.steps + self.steps_done) * config.rollout_size
-        sampling = replace(self.sampler.sampling, seed=seed + process * prompts * config.num_generations)
         rollout, rewards = self.sampler.sample(rows, sampling)
         if process == 0 and config.sample_steps > 0 and self.steps_done % config.sample_steps == 0:
             first = slice(0, sampling.num_generations)
