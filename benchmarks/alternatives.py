@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,11 +118,10 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     }  # fmt: skip
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """Times, ratios to the bare products, and memory."""
-    section: dict[str, Any] = run.sections["alternatives"]
     sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}"
-    return "\n".join(page(section, f"bf16, {sizes}, K alternatives of each token. {where(run)}.", 3))
+    return page(section, f"bf16, {sizes}, K alternatives of each token. {where(run)}.", 3)
 
 
 if __name__ == "__main__":

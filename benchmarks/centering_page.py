@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.learning_page import SMOOTH, band, differences, names, points, runs_of, smooth
 from benchmarks.results import Run
+from benchmarks.study import Section
 from benchmarks.style import COLORS, decorate, legend, new_figure
-from benchmarks.tables import grid
+from benchmarks.tables import grid, paragraphs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,9 +19,9 @@ ARM_COLORS = {"tis": COLORS["eager"], "centered": COLORS["native"]}
 NO_CAP = 1e5
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """What centering did to each sampler's runs, and the exact biases."""
-    section, rows = run.sections["centering"], []
+    rows = []
     for sampler, label in SAMPLERS.items():
         for name, arm in section["arms"].get(sampler, {}).items():
             after, reward = arm["after"], arm["reward"]
@@ -34,25 +35,23 @@ def table(run: Run) -> str:
                 f"{reward['mean']:.1%} ± {100 * reward['sd']:.1f}", cells[1],
             ])  # fmt: skip
     recipe, before = section["recipe"], section["before"]
-    return "\n".join([
-        *grid(
+    return paragraphs(
+        grid(
             "| sampler | objective | seeds | KL to the policy, nats | accuracy | less TIS | reward in training | "
             "less TIS |",
             rows,
         ),
-        "",
         f"± is the standard deviation over seeds; differences are by seed, in points, with 95 % t-intervals. From "
         f"{before['mean']:.1%} (sd {100 * before['sd']:.1f}) of {section['held_out']:,} held-out problems after the "
         f"warm-up, greedy; {recipe['steps']} rollouts of {recipe['prompts_per_step']} prompts with "
         f"{recipe['num_generations']} completions, one optimizer step each, learning rate "
         f"{recipe['learning_rate']:g}, cap {section['cap']:g}. The KL is the mean of log q - log p over the sampled "
         f"tokens. {runs_of(section, run)}",
-        "",
-        *_biases(section["bias"]),
-    ])  # fmt: skip
+        _biases(section["bias"]),
+    )
 
 
-def _biases(bias: dict[str, Any]) -> list[str]:
+def _biases(bias: Section) -> str:
     rows = [
         [
             f"{row['mismatch']:g}", "none" if row["cap"] > NO_CAP else f"{row['cap']:g}",
@@ -60,21 +59,20 @@ def _biases(bias: dict[str, Any]) -> list[str]:
         ]
         for row in bias["rows"]
     ]  # fmt: skip
-    return [
-        *grid("| mismatch | cap | TIS | TIS with a baseline | TIS, centered |", rows),
-        "",
+    return paragraphs(
+        grid("| mismatch | cap | TIS | TIS with a baseline | TIS, centered |", rows),
         f"Mean relative error of the expected update, over {bias['draws']:,} random policies of {bias['vocab']} tokens "
         f"(logits of standard deviation {bias['spread']:g}) with rewards of 0 and 1. The mismatch is the "
         "standard deviation of what the sampler's logits have in addition; the baseline is the mean reward under the "
         "sampler. In expectation centering is that baseline.",
-    ]
+    )
 
 
 def _error(mean: float) -> str:
     return f"{mean:.2%}" if mean > 1e-9 else "0"
 
 
-def plot(section: dict[str, Any]) -> Figure:
+def plot(section: Section) -> Figure:
     """The rewards with each sampler, and the difference of each seed."""
     samplers = [sampler for sampler in SAMPLERS if section["arms"].get(sampler)]
     runs = {(run["sampler"], run["objective"], run["seed"]): run for run in section["runs"]}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.results import Run
 from benchmarks.study import Section, main
-from benchmarks.tables import grid
+from benchmarks.tables import grid, paragraphs
 from grpo_fused import objectives
 from grpo_fused.objectives import Objective
 
@@ -75,21 +75,19 @@ def run() -> Iterator[Section]:
     }  # fmt: skip
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """Masses, and errors of the update."""
-    section = run.sections["centering_tail"]
     rows = (
         (f"{row['mismatch']:g}", str(row["K"]), *(share(row[name]) for name in ("mass", *OBJECTIVES)))
         for row in section["rows"]
     )
-    return "\n".join([
-        *grid("| mismatch | K | the sampler's mass of the K tokens | error, $w = 1$ | error, TIS |", rows),
-        "",
+    return paragraphs(
+        grid("| mismatch | K | the sampler's mass of the K tokens | error, $w = 1$ | error, TIS |", rows),
         f"Means over {section['draws']} random policies of {section['vocab']} tokens, whose logits have a standard "
         f"deviation of {section['spread']:g}; the mismatch is that of what the sampler's logits have in addition; TIS "
         f"with cap {section['cap']:g}. Errors are of the expected update, an exact sum over all tokens, for rewards of "
         "0 and 1, relative to that of the form over all tokens. K = 0 is no centering.",
-    ])  # fmt: skip
+    )
 
 
 def share(x: float) -> str:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.tables import grid
+from benchmarks.tables import grid, paragraphs
 from grpo_fused import engines
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, even_chunks
@@ -185,12 +185,11 @@ def modelled(machine: Machine = H200) -> str:
         ]
         rates = " to ".join(f"{library_rate(width, machine, worst=worst) / 1e12:.0f}" for worst in (False, True))
         rows.append([f"modelled, H = {width}", *cells, f"{rates} TFLOP/s"])
-    return "\n".join([
+    return paragraphs(
         f"**Modelled, not measured**, for an {machine.name}: bf16, N = {TOKENS}, V = {VOCABULARY}, forward + backward, "
         "milliseconds from best to worst case.",
-        "",
-        *grid(f"| model | {' | '.join(ROW_BYTES)} | rate of the head product |", rows),
-    ])  # fmt: skip
+        grid(f"| model | {' | '.join(ROW_BYTES)} | rate of the head product |", rows),
+    )
 
 
 def main() -> None:

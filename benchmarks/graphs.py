@@ -114,20 +114,19 @@ def host_ms(call: Callable[[], object], rounds: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """A row for each engine and way."""
-    lines = []
-    for case in run.sections["graphs"]["cases"]:
+    rows = []
+    for case in section["cases"]:
         bare = case["bare_ms"]["median"]
-        rows = [[title(case["shape"]), "bare products", ms(bare), "1", ""]]
+        rows.append([title(case["shape"]), "bare products", ms(bare), "1", ""])
         for name, row in case["ways"].items():
             if "ms" not in row:
                 rows.append(["", name, f"not timed: {row['not_timed']}", "", ""])
                 continue
             median = row["ms"]["median"]
             rows.append(["", name, ms(median), f"{median / bare:.2f}", ms(row["host_ms"])])
-        lines += rows
-    return "\n".join(grid("| problem | | forward + backward | × bare | host |", lines))
+    return grid("| problem | | forward + backward | × bare | host |", rows)
 
 
 if __name__ == "__main__":

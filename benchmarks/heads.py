@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -141,17 +140,16 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     }  # fmt: skip
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """Times, ratios to the bare products, and memory."""
-    section: dict[str, Any] = run.sections["heads"]
     weights = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in section["weight_bytes"].items())
     sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}, LoRA of rank {section['rank']}"
     error = section["gradient_error"]
     bf16 = error["bf16"] if isinstance(error, dict) else error  # older runs compared that of A with the bf16 head alone
-    return "\n".join([
-        *page(section, f"{sizes}. {where(run)}.", 2),
-        f"The weight itself: {weights}. Gradients differ by {bf16:.2%} from those of peft's layer (bf16 logits).",
-    ])  # fmt: skip
+    return (
+        page(section, f"{sizes}. {where(run)}.", 2)
+        + f"\nThe weight itself: {weights}. Gradients differ by {bf16:.2%} from those of peft's layer (bf16 logits)."
+    )
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def main() -> None:
     table = [
         [row["logits"], row["kept by"], f"{row['dH']:.2f}", f"{row['dW']:.2f}", f"{row['p - 1']:.1e}"] for row in rows()
     ]
-    print("\n".join(grid("| logits | kept by | dH | dW | p - 1 |", table)))
+    print(grid("| logits | kept by | dH | dW | p - 1 |", table))
 
 
 if __name__ == "__main__":

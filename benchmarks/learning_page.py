@@ -5,14 +5,14 @@ Accuracies are percentages, their differences percentage points.
 
 from __future__ import annotations
 
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.equivalence import describe
 from benchmarks.results import Run, where
+from benchmarks.study import Section
 from benchmarks.style import COLORS, INK, MUTED, decorate, legend, new_figure, percent
-from benchmarks.tables import grid
+from benchmarks.tables import grid, paragraphs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,9 +56,9 @@ def p_value(p: float) -> str:
     return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
-def comparison(section_name: str, run: Run) -> str:
+def comparison(section: Section, run: Run) -> str:
     """A row for each arm: accuracy, and the difference from stock TRL."""
-    section, rows = run.sections[section_name], []
+    rows = []
     for arm, label in ARMS.items():
         if arm not in section["arms"]:
             continue
@@ -76,19 +76,18 @@ def comparison(section_name: str, run: Run) -> str:
             f"On the completions of stock TRL, {steps} optimizer steps of our trainer lead to the same weights: the "
             f"difference is at most {max(section['replay']):.0e} of the way ({len(section['replay'])} seeds). "
         )
-    return "\n".join([
-        *grid(
+    return paragraphs(
+        grid(
             "| trainer | seeds | accuracy | sd | difference from stock TRL | 95 % interval | "
             f"p, equal within {bound} points |",
             rows,
         ),
-        "",
         f"{TASKS[recipe['task']]}: from {before['mean']:.1%} (sd {100 * before['sd']:.1f}) of {section['held_out']:,} "
         f"held-out problems after the warm-up, greedy; {recipe['steps']} rollouts of {recipe['prompts_per_step']} "
         f"prompts with {recipe['num_generations']} completions, "
         f"{counted(recipe['num_iterations'], 'optimizer step')} each. "
         f"Differences are by seed; sd and differences in points. {replayed}{runs_of(section, run)}",
-    ])  # fmt: skip
+    )
 
 
 def counted(number: int, noun: str) -> str:
@@ -96,9 +95,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def sentence(run: Run) -> str:
+def sentence(section: Section, run: Run) -> str:
     """What is true of our trainer and stock TRL."""
-    section = run.sections["learning"]
     row = section["against_trl"]["ours"]
     (difference, interval), p = points(row), p_value(row["p"])
     equal = f"equality within {100 * section['bound']:g} points is {'' if row['p'] < ALPHA else 'not '}shown"
@@ -112,28 +110,26 @@ def sentence(run: Run) -> str:
     )
 
 
-def options(run: Run) -> str:
+def options(section: Section, run: Run) -> str:
     """A row for each option: accuracy, and the difference from its baseline."""
-    section, rows = run.sections["learning_options"], []
+    rows = []
     for name, own in section["arms"].items():
         baseline, row = section["options"][name]["baseline"], section["against"].get(name)
         cells = ["", "", "", ""] if row is None else [OPTIONS[baseline], *points(row), p_value(row["p"])]
         rows.append([OPTIONS[name], str(own["n"]), f"{own['mean']:.1%}", f"{100 * own['sd']:.1f}", *cells])
     bound = f"{100 * section['bound']:g}"
-    return "\n".join([
-        *grid(
+    return paragraphs(
+        grid(
             "| option | seeds | accuracy | sd | against | difference | 95 % interval | "
             f"p, equal within {bound} points |",
             rows,
         ),
-        "",
         f"Our trainer; the rest of the recipe is that of the first table. {runs_of(section, run)}",
-    ])  # fmt: skip
+    )
 
 
-def length_bias(run: Run) -> str:
+def length_bias(section: Section, run: Run) -> str:
     """The weight of a token by length, and how lengths changed."""
-    section = run.sections["length_bias"]
     lengths = section["lengths"]
     weights = [[f"`{name}`", *(f"{value:.3g}" for value in row)] for name, row in section["weights"].items()]
     rows = []
@@ -146,26 +142,24 @@ def length_bias(run: Run) -> str:
                 "" if against is None else "{} ({})".format(*points(against, 1, 1.0)),
             ]
         rows.append([f"`{name}`", *cells])
-    return "\n".join([
-        *grid(f"| weight of a token in a completion of | {' | '.join(f'{n} tokens' for n in lengths)} |", weights),
-        "",
-        *grid(
+    return paragraphs(
+        grid(f"| weight of a token in a completion of | {' | '.join(f'{n} tokens' for n in lengths)} |", weights),
+        grid(
             "| loss | wrong completions: change of length | against `dr_grpo` | right ones: change | "
             "against `dr_grpo` |",
             rows,
         ),
-        "",
         f"Tokens, with 95 % intervals over {len(section['wrong']['seeds'])} seeds: the mean of the last "
         f"{section['last']} of {section['recipe']['steps']} rollouts, less the first rollout. {runs_of(section, run)}",
-    ])  # fmt: skip
+    )
 
 
-def runs_of(section: dict[str, Any], run: Run) -> str:
+def runs_of(section: Section, run: Run) -> str:
     """Where the statistics were made, and the commits whose code trained."""
     return f"{where(run)}; trained at {', '.join(sorted({row['commit'] for row in section['runs']}))}."
 
 
-def learning_plot(section: dict[str, Any]) -> Figure:
+def learning_plot(section: Section) -> Figure:
     """All seeds: the rewards in training, the accuracy of each arm, and its difference from stock TRL."""
     arms = [arm for arm in ARMS if arm in section["arms"]]
     runs = {arm: [row for row in section["runs"] if row["arm"] == arm] for arm in arms}
@@ -203,7 +197,7 @@ def learning_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
-def options_plot(section: dict[str, Any]) -> Figure:
+def options_plot(section: Section) -> Figure:
     """The difference of each option from its baseline, all seeds."""
     after: dict[str, dict[int, float]] = {}
     for row in section["runs"]:
@@ -223,7 +217,7 @@ def options_plot(section: dict[str, Any]) -> Figure:
     return figure
 
 
-def length_plot(section: dict[str, Any]) -> Figure:
+def length_plot(section: Section) -> Figure:
     """Lengths of wrong and right completions over a run: seeds as thin lines, their mean as a thick one."""
     figure = new_figure(
         10.4, 4.2, "Length of completions whose dots count for nothing",
@@ -280,7 +274,3 @@ def smooth(values: list[float | None], width: int) -> list[float]:
         for i in range(len(values))
     ]
     return [fmean(window) for window in windows]
-
-
-learning = partial(comparison, "learning")
-countdown = partial(comparison, "learning_countdown")

@@ -26,7 +26,7 @@ from benchmarks.problem import Case
 from benchmarks.providers import available
 from benchmarks.results import Run, where
 from benchmarks.study import Section, main
-from benchmarks.tables import grid, ms, title
+from benchmarks.tables import grid, ms, paragraphs, title
 from grpo_fused.engines import libraries
 
 LIMITS = {
@@ -67,11 +67,9 @@ def run(
         yield {"rounds": rounds, "cases": measured}
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """Time, and share of the rate in registers, of each implementation."""
-    cases = sorted(
-        run.sections["limit"]["cases"].values(), key=lambda case: (case["shape"]["dtype"], case["shape"]["N"])
-    )
+    cases = sorted(section["cases"].values(), key=lambda case: (case["shape"]["dtype"], case["shape"]["N"]))
 
     def cells() -> Iterator[list[str]]:
         for case in cases:
@@ -84,11 +82,10 @@ def table(run: Run) -> str:
         f"{title(case['shape'])}: {case['limit']['instruction']}, {case['limit']['gflops']:.0f} GFLOP/s"
         for case in cases
     )
-    return "\n".join([
-        *grid("| | | forward + backward | share | scoring | share |", cells()),
-        "",
+    return paragraphs(
+        grid("| | | forward + backward | share | scoring | share |", cells()),
         f"In registers, {run.machine['threads']} threads: {'; '.join(limits)}. {where(run)}.",
-    ])  # fmt: skip
+    )
 
 
 def taken(case: dict[str, Any], row: dict[str, Any], what: str) -> tuple[str, str]:

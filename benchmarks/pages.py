@@ -9,18 +9,20 @@ from benchmarks import cost, learning_page, releases, speed_tables, study_page, 
 from benchmarks.results import Run, latest, newest_first
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
-from benchmarks.study import Study
+from benchmarks.study import Section, Study
 
 Table = Callable[[Path], str]
 
 
-def of(study: Study, text: Callable[[Run], str]) -> Table:
+def of(study: Study, text: Callable[[Section, Run], str]) -> Table:
     """A text about a study, from the newest run that has its section."""
 
     def table(folder: Path) -> str:
         run = latest(study.section, folder)
         words = study.section.replace("_", " ").capitalize()
-        return text(run) if run is not None else f"{words}: {NOT_YET} (`python -m benchmarks.{study.program}`)."
+        if run is None:
+            return f"{words}: {NOT_YET} (`python -m benchmarks.{study.program}`)."
+        return text(run.sections[study.section], run)
 
     return table
 
@@ -35,9 +37,10 @@ def training_step(folder: Path) -> str:
 
 def learning_sentence(folder: Path) -> str:
     """The accuracy over seeds, and the time of a step of a pretrained model if that was measured."""
-    trained = latest("pretrained", folder)
     words = of(STUDIES["learning"], learning_page.sentence)(folder)
-    return words if trained is None else f"{words} {study_page.step_sentence(trained)}"
+    if latest("pretrained", folder) is None:
+        return words
+    return f"{words} {of(STUDIES['pretrained'], study_page.step_sentence)(folder)}"
 
 
 def integration_steps(folder: Path) -> str:

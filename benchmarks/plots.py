@@ -92,7 +92,7 @@ def _summary(case: dict[str, Any]) -> Bars:
 def _bars(run: Run) -> dict[str, Bars]:
     times: dict[str, dict[str, float]] = {}
     peaks: dict[str, dict[str, float]] = {}
-    for case in with_peers(run).values():
+    for case in with_peers(run.sections["loss"]).values():
         for provider, row in case["providers"].items():
             if "not_timed" not in row:
                 ratio = row["forward_backward"]["times_bare"]["median"]

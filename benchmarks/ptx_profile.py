@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.results import Run
 from benchmarks.study import Section, main
-from benchmarks.tables import grid
+from benchmarks.tables import grid, paragraphs
 
 ARCHITECTURES = ("sm_80", "sm_90")
 TOKENS, HIDDEN, VOCAB = 128, 256, 1024
@@ -155,9 +155,8 @@ def count(architecture: str, case: str) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def table(run: Run) -> str:
+def table(section: Section, run: Run) -> str:
     """Markdown: a row for each kernel and GPU."""
-    section = run.sections["ptx"]
     classes = [name for name in next(iter(section["kernels"].values())) if " " not in name]
     rows = []
     for name, found in section["kernels"].items():
@@ -167,16 +166,15 @@ def table(run: Run) -> str:
         shared = f"{found['shared passes / least']:.2f}"
         rows.append([case, architecture, *(f"{found[each]:.2f}" for each in classes), moved, sectors, shared])
     shape = section["shape"]
-    return "\n".join([
-        *grid(f"| kernel | | {' | '.join(classes)} | bytes in, out | sectors in, out | shared |", rows),
-        "",
+    return paragraphs(
+        grid(f"| kernel | | {' | '.join(classes)} | bytes in, out | sectors in, out | shared |", rows),
         f"Counted in PTX of triton {section['triton']}, with no GPU: instructions of a thread for each logit, by "
         f"class (head kernels: N = {shape['tokens']}, H = {shape['hidden']}; row kernels: "
         f"V = {shape['row vocabulary']}; pairs and sums: for each element). Bytes of global memory for each logit; "
         "sectors of loads and stores over the fewest that hold these bytes (0: only tensor copies); passes of shared "
         "memory over the fewest. Counts, no times "
         f"(`python -m benchmarks.ptx_profile`, commit {run.machine['commit']}).",
-    ])  # fmt: skip
+    )
 
 
 def run() -> Iterator[Section]:

@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from benchmarks.results import Run
 from benchmarks.study import Section, main
-from benchmarks.tables import grid
+from benchmarks.tables import grid, paragraphs
 
 TRL = (
     "0.29.1", "1.0.0", "1.1.0", "1.2.0", "1.3.0", "1.4.0", "1.5.1", "1.6.0", "1.7.1", "1.8.0", "1.9.2", "1.10.0",
@@ -114,7 +114,7 @@ def table(*runs: Run) -> str:
     ]
     some = "all" if all(case["full"] for case in cases.values()) else "the gate's"
     header = " | ".join(["| ", *PROGRAMS.values(), "commit |"])
-    return "\n".join([f"Tests that passed, of {some}:", "", *grid(header, rows)])
+    return paragraphs(f"Tests that passed, of {some}:", grid(header, rows))
 
 
 def all_packages(*runs: Run) -> str:
@@ -123,7 +123,7 @@ def all_packages(*runs: Run) -> str:
         [name, _cell(_total(case)), ", ".join(map(" ".join, case.get("beside", {}).items())), case["run"]]
         for name, case in _newest(runs).items()
     ]
-    return "\n".join(grid("| release | tests that passed | beside | commit |", rows))
+    return grid("| release | tests that passed | beside | commit |", rows)
 
 
 def _newest(runs: Iterable[Run]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.results import Run, where
-from benchmarks.tables import grid
+from benchmarks.study import Section
+from benchmarks.tables import grid, paragraphs
 
 TRL_7269 = {
     "top_p 0.8, top_k 1024": (0.895, 0.896, 0.895, 0.518, 1.001, 0.043),
@@ -16,9 +17,8 @@ TRL_7269 = {
 """Kept mass; mean and median ratio and share outside [0.9, 1.1] without the masks; mean and share with them."""
 
 
-def masks(run: Run) -> str:
+def masks(section: Section, run: Run) -> str:
     """Sizes of the sets, whether they are the masks, and the host's memory and time."""
-    section = run.sections["masks"]
 
     def cells(name: str, row: dict[str, Any]) -> Iterator[str]:
         masks, logprobs = row["masks"], row.get("log-probs", {"refused": ""})
@@ -40,13 +40,11 @@ def masks(run: Run) -> str:
         "| KiB of a token's mask | our set | log-probs | their host time / that of masks |"
     )
     rows = (tuple(cells(name, row)) for name, row in section["cases"].items() if "masks" in row)
-    return "\n".join([*grid(header, rows), "", f"V = {section['V']}; {where(run)}."])
+    return paragraphs(grid(header, rows), f"V = {section['V']}; {where(run)}.")
 
 
-def published(run: Run) -> str:
+def published(section: Section, run: Run) -> str:
     """Claim, source, their figures, ours."""
-    section = run.sections["published"]
-    lines = []
 
     def rows() -> Iterator[tuple[str, ...]]:
         trl = "TRL pull request 7269: Qwen2.5-1.5B-Instruct, vLLM 0.28"
@@ -80,7 +78,8 @@ def published(run: Run) -> str:
             "0.9x → 0.99x", f"{got['bf16']['bf16 logits']:.4f} → {got['fp32']['whole']:.4f}",
         )  # fmt: skip
 
-    lines += grid("| claim | source | theirs | ours |", rows())
     tokens = section["ratios"]["top_k 20"]["tokens"]
-    lines += ["", f"`{section['command']}`; {section['model']}, {tokens} tokens a row; {where(run)}."]
-    return "\n".join(lines)
+    return paragraphs(
+        grid("| claim | source | theirs | ours |", rows()),
+        f"`{section['command']}`; {section['model']}, {tokens} tokens a row; {where(run)}.",
+    )

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Run, newest, newest_first, where
+from benchmarks.study import Section
 from benchmarks.sweep import PLANS as GPU_PLANS
-from benchmarks.tables import MIB, grid, ms, title
+from benchmarks.tables import MIB, grid, ms, paragraphs, title
 
 NOT_YET = "not measured yet"
 SPEED_HEADER = (
@@ -31,36 +32,34 @@ def summary(folder: Path) -> str:
         mib = peak_mib(row)
         cells.append(ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
     shape = case["shape"]
-    row, source = _candidate_row(run, shape, len(names), folder)
+    rows, source = _candidate_rows(run, shape, len(names), folder)
     words = f"{shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']}"
-    return "\n".join([
-        *grid(f"| {words} | {' | '.join(names.values())} |", [cells]),
-        *([row] if row else []),
-        "",
+    return paragraphs(
+        grid(f"| {words} | {' | '.join(names.values())} |", [cells, *rows]),
         f"{where(run)}, {run.machine['threads']} threads{source}.",
-    ])  # fmt: skip
+    )
 
 
-def _candidate_row(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> tuple[str, str]:
+def _candidate_rows(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> tuple[list[list[str]], str]:
     """The same with candidate sets of published sizes, and its source; empty if it was measured on another machine."""
     run = newest("cpu", "candidates", folder)
     if run is None or run.machine["name"] != dense.machine["name"]:
-        return "", ""
+        return [], ""
     published = run.sections["candidates"]["published"]
     if any(published[name] != shape[name] for name in "NHV"):
-        return "", ""
+        return [], ""
     row, memory = published["calls"]["native loss"], published["scratch_bytes"]["native"] / MIB
     text = "the same with [candidate sets](docs/candidates.md) of the sizes that top-p 0.97 leaves"
     beside = ms(published["calls"]["native dense loss"]["ms"]["median"])
     time = f"{ms(row['ms']['median'])} (dense {beside} in that run), {memory:.0f} MiB"
-    line = f"| {text} | {time} |" + " |" * (columns - 1)
-    return line, f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
+    source = f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
+    return [[text, time, *[""] * (columns - 1)]], source
 
 
 def summary_case(folder: Path) -> tuple[Run, dict[str, Any]] | None:
     """The newest CPU run that timed ours and all of `SUMMARY_PEERS`, and the first dense case in which it did."""
     for run in newest_first("cpu", "loss", folder):
-        for case in _dense(run).values():
+        for case in _dense(run.sections["loss"]).values():
             rows = case["providers"]
             if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
                 return run, case
@@ -71,30 +70,28 @@ def speed_of(device: str, folder: Path) -> str:
     """The tables of the newest run on the device, and which of the GPU's problems were not measured."""
     run = newest(device, "loss", folder)
     if run is not None:
-        return speed(run)
+        return speed(run.sections["loss"], run)
     note = f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."
-    return "\n".join([note, *_missing_on_a_gpu({}, device)])
+    return paragraphs(note, _missing_on_a_gpu({}, device))
 
 
-def speed(run: Run) -> str:
+def speed(section: Section, run: Run) -> str:
     """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
-    cases, device = with_peers(run), run.machine["device"]
-    ours = {p for p, entry in run.sections["loss"]["providers"].items() if entry["ours"]}
-    blocks = [_about(run), *(_speed_table(case, ours) for case in cases.values())]
-    alone = [row for name, case in _dense(run).items() if name not in cases for row in _alone_rows(case)]
+    cases, device = with_peers(section), run.machine["device"]
+    ours = {p for p, entry in section["providers"].items() if entry["ours"]}
+    blocks = [_about(section, run), *(_speed_table(case, ours) for case in cases.values())]
+    alone = [row for name, case in _dense(section).items() if name not in cases for row in _alone_rows(case)]
     if alone:
-        header = "| Other sizes | | forward + backward | × bare | scoring | × bare | memory |"
-        blocks.append("\n".join(grid(header, alone)))
-    if left_out := run.sections["loss"]["left_out"]:
+        blocks.append(grid("| Other sizes | | forward + backward | × bare | scoring | × bare | memory |", alone))
+    if left_out := section["left_out"]:
         blocks.append(f"Not measured in the time of this run: {', '.join(left_out)}.")
-    if missing := _missing_on_a_gpu(run.sections["loss"]["cases"], device):
-        blocks.append("\n".join(missing).strip())
+    blocks.append(_missing_on_a_gpu(section["cases"], device))
     name, rows = device.replace("cuda", "gpu"), [row for case in cases.values() for row in case["providers"].values()]
     if any("not_timed" not in row for row in rows):
         blocks.append(f"![time of forward and backward, relative to the bare products](plots/{name}-speed.svg)")
     if any(peak_mib(row) is not None for row in rows):
         blocks.append(f"![peak memory](plots/{name}-memory.svg)")
-    return "\n\n".join(blocks)
+    return paragraphs(*blocks)
 
 
 def sparsity(device: str, folder: Path) -> str:
@@ -103,7 +100,7 @@ def sparsity(device: str, folder: Path) -> str:
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
     if not rows:
         return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
-    return "\n".join(grid("| problem | tokens with a gradient | | time | × bare | × bare, relative to dense |", rows))
+    return grid("| problem | tokens with a gradient | | time | × bare | × bare, relative to dense |", rows)
 
 
 def providers(folder: Path) -> str:
@@ -117,23 +114,21 @@ def providers(folder: Path) -> str:
         entries = {device: by_name[name] for device, by_name in known.items() if name in by_name}
         absent = [f"{device}: {entry['unavailable']}" for device, entry in entries.items() if entry["unavailable"]]
         rows.append((name, _cell(next(iter(entries.values()))["composition"]), _cell("; ".join(absent))))
-    lines = grid("| name | what is timed | not run |", rows)
-    return "\n".join(["<details><summary>What is timed under each name</summary>", "", *lines, "", "</details>"])
+    table = grid("| name | what is timed | not run |", rows)
+    return paragraphs("<details><summary>What is timed under each name</summary>", table, "</details>")
 
 
-def with_peers(run: Run) -> dict[str, Any]:
+def with_peers(section: Section) -> dict[str, Any]:
     """The dense cases in which a peer was timed or tried."""
-    entries = run.sections["loss"]["providers"]
     return {
         name: case
-        for name, case in _dense(run).items()
-        if not all(entries[provider]["ours"] for provider in case["providers"])
+        for name, case in _dense(section).items()
+        if not all(section["providers"][provider]["ours"] for provider in case["providers"])
     }
 
 
-def _dense(run: Run) -> dict[str, Any]:
-    cases = run.sections["loss"]["cases"]
-    return {name: case for name, case in cases.items() if case["shape"]["pattern"] == "dense"}
+def _dense(section: Section) -> dict[str, Any]:
+    return {name: case for name, case in section["cases"].items() if case["shape"]["pattern"] == "dense"}
 
 
 def peak_mib(row: dict[str, Any]) -> float | None:
@@ -142,18 +137,17 @@ def peak_mib(row: dict[str, Any]) -> float | None:
     return measured.get("resident", measured.get("allocator"))
 
 
-def _missing_on_a_gpu(cases: dict[str, Any], device: str) -> list[str]:
+def _missing_on_a_gpu(cases: dict[str, Any], device: str) -> str:
     """A table of the GPU's dense problems that are not among the cases; nothing for a CPU."""
     missing = [plan.case for plan in GPU_PLANS if plan.case.pattern == "dense" and plan.case.name not in cases]
     if device == "cpu" or not missing:
-        return []
+        return ""
     rows = ([title(case.describe()), *[NOT_YET] * 4] for case in missing)
-    return ["", *grid("| problem | bare products | ours | TRL | Liger |", rows)]
+    return grid("| problem | bare products | ours | TRL | Liger |", rows)
 
 
-def _about(run: Run) -> str:
-    machine, section = run.machine, run.sections["loss"]
-    name = machine["name"]
+def _about(section: Section, run: Run) -> str:
+    machine, name = run.machine, run.machine["name"]
     if machine["device"] == "cpu":
         name += f", {machine['cores']} cores, {machine['threads']} threads ({machine['native']})"
     else:
@@ -173,20 +167,19 @@ def _speed_table(case: dict[str, Any], ours: set[str]) -> str:
     product = 2 * shape["N"] * shape["H"] * shape["V"]
     timed = {name: row for name, row in rows.items() if "not_timed" not in row}
     three, one = bare["bare-3"]["median"], bare["bare-1"]["median"]
-    cells = []
+    first = f"{ms(three)}, {_rate(3 * product / three)}", "1", f"{ms(one)}, {_rate(product / one)}", "1"
+    cells = [["bare products", *first, *[""] * 3]]
     for name, row in sorted(timed.items(), key=lambda item: item[1]["forward_backward"]["ms"]["median"]):
         spread = row["forward_backward"]["times_bare"]
         both, ratio, *others = _taken(row)
         ratio += f" ({spread['p20']:.2f} to {spread['p80']:.2f})"
         cells.append([f"**{name}**" if name in ours else name, both, ratio, *others, *_errors(row["errors"])])
-    header, rule, *lines = grid(SPEED_HEADER, cells)
-    lines += [
-        f"| {name} | not timed: {_cell(row['not_timed'])} | | | | | {' | '.join(_errors(row.get('errors', {})))} |"
+    cells += [
+        [name, f"not timed: {_cell(row['not_timed'])}", *[""] * 4, *_errors(row.get("errors", {}))]
         for name, row in rows.items()
         if name not in timed
     ]
-    first = f"{ms(three)}, {_rate(3 * product / three)} | 1 | {ms(one)}, {_rate(product / one)} | 1"
-    return "\n".join([f"**{title(shape)}**", "", header, rule, f"| bare products | {first} | | | |", *lines])
+    return paragraphs(f"**{title(shape)}**", grid(SPEED_HEADER, cells))
 
 
 def _taken(row: dict[str, Any]) -> list[str]:

@@ -18,14 +18,7 @@ from benchmarks import (
     study_plots,
     tables,
 )
-from benchmarks.results import Run
 from benchmarks.study import Study
-
-
-def _integration_step(run: Run) -> str:
-    prefix = "integration_steps."
-    return tables.integration_steps({s.removeprefix(prefix): run for s in run.sections if s.startswith(prefix)})
-
 
 _ALL = (
     Study("cpu", "loss", speed_tables.speed, new_file=True),
@@ -42,12 +35,12 @@ _ALL = (
     Study("candidates", "candidates", tables.candidates, study_plots.candidates_plot),
     Study("heads", "heads", heads.table),
     Study("distillation", "distillation", plot=study_plots.distillation_plot),
-    Study("pretrained", "pretrained", study_page.whole),
-    Study("pretrained_cut", "pretrained_cut", study_page.cut, learning_page.learning_plot),
+    Study("pretrained", "pretrained", study_page.trained),
+    Study("pretrained_cut", "pretrained_cut", study_page.trained, learning_page.learning_plot),
     Study("pretrained_lora", "pretrained_lora", study_page.adapted),
     Study("real_rollouts", "real_rollouts", study_page.distribution),
     Study("trl_steps", "trl_steps"),
-    Study("integration_steps", "integration_steps.{project}", _integration_step),
+    Study("integration_steps", "integration_steps.{project}", tables.integration_step),
     Study("threads", "threads", tables.threads),
     Study("divergence", "divergence", tables.divergence),
     Study("objective", "objective"),
@@ -58,9 +51,9 @@ _ALL = (
     Study("published", "published", sampling_page.published),
     Study("aot", "compiled", tables.compiled),
     Study("ptx_profile", "ptx", ptx_profile.table),
-    Study("releases", "releases", releases.all_packages, keeps_cases=True),
-    Study("learning", "learning", learning_page.learning, learning_page.learning_plot),
-    Study("learning_countdown", "learning_countdown", learning_page.countdown, learning_page.learning_plot),
+    Study("releases", "releases", lambda _, run: releases.all_packages(run), keeps_cases=True),
+    Study("learning", "learning", learning_page.comparison, learning_page.learning_plot),
+    Study("learning_countdown", "learning_countdown", learning_page.comparison, learning_page.learning_plot),
     Study("learning_options", "learning_options", learning_page.options, learning_page.options_plot),
     Study("length_bias", "length_bias", learning_page.length_bias, learning_page.length_plot),
     Study("centering", "centering", centering_page.table, centering_page.plot),

@@ -33,8 +33,8 @@ class Study(NamedTuple):
     """the module whose `run` yields the section, as far as it is measured; what `run` takes are the options"""
     section: str
     """in the file of a run; `{project}` stands for the option of that name"""
-    table: Callable[[Run], str] | None = None
-    """without one the section is printed, unless it is put into a file"""
+    table: Callable[[Section, Run], str] | None = None
+    """of the section and the run that has it; without one the section is printed, unless it is put into a file"""
     plot: Callable[[Section], Figure] | None = None
     new_file: bool = False
     """whether it makes a file if none is named"""
@@ -66,10 +66,11 @@ def main(program: str, argv: Sequence[str] | None = None) -> None:
         for data in study.run(**options):
             kept = {"cases": known.get("cases", {}) | data["cases"]} if study.keeps_cases else {}
             record(section, {"command": repeated(program, words), **data, **kept}, out=file, device=device)
+        run = load(file)
         if study.table is not None:
-            print(study.table(load(file)))
+            print(study.table(run.sections[section], run))
         elif out is None:
-            print(json.dumps(load(file).sections, indent=1))
+            print(json.dumps(run.sections, indent=1))
     if out is not None:
         print(f"written to {out}")
 

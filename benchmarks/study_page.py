@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from statistics import fmean
 from typing import Any
 
 from benchmarks.learning_page import ARMS, comparison, counted, p_value, points
 from benchmarks.results import Run, processor, where
-from benchmarks.tables import BARE, grid
+from benchmarks.study import Section
+from benchmarks.tables import BARE, grid, paragraphs
 
 PARTS = ("generation", "body", "head", "other")
 
 
-def trained(section_name: str, run: Run) -> str:
+def trained(section: Section, run: Run) -> str:
     """A row for each trainer: accuracy and its difference from stock TRL; time of a step and its parts, memory."""
-    section = run.sections[section_name]
     recipe, rows = section["recipe"], []
     for arm, mean in step_means(section).items():
         times = (f"{mean[part]:.1f}" for part in ("seconds", *PARTS))
         rows.append([ARMS[arm], *times, f"{mean['tokens_per_second']:.0f}", f"{mean['peak_bytes'] / 2**30:.1f}"])
-    lines = [
-        comparison(section_name, run),
-        "",
-        *grid(f"| trainer | s in a step | {' | '.join(PARTS)} | tokens/s | peak GiB |", rows),
-        "",
+    texts = [
+        comparison(section, run),
+        grid(f"| trainer | s in a step | {' | '.join(PARTS)} | tokens/s | peak GiB |", rows),
         f"Completions have at most {recipe['max_completion_length']} tokens; the learning rate is "
         f"{recipe['learning_rate']:g}. Seconds are medians over the steps of a run, and means over the seeds; "
         f"{counted(run.machine['threads'], 'thread')}.{_where_timed(section)}",
     ]
     if cut := section.get("cut"):
-        lines += [
-            "",
+        texts.append(
             f"The cut vocabulary has {cut['tokens']} of {cut['of']:,} tokens: {cut['of_the_task']} of the task, "
             f"{cut['likely']} more that the model gives probability to, bytes, and the parts of these tokens. In "
             f"{cut['lost']['positions']:,} positions of sampled answers, the cut tokens have {cut['lost']['mean']:.4%} "
-            f"of the probability (at most {cut['lost']['max']:.2%} in a position).",
-        ]
-    return "\n".join(lines)
+            f"of the probability (at most {cut['lost']['max']:.2%} in a position)."
+        )
+    return paragraphs(*texts)
 
 
-def adapted(run: Run) -> str:
+def adapted(section: Section, run: Run) -> str:
     """LoRA on a quantised head and training of all weights: accuracy, time of a step, memory."""
-    section = run.sections["pretrained_lora"]
     rows = []
     for arm, label in (("ours", "all weights"), ("lora_int8", "LoRA of rank 16, head in int8")):
         own, against = section["arms"][arm], section["against_ours"].get(arm)
@@ -55,23 +50,22 @@ def adapted(run: Run) -> str:
         rows.append([label, str(own["n"]), f"{own['mean']:.1%}", sd, *cells, f"{seconds:.1f}", f"{peak / 2**30:.1f}"])
     recipe, before = section["recipe"], section["before"]
     header = "| trained | seeds | accuracy | sd | difference | 95 % interval | p, equal within {:g} points | "
-    return "\n".join([
-        *grid(header.format(100 * section["bound"]) + "s in a step | peak GiB |", rows),
-        "",
+    return paragraphs(
+        grid(header.format(100 * section["bound"]) + "s in a step | peak GiB |", rows),
         f"From {before['mean']:.1%} of {section['held_out']:,} held-out problems; {recipe['steps']} steps. The "
         f"learning rate is {recipe['learning_rate']:g} for all weights and {recipe['lora_rate']:g} for adapters. "
         f"Seconds of a step are CPU time, {counted(run.machine['threads'], 'thread')}. {where(run)}.",
-    ])  # fmt: skip
+    )
 
 
-def timed(section: dict[str, Any]) -> list[dict[str, Any]]:
+def timed(section: Section) -> list[dict[str, Any]]:
     """The runs on the machine of most of them: times of several machines are no mean."""
     machines = Counter(row.get("machine") for row in section["runs"])
     most = machines.most_common(1)[0][0]
     return [row for row in section["runs"] if row.get("machine") == most]
 
 
-def _where_timed(section: dict[str, Any]) -> str:
+def _where_timed(section: Section) -> str:
     """A sentence, if not all runs are."""
     rows = timed(section)
     if len(rows) == len(section["runs"]):
@@ -81,7 +75,7 @@ def _where_timed(section: dict[str, Any]) -> str:
     return f" Times and memory are of the seeds {seeds}, on {rows[0]['machine']}; others ran on {', '.join(others)}."
 
 
-def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
+def step_means(section: Section) -> dict[str, dict[str, float]]:
     """Of each trainer, means over the seeds: seconds of a step and of its parts, tokens per second, peak memory."""
     found = {}
     for arm in (arm for arm in ARMS if arm in section["arms"]):
@@ -90,9 +84,8 @@ def step_means(section: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def step_sentence(run: Run) -> str:
+def step_sentence(section: Section, run: Run) -> str:
     """How long a step of the pretrained model takes in our trainer and in stock TRL."""
-    section = run.sections["pretrained"]
     means, first = step_means(section), timed(section)[0]
     place, commit = first.get("machine", processor(run.machine)), first.get("commit", run.machine["commit"])
     ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
@@ -103,9 +96,8 @@ def step_sentence(run: Run) -> str:
     )
 
 
-def distribution(run: Run) -> str:
+def distribution(section: Section, run: Run) -> str:
     """What the recorded tokens say: errors of heads, sizes of candidate sets, and times of the loss."""
-    section = run.sections["real_rollouts"]
     entropy, heads, times = section["entropy"], [], []
     for name, label in (("head", "bf16 logits"), ("ours", "grpo_fused")):
         head = section["heads"][name]
@@ -120,18 +112,11 @@ def distribution(run: Run) -> str:
         f"the first {name.removeprefix('top_k ')} tokens have {mass['mean']:.2%} (p10 {mass['p10']:.2%})"
         for name, mass in section["mass"].items()
     )
-    return "\n".join([
+    return paragraphs(
         f"{section['tokens']} tokens of {section['steps']} rollouts; largest |logit| {section['max_logit']:.0f}; "
         f"entropy {entropy['mean']:.2f} nats (median {entropy['median']:.3f}, p99 {entropy['p99']:.2f}); "
         f"{section['zero_advantage_groups']:.0%} of the groups have equal rewards. {where(run)}.",
-        "",
-        *grid("| log-probs | error, mean | p99 | max | flipped clips | ratios outside [0.9, 1.1] |", heads),
-        "",
-        *grid("|  | tokens in a set: median | p90 | p99 | max | forward + backward, ms | × bare |", times),
-        "",
+        grid("| log-probs | error, mean | p99 | max | flipped clips | ratios outside [0.9, 1.1] |", heads),
+        grid("|  | tokens in a set: median | p90 | p99 | max | forward + backward, ms | × bare |", times),
         f"Probability: {masses}.",
-    ])  # fmt: skip
-
-
-whole = partial(trained, "pretrained")
-cut = partial(trained, "pretrained_cut")
+    )

@@ -128,7 +128,7 @@ def test_the_error_of_the_top_k_form_falls_to_nothing():
     assert errors[0] > 0.5
     assert errors[-1] < 1e-4
     section = {"vocab": 256, "draws": 50, "spread": 3.0, "cap": 2.0, "rows": rows}
-    text = centering_tail.table(Run(None, ABOUT, {"centering_tail": section}))
+    text = centering_tail.table(section, Run(None, ABOUT, {}))
     assert f"| 1 | 16 | {rows[3]['mass']:.2%} | {errors[3]:.2%} | {rows[3]['tis']:.2%} |" in text
 
 
@@ -160,7 +160,7 @@ def test_the_table_and_the_picture(tmp_path):
     pytest.importorskip("scipy")
     pytest.importorskip("matplotlib")
     found = section()
-    text = centering_page.table(Run(None, ABOUT, {"centering": found}))
+    text = centering_page.table(found, Run(None, ABOUT, {}))
     assert "| fp8 | TIS | 3 | 1.0e-02 | 51.0% ± 1.0 |  | 42.0% ± 2.0 |  |" in text
     assert "| fp8 | TIS, centered | 3 | 1.0e-02 | 53.0% ± 2.0 | +2.0 (-0.5 to +4.5) |" in text
     assert "trained at c0, c1, c2." in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,9 +51,10 @@ def test_a_graph_is_replayed_on_new_advantages(device, monkeypatch):
     assert "is off by" in ways["chunked, graph"]["not_timed"]
     assert "ms" not in ways["chunked, graph"]
     assert "ms" in ways["chunked, not compacted"]
-    run = SimpleNamespace(sections={"graphs": {"cases": [graphs.measure(graphs.SMALL[0], "cuda", 1)
-                                                         | {"shape": graphs.SMALL[0].describe()}]}})  # fmt: skip
-    assert f"|  | chunked, graph | not timed: {ways['chunked, graph']['not_timed'][:12]}" in graphs.table(run)
+    case = graphs.measure(graphs.SMALL[0], "cuda", 1) | {"shape": graphs.SMALL[0].describe()}
+    assert f"|  | chunked, graph | not timed: {ways['chunked, graph']['not_timed'][:12]}" in graphs.table(
+        {"cases": [case]}, None
+    )
 
 
 def test_only_a_compacted_call_waits_for_the_device(device):

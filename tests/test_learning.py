@@ -307,29 +307,27 @@ def test_lengths_are_compared_over_the_seeds_that_have_them():
 
 def test_tables():
     pytest.importorskip("scipy")
-    run = Run(
-        None,
-        ABOUT,
-        {"learning": learning_section(), "learning_options": options_section(), "length_bias": length_section()},
-    )
-    table = learning_page.learning(run)
+    run, section = Run(None, ABOUT, {}), learning_section()
+    table = learning_page.comparison(section, run)
     assert "| our trainer | 4 | 71.5% | 1.2 | +0.0 | -0.4 to +0.4 | < 0.001 |" in table
     assert "| stock TRL | 4 | 71.5% | 1.3 |  |  |  |" in table
     assert "20 optimizer steps" in table
     assert "at most 3e-05 of the way (1 seeds)" in table
     assert "trained at c0, c1, c2, c3." in table
-    assert "since 40 seeds are planned: equality is not claimed yet (two one" in learning_page.sentence(run)
-    run.sections["learning"]["against_trl"]["ours"]["n"] = 40
-    said = learning_page.sentence(run)
+    assert "since 40 seeds are planned: equality is not claimed yet (two one" in learning_page.sentence(section, run)
+    section["against_trl"]["ours"]["n"] = 40
+    said = learning_page.sentence(section, run)
     assert "Over 40 seeds a small policy reaches an accuracy of 71.5% in our trainer and of 71.5% in stock TRL" in said
     assert "equality within 2 points is shown (two one-sided tests, p < 0.001)" in said
-    run.sections["learning"]["against_trl"]["ours"]["p"] = 0.2
-    assert "equality within 2 points is not shown (two one-sided tests, p = 0.200)" in learning_page.sentence(run)
+    section["against_trl"]["ours"]["p"] = 0.2
+    assert "equality within 2 points is not shown (two one-sided tests, p = 0.200)" in learning_page.sentence(
+        section, run
+    )
     assert (
         "| top-p 0.9, no candidate sets | 3 | 52.1% | 2.1 | top-p 0.9, candidate sets | -9.9 |"
-        in learning_page.options(run)
+        in learning_page.options(options_section(), run)
     )
-    lengths = learning_page.length_bias(run)
+    lengths = learning_page.length_bias(length_section(), run)
     assert "| `grpo` | 1 | 0.5 | 0.25 | 0.125 | 0.0625 |" in lengths
     assert (
         "| `grpo` | +3.0 (-9.7 to +15.7) | +3.0 (-9.7 to +15.7) | +0.0 (+0.0 to +0.0) | +0.0 (+0.0 to +0.0) |"

@@ -175,14 +175,14 @@ def test_tables_of_both_vocabularies() -> None:
     }  # fmt: skip
     section = {"recipe": recipe, "held_out": 1024, "replay": [], "cut": cut, **statistics_of(rows, 0.05)}
     about = {"name": "A machine", "commit": "abc", "dirty": False, "date": "2026-01-01T00:00:00", "threads": 1}
-    text = study_page.cut(Run(Path(), about, {"pretrained_cut": section}))
+    text = study_page.trained(section, Run(Path(), about, {}))
     assert "| our trainer | 2 | 50.5% | 0.7 | -2.0 | -2.0 to -2.0 | < 0.001 |" in text
     assert "| our trainer | 12.0 | 4.0 | 3.0 | 2.0 | 1.0 | 125 | 2.0 |" in text
     assert "1 optimizer step each" in text
     assert "525 of 262,144 tokens: 37 of the task, 43 more" in text
     assert "0.0030% of the probability (at most 0.12% in a position)" in text
     few = {"recipe": recipe | {"task": "pretrained"}, "held_out": 384, "replay": [], **statistics_of(rows[:3], 0.05)}
-    text = study_page.whole(Run(Path(), about, {"pretrained": few}))
+    text = study_page.trained(few, Run(Path(), about, {}))
     assert "| our trainer | 2 | 50.5% | 0.7 |  |  |  |" in text
     assert "| stock TRL | 1 | 52.0% |  |  |  |  |" in text
     assert "| stock TRL | 10.0 | 4.0 | 3.0 | 2.0 | 1.0 | 100 | 2.0 |" in text
@@ -251,7 +251,7 @@ def test_the_time_of_a_step_in_a_sentence(other):
     )
     section = {"recipe": {}, "arms": ["ours", "trl"], "runs": runs}
     machine = {"name": other or "A processor", "commit": "c1", "dirty": False, "date": "2026-01-01"}
-    said = study_page.step_sentence(Run(Path("r.json"), machine, {"pretrained": section}))
+    said = study_page.step_sentence(section, Run(Path("r.json"), machine, {}))
     assert (
         "takes 15.0 s of processor time in our trainer and 60.0 s in stock TRL, 4.0 times as long (A processor, commit c0"
         in said
@@ -270,9 +270,7 @@ def test_the_table_of_adapters():
     recipe = {"steps": 20, "learning_rate": 2e-6, "lora_rate": 1e-4}
     section = {"recipe": recipe, "held_out": 1024, **statistics_of(runs, 0.05, "ours")}
     machine = {"name": "A processor", "commit": "c0", "dirty": False, "date": "2026-01-01", "threads": 1}
-    header, line, *rows = study_page.adapted(Run(Path("r.json"), machine, {"pretrained_lora": section})).splitlines()[
-        :4
-    ]
+    header, line, *rows = study_page.adapted(section, Run(Path("r.json"), machine, {})).splitlines()[:4]
     assert header.count("s in a step") == 1
     assert {text.count("|") for text in (header, line, *rows)} == {10}
     assert rows[0] == "| all weights | 2 | 55.0% | 7.1 |  |  |  | 5.0 | 1.0 |"

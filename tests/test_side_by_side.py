@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ def tiny(monkeypatch):
         monkeypatch.setattr(module, "SHAPES", TINY)
 
 
-def shown(name: str, section: dict[str, Any], table: Callable[[Run], str]) -> str:
-    about = {"device": "cpu", "name": "a chip", "commit": "c0", "dirty": False, "date": "2026-11-26"}
-    return table(Run(Path(), about, {name: section}))
+ABOUT = {"device": "cpu", "name": "a chip", "commit": "c0", "dirty": False, "date": "2026-11-26"}
+RUN = Run(Path(), ABOUT, {})
 
 
 def test_heads():
@@ -36,7 +34,7 @@ def test_heads():
     assert section["calls"].keys() - section["scratch_bytes"].keys() == {
         heads.BARE, "LoRA on bf16, peft's layer on logits",
     }  # fmt: skip
-    table = shown("heads", section, heads.table)
+    table = heads.table(section, RUN)
     assert "Calls on logits take 1024 tokens at a time." in table
     assert f"Gradients differ by {section['gradient_error']['bf16']:.2%} from those of peft's layer" in table
 
@@ -60,7 +58,7 @@ def test_alternatives(monkeypatch):
     assert section["errors"].keys() == {f"{impl}, K = {K}" for impl in impls for K in alternatives.COUNTS}
     assert max(section["errors"].values()) < 0.05
     assert section["scratch_bytes"][f"{impls[0]}, K = 20"] > 0
-    lines = shown("alternatives", section, alternatives.table).splitlines()
+    lines = alternatives.table(section, RUN).splitlines()
     assert sum(line.startswith("| ") for line in lines) == 1 + len(section["calls"])
     assert any(line.startswith("| on logits, K = 128 |") for line in lines)
     on_logits = alternatives.Problem.on_logits
@@ -80,7 +78,7 @@ def test_candidates(monkeypatch):
     impls = candidates.engines_of("cpu")
     published = candidates.published("cpu", impls, 1)
     window = candidates.window("cpu", impls[0], 1)
-    table = shown("candidates", {"published": published, "window": window}, tables.candidates)
+    table = tables.candidates({"published": published, "window": window}, RUN)
     assert "| masked dense loss |" in table
     assert "A micro-batch whose rows are added to a gradient that is there takes" in table
     monkeypatch.setattr(candidates.Problem, "score", lambda self, _: torch.zeros(self.targets.shape))
@@ -93,7 +91,7 @@ def test_divergence(monkeypatch):
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(divergence, "QUICK", TINY["cpu"])
     (section,) = divergence.run(kinds=("reverse_kl",), rounds=1, quick=True)
-    assert "| reverse_kl, grpo_fused |" in shown("divergence", section, tables.divergence)
+    assert "| reverse_kl, grpo_fused |" in tables.divergence(section, RUN)
     monkeypatch.setitem(divergence.IMPLEMENTATIONS, "grpo_fused", lambda *a: 1.1 * divergence.ours(*a))
     with pytest.raises(SystemExit, match="grpo_fused reverse_kl is wrong: .*; nothing is timed"):
         next(divergence.run(kinds=("reverse_kl",), rounds=1, quick=True))

@@ -287,7 +287,7 @@ def test_sets_recorded_from_a_rollout(monkeypatch):
     assert found["N"] == len(problem.sets) == problem.hidden.shape[1] > 0
     assert 1 <= found["set_sizes"]["median"] <= found["V"] == problem.weight.shape[0]
     assert found["logp_error"]["chunked"] <= 1e-4
-    lines = tables.candidates(Run(Path(), {}, {"candidates": {"recorded": found}})).splitlines()
+    lines = tables.candidates({"recorded": found}, Run(Path(), {}, {})).splitlines()
     assert f"N = {found['N']}, H = {found['H']}, V = {found['V']}" in lines[0]
     assert len(lines) == 4 + len(found["calls"])
 
@@ -323,7 +323,7 @@ def test_the_share_of_the_limit(tmp_path):
     case = cases["fp32-256-64-2000"]
     case["limit"]["gflops"] = 1000.0
     case["providers"]["eager"] = {"forward_backward": {"ms": {"median": 2.0}}}
-    lines = limit.table(run).splitlines()
+    lines = limit.table(run.sections["limit"], run).splitlines()
     share = 3 * 2 * 256 * 64 * 2000 / 2e-3 / 1e12
     assert f"| fp32, N = 256, H = 64, V = 2000 | eager | 2 ms | {share:.2f} |  |  |" in lines
     for row in lines[2:-2]:
