@@ -12,22 +12,23 @@ smaller share of larger models.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.child import in_child
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.problem import EPSILON, clear, loss_from_logps
+from benchmarks.problem import EPSILON, clear, trainable
 from benchmarks.providers import PROVIDERS, eager_logps, fused_loss
 from benchmarks.qwen2 import small_qwen2
 from benchmarks.results import Device
 from benchmarks.study import Section, main
-from benchmarks.timing import summary, times_by_round
-from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
-from grpo_fused.heads import head_hidden_states, lm_head_inputs
+from benchmarks.timing import Calls, summary, times_by_round
+from grpo_fused import GRPOLossConfig
+from grpo_fused.heads import head_hidden_states
 from grpo_fused.testing import Problem, frobenius_error
 
 GRADIENT_TOLERANCE = 0.02
@@ -62,25 +63,6 @@ class Setting:
         return self.sequences * self.completion
 
 
-class Rollout(NamedTuple):
-    """The training data of a step."""
-
-    ids: Tensor  # [B, prompt + completion]
-    mask: Tensor  # [B, completion] bool
-    advantages: Tensor  # [B]
-    old: Tensor  # [B, completion] nats
-
-    @property
-    def completion_ids(self) -> Tensor:
-        """[B, completion]"""
-        return self.ids[:, -self.mask.shape[1] :]
-
-    def problem(self, hidden: Tensor, weight: Tensor) -> Problem:
-        """Without the prompts, as input of the loss."""
-        options = {"old_per_token_logps": self.old}
-        return Problem(hidden, weight, self.completion_ids, self.advantages, self.mask, options)
-
-
 def build_model(setting: Setting) -> nn.Module:
     """Qwen2 with tied embeddings; the same weights each time."""
     length = setting.prompt + setting.completion
@@ -90,151 +72,103 @@ def build_model(setting: Setting) -> nn.Module:
     return model.to(setting.device, getattr(torch, setting.dtype))
 
 
-def build_rollout(setting: Setting, model: nn.Module) -> Rollout:
-    """Random ids, and old log-probs: the model's with a noise of 0.05 nats."""
+def build_rollout(setting: Setting, model: nn.Module) -> tuple[Tensor, Problem]:
+    """Random ids [B, prompt + completion], and the loss of their completions; old log-probs are the model's with a
+    noise of 0.05 nats."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, setting.vocab, (setting.sequences, setting.prompt + setting.completion), generator=g)
-    shape = (setting.sequences, setting.completion)
-    blank = torch.zeros(shape)
-    rollout = Rollout(ids, torch.ones(shape, dtype=torch.bool), torch.randn(shape[0], generator=g), blank)
-    rollout = Rollout(*(x.to(setting.device) for x in rollout))
+    shape, device = (setting.sequences, setting.completion), setting.device
+    advantages, ids = torch.randn(shape[0], generator=g).to(device), ids.to(device)
+    mask, weight = torch.ones(shape, dtype=torch.bool, device=device), model.lm_head.weight
     with torch.no_grad():
-        logps = eager_logps(completion_states(model, rollout), model.lm_head.weight, rollout.completion_ids)
-    return rollout._replace(old=logps + 0.05 * torch.randn(shape, generator=g).to(setting.device))
+        states = completion_states(model, ids, setting.completion)
+        logps = eager_logps(states, weight, ids[:, setting.prompt :])
+    old = logps + 0.05 * torch.randn(shape, generator=g).to(device)
+    return ids, Problem(states, weight, ids[:, setting.prompt :], advantages, mask, {"old_per_token_logps": old})
 
 
-def completion_states(model: nn.Module, rollout: Rollout) -> Tensor:
-    """[B, completion, H]: the states that predict the completion; no logits are computed."""
-    return head_hidden_states(model, rollout.ids)[:, -rollout.mask.shape[1] - 1 : -1]
+def completion_states(model: nn.Module, ids: Tensor, count: int) -> Tensor:
+    """[B, count, H]: the states that predict the last ids; no logits are computed."""
+    return head_hidden_states(model, ids)[:, -count - 1 : -1]
 
 
-class Provider(NamedTuple):
-    """A loss in two forms."""
-
-    of_model: Callable[[nn.Module, Rollout], Tensor]
-    """as a training step computes it"""
-    of_head: Callable[[Problem], Tensor]
-    """from given hidden states"""
+Loss = Callable[[Problem], Tensor]
 
 
-def ours_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
-    return fused_linear_grpo_loss(
-        completion_states(model, rollout),
-        completion_ids=rollout.completion_ids,
-        advantages=rollout.advantages,
-        completion_mask=rollout.mask,
-        old_per_token_logps=rollout.old,
-        **_head_of(model),
-    ).loss
-
-
-def trl_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
-    return PROVIDERS["trl"].loss(rollout.problem(completion_states(model, rollout), model.lm_head.weight))
-
-
-def eager_of_model(model: nn.Module, rollout: Rollout) -> Tensor:
-    """The logits of the model's own forward, of the completion only."""
-    T = rollout.mask.shape[1]
-    logits = model(input_ids=rollout.ids, use_cache=False, logits_to_keep=T + 1).logits[:, :-1].float()
-    logps = logits.log_softmax(-1).gather(-1, rollout.completion_ids.unsqueeze(-1)).squeeze(-1)
-    return loss_from_logps(logps, rollout.problem(logits, logits))
-
-
-def providers() -> dict[str, Provider]:
-    """The providers that are installed."""
-    installed = {
-        "ours": Provider(ours_of_model, lambda p: fused_loss(p, "auto").loss),
-        "eager": Provider(eager_of_model, PROVIDERS["eager"].loss),
-    }
-    if PROVIDERS["trl"].unavailable("cpu") is None:
-        installed["TRL"] = Provider(trl_of_model, PROVIDERS["trl"].loss)
-    return installed
-
-
-def _head_of(model: nn.Module) -> dict[str, Any]:
-    """`lm_head_inputs`, which checks the head against the model once and not in every step."""
-    if not hasattr(model, "_checked_head"):
-        object.__setattr__(model, "_checked_head", lm_head_inputs(model))
-    return model._checked_head  # type: ignore[return-value]
+def losses() -> dict[str, Loss]:
+    """Those that are installed."""
+    installed = {"ours": lambda p: fused_loss(p, "auto").loss, "eager": PROVIDERS["eager"].loss}
+    return installed | ({"TRL": PROVIDERS["trl"].loss} if PROVIDERS["trl"].unavailable("cpu") is None else {})
 
 
 class Step:
-    """A training step of one provider on its own model."""
+    """A training step with a loss, on a model of its own."""
 
-    def __init__(self, setting: Setting, provider: Provider) -> None:
+    def __init__(self, setting: Setting, loss: Loss) -> None:
         self.model = build_model(setting).train()
-        self.rollout = build_rollout(setting, self.model)
-        self.provider = provider
+        self.ids, self.problem = build_rollout(setting, self.model)
+        self.loss = loss
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+    def forward(self) -> Tensor:
+        """The loss of the model."""
+        states = completion_states(self.model, self.ids, self.problem.completion_ids.shape[1])
+        return self.loss(replace(self.problem, hidden_states=states))
 
     def __call__(self) -> None:
         """Forward, loss, backward, AdamW; gradients are freed."""
-        self.provider.of_model(self.model, self.rollout).backward()
+        self.forward().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def head_problem(self) -> Problem:
-        """The loss with hidden states given."""
-        with torch.no_grad():
-            hidden = completion_states(self.model, self.rollout)
-        weight = self.model.lm_head.weight.detach().clone()
-        return self.rollout.problem(hidden.requires_grad_(), weight.requires_grad_())
+
+def backward(problem: Problem, loss: Loss) -> None:
+    """Forward and backward of the loss with hidden states given."""
+    clear(problem)
+    loss(problem).backward()
 
 
-def gradient_error(problem: Problem, provider: Provider) -> float:
+def gradient_error(problem: Problem, loss: Loss) -> float:
     """Relative Frobenius error of dL/dhidden against float64."""
     exact = problem.to(torch.float64).run(GRPOLossConfig(epsilon=EPSILON), impl="reference")
-    clear(problem)
-    provider.of_head(problem).backward()
+    backward(problem, loss)
     assert problem.hidden_states.grad is not None
     assert exact.dhidden is not None
-    error = frobenius_error(problem.hidden_states.grad, exact.dhidden)
-    clear(problem)
-    return error
+    return frobenius_error(problem.hidden_states.grad, exact.dhidden)
 
 
 def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[str, Any]:
-    """Time, error and memory of every provider in one dtype."""
-    chosen = providers()
-    steps = {name: Step(setting, provider) for name, provider in chosen.items()}
-    problem = steps["ours"].head_problem()
-    errors = {name: gradient_error(problem, provider) for name, provider in chosen.items()}
-    right = [name for name in chosen if errors[name] <= GRADIENT_TOLERANCE]
-    calls: dict[str, Callable[[], object]] = {f"step {name}": steps[name] for name in right}
-    calls |= {f"head {name}": _head_call(problem, chosen[name]) for name in right}
+    """Time, error and memory with every loss in one dtype."""
+    steps = {name: Step(setting, loss) for name, loss in losses().items()}
+    problem = trainable(steps["ours"].problem.map(lambda _, x: x.clone()))  # not those that AdamW writes to
+    rows: dict[str, Any] = {name: {"gradient_error": gradient_error(problem, s.loss)} for name, s in steps.items()}
+    clear(problem)
+    right = [name for name in rows if rows[name]["gradient_error"] <= GRADIENT_TOLERANCE]
+    calls: Calls = {f"step {name}": steps[name] for name in right}
+    calls |= {f"head {name}": partial(backward, problem, steps[name].loss) for name in right}
     times = times_by_round(calls, setting.device, rounds=rounds)
-    rows: dict[str, Any] = {}
-    for name in chosen:
-        rows[name] = {"gradient_error": errors[name]}
+    for name, row in rows.items():
         if name not in right:
-            print(f"{setting.dtype} {name} not timed: its gradient is off by {errors[name]:.2g}")
+            print(f"{setting.dtype} {name} not timed: its gradient is off by {row['gradient_error']:.2g}")
             continue
         step, head = times[f"step {name}"], times[f"head {name}"]
         seconds = summary([1e-3 * ms for ms in step])
-        rows[name] |= {
+        row |= {
             "step_seconds": seconds,
             "head_seconds": summary([1e-3 * ms for ms in head]),
             "tokens_per_second": setting.tokens / seconds["median"],
             "head_share": summary([h / s for h, s in zip(head, step, strict=True)])["median"],
         }
         if with_memory:
-            rows[name] |= in_child("benchmarks.end_to_end:memory", name, asdict(setting))
+            row |= in_child("benchmarks.end_to_end:memory", name, asdict(setting))
     return rows
-
-
-def _head_call(problem: Problem, provider: Provider) -> Callable[[], None]:
-    def call() -> None:
-        clear(problem)
-        provider.of_head(problem).backward()
-
-    return call
 
 
 def memory(name: str, fields: dict[str, Any]) -> dict[str, float]:
     """Bytes: peak of a provider's step beyond weights and optimizer state, and these; `fields` are a `Setting`'s."""
     setting = Setting(**fields)
     with blocks_given_back():
-        step = Step(setting, providers()[name])
+        step = Step(setting, losses()[name])
         peak = peak_bytes(step, setting.device)
     state = [v for values in step.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {"peak_bytes": peak, "standing_bytes": sum(x.nbytes for x in [*step.model.parameters(), *state])}
@@ -264,17 +198,12 @@ def run(
     hidden: int = Setting.hidden,
     layers: int = Setting.layers,
     vocab: int = Setting.vocab,
-    sequences: int = Setting.sequences,
-    prompt: int = Setting.prompt,
-    completion: int = Setting.completion,
     device: Device = "cpu",
     dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32"),
     rounds: int = 5,
-    memory: Annotated[bool, "peak memory, in fresh processes"] = True,
 ) -> Iterator[Section]:
     """The section `end_to_end`."""
-    sizes = (hidden, layers, vocab, sequences, prompt, completion)
-    yield study([Setting(*sizes, dtype, device) for dtype in dtypes], rounds, with_memory=memory)
+    yield study([Setting(hidden, layers, vocab, dtype=dtype, device=device) for dtype in dtypes], rounds)
 
 
 if __name__ == "__main__":

@@ -211,15 +211,12 @@ def test_end_to_end_in_a_tiny_form(tmp_path):
 
 def test_all_losses_of_a_step_agree():
     setting = end_to_end.Setting(64, 1, 500, sequences=2, prompt=3, completion=8, dtype="float32")
-    model = end_to_end.build_model(setting)
-    rollout = end_to_end.build_rollout(setting, model)
-    losses = {name: p.of_model(model, rollout).item() for name, p in end_to_end.providers().items()}
-    assert losses == pytest.approx(dict.fromkeys(losses, losses["eager"]), rel=1e-4)
+    found = {name: end_to_end.Step(setting, loss).forward().item() for name, loss in end_to_end.losses().items()}
+    assert found == pytest.approx(dict.fromkeys(found, found["eager"]), rel=1e-4)
 
 
 def test_a_step_of_a_wrong_loss_is_not_timed(monkeypatch):
-    wrong = end_to_end.Provider(end_to_end.eager_of_model, lambda p: 0.9 * PROVIDERS["eager"].loss(p))
-    monkeypatch.setattr(end_to_end, "providers", lambda: {"ours": wrong})
+    monkeypatch.setattr(end_to_end, "losses", lambda: {"ours": lambda p: 0.9 * PROVIDERS["eager"].loss(p)})
     found = end_to_end.measure(end_to_end.Setting(64, 1, 500, 2, 3, 8), 1, with_memory=False)["ours"]
     assert found["gradient_error"] > 0.05
     assert "step_seconds" not in found
