@@ -9,22 +9,22 @@ CPU the memory is also predicted, from the engines' own rules (`Engine.cost`).
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from benchmarks.cost import Shape, scratch_bytes
-from benchmarks.memory import blocks_given_back, peak_bytes
+from benchmarks.memory import blocks_given_back, peak_bytes, release
 from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Device
 from benchmarks.study import Section, main
-from benchmarks.timing import bare_gemms, summary, times_by_round
+from benchmarks.timing import Calls, bare_gemms, summary, times_by_round
 from grpo_fused import engines
+from grpo_fused.testing import Problem
 
 MOST_BARE_BYTES = 32 * 2**30
 """The bare products hold all logits: they are left out if these would take more."""
@@ -66,47 +66,42 @@ GRIDS = {
 ENGINES = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
 
 
-class Calls:
-    """Forward + backward of every engine that can run, on one problem."""
+def problem_of(shape: Shape, dtype: torch.dtype, device: str) -> Problem:
+    """Its tensors."""
+    B = math.gcd(shape.N, 8)
+    return loss_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
-        B = math.gcd(shape.N, 8)
-        self.problem = loss_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
-        self.device = device
-        self.engines = [e for e in ENGINES[device] if engines.unavailable(e, torch.device(device), dtype) is None]
 
-    def train(self, engine: str) -> None:
-        clear(self.problem)
-        PROVIDERS[engine].loss(self.problem).backward()
-
-    def peak_bytes(self, engine: str) -> float | None:
-        """Bytes beyond inputs and gradients; None if memory is too small."""
-
-        def from_nothing() -> None:
-            self.train(engine)
-            clear(self.problem)
-
-        try:
-            peak = peak_bytes(from_nothing, self.device)
-        except torch.OutOfMemoryError:
-            return None
-        return peak - self.problem.hidden_states.nbytes - self.problem.lm_head_weight.nbytes
+def train(problem: Problem, engine: str) -> None:
+    """Forward and backward."""
+    clear(problem)
+    PROVIDERS[engine].loss(problem).backward()
 
 
 def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float | None]:
-    """Bytes of each engine."""
-    calls = Calls(shape, dtype, device)
-    return {engine: calls.peak_bytes(engine) for engine in calls.engines}
+    """Bytes beyond inputs and gradients of each engine that can run; None if memory is too small."""
+    problem = problem_of(shape, dtype, device)
+
+    def peak(engine: str) -> float | None:
+        def from_nothing() -> None:
+            train(problem, engine)
+            clear(problem)
+
+        try:
+            return peak_bytes(from_nothing, device) - problem.hidden_states.nbytes - problem.lm_head_weight.nbytes
+        except torch.OutOfMemoryError:
+            return None
+
+    runnable = (e for e in ENGINES[device] if engines.unavailable(e, torch.device(device), dtype) is None)
+    return {engine: peak(engine) for engine in runnable}
 
 
 def measure_time(
     shape: Shape, dtype: torch.dtype, device: str, rounds: int, memory: dict[str, float | None]
 ) -> list[dict[str, Any]]:
     """A point for each engine with a figure in `memory`, and one for the bare products."""
-    calls = Calls(shape, dtype, device)
-    timed: dict[str, Callable[[], object]] = {
-        engine: partial(calls.train, engine) for engine in calls.engines if memory[engine] is not None
-    }
+    problem = problem_of(shape, dtype, device)
+    timed: Calls = {engine: partial(train, problem, engine) for engine, found in memory.items() if found is not None}
     if 2 * shape.N * shape.V * dtype.itemsize <= MOST_BARE_BYTES:
         timed["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
     times = times_by_round(timed, device, rounds=rounds)
@@ -125,10 +120,14 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
     """The section `growth`."""
     cases = [(shape, getattr(torch, dtype)) for dtype in dtypes for shape in grid.shapes()]
     with blocks_given_back():  # which takes time, so times are measured afterwards
-        memory = [released(measure_memory, *case, device) for case in cases]
+        memory = []
+        for case in cases:
+            memory.append(measure_memory(*case, device))
+            release(device)
     points: list[dict[str, Any]] = []
     for case, its_memory in zip(cases, memory, strict=True):
-        timed = released(measure_time, *case, device, rounds, its_memory)
+        timed = measure_time(*case, device, rounds, its_memory)
+        release(device)
         print(case[0], {point["engine"]: f"{point['seconds']['median']:.3f} s" for point in timed}, flush=True)
         points += timed
     return {
@@ -138,15 +137,6 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
         "varied": {name: list(values) for name, values in grid.values.items()},
         "points": points,
     }
-
-
-def released(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """`measure(*arguments)`; its memory is freed."""
-    result = measure(*arguments)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return result
 
 
 def run(

@@ -6,7 +6,6 @@ and its times or the reason that there are none.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +92,7 @@ def measure(
             row["not_timed"] = wrong(row["errors"], problem.hidden_states.dtype, ours=provider.ours)
         except Exception as error:  # a peer may fail in any way; the others are still measured
             row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        release(device)
+        peaks.release(device)
         if row["not_timed"] is None:
             del row["not_timed"]
             calls["forward_backward"][name] = call_of(provider, "forward_backward", problem)
@@ -110,14 +109,6 @@ def measure(
             rows[name][what] = taken
     clear(problem)
     return {"shape": case.describe(), "shares": shares(problem), "bare": bare_ms, "providers": rows}
-
-
-def release(device: str) -> None:
-    """Free cached memory, so that a provider starts as in a fresh process."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def chosen(
@@ -164,7 +155,7 @@ def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | No
                 rows[name]["memory_mib"] = {"failed": "no time was left"}
             else:
                 rows[name]["memory_mib"] = peaks.of_call(plan.case, name, device)
-                release(device)
+                peaks.release(device)
             print(f"{plan.case.name}  {name}  peak memory in MiB {rows[name]['memory_mib']}", flush=True)
             yield so_far()
 
@@ -177,7 +168,7 @@ def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | No
         section["cases"][case.name] = measured
         print_case(case.name, measured)
         yield so_far()
-        release(device)
+        peaks.release(device)
         yield from weigh(plan)
     yield so_far()
     bad = [

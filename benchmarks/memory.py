@@ -76,23 +76,17 @@ def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]
     if device == "cuda" or provider.compiles:
         call()
     clear(problem)
-    gc.collect()
     gradients = problem.hidden_states.nbytes + problem.lm_head_weight.nbytes
+    mib = (peak_of_call(call, device) - gradients) / MIB
+    return {"allocator" if device == "cuda" else "resident": None if math.isnan(mib) else mib}
+
+
+def release(device: str) -> None:
+    """Free cached memory, so that a provider starts as in a fresh process."""
+    gc.collect()
     if device == "cuda":
-        return {"allocator": (_cuda_peak(call) - gradients) / MIB}
-    before = _forget_peak()
-    call()
-    return {"resident": None if before is None else (peak_of_process() - before - gradients) / MIB}
-
-
-def _cuda_peak(call: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -112,16 +106,24 @@ def blocks_given_back() -> Iterator[None]:
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> float:
+    """As `peak_of_call`, of the second of two calls: the first one takes the libraries' own memory."""
+    call()
+    return peak_of_call(call, device)
+
+
+def peak_of_call(call: Callable[[], object], device: str) -> float:
     """Peak memory of a call beyond the memory before it: resident memory on the CPU (best within
-    `blocks_given_back`), the allocator's on CUDA; nan if it cannot be read. The call is made twice: the first one
-    takes the libraries' own memory."""
-    call()
-    gc.collect()
+    `blocks_given_back`), the allocator's on CUDA; nan if it cannot be read."""
+    release(device)
     if device == "cuda":
-        return _cuda_peak(call)
-    before = _forget_peak()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    forgotten = _forget_peak()
     call()
-    return math.nan if before is None else peak_of_process() - before
+    return math.nan if forgotten is None else peak_of_process() - forgotten
 
 
 def _forget_peak() -> int | None:
