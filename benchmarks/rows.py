@@ -3,24 +3,24 @@
     python -m benchmarks.rows --out rows.json             # on a GPU, about two minutes
     python -m benchmarks.rows --small --out rows.json     # the same program on few rows
 
-An architecture with `times_triton` below 1 in the modes of training goes on the list in `engines/chunked.py`.
+An architecture with a ratio to Triton below 1 in the modes of training goes on the list in `engines/chunked.py`.
 A kernel whose log-probs or gradient are wrong (against float64) is reported with its error and not timed. Logits are
 restored before every call, outside the measured time, since the gradient overwrites them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
-from torch import Tensor
 
 from benchmarks.results import Device
 from benchmarks.study import Section, main
-from benchmarks.timing import copy_bandwidth, summary, time_once
+from benchmarks.timing import Calls, copy_bandwidth, times_by_round, with_ratios
 from grpo_fused import GRPOLossConfig
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.layout import Layout
@@ -116,7 +116,7 @@ def candidates() -> dict[str, RowWork]:
 
 
 def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: int) -> dict[str, Any]:
-    """Errors and times of every candidate and mode, measured in rounds, so that drift affects all equally."""
+    """Errors of every candidate; its times by mode, and their ratios to those of the first one that is right."""
     errors: dict[str, Any] = {}
     for name, work in works.items():
         try:
@@ -124,31 +124,19 @@ def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: in
         except RuntimeError as error:  # no cluster of that size holds such a row
             errors[name] = str(error).splitlines()[0]
     timed = {name: work for name, work in works.items() if isinstance(errors[name], float) and errors[name] <= 1e-4}
-    times: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in timed} for mode in BYTES_PER_LOGIT}
-    for _ in range(rounds):
-        for name, work in timed.items():
-            problem.restore()
-            stats = problem.statistics(work)
-            calls: dict[str, Callable[[], object]] = {
-                "statistics": lambda work=work: problem.statistics(work),
-                "gradient": lambda work=work, stats=stats: problem.gradient(work, stats),
-                "loss": lambda work=work: problem.loss(work),
-            }
-            for mode, call in calls.items():
-                problem.restore()
-                times[mode][name].append(time_once(call, device))
-    return {"error": errors, "modes": {mode: _compare(problem.logits, mode, taken) for mode, taken in times.items()}}
-
-
-def _compare(logits: Tensor, mode: str, taken: dict[str, list[float]]) -> dict[str, Any]:
-    result = {}
-    for name, values in taken.items():
-        ms = summary(values)
-        moved = BYTES_PER_LOGIT[mode] * logits.numel()
-        result[name] = {**ms, "tb_per_s": moved / ms["median"] / 1e9}
-        if "triton" in taken:
-            result[name]["times_triton"] = ms["median"] / summary(taken["triton"])["median"]
-    return result
+    calls: dict[str, Calls] = {mode: {} for mode in BYTES_PER_LOGIT}
+    for name, work in timed.items():
+        problem.restore()
+        calls["statistics"][name] = partial(problem.statistics, work)
+        calls["gradient"][name] = partial(problem.gradient, work, problem.statistics(work))
+        calls["loss"][name] = partial(problem.loss, work)
+    modes = {}
+    for mode, by_name in calls.items():
+        times = times_by_round(by_name, device, rounds=rounds, warmup=0, before=problem.restore)
+        modes[mode] = with_ratios(times, next(iter(times), ""))
+        for row in modes[mode].values():
+            row["tb_per_s"] = BYTES_PER_LOGIT[mode] * problem.logits.numel() / row["ms"]["median"] / 1e9
+    return {"error": errors, "modes": modes}
 
 
 def run(

@@ -312,14 +312,14 @@ def rows(section: Section, run: Run) -> str:
     texts = []
     for vocabulary in section["vocabularies"]:
         times = (
-            (mode, name, ms(row["median"]), f"{row['tb_per_s']:.2f} TB/s", f"{row.get('times_triton', 1.0):.2f}")
+            (mode, name, ms(row["ms"]["median"]), f"{row['tb_per_s']:.2f} TB/s", f"{row['times_bare']['median']:.2f}")
             for mode, by_name in vocabulary["modes"].items()
             for name, row in by_name.items()
         )
         timed = vocabulary["modes"]["loss"]
         texts += [
             f"V = {vocabulary['V']}, {vocabulary['R']} rows",
-            grid("| mode | kernel | time | traffic | × triton |", times),
+            grid("| mode | kernel | time | traffic | × the first |", times),
             "\n".join(f"{name}: not timed: {e}" for name, e in vocabulary["error"].items() if name not in timed),
         ]
     return paragraphs(*texts)

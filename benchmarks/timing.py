@@ -51,16 +51,18 @@ def interleave(calls: Calls, device: str, *, rounds: int, warmup: int = 1) -> di
     return {name: summary(t) for name, t in times_by_round(calls, device, rounds=rounds, warmup=warmup).items()}
 
 
-def times_by_round(calls: Calls, device: str, *, rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Milliseconds of each call, a list of one value for each round."""
+def times_by_round(
+    calls: Calls, device: str, *, rounds: int, warmup: int = 1, before: Callable[[], object] | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each call, a list of one value for each round; what runs before each call is not in the time."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup):
         for call in calls.values():
             call()
-    flush = cache_flush(device)
+    before = before or cache_flush(device)
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(time_once(call, device, flush))
+            times[name].append(time_once(call, device, before))
     return times
 
 
