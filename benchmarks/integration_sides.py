@@ -1,19 +1,18 @@
 """One side of `benchmarks.integration_steps`, in a process of its own: training steps with one loss head.
 
-It reads commands from standard input, a line each, and answers with a line of JSON. `check FILE`: loss and gradients of
-the first batch into a file. `step`: a training step, `{"seconds": ...}`. At the end of the input: `{"peak_bytes": ...}`
-of the process.
+It gets commands through a pipe, and answers each with its seconds. A path: loss and gradients of the first batch into
+this file. None: a training step. `END`: its answer is the peak memory of the process, in bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,8 +23,10 @@ from torch import Tensor
 from benchmarks.memory import peak_of_process
 from benchmarks.providers import module_of, of_file
 from benchmarks.qwen2 import small_qwen2
+from benchmarks.results import ROOT
 
 CLIP = 0.2
+END = "end"
 
 
 @dataclass(frozen=True)
@@ -161,30 +162,13 @@ def prime_rl_file() -> ModuleType:
     return module_of(path, "prime_rl_lm_head")
 
 
-class Commands:
-    """Standard input, and the answers."""
-
-    def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what libraries print goes to standard error
-
-    def __iter__(self) -> Iterator[Path | None]:
-        """The file of a check, None for a step; each needs an answer."""
-        for line in sys.stdin:
-            name, *file = line.split()
-            yield Path(*file) if name == "check" else None
-
-    def answer(self, **values: float) -> None:
-        print(json.dumps(values), file=self._answers)
-
-
-def plain(project: str, ours: bool, setting: Setting, folder: Path, commands: Commands) -> None:
+def plain(project: str, ours: bool, setting: Setting, folder: Path, link: Connection) -> None:
     """A loop around a project's loss head: weights and AdamW in the dtype."""
     model = build_model(setting).to(getattr(torch, setting.dtype))
     batch = build_batch(setting, model)
     head = {"liger": liger, "torchtitan": torchtitan, "prime-rl": prime_rl}[project](ours, setting, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    for check in commands:
+    for check in iter(link.recv, END):
         start = time.perf_counter()
         loss = head(batch)
         loss.backward()
@@ -195,10 +179,10 @@ def plain(project: str, ours: bool, setting: Setting, folder: Path, commands: Co
             torch.save({"loss": loss.item(), "gradients": gradients}, check)
             del gradients
         optimizer.zero_grad()
-        commands.answer(seconds=time.perf_counter() - start)
+        link.send(time.perf_counter() - start)
 
 
-def verl(project: str, ours: bool, setting: Setting, folder: Path, commands: Commands) -> None:
+def verl(project: str, ours: bool, setting: Setting, folder: Path, link: Connection) -> None:
     """verl's FSDP2 engine, torch back end, packed sequences: weights and AdamW in fp32, products in the dtype."""
     from with_verl import engine_runs  # verl for the CPU, without ray
 
@@ -241,7 +225,7 @@ def verl(project: str, ours: bool, setting: Setting, folder: Path, commands: Com
         losses.append(policy_loss(logps, batch))
         return losses[-1], {}
 
-    for check in commands:
+    for check in iter(link.recv, END):
         start = time.perf_counter()
         with engine.train_mode():
             engine.optimizer_zero_grad()
@@ -252,10 +236,10 @@ def verl(project: str, ours: bool, setting: Setting, folder: Path, commands: Com
                 gradients = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
                 torch.save({"loss": losses[-1].item(), "gradients": gradients}, check)
                 del gradients
-        commands.answer(seconds=time.perf_counter() - start)
+        link.send(time.perf_counter() - start)
 
 
-def deepspeed(project: str, ours: bool, setting: Setting, folder: Path, commands: Commands) -> None:
+def deepspeed(project: str, ours: bool, setting: Setting, folder: Path, link: Connection) -> None:
     """TRL's trainer under ZeRO-2, on as many processes as the environment says; completions are given, not generated.
 
     DeepSpeed takes its step inside the backward pass, so that of the gradients there is only the norm.
@@ -276,7 +260,7 @@ def deepspeed(project: str, ours: bool, setting: Setting, folder: Path, commands
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
 
-    todo = iter(commands)
+    todo = iter(link.recv, END)
 
     class Driven(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -290,7 +274,7 @@ def deepspeed(project: str, ours: bool, setting: Setting, folder: Path, commands
             if self.check is not None:
                 norm = {"norm": torch.tensor(logs["grad_norm"])}
                 torch.save({"loss": logs["loss"], "gradients": norm}, self.check)
-            commands.answer(seconds=self.seconds)
+            link.send(self.seconds)
 
     processes = int(os.environ["WORLD_SIZE"])
     trainer = Given(
@@ -315,11 +299,8 @@ def deepspeed(project: str, ours: bool, setting: Setting, folder: Path, commands
 PROJECTS = {"verl": verl, "torchtitan": plain, "prime-rl": plain, "liger": plain, "deepspeed": deepspeed}
 
 
-def main(project: str, side: str, setting: dict[str, Any], folder: Path) -> None:
-    commands = Commands()
-    PROJECTS[project](project, side == "ours", Setting(**setting), folder, commands)
-    commands.answer(peak_bytes=peak_of_process())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
+def main(project: str, ours: bool, setting: Setting, folder: Path, link: Connection) -> None:
+    """All that a process does."""
+    sys.path.append(str(ROOT / "tests"))
+    PROJECTS[project](project, ours, setting, folder, link)
+    link.send(peak_of_process())

@@ -12,10 +12,9 @@ losses and gradients are compared first. Then one side steps at a time, in round
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,11 +22,12 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
-from benchmarks.integration_sides import Setting
-from benchmarks.results import ROOT
+from benchmarks.integration_sides import END, Setting
+from benchmarks.integration_sides import main as main_of_side
 from benchmarks.study import Section, main
 from benchmarks.timing import summary
 from grpo_fused.testing import frobenius_error
@@ -55,64 +55,52 @@ class Side:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         env = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(max(threads // count, 1)),
-            "OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error", "DS_ACCELERATOR": "cpu",
+            "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(max(threads // count, 1)), "OMP_WAIT_POLICY": "PASSIVE",
+            "TRANSFORMERS_VERBOSITY": "error", "DS_ACCELERATOR": "cpu",
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.integration_sides", project, name, json.dumps(asdict(setting))]
-        self.ranks = []
+        context = multiprocessing.get_context("spawn")
+        self.processes, self.links = [], []
         for rank in range(count):
-            with (self.folder / f"{rank}.log").open("w") as log:
-                process = subprocess.Popen(
-                    [*command, str(self.folder)], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                )  # fmt: skip
-            self.ranks.append(process)
+            link, end = context.Pipe()
+            process = context.Process(target=main_of_side, args=(project, name == "ours", setting, self.folder, end))
+            with mock.patch.dict(os.environ, env, RANK=str(rank), LOCAL_RANK=str(rank)):
+                process.start()
+            end.close()
+            self.processes.append(process)
+            self.links.append(link)
 
-    def ask(self, command: str) -> list[dict[str, float]]:
+    def ask(self, command: Path | str | None) -> list[float]:
         """A command to all processes, and their answers."""
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write(command + "\n")
-            process.stdin.flush()
-        return self.answers()
-
-    def answers(self) -> list[dict[str, float]]:
-        lines = []
-        for rank, process in enumerate(self.ranks):
-            assert process.stdout is not None
-            lines.append(process.stdout.readline())
-            if not lines[-1]:
-                log = (self.folder / f"{rank}.log").read_text(errors="replace")
-                raise RuntimeError(f"{self.folder.name}, process {rank}: {log[-3000:]}")
-        return [json.loads(line) for line in lines]
+        try:
+            for link in self.links:
+                link.send(command)
+            return [link.recv() for link in self.links]
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"{self.folder.name}: a process ended; it has printed why") from error
 
     def check(self) -> dict[str, Any]:
         """Loss and gradients of the first batch."""
         file = self.folder / "check.pt"
-        self.ask(f"check {file}")
+        self.ask(file)
         return torch.load(file)
 
     def step(self) -> float:
         """Seconds, of the slowest process."""
-        return max(answer["seconds"] for answer in self.ask("step"))
+        return max(self.ask(None))
 
     def finish(self) -> float:
         """The peak of the resident sets, in bytes, summed."""
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.close()
-        peak = sum(answer["peak_bytes"] for answer in self.answers())
-        for process in self.ranks:
-            process.wait(60)
+        peak = sum(self.ask(END))
+        for process in self.processes:
+            process.join(60)
         return peak
 
     def kill(self) -> None:
-        for process in self.ranks:
+        for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
 def compare(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
