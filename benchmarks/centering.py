@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.equivalence import compare, describe
+from benchmarks.equivalence import describe, paired, values_of
 from benchmarks.learning import BOUND
 from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
 from benchmarks.small_policy import Recipe, accuracy, data_of, train
@@ -82,22 +82,19 @@ def bias(mismatch: float, cap: float) -> dict[str, dict[str, float]]:
 
 def section_of(runs: list[dict[str, Any]]) -> Section:
     """The biases, the runs, and the differences of centered from uncentered runs of a sampler and a seed."""
-    found = {(run["sampler"], run["objective"], run["seed"]): run for run in runs}
     arms: dict[str, Any] = {}
     against: dict[str, Any] = {}
     for sampler in SAMPLERS:
-        rows = {name: [run for key, run in found.items() if key[:2] == (sampler, name)] for name in OBJECTIVES}
+        rows = [run for run in runs if run["sampler"] == sampler]
+        values = {m: values_of(rows, "objective", m) for m in (*MEASURES, "sampler_kl")}
         arms[sampler] = {
-            name: {m: describe([run[m] for run in rows[name]]) for m in (*MEASURES, "sampler_kl")}
+            name: {m: describe(list(by_name[name].values())) for m, by_name in values.items()}
             for name in OBJECTIVES
-            if rows[name]
+            if name in values["after"]
         }
-        seeds = sorted({run["seed"] for run in rows["tis"]} & {run["seed"] for run in rows["centered"]})
-        if len(seeds) > 1:
-            against[sampler] = {
-                m: compare(*([found[sampler, name, s][m] for s in seeds] for name in ("centered", "tis")), BOUND)
-                for m in MEASURES
-            }
+        pairs = {m: paired(values[m], {"centered": "tis"}, BOUND) for m in MEASURES}
+        if all(pairs.values()):
+            against[sampler] = {m: pair["centered"] for m, pair in pairs.items()}
     return {
         "recipe": asdict(RECIPE), "held_out": len(data_of(RECIPE.task).held_out), "bound": BOUND, "cap": CAP,
         "before": describe(list({run["seed"]: run["before"] for run in runs}.values())) if runs else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from benchmarks.equivalence import values_of
 from benchmarks.learning_page import SMOOTH, band, differences, names, points, runs_of, smooth
 from benchmarks.results import Run
 from benchmarks.study import Section
@@ -75,8 +76,8 @@ def _error(mean: float) -> str:
 def plot(section: Section) -> Figure:
     """The rewards with each sampler, and the difference of each seed."""
     samplers = [sampler for sampler in SAMPLERS if section["arms"].get(sampler)]
-    runs = {(run["sampler"], run["objective"], run["seed"]): run for run in section["runs"]}
-    seeds = {run["seed"] for run in section["runs"]}
+    runs = [run | {"arm": f"{run['sampler']} {run['objective']}"} for run in section["runs"]]
+    seeds = {run["seed"] for run in runs}
     figure = new_figure(
         13.2, 4.4, f"Score centering where the sampler is not the policy, {len(seeds)} seeds",
         f"REINFORCE with truncated importance sampling. Rewards are means of {SMOOTH} rollouts, a line the mean over "
@@ -86,23 +87,17 @@ def plot(section: Section) -> Figure:
     *curves, last = figure.subplots(1, len(samplers) + 1)
     for axes, sampler in zip(curves, samplers, strict=True):
         for name, label in OBJECTIVES.items():
-            found = [smooth(run["rewards"], SMOOTH) for key, run in runs.items() if key[:2] == (sampler, name)]
+            found = [smooth(run["rewards"], SMOOTH) for run in runs if run["arm"] == f"{sampler} {name}"]
             if found:
                 band(axes, found, ARM_COLORS[name], label)
         legend(axes, "lower right")
         axes.set_ylim(0.0, 1.0)
         axes.locator_params(axis="x", integer=True)
         decorate(axes, f"Reward, sampler {SAMPLERS[sampler]}", "rollout", "")
-    compared = {
-        sampler: {
-            seed: runs[sampler, "centered", seed]["after"] - runs[sampler, "tis", seed]["after"]
-            for seed in sorted(seeds)
-            if {(sampler, name, seed) for name in OBJECTIVES} <= runs.keys()
-        }
-        for sampler in section["against_tis"]
-    }
-    rows = {sampler: row["after"] for sampler, row in section["against_tis"].items()}
-    differences(last, compared, rows, section["bound"], dict.fromkeys(compared, COLORS["native"]))
-    names(last, [SAMPLERS[sampler] for sampler in compared])
+    baselines = {f"{sampler} centered": f"{sampler} tis" for sampler in section["against_tis"]}
+    rows = {f"{sampler} centered": row["after"] for sampler, row in section["against_tis"].items()}
+    colors = dict.fromkeys(rows, COLORS["native"])
+    differences(last, values_of(runs, "arm"), baselines, rows, section["bound"], colors)
+    names(last, [SAMPLERS[sampler] for sampler in section["against_tis"]])
     decorate(last, "Accuracy, less TIS", "", "points")
     return figure

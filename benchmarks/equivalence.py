@@ -52,6 +52,24 @@ def describe(values: Sequence[float]) -> dict[str, float]:
     return {"n": len(values), "mean": fmean(values), "sd": stdev(values) if len(values) > 1 else 0.0}
 
 
+def values_of(runs: list[dict[str, Any]], arm: str, value: str = "after") -> dict[str, dict[int, float]]:
+    """Of each arm, which a field of the runs tells, a value by seed."""
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        found.setdefault(run[arm], {})[run["seed"]] = run[value]
+    return found
+
+
+def paired(values: dict[str, dict[int, float]], baselines: dict[str, str], bound: float) -> dict[str, dict[str, Any]]:
+    """Each arm compared with its baseline, over the seeds that both have; only those with two or more."""
+    found = {}
+    for arm, baseline in baselines.items():
+        seeds = sorted(values.get(arm, {}).keys() & values.get(baseline, {}).keys())
+        if len(seeds) > 1:
+            found[arm] = compare(*([values[one][seed] for seed in seeds] for one in (arm, baseline)), bound)
+    return found
+
+
 def statistics_of(trained: list[dict[str, Any]], bound: float, baseline: str = "trl") -> dict[str, Any]:
     """The mean and spread of each arm; its differences from the baseline, over the seeds that both have.
 
@@ -60,18 +78,12 @@ def statistics_of(trained: list[dict[str, Any]], bound: float, baseline: str = "
         bound: See `compare`.
         baseline: An arm; stock TRL by default.
     """
-    arms: dict[str, dict[int, float]] = {}
-    for row in trained:
-        arms.setdefault(row["arm"], {})[row["seed"]] = row["after"]
+    after = values_of(trained, "arm")
     before = {row["seed"]: row["before"] for row in trained}
-    against = {}
-    for arm, after in arms.items():
-        seeds = sorted(after.keys() & arms.get(baseline, {}).keys())
-        if arm != baseline and len(seeds) > 1:
-            against[arm] = compare([after[seed] for seed in seeds], [arms[baseline][seed] for seed in seeds], bound)
     return {
         "bound": bound,
         "before": describe([before[seed] for seed in sorted(before)]) if before else None,
-        "arms": {arm: describe(list(after.values())) for arm, after in arms.items()},
-        f"against_{baseline}": against, "runs": trained,
+        "arms": {arm: describe(list(values.values())) for arm, values in after.items()},
+        f"against_{baseline}": paired(after, {arm: baseline for arm in after if arm != baseline}, bound),
+        "runs": trained,
     }  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.equivalence import compare, describe
+from benchmarks.equivalence import describe, paired, values_of
 from benchmarks.learning import BOUND
 from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
 from benchmarks.small_policy import Recipe, accuracy, data_of, train
@@ -51,20 +51,13 @@ OPTIONS = {
 
 def section_of(runs: list[dict[str, Any]]) -> Section:
     """The runs; the mean and spread of each option; its differences from its baseline, over the seeds of both."""
-    after: dict[str, dict[int, float]] = {}
-    for row in runs:
-        after.setdefault(row["option"], {})[row["seed"]] = row["after"]
-    against = {}
-    for name, option in OPTIONS.items():
-        seeds = sorted(after.get(name, {}).keys() & after.get(option.baseline or "", {}).keys())
-        if len(seeds) > 1:
-            values = [[after[of][seed] for seed in seeds] for of in (name, option.baseline or "")]
-            against[name] = compare(*values, BOUND)
+    after = values_of(runs, "option")
+    baselines = {name: option.baseline for name, option in OPTIONS.items() if option.baseline is not None}
     return {
         "recipe": asdict(Recipe()), "held_out": len(data_of("sums").held_out), "bound": BOUND,
         "options": {name: option._asdict() for name, option in OPTIONS.items()},
         "arms": {name: describe(list(after[name].values())) for name in OPTIONS if name in after},
-        "against": against, "runs": runs,
+        "against": paired(after, baselines, BOUND), "runs": runs,
     }  # fmt: skip
 
 

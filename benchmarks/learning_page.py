@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.equivalence import describe
+from benchmarks.equivalence import describe, values_of
 from benchmarks.results import Run, where
 from benchmarks.study import Section
 from benchmarks.style import COLORS, INK, MUTED, decorate, legend, new_figure, percent
@@ -163,7 +163,7 @@ def learning_plot(section: Section) -> Figure:
     """All seeds: the rewards in training, the accuracy of each arm, and its difference from stock TRL."""
     arms = [arm for arm in ARMS if arm in section["arms"]]
     runs = {arm: [row for row in section["runs"] if row["arm"] == arm] for arm in arms}
-    after = {arm: {row["seed"]: row["after"] for row in runs[arm]} for arm in arms}
+    after = values_of(section["runs"], "arm")
     seeds, shared = max(map(len, after.values())), set.intersection(*({*found} for found in after.values()))
     figure = new_figure(
         13.2, 4.4, f"GRPO in our trainers and in stock TRL, {seeds} seeds",
@@ -187,11 +187,7 @@ def learning_plot(section: Section) -> Figure:
     percent(accuracy.yaxis)
     decorate(accuracy, "Held-out accuracy", "", "")
     others = [arm for arm in arms if arm in section["against_trl"]]
-    differences(
-        difference,
-        {arm: {s: v - after["trl"][s] for s, v in after[arm].items() if s in after["trl"]} for arm in others},
-        section["against_trl"], section["bound"], ARM_COLORS,
-    )  # fmt: skip
+    differences(difference, after, dict.fromkeys(others, "trl"), section["against_trl"], section["bound"], ARM_COLORS)
     names(difference, [ARMS[arm] for arm in others])
     decorate(difference, "Difference from stock TRL, by seed", "", "points")
     return figure
@@ -199,18 +195,15 @@ def learning_plot(section: Section) -> Figure:
 
 def options_plot(section: Section) -> Figure:
     """The difference of each option from its baseline, all seeds."""
-    after: dict[str, dict[int, float]] = {}
-    for row in section["runs"]:
-        after.setdefault(row["option"], {})[row["seed"]] = row["after"]
-    baselines = {name: section["options"][name]["baseline"] for name in section["against"]}
-    values = {n: {s: v - after[b][s] for s, v in after[n].items() if s in after[b]} for n, b in baselines.items()}
+    after, rows = values_of(section["runs"], "option"), section["against"]
+    baselines = {name: section["options"][name]["baseline"] for name in rows}
     figure = new_figure(
-        10.4, 4.2, f"What options do to the accuracy, {max(map(len, values.values()))} seeds",
+        10.4, 4.2, f"What options do to the accuracy, {max(row['n'] for row in rows.values())} seeds",
         "A point is a seed; whiskers are the 95 % interval of the mean difference, the band is "
         f"{100 * section['bound']:g} points.",
     )  # fmt: skip
     axes = figure.subplots()
-    differences(axes, values, section["against"], section["bound"], dict.fromkeys(values, COLORS["native"]))
+    differences(axes, after, baselines, rows, section["bound"], dict.fromkeys(rows, COLORS["native"]))
     short = {"no_sets": "no sets", "gspo": "GSPO"}
     names(axes, [f"{short.get(name, name)}\n− {base}" for name, base in baselines.items()])
     decorate(axes, "", "", "points")
@@ -252,12 +245,15 @@ def _points(axes: Axes, x: float, values: dict[int, float], color: str, scale: f
 
 
 def differences(
-    axes: Axes, values: dict[str, dict[int, float]], rows: dict[str, Any], bound: float, colors: dict[str, str]
-) -> None:
+    axes: Axes, values: dict[str, dict[int, float]], baselines: dict[str, str], rows: dict[str, Any], bound: float,
+    colors: dict[str, str],
+) -> None:  # fmt: skip
+    """Each arm less its baseline, of the seeds that both have, and the interval of the mean."""
     axes.axhspan(-100 * bound, 100 * bound, color=MUTED, alpha=0.15, linewidth=0)
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
-    for x, (name, by_seed) in enumerate(values.items()):
-        _points(axes, x, by_seed, colors[name], 100.0)
+    for x, (name, baseline) in enumerate(baselines.items()):
+        less = {seed: v - values[baseline][seed] for seed, v in values[name].items() if seed in values[baseline]}
+        _points(axes, x, less, colors[name], 100.0)
         mean, low, high = (100 * rows[name][part] for part in ("mean", "low", "high"))
         axes.errorbar([x + 0.34], [mean], [[mean - low], [high - mean]], fmt="o", color=INK, markersize=4, capsize=3)
 
