@@ -50,7 +50,7 @@ def record_all(out: Path) -> None:
 
 def _inspect(chosen: tuple[str, Any]) -> tuple[str, dict[str, Any]]:
     module, variant = aot_head if chosen[0] == "head" else aot_rows, chosen[1]
-    return str(variant), _kept(variant.arch, vars(module.inspect(variant)))
+    return str(variant), _kept(variant.arch, module.inspect(variant))
 
 
 def _kept(arch: str, found: dict[str, Any]) -> dict[str, Any]:

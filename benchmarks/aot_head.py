@@ -94,25 +94,6 @@ class Variant:
         return table.capped if self.is_full else table.plain
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Properties of a compiled variant."""
-
-    registers: int
-    stack: int
-    shared_kib: float
-    num_warps: int
-    tensor_cores: str
-    """the instruction that multiplies: wgmma, tcgen05, mma, mfma, fma, or none"""
-    tma: bool
-    serialized: bool
-    """whether ptxas makes tensor-core products wait for each other"""
-    instructions: float | None
-    """of a thread for the row work of a logit (sm_90 only)"""
-    narrow_stores: int
-    """stores of single 16-bit elements"""
-
-
 def variants() -> list[Variant]:
     """Everything that ships, in every mode, with few options and with all; candidates as the tuner runs them."""
     from grpo_fused.kernels import head_configs
@@ -208,32 +189,33 @@ def _aligned(kernel: Any, types: dict[str, str]) -> set[str]:
     return names | {"stride_out", "stride_e", "padded", "stride_xn", "stride_wv", "stride_mv", "H", "C"}
 
 
-def inspect(variant: Variant) -> Evidence:
-    """Compile `variant` and read its properties."""
+def inspect(variant: Variant) -> dict[str, Any]:
+    """Compile `variant` and read its properties: its resources, and
+
+    - `tensor_cores`: the instruction that multiplies: wgmma, tcgen05, mma, mfma, fma, or none
+    - `tma`, and `narrow_stores`, those of single 16-bit elements
+    - `serialized`: whether ptxas makes tensor-core products wait for each other
+    - `instructions` of a thread for the row work of a logit (sm_90 only)
+    """
     compiled = compile_variant(variant)
-    found = resources(compiled, variant.arch)
+    found = {**resources(compiled, variant.arch)._asdict(), "tma": False, "serialized": False, "instructions": None}
     if variant.arch.startswith("gfx"):
-        cores = "mfma" if "v_mfma" in compiled.asm["amdgcn"] else "none" if variant.mode == "pass" else "fma"
-        narrow = compiled.asm["amdgcn"].count("store_short")
-        return Evidence(
-            *found, tensor_cores=cores, tma=False, serialized=False, instructions=None, narrow_stores=narrow
-        )
-    ptx = compiled.asm["ptx"]
-    names = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
-    cores = next((short for long, short in names.items() if long in ptx), "fma")
-    if variant.mode == "pass":
-        cores = "none"
-    tma, serialized, instructions = "cp.async.bulk.tensor" in ptx, False, None
+        text = compiled.asm["amdgcn"]
+        names, found["narrow_stores"] = {"v_mfma": "mfma"}, text.count("store_short")
+    else:
+        text = compiled.asm["ptx"]
+        names = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma"}
+        found |= {"narrow_stores": text.count("st.global.b16"), "tma": "cp.async.bulk.tensor" in text}
+    cores = next((short for long, short in names.items() if long in text), "none" if variant.mode == "pass" else "fma")
     if cores == "wgmma":
         listing = machine_code(compiled)
-        serialized = sass.is_serialized(listing)
+        found["serialized"] = sass.is_serialized(listing)
         if row_work := sass.tile_instructions(listing):
             tile = variant.config.block_n * variant.config.block_v
-            instructions = round(sum(row_work.values()) * 32 * variant.config.num_warps / tile, 1)
-    narrow = ptx.count("st.global.b16")
-    return Evidence(*found, cores, tma, serialized, instructions, narrow)
+            found["instructions"] = round(sum(row_work.values()) * 32 * variant.config.num_warps / tile, 1)
+    return found | {"tensor_cores": cores}
 
 
 def table() -> list[dict[str, Any]]:
     """A row for each variant."""
-    return [{**asdict(variant), **variant.config._asdict(), **asdict(inspect(variant))} for variant in variants()]
+    return [{**asdict(variant), **variant.config._asdict(), **inspect(variant)} for variant in variants()]

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.compiled import bundled_tool, compile_kernel, resources
@@ -37,18 +38,6 @@ class Variant:
 
     def __str__(self) -> str:
         return f"{self.kernel}-{self.arch}-{self.out}-{self.options}"
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Properties of a compiled variant."""
-
-    registers: int
-    stack: int
-    shared_kib: float
-    widest_load_bits: int
-    barrier_before_store: bool
-    """every store of the in-place loop comes after a barrier that comes after the load"""
 
 
 def variants() -> list[Variant]:
@@ -86,16 +75,17 @@ def compile_variant(variant: Variant, **changes: Any) -> Any:
     )
 
 
-def inspect(variant: Variant) -> Evidence:
-    """Compile `variant` and read its properties."""
+def inspect(variant: Variant) -> dict[str, Any]:
+    """Compile `variant`: its resources, the bits of its widest load, and whether every store of the in-place loop comes
+    after a barrier that comes after the load."""
     compiled = compile_variant(variant)
-    registers, stack, shared, _ = resources(compiled, variant.arch)
+    found = resources(compiled, variant.arch)._asdict()
     if variant.arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         widest = max((32 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)), default=0)
-        return Evidence(registers, stack, shared, widest, barrier_before_store=True)
+        return found | {"widest_load_bits": widest, "barrier_before_store": True}
     ptx = compiled.asm["ptx"]
-    return Evidence(registers, stack, shared, _widest_load(ptx), barriers_hold(ptx))
+    return found | {"widest_load_bits": _widest_load(ptx), "barrier_before_store": barriers_hold(ptx)}
 
 
 def _widest_load(ptx: str) -> int:
@@ -119,35 +109,20 @@ def barriers_hold(ptx: str) -> bool:
 
 def table() -> list[dict[str, Any]]:
     """A row for each variant."""
-    return [{**asdict(variant), **asdict(inspect(variant))} for variant in variants()]
+    return [{**asdict(variant), **inspect(variant)} for variant in variants()]
 
 
-@dataclass(frozen=True)
-class CudaEvidence:
-    """Properties of a kernel compiled by nvcc."""
-
-    kernel: str
-    """cluster or stream"""
-    mode: str
-    arch: str
-    logits: str
-    out: str
-    registers: int
-    stack: int
-    local: int
-    static_shared: int
-    """bytes, with 1 KiB of the system"""
-    wide_loads: int
-    """128-bit loads from global or shared memory"""
-    wide_stores: int
-    """128-bit stores to global memory"""
-    bulk_copies: int
-    cluster_arrivals: int
-    cluster_waits: int
-    remote_stores: int
-    """128-bit stores to the shared memory of other blocks"""
-    stores_follow_barrier: bool
-    """no store to global memory comes before the last wait for the cluster"""
+USED = {"registers": "REG", "stack": "STACK", "local": "LOCAL", "static_shared": "SHARED"}
+"""Resources by their names in the output of cuobjdump; static shared memory is in bytes, with 1 KiB of the system."""
+COUNTED = {
+    "wide_loads": r"\bLD[GS]\.(?:E\.)?128",  # 128-bit, from global or shared memory
+    "wide_stores": r"\bSTG\.E\.128",  # 128-bit, to global memory
+    "bulk_copies": r"\bUBLKCP",
+    "cluster_arrivals": r"\bUCGABAR_ARV",
+    "cluster_waits": r"\bUCGABAR_WAIT",
+    "remote_stores": r"\bST(?:\.E|AS)?\.128",  # 128-bit, to the shared memory of other blocks
+}
+"""Instructions of a kernel by what they are in its machine code."""
 
 
 def missing_tools() -> str | None:
@@ -176,10 +151,10 @@ def compile_library(
     return target
 
 
-def inspect_library(library: Path) -> list[CudaEvidence]:
-    """Every kernel of a library, on every architecture that it was compiled for."""
-    tool = _cuobjdump()
-    assert tool is not None
+def inspect_library(library: Path) -> list[SimpleNamespace]:
+    """Every kernel of a library, on every architecture that it was compiled for: `USED`, `COUNTED`, and whether no
+    store to global memory comes before the last wait for the cluster (`stores_follow_barrier`)."""
+    tool = str(_cuobjdump())
     found = []
     code = _functions(_run(tool, "-sass", str(library)))
     for (arch, name), usage in _functions(_run(tool, "--dump-resource-usage", str(library))).items():
@@ -187,35 +162,15 @@ def inspect_library(library: Path) -> list[CudaEvidence]:
         if kernel == "cluster" and arch == "sm_80":
             continue  # empty: there are no clusters
         text = code[arch, name]
-
-        def count(pattern: str, text: str = text) -> int:
-            return len(re.findall(pattern, text))
-
-        def used(key: str, usage: str = usage) -> int:
-            match = re.search(rf"\b{key}:(\d+)", usage)
-            assert match is not None, usage
-            return int(match[1])
-
+        used = dict(re.findall(r"\b([A-Z]+):(\d+)", usage))
         found.append(
-            CudaEvidence(
-                kernel,
-                mode,
-                arch,
-                logits,
-                out,
-                used("REG"),
-                used("STACK"),
-                used("LOCAL"),
-                used("SHARED"),
-                count(r"\bLD[GS]\.(?:E\.)?128"),
-                count(r"\bSTG\.E\.128"),
-                count(r"\bUBLKCP"),
-                count(r"\bUCGABAR_ARV"),
-                count(r"\bUCGABAR_WAIT"),
-                count(r"\bST(?:\.E|AS)?\.128"),
-                text.find("STG.") > text.rfind("UCGABAR_WAIT"),
+            SimpleNamespace(
+                kernel=kernel, mode=mode, arch=arch, logits=logits, out=out,
+                **{name: int(used[key]) for name, key in USED.items()},
+                **{name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()},
+                stores_follow_barrier=text.find("STG.") > text.rfind("UCGABAR_WAIT"),
             )
-        )
+        )  # fmt: skip
     return sorted(found, key=lambda e: (e.kernel, MODES.index(e.mode), e.logits, e.out, e.arch))
 
 
@@ -254,4 +209,4 @@ def _run(*command: str) -> str:
 def cuda_table() -> list[dict[str, Any]]:
     """A row for each kernel and architecture of the library."""
     with tempfile.TemporaryDirectory() as folder:
-        return [asdict(e) for e in inspect_library(compile_library(Path(folder) / "rows.so"))]
+        return [vars(e) for e in inspect_library(compile_library(Path(folder) / "rows.so"))]

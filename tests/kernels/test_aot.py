@@ -71,8 +71,8 @@ if FEW:
 with contextlib.redirect_stdout(io.StringIO()):
     candidates = aot_candidates.table()
 print(json.dumps({
-    "rows": [{**asdict(v), **asdict(aot_rows.inspect(v))} for v in rows],
-    "heads": [{**asdict(v), **asdict(aot_head.inspect(v)), "wants_tma": v.config.tma} for v in heads],
+    "rows": [{**asdict(v), **aot_rows.inspect(v)} for v in rows],
+    "heads": [{**asdict(v), **aot_head.inspect(v), "wants_tma": v.config.tma} for v in heads],
     "candidates": candidates,
     "without a barrier": aot_rows.barriers_hold(aot_rows.compile_variant(unsafe, IN_PLACE=False).asm["ptx"]),
 }))
