@@ -166,56 +166,43 @@ def growth_plot(section: dict[str, Any]) -> Figure:
     )  # fmt: skip
     panels = figure.subplots(2, len(section["varied"]), sharey="row", squeeze=False)
     titles = {"N": "tokens N", "V": "vocabulary V", "H": "hidden size H", "active": "share of active tokens"}
-    for column, dimension in enumerate(section["varied"]):
+    for (above, below), dimension in zip(panels.T, section["varied"], strict=True):
         points = [
             p for p in section["points"]
             if p["dtype"] == dtype and all(p[k] == v for k, v in base.items() if k != dimension)
         ]  # fmt: skip
-        _growth_panel(panels[0][column], points, dimension, _seconds, 1.0)
-        _growth_panel(panels[1][column], points, dimension, _bytes, MIB)
-        first = column == 0
-        above = "seconds, forward + backward" if first else ""
-        decorate(panels[0][column], f"Time by {titles[dimension]}", "", above)
-        below = "MiB beyond inputs and gradients" if first else ""
-        decorate(panels[1][column], f"Memory by {titles[dimension]}", titles[dimension], below)
-    for axes in panels[:, 0]:
+        points.sort(key=lambda p: p[dimension])
+        for engine in dict.fromkeys(p["engine"] for p in section["points"]):
+            mine = [p for p in points if p["engine"] == engine]
+            seconds = [(p[dimension], p["seconds"]["median"]) for p in mine]
+            _dots_and_line(above, engine, seconds, seconds)
+            measured = [(p[dimension], p["bytes"] / MIB) for p in mine if p["bytes"] is not None and p["bytes"] > 0]
+            predicted = [(p[dimension], p["predicted_bytes"] / MIB) for p in mine if "predicted_bytes" in p]
+            _dots_and_line(below, engine, measured, predicted or measured)
+        logits = sorted({(p[dimension], 4 * p["N"] * p["active"] * p["V"] / MIB) for p in points})
+        below.plot(
+            *zip(*logits, strict=True), color=MUTED, linewidth=1, linestyle=":", label="fp32 logits of all tokens"
+        )
+        ticks = sorted({p[dimension] for p in points})
+        for axes in (above, below):
+            log2_ticks(axes, ticks, [f"{t:.0%}" if dimension == "active" else _thousands(t) for t in ticks])
+            log_height(axes)
+        decorate(above, f"Time by {titles[dimension]}", "", "")
+        decorate(below, f"Memory by {titles[dimension]}", titles[dimension], "")
+    for axes, label in zip(
+        panels[:, 0], ("seconds, forward + backward", "MiB beyond inputs and gradients"), strict=True
+    ):
+        axes.set_ylabel(label)
         legend(axes, "upper left")
     return figure
 
 
-def _seconds(point: dict[str, Any]) -> float | None:
-    return point["seconds"]["median"]
-
-
-def _bytes(point: dict[str, Any]) -> float | None:
-    return point["bytes"]
-
-
-def _growth_panel(
-    axes: Axes,
-    points: list[dict[str, Any]],
-    dimension: str,
-    measured: Callable[[dict[str, Any]], float | None],
-    unit: float,
-) -> None:
-    ticks = sorted({p[dimension] for p in points})
-    for engine in dict.fromkeys(p["engine"] for p in points):
-        mine = sorted((p for p in points if p["engine"] == engine), key=lambda p: p[dimension])
-        dots = [(p[dimension], value / unit) for p in mine if (value := measured(p)) is not None and value > 0]
-        predicted = mine if measured is _bytes else []
-        line = [(p[dimension], p["predicted_bytes"] / unit) for p in predicted if "predicted_bytes" in p]
-        if not dots:
-            continue
-        color, name = COLORS.get(engine, MUTED), LABELS.get(engine, engine)
+def _dots_and_line(axes: Axes, engine: str, dots: list[tuple[float, float]], line: list[tuple[float, float]]) -> None:
+    """What was measured, if anything was, and a line with the engine's name."""
+    if dots:
+        color = COLORS.get(engine, MUTED)
         axes.plot(*zip(*dots, strict=True), "o", color=color, markersize=5)
-        axes.plot(*zip(*(line or dots), strict=True), color=color, linewidth=1.4, label=name)
-    if measured is _bytes:
-        logits = sorted({(p[dimension], 4 * p["N"] * p["active"] * p["V"] / unit) for p in points})
-        axes.plot(
-            *zip(*logits, strict=True), color=MUTED, linewidth=1, linestyle=":", label="fp32 logits of all tokens"
-        )
-    log2_ticks(axes, ticks, [f"{t:.0%}" if dimension == "active" else _thousands(t) for t in ticks])
-    log_height(axes)
+        axes.plot(*zip(*line, strict=True), color=color, linewidth=1.4, label=LABELS.get(engine, engine))
 
 
 def _thousands(number: float) -> str:
