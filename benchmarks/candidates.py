@@ -200,7 +200,6 @@ def rollout_problem(device: str, *, warmup_steps: int = 200, prompts: int = 32, 
     policy = Policy(model, Accelerator(cpu=True), GRPOTrainerConfig(top_p=top_p))
     active = rollout.completion_mask
     hidden = policy.hidden_states(rollout)[active]
-    assert rollout.candidates is not None
     sets = rollout.candidates.select(active.reshape(-1).nonzero().squeeze(1))
     weight = policy.head()["lm_head_weight"].detach()
     return Problem(hidden, weight, rollout.completion_ids[active], sets, device)

@@ -67,8 +67,6 @@ class Exact(NamedTuple):
 
     def gradient_errors(self, problem: Problem) -> dict[str, float]:
         """Relative Frobenius errors of the gradients that a call has written to the problem."""
-        assert problem.hidden_states.grad is not None
-        assert problem.lm_head_weight.grad is not None
         return {
             "dhidden": frobenius_error(problem.hidden_states.grad.flatten(0, 1)[self.rows], self.dhidden),
             "dweight": frobenius_error(problem.lm_head_weight.grad[self.words], self.dweight),

@@ -52,7 +52,6 @@ def token_weights(loss: dict[str, Any]) -> list[float]:
         torch.arange(width) < torch.tensor(LENGTHS)[:, None],
         config=GRPOLossConfig(**loss),
     ).loss.backward()
-    assert state.grad is not None
     norms = state.grad[:, 0].norm(dim=-1)
     return (norms / norms[0]).tolist()
 

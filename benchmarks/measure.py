@@ -51,7 +51,6 @@ def call_of(provider: Provider, what: str, problem: Problem) -> Callable[[], obj
 
         return train
     function = provider.loss if what == "forward" else provider.logps
-    assert function is not None
 
     def without_gradient() -> None:
         with torch.no_grad():

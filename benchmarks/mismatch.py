@@ -84,7 +84,6 @@ def sample(engine: VLLMEngine, prompts: list[list[int]], tokens: int) -> tuple[R
     for name, exact in (("vllm", False), ("vllm_exact", True)):
         engine.exact_logprobs = exact
         rollout = roll_out(engine, prompts, sampling)
-        assert rollout.sampling_logps is not None
         logps[name] = rollout.sampling_logps[rollout.completion_mask]
         rollouts.append(rollout)
     if not torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids):
@@ -110,7 +109,6 @@ def score(model: PreTrainedModel, rollout: Rollout, *, autocast: bool = False) -
             scores = fused_linear_logprobs(states, token_ids=tokens, **head, with_entropy=True)
             logits = model.get_output_embeddings()(states)
         assert logits.dtype == torch.bfloat16
-        assert scores.entropies is not None
         logps = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         found = {"policy_exact": scores.logps, "policy_logits": logps, "entropy": scores.entropies}
         if part.candidates is not None:

@@ -26,7 +26,6 @@ def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str
     """The calls, and their losses."""
     p = loss_problem(B, T, H, V, torch.bfloat16, "cpu")
     hidden, weight, ids, mask = p.hidden_states, p.lm_head_weight, p.completion_ids, p.completion_mask
-    assert mask is not None
     old = old_of(p)
     reference = (hidden.detach() + 0.05 * torch.randn_like(hidden), weight.detach().clone())
     advantages = p.advantages.reshape(-1, 1).expand(B, T).contiguous()

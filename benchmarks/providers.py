@@ -132,15 +132,12 @@ def _torch_chunked(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
 
 
-def _trl_logps(p: Problem) -> Tensor:
+def _trl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
 
-    per_token = ChunkedLogProbFunction.apply(
-        p.hidden_states[p.completion_mask], p.lm_head_weight, None, p.completion_ids[p.completion_mask], TEMPERATURE,
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",),
-    )[0]  # fmt: skip
-    return per_token.new_zeros(p.completion_mask.shape).masked_scatter(p.completion_mask, per_token)
+    chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    return -ChunkedLogProbFunction.apply(hidden, weight, None, ids, TEMPERATURE, chunk, None, 1.0, ("entropy",))[0]
 
 
 def _liger(p: Problem) -> Tensor:
@@ -210,16 +207,12 @@ def of_file(name: str) -> ModuleType:
     """A module by its file alone: importing torchtitan.experiments.rl needs vLLM, unsloth_zoo a GPU."""
     package, *path = name.split(".")
     installed = importlib.util.find_spec(package)
-    assert installed is not None
-    assert installed.origin is not None
     return module_of(Path(installed.origin).parent.joinpath(*path).with_suffix(".py"), name)
 
 
 def module_of(path: Path, name: str) -> ModuleType:
     """A file as the module of this name."""
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -230,7 +223,6 @@ def without_inits(name: str) -> ModuleType:
     for package in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
         if package not in sys.modules:
             spec = importlib.util.find_spec(package)
-            assert spec is not None
             sys.modules[package] = importlib.util.module_from_spec(spec)
     return importlib.import_module(name)
 
@@ -317,7 +309,7 @@ _ALL = (
         "the same with options=LinearCrossEntropyOptions(): precision and chunks its own choice, on a CPU 256 tokens",
         _of_active(_torch_chunked), needs=_with_linear_cross_entropy,
     ),
-    _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _trl_logps, package="trl"),
+    _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), package="trl"),
     Provider("liger", "LigerFusedLinearGRPOLoss; on a CPU not compiled", _liger, package="liger_kernel"),
     Provider(
         "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,

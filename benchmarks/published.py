@@ -69,7 +69,6 @@ class Measured:
         length = tokens // (GENERATIONS * len(self.prompts))
         sampling = Sampling(num_generations=GENERATIONS, max_completion_length=length, seed=3, **truncation)
         rollout = roll_out(self.engine, self.prompts, sampling)
-        assert rollout.sampling_logps is not None
         return rollout, rollout.sampling_logps[rollout.completion_mask].double()
 
     def truncated(self, tokens: int, truncation: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +84,6 @@ class Measured:
     def sizes(self, tokens: int) -> dict[str, float]:
         """Of the sets of one truncation."""
         rollout, _ = self.rollout(tokens, **SIZES)
-        assert rollout.candidates is not None
         sizes = rollout.candidates.sizes[rollout.completion_mask.reshape(-1)].double()
         return {
             "tokens": len(sizes), "mean": float(sizes.mean()), "median": float(sizes.median()),
