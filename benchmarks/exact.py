@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,3 +88,19 @@ def wrong(errors: dict[str, float], dtype: torch.dtype, *, ours: bool) -> str | 
         if not error <= allowed:  # NaN is wrong, too
             return f"{name} is off by {error:.2g}"
     return None
+
+
+def judged(check: Callable[[], dict[str, float]], dtype: torch.dtype, *, ours: bool) -> dict[str, Any]:
+    """The errors that a check finds; and why the result is not timed, if it is wrong or the check fails."""
+    row: dict[str, Any] = {}
+    try:
+        row["errors"] = check()
+        reason = wrong(row["errors"], dtype, ours=ours)
+    except Exception as error:  # a peer may fail in any way; the others are still measured
+        reason = in_a_line(error)
+    return row if reason is None else row | {"not_timed": reason}
+
+
+def in_a_line(error: Exception) -> str:
+    """Its type, and the beginning of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

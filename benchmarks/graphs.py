@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.exact import Exact, wrong
+from benchmarks.exact import Exact, judged
 from benchmarks.problem import DTYPES, Case, clear
 from benchmarks.providers import PROVIDERS, fused_loss
 from benchmarks.results import Device, Run
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, ms, title
-from benchmarks.timing import bare_gemms, interleave
+from benchmarks.timing import Calls, bare_gemms, interleave
 from grpo_fused.testing import Problem
 
 CASES = [Case(4, N // 4, 896, 151936) for N in (256, 1024)]
@@ -45,25 +46,20 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     """Errors and milliseconds of each engine and way, on the device and until the call returns on the host."""
     problem = case.problem(device)
     rows: dict[str, Any] = {}
-    calls: dict[str, Callable[[], object]] = {
-        "bare": bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)["bare-3"]
-    }
+    calls: Calls = {"bare": bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)["bare-3"]}
+
+    def errors(engine: str, way: str) -> dict[str, float]:
+        step = step_of(problem, engine, WAYS[way])
+        calls[f"{engine}, {way}"] = call = captured(step) if way == "graph" else step
+        problem.advantages.neg_()
+        exact, loss = Exact.of(problem), call()
+        return {"loss": exact.loss_error(loss), **exact.gradient_errors(problem)}
+
     for engine in ENGINES:
-        reason = PROVIDERS[engine].unavailable(device)
-        for way, compact in WAYS.items() if reason is None else ():
-            row = rows[f"{engine}, {way}"] = {}
-            try:
-                step = step_of(problem, engine, compact)
-                call = captured(step) if way == "graph" else step
-                problem.advantages.neg_()
-                exact, loss = Exact.of(problem), call()
-                errors = {"loss": exact.loss_error(loss), **exact.gradient_errors(problem)}
-                row |= {"errors": errors, "not_timed": wrong(errors, DTYPES[case.dtype], ours=True)}
-            except Exception as error:  # the others are still measured
-                row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            if row["not_timed"] is None:
-                del row["not_timed"]
-                calls[f"{engine}, {way}"] = call
+        for way in WAYS if PROVIDERS[engine].unavailable(device) is None else ():
+            rows[f"{engine}, {way}"] = row = judged(partial(errors, engine, way), DTYPES[case.dtype], ours=True)
+            if "not_timed" in row:
+                calls.pop(f"{engine}, {way}", None)
     times = interleave(calls, device, rounds=rounds, warmup=2)
     for name, row in rows.items():
         if name in times:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from benchmarks import memory as peaks
-from benchmarks.exact import Exact, wrong
-from benchmarks.problem import DTYPES, Case, PerToken, clear, shares
+from benchmarks.exact import Exact, judged
+from benchmarks.problem import DTYPES, Case, clear, shares
 from benchmarks.providers import PEERS, PROVIDERS, Provider, available
 from benchmarks.timing import Calls, bare_gemms, copy_bandwidth, times_by_round, with_ratios
 from grpo_fused.testing import Problem
@@ -78,22 +79,17 @@ def measure(
     """Errors, times and ratios of forward + backward and of scoring."""
     torch.compiler.reset()  # or the compilations of other shapes count towards this one's limit
     problem = case.problem(device)
-    exact: dict[PerToken, Exact] = {}
+    exact_of = cache(partial(Exact.of, problem))
     bare = bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)
     calls: dict[str, Calls] = {what: {BASES[what]: bare[BASES[what]]} for what in ("forward_backward", "scoring")}
     rows: dict[str, dict[str, Any]] = {}
     for name, provider in providers.items():
-        rows[name] = row = {}
-        try:
-            if provider.per_token not in exact:
-                exact[provider.per_token] = Exact.of(problem, provider.per_token)
-            row["errors"] = check(provider, problem, exact[provider.per_token])
-            row["not_timed"] = wrong(row["errors"], problem.hidden_states.dtype, ours=provider.ours)
-        except Exception as error:  # a peer may fail in any way; the others are still measured
-            row["not_timed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        rows[name] = judged(
+            lambda provider=provider: check(provider, problem, exact_of(provider.per_token)),
+            DTYPES[case.dtype], ours=provider.ours,
+        )  # fmt: skip
         peaks.release(device)
-        if row["not_timed"] is None:
-            del row["not_timed"]
+        if "not_timed" not in rows[name]:
             calls["forward_backward"][name] = call_of(provider, "forward_backward", problem)
             if provider.logps is not None:
                 calls["scoring"][name] = call_of(provider, "scoring", problem)

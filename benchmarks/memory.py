@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.child import ChildError, in_child
+from benchmarks.exact import in_a_line
 from benchmarks.problem import Case, clear
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.timing import MIB
@@ -60,7 +61,7 @@ def attempt(case: dict[str, Any], provider: str, device: str) -> dict[str, Any]:
         with blocks_given_back():
             return peak(Case(**case), PROVIDERS[provider], device)
     except Exception as error:  # a peer may fail in any way; out of memory is one of them
-        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        return {"failed": in_a_line(error)}
 
 
 def peak(case: Case, provider: Provider, device: str) -> dict[str, float | None]:

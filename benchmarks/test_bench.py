@@ -10,15 +10,16 @@ comparisons and ratios to the bare products use `benchmarks.cpu`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from benchmarks.exact import Exact, wrong
+from benchmarks.exact import Exact, judged
 from benchmarks.measure import BASES, call_of, check
 from benchmarks.problem import PATTERNS, Case
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.timing import cache_flush
 from grpo_fused.testing import Problem
 
@@ -28,22 +29,18 @@ ROUNDS = 5
 
 
 class Prepared(NamedTuple):
-    """A problem with its exact results, and for each provider so far: errors, and why it is not timed."""
+    """A problem with its exact results, and for each provider so far: errors, and why it is not timed if it is not."""
 
     case: Case
     problem: Problem
     exact: Exact
-    verdicts: dict[str, tuple[dict[str, float], str | None]]
+    verdicts: dict[str, dict[str, Any]]
 
-    def verdict(self, name: str) -> tuple[dict[str, float], str | None]:
-        if name not in self.verdicts:
-            provider = PROVIDERS[name]
-            try:
-                errors = check(provider, self.problem, self.exact)
-                self.verdicts[name] = errors, wrong(errors, self.problem.hidden_states.dtype, ours=provider.ours)
-            except Exception as error:  # a peer may fail in any way
-                self.verdicts[name] = {}, f"{type(error).__name__}: {error}"
-        return self.verdicts[name]
+    def verdict(self, provider: Provider) -> dict[str, Any]:
+        if provider.name not in self.verdicts:
+            errors = partial(check, provider, self.problem, self.exact)
+            self.verdicts[provider.name] = judged(errors, self.problem.hidden_states.dtype, ours=provider.ours)
+        return self.verdicts[provider.name]
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp32"])
@@ -70,8 +67,8 @@ def test_speed(benchmark, prepared, name, what):
         pytest.skip("it returns no log-probs")
     if what == "forward" and provider.always_gradients:
         pytest.skip("it computes the gradients in its forward")
-    errors, reason = prepared.verdict(name)
-    if reason is not None:
+    verdict = prepared.verdict(provider)
+    if (reason := verdict.get("not_timed")) is not None:
         if provider.ours:
             pytest.fail(reason)
         pytest.xfail(f"not timed: {reason}")
@@ -87,5 +84,5 @@ def test_speed(benchmark, prepared, name, what):
             flush()
             torch.cuda.synchronize()
 
-    benchmark.extra_info.update(errors | prepared.case.describe())
+    benchmark.extra_info.update(verdict["errors"] | prepared.case.describe())
     benchmark.pedantic(finished, setup=clean, rounds=ROUNDS, warmup_rounds=1)
