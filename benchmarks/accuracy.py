@@ -146,6 +146,12 @@ def outside(new: Tensor, old: Tensor) -> float:
     return float(((ratio < 0.9) | (ratio > 1.1)).double().mean())
 
 
+def quantiles(values: Tensor) -> dict[str, float]:
+    """Mean and quantiles."""
+    names = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {"mean": float(values.mean())} | {name: float(values.quantile(q)) for name, q in names.items()}
+
+
 def histogram(ratios: Tensor) -> list[int]:
     """Counts by `RATIO_BINS`."""
     inside = ratios.flatten().cpu().double().clamp(float(RATIO_BINS[0]), float(RATIO_BINS[-1]))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import Device, Run, where
-from benchmarks.side_by_side import CHUNK, SHAPES, engines_of, gradients_of, scratch_bytes
+from benchmarks.side_by_side import CHUNK, SHAPES, engines_of, gradients_of, scratch_bytes, step
 from benchmarks.study import Section, main
 from benchmarks.tables import page
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
@@ -53,16 +53,14 @@ class Problem:
             alternatives=sets, alternative_inputs={"sampling_alternative_logps": self.of_alternatives.reshape(-1)},
             impl=impl,  # type: ignore[arg-type]
         ).loss  # fmt: skip
-        return self._backward(loss)
+        return step(loss, self.hidden, self.weight)
 
     def reinforce(self, impl: str) -> Tensor:
         """The same without alternatives."""
         inputs = {"advantages": self.advantages}
-        return self._backward(
-            fused_linear_objective(
-                self.hidden, self.weight, self.targets, objectives.gpg(), inputs=inputs, impl=impl  # type: ignore[arg-type]
-            ).loss
-        )  # fmt: skip
+        objective = objectives.gpg()
+        found = fused_linear_objective(self.hidden, self.weight, self.targets, objective, inputs=inputs, impl=impl)
+        return step(found.loss, self.hidden, self.weight)
 
     def on_logits(self) -> Tensor:
         """The loss on logits."""
@@ -79,13 +77,7 @@ class Problem:
             ).sum()  # fmt: skip
             loss.backward()
             total += loss.detach()
-        return self._backward(total)
-
-    def _backward(self, loss: Tensor) -> Tensor:
-        if loss.requires_grad:
-            loss.backward()
-        self.hidden.grad = self.weight.grad = None  # given back in its own time
-        return loss.detach()
+        return step(total, self.hidden, self.weight)
 
     def check(self, impl: str) -> float:
         """The larger relative difference of loss and dH from those on logits; bf16 logits are rounded, ours are not."""

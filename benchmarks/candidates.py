@@ -28,8 +28,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.accuracy import quantiles
 from benchmarks.results import Device
-from benchmarks.side_by_side import CHUNK, SHAPES, engines_of, scratch_bytes
+from benchmarks.side_by_side import CHUNK, SHAPES, engines_of, scratch_bytes, step
 from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from examples.small.prepare import make_puzzles, prepare
@@ -66,16 +67,15 @@ class Problem:
         """Mean and quantiles of the sizes, and the share of tokens that are alone; an empty set has all V."""
         sizes = self.sets.sizes.double()
         sizes = torch.where(sizes == 0, float(self.weight.shape[0]), sizes)
-        return {"mean": sizes.mean().item(), "median": sizes.median().item(),
-                "p99": sizes.quantile(0.99).item(), "alone": (sizes == 1).double().mean().item()}  # fmt: skip
+        return quantiles(sizes) | {"alone": (sizes == 1).double().mean().item()}
 
     def loss(self, impl: str, *, sets: bool = True, frozen: bool = False) -> None:
         """Forward and backward."""
         weight = self.weight.detach() if frozen else self.weight
-        fused_linear_grpo_loss(
+        out = fused_linear_grpo_loss(
             self.hidden, weight, self.targets, self.advantages, candidates=self.sets if sets else None, impl=impl
-        ).loss.backward()
-        self.hidden.grad = self.weight.grad = None  # given back in its own time
+        )
+        step(out.loss, self.hidden, self.weight)
 
     @torch.no_grad()
     def score(self, impl: str) -> Tensor:
@@ -154,14 +154,14 @@ def window(device: str, impl: str, rounds: int) -> dict[str, Any]:
         ).loss.backward()  # fmt: skip
         problem.hidden.grad = None
 
-    def step(adds: bool) -> None:
+    def whole(adds: bool) -> None:
         for _ in range(MICRO_BATCHES):
             micro_batch(adds)
         torch.nn.utils.clip_grad_norm_([weight], 1.0)
         optimizer.step()
         weight.grad = None
 
-    calls = {"new dW": partial(step, False), "rows added": partial(step, True)}
+    calls = {"new dW": partial(whole, False), "rows added": partial(whole, True)}
     times = times_by_round({**bare_gemms(N, H, V, torch.bfloat16, device), **calls}, device, rounds=rounds)
     micro_batch(True)
     several = {f"{MICRO_BATCHES} more": lambda: [micro_batch(True) for _ in range(MICRO_BATCHES)]}

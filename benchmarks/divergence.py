@@ -10,17 +10,17 @@ Forward + backward of the mean divergence. TRL and Liger call their limits of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.results import Device
-from benchmarks.side_by_side import SHAPES, scratch_bytes
+from benchmarks.side_by_side import SHAPES, scratch_bytes, step
 from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from grpo_fused import fused_linear_divergence
+from grpo_fused.testing import frobenius_error
 
 QUICK = (64, 128, 8192)
 Kind = Literal["forward_kl", "jsd", "reverse_kl"]
@@ -80,14 +80,8 @@ def errors(problem: Problem, loss: Callable[..., Tensor], kind: str, rows: int =
     hidden.requires_grad_()
     want = fused_linear_divergence(hidden, weight, other, other_weight, kind=kind, impl="reference").loss  # type: ignore[arg-type]
     (exact,) = torch.autograd.grad(want, hidden)
-    error = (dhidden[:rows].double() - exact).norm() / exact.norm()
-    return {"loss": abs(float(got.detach().double() / want.detach()) - 1.0), "dhidden": float(error)}
-
-
-def step(problem: Problem, loss: Callable[..., Tensor], kind: str) -> None:
-    """Forward and backward."""
-    loss(problem, kind).backward()
-    problem.hidden.grad = problem.weight.grad = None  # given back in its own time
+    error = frobenius_error(dhidden[:rows], exact)
+    return {"loss": abs(float(got.detach().double() / want.detach()) - 1.0), "dhidden": error}
 
 
 def run(
@@ -104,7 +98,7 @@ def run(
             section["errors"][key] = off = errors(problem, loss, kind)
             if max(off.values()) > ERROR_BOUNDS[name]:
                 raise SystemExit(f"{key} is wrong: relative errors {off}; nothing is timed")
-            calls[key] = partial(step, problem, loss, kind)
+            calls[key] = lambda loss=loss, kind=kind: step(loss(problem, kind), problem.hidden, problem.weight)
     section["scratch_bytes"] = scratch_bytes(calls, device, lambda _: problem.hidden.nbytes + problem.weight.nbytes)
     calls = bare_gemms(N, H, V, torch.bfloat16, device) | calls
     yield section | {"calls": with_ratios(times_by_round(calls, device, rounds=rounds), "bare-3")}

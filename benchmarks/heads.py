@@ -19,7 +19,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from benchmarks.results import Device, Run, where
-from benchmarks.side_by_side import CHUNK, SHAPES, gradients_of, scratch_bytes
+from benchmarks.side_by_side import CHUNK, SHAPES, gradients_of, scratch_bytes, step
 from benchmarks.study import Section, main
 from benchmarks.tables import page
 from benchmarks.timing import MIB, bare_dtype, bare_products, times_by_round, with_ratios
@@ -73,7 +73,7 @@ class Problem:
             self.hidden, weight, self.ids, self.advantages, with_metrics=False,
             lm_head_adapter=(self.adapter,) if adapted else (), max_scratch_bytes=max_scratch_bytes,
         )  # fmt: skip
-        return self._backward(out.loss)
+        return step(out.loss, self.hidden, self.adapter.a, self.adapter.b)
 
     def on_logits(self) -> Tensor:
         """The same loss (dapo, on-policy) on the logits of peft's layer."""
@@ -86,13 +86,7 @@ class Problem:
             loss = -(advantages[:, None] * (logps - logps.detach()).exp()).sum() / self.ids.numel()
             loss.backward()
             total += loss.detach()
-        return self._backward(total)
-
-    def _backward(self, loss: Tensor) -> Tensor:
-        if loss.requires_grad:
-            loss.backward()
-        self.hidden.grad = self.adapter.a.grad = self.adapter.b.grad = None  # given back in their own time
-        return loss.detach()
+        return step(total, self.hidden, self.adapter.a, self.adapter.b)
 
     def check(self) -> dict[str, float]:
         """The larger relative difference of dH and dA, by weight; logits of peft's layer are rounded to bf16."""

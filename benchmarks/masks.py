@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from benchmarks.accuracy import quantiles
 from benchmarks.qwen2 import small_qwen2
 from benchmarks.study import Section, main
 from grpo_fused import CandidateSets
@@ -185,13 +186,6 @@ def compare(sets: CandidateSets, logits: Tensor, sampling: Sampling) -> dict[str
     return {"positions": positions, "tokens": tokens}
 
 
-def sizes_of(sets: CandidateSets) -> dict[str, float]:
-    """Tokens of a set."""
-    sizes = sets.sizes.double()
-    return {"mean": float(sizes.mean()), "median": float(sizes.median()), "max": float(sizes.max()),
-            "alone": float((sizes == 1).double().mean())}  # fmt: skip
-
-
 def case(engine: VLLMEngine, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
     """A token's microseconds and bytes, and its logits and sets; an error where the sets are not complete."""
     host, space, ours = Meter(), Meter(memory=True), Meter()
@@ -210,7 +204,8 @@ def case(engine: VLLMEngine, prompt: list[int], sampling: Sampling) -> dict[str,
     except RuntimeError as error:
         return found | {"refused": str(error)}
     if engine.masks:
-        found |= {"size": sizes_of(sets), "differs": compare(sets, torch.cat(logits)[-len(sets) :], sampling)}
+        found["size"] = quantiles(sets.sizes.double())
+        found["differs"] = compare(sets, torch.cat(logits)[-len(sets) :], sampling)
     return found | {"ours_us": 1e6 * ours.of_token(tokens), "set_bytes": sets.ids.nbytes / len(sets)}
 
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
 
-from benchmarks.accuracy import outside
+from benchmarks.accuracy import outside, quantiles
 from benchmarks.qwen2 import small_qwen2
 from benchmarks.study import Section, main
 from benchmarks.timing import times_by_round, with_ratios
@@ -126,22 +126,27 @@ def compare(logps: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     rows = {}
     for name, (rollout, trainer) in DIFFERENCES.items():
         new, old = logps[trainer].double(), logps[rollout].double()
-        size = (new - old).abs()
-        rows[name] = {
-            "mean": float(size.mean()), "p99": float(size.quantile(0.99)), "max": float(size.max()),
-            "outside": outside(new, old),
-        }  # fmt: skip
+        rows[name] = quantiles((new - old).abs()) | {"outside": outside(new, old)}
     return rows
+
+
+def engine_of(folder: Path, *, fp32_head: bool, **options: Any) -> VLLMEngine:
+    """vLLM in bf16; with `fp32_head` by its own option for an fp32 head."""
+    further = {"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}
+    return VLLMEngine(
+        str(folder), dtype="bfloat16", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True, **further,
+        **options,
+    )  # fmt: skip
+
+
+def policy_of(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The trainer's model."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def measure(folder: Path, prompts: list[list[int]], tokens: int, rounds: int, *, fp32_head: bool) -> dict[str, Any]:
     """The figures of a model."""
-    further: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}
-    engine = VLLMEngine(
-        str(folder), dtype="bfloat16", exact_logprobs=True, enforce_eager=True, max_model_len=256,
-        skip_tokenizer_init=True, **further,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine, model = engine_of(folder, fp32_head=fp32_head, exact_logprobs=True), policy_of(folder, torch.float32)
     engine.sync_weights(model)
     rollout, sampled = sample(engine, prompts, tokens)
     figures: dict[str, Any] = {
@@ -149,10 +154,9 @@ def measure(folder: Path, prompts: list[list[int]], tokens: int, rounds: int, *,
         "tokens": int(rollout.completion_mask.sum()), "fp32_head": fp32_head, "policies": {},
     }  # fmt: skip
     for name, dtype in POLICIES.items():
-        scored = score(model.to(dtype), rollout, autocast=dtype == torch.float32)
+        scored = score(policy_of(folder, torch.float32).to(dtype), rollout, autocast=dtype == torch.float32)
         figures["entropy"] = float(scored.pop("entropy").mean())
         figures["policies"][name] = compare(sampled | scored)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if rounds:
         calls = {name: partial(again, engine, exact, prompts, tokens) for name, exact in CALLS.items()}
         figures["calls"] = with_ratios(times_by_round(calls, "cpu", rounds=rounds), "vllm")

@@ -24,14 +24,14 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from benchmarks.accuracy import outside
-from benchmarks.mismatch import TEXTS, score
+from benchmarks.accuracy import outside, quantiles
+from benchmarks.mismatch import TEXTS, engine_of, policy_of, score
 from benchmarks.study import Section, main
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts import vllm as integration
-from grpo_fused.trainer import Rollout, Sampling, VLLMEngine, roll_out
+from grpo_fused.trainer import Rollout, Sampling, roll_out
 
 GENERATIONS = 4
 MOST = 4096
@@ -54,12 +54,10 @@ class Measured:
     """vLLM and the policy of a folder, in bf16."""
 
     def __init__(self, folder: Path, *, fp32_head: bool = False) -> None:
-        further: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}
-        self.engine = VLLMEngine(
-            str(folder), dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=GENERATIONS * len(TEXTS),
-            max_num_batched_tokens=2048, skip_tokenizer_init=True, **further,
+        self.engine = engine_of(
+            folder, fp32_head=fp32_head, max_num_seqs=GENERATIONS * len(TEXTS), max_num_batched_tokens=2048
         )  # fmt: skip
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model = policy_of(folder, torch.bfloat16)
         self.engine.sync_weights(self.model)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in TEXTS]
@@ -85,10 +83,7 @@ class Measured:
         """Of the sets of one truncation."""
         rollout, _ = self.rollout(tokens, **SIZES)
         sizes = rollout.candidates.sizes[rollout.completion_mask.reshape(-1)].double()
-        return {
-            "tokens": len(sizes), "mean": float(sizes.mean()), "median": float(sizes.median()),
-            "p99": float(sizes.quantile(0.99)), "max": float(sizes.max()), "alone": float((sizes == 1).double().mean()),
-        }  # fmt: skip
+        return quantiles(sizes) | {"tokens": len(sizes), "alone": float((sizes == 1).double().mean())}
 
     def correlation(self, tokens: int) -> dict[str, float]:
         """Pearson's, between the probabilities of vLLM and of the trainer, with logits in bf16 or fp32."""

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.accuracy import flipped_by_exact_old, outside
+from benchmarks.accuracy import flipped_by_exact_old, outside, quantiles
 from benchmarks.pretrained import recipe
 from benchmarks.providers import eager_logps
 from benchmarks.study import Section, main
@@ -128,12 +128,6 @@ def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, floa
     calls |= {f"top_p {p}": partial(loss, sets(top_p=p)) for p in TOP_P}
     calls |= {f"top_k {k}": partial(loss, sets(top_k=k)) for k in TOP_K}
     return with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare-3")
-
-
-def quantiles(values: Tensor) -> dict[str, float]:
-    """Mean and quantiles."""
-    names = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    return {"mean": float(values.mean())} | {name: float(values.quantile(q)) for name, q in names.items()}
 
 
 def run(

@@ -23,6 +23,15 @@ def engines_of(device: str) -> list[str]:
     return [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
 
 
+def step(loss: Tensor, *leaves: Tensor) -> Tensor:
+    """Backward, if there is something to do, without the time in which the gradients of the leaves are given back."""
+    if loss.requires_grad:
+        loss.backward()
+    for leaf in leaves:
+        leaf.grad = None
+    return loss.detach()
+
+
 def gradients_of(call: Callable[[], object], *leaves: Tensor) -> list[Tensor]:
     """Those of the leaves, of a forward and backward that gives them back."""
     seen: dict[Tensor, Tensor] = {}
