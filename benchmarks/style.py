@@ -11,50 +11,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2933", "#616e7c", "#e4e7eb"
-COLORS = {
-    "native": "#0072b2",
-    "ours": "#0072b2",
-    "triton": "#0072b2",
-    "cuda": "#0072b2",
-    "chunked": "#56b4e9",
-    "fused_trl": "#44aa99",
-    "eager": "#d55e00",
-    "torch.compile": "#009e73",
-    "TRL": "#e69f00",
-    "trl": "#e69f00",
-    "Liger": "#a0522d",
-    "liger": "#a0522d",
-    "liger-triton": "#a0522d",
-    "linear_cross_entropy": "#cc79a7",
-    "torch-lce": "#cc79a7",
-    "torch-lce-chunked": "#cc79a7",
-    "torchtitan": "#7e57c2",
-    "unsloth": "#b8a100",
-    "cce": "#117733",
-    "cce-exact": "#117733",
-    "quack": "#882255",
-    "bare": "#7b8794",
+PROGRAMS = {
+    "native": ("#0072b2", "ours: native"),
+    "ours": ("#0072b2", "ours"),
+    "triton": ("#0072b2", "ours: triton"),
+    "cuda": ("#0072b2", "ours: cuda"),
+    "chunked": ("#56b4e9", "ours: chunked"),
+    "fused_trl": ("#44aa99", "fused_trl"),
+    "eager": ("#d55e00", "eager PyTorch"),
+    "torch.compile": ("#009e73", "torch.compile"),
+    "TRL": ("#e69f00", "TRL"),
+    "trl": ("#e69f00", "TRL"),
+    "Liger": ("#a0522d", "Liger"),
+    "liger": ("#a0522d", "Liger"),
+    "liger-triton": ("#a0522d", "Liger, Triton"),
+    "linear_cross_entropy": ("#cc79a7", "linear_cross_entropy"),
+    "torch-lce": ("#cc79a7", "linear_cross_entropy"),
+    "torch-lce-chunked": ("#cc79a7", "linear_cross_entropy, chunked"),
+    "torchtitan": ("#7e57c2", "torchtitan"),
+    "unsloth": ("#b8a100", "Unsloth"),
+    "cce": ("#117733", "Apple CCE"),
+    "cce-exact": ("#117733", "Apple CCE, exact"),
+    "quack": ("#882255", "QuACK"),
+    "bare": ("#7b8794", "bare"),
 }
-"""One colour for each program, in every picture: Okabe and Ito's palette, which people with any kind of colour vision
-can distinguish, and further ones. Lines and bars have labels as well."""
+"""Of each implementation in the result files the colour and the name in every picture: Okabe and Ito's palette, which
+people with any kind of colour vision can distinguish, and further ones. Lines and bars have labels as well."""
+COLORS, NAMES = ({program: row[i] for program, row in PROGRAMS.items()} for i in range(2))
 OURS = ("native", "triton", "cuda", "chunked", "ours")
-NAMES = {
-    "native": "ours: native",
-    "triton": "ours: triton",
-    "cuda": "ours: cuda",
-    "chunked": "ours: chunked",
-    "eager": "eager PyTorch",
-    "trl": "TRL",
-    "liger": "Liger",
-    "liger-triton": "Liger, Triton",
-    "torch-lce": "linear_cross_entropy",
-    "torch-lce-chunked": "linear_cross_entropy, chunked",
-    "cce": "Apple CCE",
-    "cce-exact": "Apple CCE, exact",
-    "quack": "QuACK",
-    "unsloth": "Unsloth",
-}
-"""Names of the implementations in the result files, and in pictures."""
 
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 """The background of a label: no line goes through its text."""
