@@ -40,7 +40,7 @@ from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
 from benchmarks.memory import peak_of_process
 from benchmarks.results import load, machine, processor
-from benchmarks.seeds import add_run, read_runs
+from benchmarks.seeds import Seeds, add_run, read_runs
 from benchmarks.study import Section, main
 from benchmarks.study_page import PARTS
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
@@ -54,6 +54,10 @@ ARMS = dict.fromkeys(("ours", "trl", "fused_trl"), "benchmarks.pretrained:train"
 """Trainers, in the order in which they run, and what runs them."""
 BOUND = 0.05
 """The smallest difference in accuracy that counts."""
+
+Model = Annotated[Path, "a folder, as benchmarks.gemma writes it"]
+Work = Annotated[Path, "folder of the start, and of runs.jsonl in it or in a folder of it"]
+Since = Annotated[Path | None, "a file of results; its runs count as done"]
 
 TASK, TASK_OPTIONS = "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 STARTING_EXAMPLES, STARTING_SEED, STARTING_RATE, BATCH = 128, 2047, 2e-5, 16
@@ -369,12 +373,7 @@ def started(model: Path, work: Path) -> Path:
     return folder
 
 
-def run(
-    model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
-    work: Annotated[Path, "folder of runs.jsonl and of the start"] = Path("runs/pretrained"),
-    seeds: Annotated[int, "0, 1, ..., of each trainer"] = 3,
-    since: Annotated[Path | None, "a file of results; its runs count as done"] = None,
-) -> Iterator[Section]:
+def run(model: Model, work: Work = Path("runs/pretrained"), seeds: Seeds = 3, since: Since = None) -> Iterator[Section]:
     """The section `pretrained`."""
     yield from measure(started(model, work), work, seeds, since, {"task": "pretrained"}, {})
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 from benchmarks.gemma_cut import cut
-from benchmarks.pretrained import LENGTH, all_texts, measure, started
+from benchmarks.pretrained import LENGTH, Model, Since, Work, all_texts, measure, started
+from benchmarks.seeds import Seeds
 from benchmarks.study import Section, main
 
 
@@ -28,10 +28,7 @@ def cut_model(model: Path, work: Path) -> Path:
 
 
 def run(
-    model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
-    work: Annotated[Path, "folder of the start, the cut model, and runs.jsonl in its folder"] = Path("runs/pretrained"),
-    seeds: Annotated[int, "0, 1, ..., of each trainer"] = 12,
-    since: Annotated[Path | None, "a file of results; its runs count as done"] = None,
+    model: Model, work: Work = Path("runs/pretrained"), seeds: Seeds = 12, since: Since = None
 ) -> Iterator[Section]:
     """The section `pretrained_cut`."""
     folder = cut_model(model, work)

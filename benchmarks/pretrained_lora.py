@@ -14,12 +14,23 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
-from benchmarks.pretrained import STEPS, accuracy_of, figures_of, measure, recipe, trained_by
+from benchmarks.pretrained import (
+    STEPS,
+    Model,
+    Since,
+    Work,
+    accuracy_of,
+    figures_of,
+    measure,
+    recipe,
+    trained_by,
+)  # fmt: skip
 from benchmarks.pretrained_cut import cut_model
+from benchmarks.seeds import Seeds
 from benchmarks.small_policy import quantize_head, with_adapters
 from benchmarks.study import Section, main
 from grpo_fused.trainer.recipe import load_parts
@@ -49,12 +60,7 @@ def train(arm: str, model: str, seed: int, rate: float = RATE) -> dict[str, Any]
     return {"after": accuracy_of(trained, parts["tokenizer"]), **found}
 
 
-def run(
-    model: Annotated[Path, "a folder, as benchmarks.gemma writes it"],
-    work: Annotated[Path, "folder of the start; the runs are in its folder `lora`"] = Path("runs/pretrained"),
-    seeds: Annotated[int, "0, 1, ..., of each arm"] = 5,
-    since: Annotated[Path | None, "a file of results; its runs count as done"] = None,
-) -> Iterator[Section]:
+def run(model: Model, work: Work = Path("runs/pretrained"), seeds: Seeds = 5, since: Since = None) -> Iterator[Section]:
     """The section `pretrained_lora`."""
     begin, folder = cut_model(model, work), work / "lora"
     folder.mkdir(exist_ok=True)
