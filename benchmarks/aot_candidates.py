@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from grpo_fused.kernels.candidates import BLOCK_COLUMNS, BLOCK_ROWS, pair_products_kernel, segment_sums_kernel
@@ -25,18 +26,12 @@ _TYPES = {
 def table() -> list[dict[str, Any]]:
     """A row for each kernel, dtype and architecture."""
     rows = []
-    for name, kernel, matrices in (
-        ("pair_products", pair_products_kernel, ("a", "b")),
-        ("segment_sums", segment_sums_kernel, ("x",)),
-    ):
-        for arch in ARCHITECTURES:
-            for dtype in DTYPES:
-                types = {**_TYPES[name], **dict.fromkeys(matrices, f"*{dtype}")}
-                aligned = set(types) - {"count"}
-                compiled = compile_kernel(
-                    kernel, arch, types, {"ROWS": BLOCK_ROWS, "COLUMNS": BLOCK_COLUMNS}, aligned, num_warps=4,
-                    enable_fp_fusion=True,
-                )  # fmt: skip
-                found = resources(compiled, arch)
-                rows.append({"kernel": name, "arch": arch, "dtype": dtype, **found._asdict()})
+    kernels = (pair_products_kernel, "pair_products", ("a", "b")), (segment_sums_kernel, "segment_sums", ("x",))
+    for (kernel, name, matrices), arch, dtype in itertools.product(kernels, ARCHITECTURES, DTYPES):
+        types = {**_TYPES[name], **dict.fromkeys(matrices, f"*{dtype}")}
+        compiled = compile_kernel(
+            kernel, arch, types, {"ROWS": BLOCK_ROWS, "COLUMNS": BLOCK_COLUMNS}, set(types) - {"count"}, num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        rows.append({"kernel": name, "arch": arch, "dtype": dtype, **resources(compiled, arch)._asdict()})
     return rows
