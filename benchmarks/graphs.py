@@ -11,18 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.exact import Exact, judged
+from benchmarks.measure import Small
 from benchmarks.problem import DTYPES, Case, clear
 from benchmarks.providers import PROVIDERS, fused_loss
 from benchmarks.results import Device, Run
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, ms, title
-from benchmarks.timing import Calls, bare_gemms, interleave
+from benchmarks.timing import Calls, bare_gemms, times_by_round, with_ratios
 from grpo_fused.testing import Problem
 
 CASES = [Case(4, N // 4, 896, 151936) for N in (256, 1024)]
@@ -32,9 +33,7 @@ WAYS = {"eager": True, "not compacted": False, "graph": False}
 """Name to whether tokens are compacted, which waits for the device."""
 
 
-def run(
-    small: Annotated[bool, "one small problem, to test the program"] = False, rounds: int = 20, device: Device = "cuda"
-) -> Iterator[Section]:
+def run(small: Small = False, rounds: int = 20, device: Device = "cuda") -> Iterator[Section]:
     """The section `graphs`, after each case."""
     cases: list[dict[str, Any]] = []
     for case in SMALL if small else CASES:
@@ -60,12 +59,12 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
             rows[f"{engine}, {way}"] = row = judged(partial(errors, engine, way), DTYPES[case.dtype], ours=True)
             if "not_timed" in row:
                 calls.pop(f"{engine}, {way}", None)
-    times = interleave(calls, device, rounds=rounds, warmup=2)
+    times = with_ratios(times_by_round(calls, device, rounds=rounds, warmup=2), "bare")
     for name, row in rows.items():
         if name in times:
-            row |= {"ms": times[name], "host_ms": host_ms(calls[name], rounds)}
+            row |= times[name] | {"host_ms": host_ms(calls[name], rounds)}
     clear(problem)
-    return {"bare_ms": times["bare"], "ways": rows}
+    return {"bare_ms": times["bare"]["ms"], "ways": rows}
 
 
 def step_of(problem: Problem, engine: str, compact: bool) -> Callable[[], Tensor]:
@@ -114,14 +113,13 @@ def table(section: Section, run: Run) -> str:
     """A row for each engine and way."""
     rows = []
     for case in section["cases"]:
-        bare = case["bare_ms"]["median"]
-        rows.append([title(case["shape"]), "bare products", ms(bare), "1", ""])
+        rows.append([title(case["shape"]), "bare products", ms(case["bare_ms"]["median"]), "1", ""])
         for name, row in case["ways"].items():
             if "ms" not in row:
                 rows.append(["", name, f"not timed: {row['not_timed']}", "", ""])
                 continue
-            median = row["ms"]["median"]
-            rows.append(["", name, ms(median), f"{median / bare:.2f}", ms(row["host_ms"])])
+            ratio = f"{row['times_bare']['median']:.2f}"
+            rows.append(["", name, ms(row["ms"]["median"]), ratio, ms(row["host_ms"])])
     return grid("| problem | | forward + backward | × bare | host |", rows)
 
 

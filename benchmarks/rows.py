@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 
+from benchmarks.measure import Small
 from benchmarks.results import Device
 from benchmarks.study import Section, main
 from benchmarks.timing import Calls, copy_bandwidth, times_by_round, with_ratios
@@ -141,7 +142,7 @@ def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: in
 
 def run(
     rounds: int = 9,
-    small: Annotated[bool, "one small vocabulary, to test the program"] = False,
+    small: Small = False,
     device: Device = "cuda",
 ) -> Iterator[Section]:
     """The section `rows`, after each vocabulary."""

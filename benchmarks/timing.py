@@ -46,15 +46,13 @@ def cache_flush(device: str) -> Callable[[], object] | None:
     return lambda: buffer.fill_(1)
 
 
-def interleave(calls: Calls, device: str, *, rounds: int, warmup: int = 1) -> dict[str, dict[str, float]]:
-    """Median, p20 and p80 in milliseconds of each call, measured in rounds, so that drift affects all equally."""
-    return {name: summary(t) for name, t in times_by_round(calls, device, rounds=rounds, warmup=warmup).items()}
-
-
 def times_by_round(
     calls: Calls, device: str, *, rounds: int, warmup: int = 1, before: Callable[[], object] | None = None
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, a list of one value for each round; what runs before each call is not in the time."""
+    """Milliseconds of each call, a list of one value for each round; what runs before each call is not in the time.
+
+    The calls take turns, so that drift affects all equally.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup):
         for call in calls.values():

@@ -9,14 +9,15 @@ in `kernels/head_configs.py`, with the figures as their reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
 
+from benchmarks.measure import Small
 from benchmarks.results import Device
 from benchmarks.study import Section, main
-from benchmarks.timing import bare_gemms, interleave
+from benchmarks.timing import Calls, bare_gemms, times_by_round, with_ratios
 
 SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 151936)]
 SMALL_SHAPES = [(40, 64, 300)]
@@ -28,7 +29,7 @@ DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run(
-    small: Annotated[bool, "one small shape, to test the program"] = False,
+    small: Small = False,
     rounds: int = 7,
     device: Device = DEVICE,
     candidates: Annotated[bool, "or the shipped configuration only"] = True,
@@ -41,7 +42,7 @@ def run(
 
 
 def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool = True) -> list[dict[str, Any]]:
-    """Every configuration at one shape: error, milliseconds of scoring and of storing, rate relative to the library."""
+    """Every configuration at one shape: error, milliseconds of scoring and of storing, ratio to the library."""
     from grpo_fused.kernels.head_configs import CANDIDATES, HEAD_CONFIGS, architecture
     from grpo_fused.kernels.head_launch import Exponentials, head_scores
     from grpo_fused.kernels.row_types import Transform
@@ -57,7 +58,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool =
     arch = architecture(torch.device(device))
 
     entries: list[dict[str, Any]] = []
-    calls: dict[str, Callable[[], object]] = {"library": bare_gemms(N, H, V, torch.bfloat16, device)["bare-1"]}
+    calls: Calls = {"library": bare_gemms(N, H, V, torch.bfloat16, device)["bare-1"]}
     for number, config in enumerate([HEAD_CONFIGS[arch].plain, *(CANDIDATES.get(arch, ()) if candidates else ())]):
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
         entries.append(entry)
@@ -76,13 +77,11 @@ def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool =
             continue
         if entry["max_logp_error"] <= LOGP_TOLERANCE:
             calls[f"{entry['name']}/score"], calls[f"{entry['name']}/store"] = score, store
-    times = interleave(calls, device, rounds=rounds)
+    times = with_ratios(times_by_round(calls, device, rounds=rounds), "library")
     for entry in entries:
-        for what in ("score", "store"):
-            timed = times.get(f"{entry['name']}/{what}")
-            if timed is not None:
-                entry[f"{what}_ms"] = timed
-                entry[f"{what}_share_of_library"] = times["library"]["median"] / timed["median"]
+        entry |= {
+            what: times[f"{entry['name']}/{what}"] for what in ("score", "store") if f"{entry['name']}/{what}" in times
+        }
     return entries
 
 
