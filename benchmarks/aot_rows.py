@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.compiled import bundled_tool, compile_kernel, resources
+from benchmarks.compiled import bundled_tool, compile_kernel, output_of, resources
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 CUDA_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -147,7 +146,7 @@ def compile_library(
         *sources, f"-L{package / 'lib'}", "-ltorch_cpu", *(extra or []),
         "-o", str(target),
     ]  # fmt: skip
-    _run(*command)
+    output_of(*command)
     return target
 
 
@@ -156,8 +155,8 @@ def inspect_library(library: Path) -> list[SimpleNamespace]:
     store to global memory comes before the last wait for the cluster (`stores_follow_barrier`)."""
     tool = str(_cuobjdump())
     found = []
-    code = _functions(_run(tool, "-sass", str(library)))
-    for (arch, name), usage in _functions(_run(tool, "--dump-resource-usage", str(library))).items():
+    code = _functions(output_of(tool, "-sass", str(library)))
+    for (arch, name), usage in _functions(output_of(tool, "--dump-resource-usage", str(library))).items():
         kernel, mode, logits, out = _parse(name)
         if kernel == "cluster" and arch == "sm_80":
             continue  # empty: there are no clusters
@@ -197,13 +196,6 @@ def _parse(mangled: str) -> tuple[str, str, str, str]:
 
 def _cuobjdump() -> str | None:
     return shutil.which("cuobjdump") or bundled_tool("cuobjdump")
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{command[0]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
 
 
 def cuda_table() -> list[dict[str, Any]]:

@@ -67,10 +67,7 @@ def resources(compiled: Any, arch: str) -> Resources:
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])  # type: ignore[index]
         spilled = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
         return Resources(registers, spilled, shared, warps)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = _tool("cuobjdump", "--dump-resource-usage", file.name).stdout
+    text = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return Resources(int(found[1]), int(found[2]), shared, warps)
@@ -78,12 +75,7 @@ def resources(compiled: Any, arch: str) -> Resources:
 
 def machine_code(compiled: Any) -> str:
     """The instructions that ptxas made for an NVIDIA GPU, by `nvdisasm`; its own ptxas is in no way called again."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        done = _tool("nvdisasm", "-c", file.name)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return _of_cubin(compiled, "nvdisasm", "-c")
 
 
 def bundled_tool(name: str) -> str | None:
@@ -95,7 +87,22 @@ def bundled_tool(name: str) -> str | None:
     return str(tool) if tool.exists() else None
 
 
-def _tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _of_cubin(compiled: Any, name: str, option: str) -> str:
     tool = bundled_tool(name)
     assert tool is not None, f"triton has no {name}"
-    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return output_of(tool, option, file.name)
+
+
+def output_of(*command: str) -> str:
+    """What a program prints.
+
+    Raises:
+        RuntimeError: It fails.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[0]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
