@@ -53,8 +53,8 @@ class Provider:
     """[B, T], any values where masked; None if the provider has none"""
     ours: bool = False
     """whether our bound on log-probs applies"""
-    package: str | None = None
-    """top-level package that it needs"""
+    packages: tuple[str, ...] = ()
+    """top-level packages that it needs"""
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs: Callable[[str], str | None] = lambda device: None
     """why it cannot run on this device, or None"""
@@ -71,9 +71,8 @@ class Provider:
         """Why it cannot run here, or None; an installed package may still fail to import."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        return self.needs(device)
+        absent = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        return f"{absent[0]} is not installed" if absent else self.needs(device)
 
 
 def fused_loss(p: Problem, impl: str, **options: Any) -> GRPOLossOutput:
@@ -253,11 +252,6 @@ def _verl(hidden: Tensor, weight: Tensor, ids: Tensor, *, backward: str) -> Tens
     return -head.linear_cross_entropy(hidden, weight, ids, TEMPERATURE, "none")[0]
 
 
-def _without(*packages: str) -> Callable[[str], str | None]:
-    """Which of the packages that a peer imports is missing."""
-    return lambda device: next((f"{p} is not installed" for p in packages if importlib.util.find_spec(p) is None), None)
-
-
 def _with_linear_cross_entropy(device: str) -> str | None:
     return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has no linear_cross_entropy"
 
@@ -266,19 +260,20 @@ def _triton_missing(device: str) -> str | None:
     return triton_engine.unavailable(torch.device(device), torch.bfloat16)
 
 
-def _cutlass_on(*capabilities: int) -> Callable[[str], str | None]:
-    """Kernels in CUTLASS's Python language, for these major compute capabilities."""
+def _on(*capabilities: int) -> Callable[[str], str | None]:
+    """For these major compute capabilities."""
 
     def reason(device: str) -> str | None:
         major, minor = torch.cuda.get_device_capability()
         words = " or ".join(f"{c}.x" for c in capabilities)
-        wrong = None if major in capabilities else f"needs compute capability {words}, this is {major}.{minor}"
-        return _without("cutlass")(device) or wrong
+        return None if major in capabilities else f"needs compute capability {words}, this is {major}.{minor}"
 
     return reason
 
 
 GPU = ("cuda",)
+QUACK = ("quack", "cutlass")
+"""Its kernels, as those of `liger-scaled`, are in CUTLASS's Python language."""
 _ALL = (
     _engine("native", ("cpu",), lambda device: libraries.cpu_available()),
     _engine("chunked", ("cpu", "cuda")),
@@ -309,54 +304,54 @@ _ALL = (
         "the same with options=LinearCrossEntropyOptions(): precision and chunks its own choice, on a CPU 256 tokens",
         _of_active(_torch_chunked), needs=_with_linear_cross_entropy,
     ),
-    _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), package="trl"),
-    Provider("liger", "LigerFusedLinearGRPOLoss; on a CPU not compiled", _liger, package="liger_kernel"),
+    _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), packages=("trl",)),
+    Provider("liger", "LigerFusedLinearGRPOLoss; on a CPU not compiled", _liger, packages=("liger_kernel",)),
     Provider(
         "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,
-        package="torchtitan", needs=_without("spmd_types", "triton", "tyro"), always_gradients=True,
+        packages=("torchtitan", "spmd_types", "triton", "tyro"), always_gradients=True,
     ),
     _from_logps(
         "unsloth",
         "unsloth_zoo's fused_linear_logprobs, which its GRPO trainer calls; its Triton kernels run on a GPU only",
-        _unsloth_logps, package="unsloth_zoo",
+        _unsloth_logps, packages=("unsloth_zoo",),
     ),
     Provider(
         "liger-triton", "all logits by an eager product, then triton_grpo_loss", _liger_triton, _liger_triton_logps,
-        package="liger_kernel", devices=GPU,
+        packages=("liger_kernel",), devices=GPU,
     ),
     _from_logps(
         "liger-scaled", "LigerFusedLinearScaledCrossEntropyFunction by its kernels for sm_90, targets not validated",
-        _of_active(_liger_scaled), package="liger_kernel", devices=GPU, needs=_cutlass_on(9),
+        _of_active(_liger_scaled), packages=("liger_kernel", "cutlass"), devices=GPU, needs=_on(9),
     ),
     _from_logps(
         "cce", "Apple's linear_cross_entropy as shipped: small probabilities are left out of its gradients",
-        _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps="high")), package="cut_cross_entropy", devices=GPU,
+        _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps="high")), packages=("cut_cross_entropy",), devices=GPU,
     ),
     _from_logps(
         "cce-exact", "Apple's linear_cross_entropy, filter_eps=None",
-        _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps=None)), package="cut_cross_entropy", devices=GPU,
+        _of_active(lambda h, w, ids: _cce(h, w, ids, filter_eps=None)), packages=("cut_cross_entropy",), devices=GPU,
     ),
     _from_logps(
         "quack",
         "linear_cross_entropy_func(reduction='none'), all logits: its chunked form gives a sum or a mean only, and no "
         "gradient for each token",
-        _of_active(_quack), package="quack", devices=GPU, needs=_cutlass_on(9, 10, 12),
+        _of_active(_quack), packages=QUACK, devices=GPU, needs=_on(9, 10, 12),
     ),
     Provider(
         "quack-mean",
         "another loss, the mean cross-entropy, by its fastest head: chunked_linear_cross_entropy(reduction='mean')",
-        _quack_mean, package="quack", devices=GPU, needs=_cutlass_on(9, 10, 12), patterns=("dense", "half-inactive"),
+        _quack_mean, packages=QUACK, devices=GPU, needs=_on(9, 10, 12), patterns=("dense", "half-inactive"),
         per_token=cross_entropy,
     ),
     _from_logps(
         "verl", "verl's Triton linear_cross_entropy as shipped, entropies included: dlogits of 9504 entries at a time",
-        _of_active(lambda h, w, ids: _verl(h, w, ids, backward="_Split_Dlogits_N")), package="verl", devices=GPU,
-        needs=_without("triton"),
+        _of_active(lambda h, w, ids: _verl(h, w, ids, backward="_Split_Dlogits_N")), packages=("verl", "triton"),
+        devices=GPU,
     ),
     _from_logps(
         "verl-separate", "the same with all dlogits at once, the faster of its backward passes (_Total_Separate)",
-        _of_active(lambda h, w, ids: _verl(h, w, ids, backward="_Total_Separate")), package="verl", devices=GPU,
-        needs=_without("triton"),
+        _of_active(lambda h, w, ids: _verl(h, w, ids, backward="_Total_Separate")), packages=("verl", "triton"),
+        devices=GPU,
     ),
 )  # fmt: skip
 

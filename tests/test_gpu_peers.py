@@ -24,7 +24,7 @@ from benchmarks.problem import Case, cross_entropy
 from benchmarks.providers import PROVIDERS, available
 
 CASE = Case(5, 16, 128, 300, "fp32", "half-inactive")
-PACKAGED = [name for name, provider in PROVIDERS.items() if provider.package is not None]
+PACKAGED = [name for name, provider in PROVIDERS.items() if provider.packages]
 
 
 def assert_right(name, problem):
@@ -43,7 +43,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_package_that_is_absent_is_named(name, hopper, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package, *_: None)
-    assert PROVIDERS[name].unavailable("cuda") == f"{PROVIDERS[name].package} is not installed"
+    assert PROVIDERS[name].unavailable("cuda") == f"{PROVIDERS[name].packages[0]} is not installed"
     assert not set(PACKAGED) & available("cuda", "dense").keys()
 
 

@@ -102,7 +102,7 @@ def test_which_providers_run():
     assert available("cpu", "dense", ("eager",)).keys() == {"eager", *available("cpu", "dense", ())}
     for name in ("liger-triton", "liger-scaled", "cce", "cce-exact", "quack", "quack-mean", "verl", "triton", "cuda"):
         assert PROVIDERS[name].unavailable("cpu") == "runs on cuda only"
-    assert "absent is not installed" in str(replace(PROVIDERS["eager"], package="absent").unavailable("cpu"))
+    assert "absent is not installed" in str(replace(PROVIDERS["eager"], packages=("absent",)).unavailable("cpu"))
     whole = ("liger", "liger-triton", "torchtitan", "quack-mean")  # the others give log-probs
     assert all(("formula" in PROVIDERS[name].composition) == (name not in whole) for name in PEERS)
 
