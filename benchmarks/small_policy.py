@@ -10,7 +10,7 @@ import copy
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -92,18 +92,19 @@ class Recipe:
     """whether the frozen head is in int8, one scale a row (torchao)"""
 
 
-class Trained(NamedTuple):
+@dataclass
+class Trained:
     """A trained policy, and of each rollout the mean reward, the lengths of completions in tokens and their ids."""
 
     model: PreTrainedModel
-    rewards: list[float]
-    lengths: list[float]
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
     """means"""
-    lengths_right: list[float | None]
+    lengths_right: list[float | None] = field(default_factory=list)
     """means of the right ones; None if there are none"""
-    lengths_wrong: list[float | None]
-    completion_ids: list[list[list[int]]]
-    metrics: list[dict[str, float]]
+    lengths_wrong: list[float | None] = field(default_factory=list)
+    completion_ids: list[list[list[int]]] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
     """of each rollout, of our trainer only"""
 
 
@@ -213,13 +214,9 @@ class Judge:
 
     __name__ = "right"
 
-    def __init__(self, recipe: Recipe, rows: list[Row]) -> None:
+    def __init__(self, recipe: Recipe, rows: list[Row], model: PreTrainedModel) -> None:
         self.judge, self.rows, self.group = data_of(recipe.task).judge, rows, recipe.num_generations
-        self.rewards: list[float] = []
-        self.lengths: list[float] = []
-        self.lengths_right: list[float | None] = []
-        self.lengths_wrong: list[float | None] = []
-        self.completion_ids: list[list[list[int]]] = []
+        self.seen = Trained(model)
         self.indices: list[int] = []
 
     def __call__(
@@ -227,14 +224,14 @@ class Judge:
     ) -> list[float]:
         """1 for a right completion, 0 for another."""
         found = [self.judge(text, self.rows[i]) for text, i in zip(completions, index, strict=True)]
-        self.rewards.append(sum(found) / len(found))
-        self.lengths.append(fmean(map(len, completion_ids)))
-        for means, reward in ((self.lengths_right, 1.0), (self.lengths_wrong, 0.0)):
+        self.seen.rewards.append(sum(found) / len(found))
+        self.seen.lengths.append(fmean(map(len, completion_ids)))
+        for means, reward in ((self.seen.lengths_right, 1.0), (self.seen.lengths_wrong, 0.0)):
             chosen = [
                 len(ids) for ids, found_reward in zip(completion_ids, found, strict=True) if found_reward == reward
             ]
             means.append(fmean(chosen) if chosen else None)
-        self.completion_ids.append([list(ids) for ids in completion_ids])
+        self.seen.completion_ids.append([list(ids) for ids in completion_ids])
         self.indices += index[:: self.group]
         return found
 
@@ -258,7 +255,7 @@ def train(
     if arm not in ARMS:
         raise ValueError(f"arm must be one of {', '.join(ARMS)}; got {arm!r}")
     model, number = adapted(copy.deepcopy(model), recipe, seed), recipe.steps * recipe.prompts_per_step
-    judge = Judge(recipe, data_of(recipe.task).rows(seed, number))
+    judge = Judge(recipe, data_of(recipe.task).rows(seed, number), model)
     rows = [{"prompt": row["prompt"], "index": index} for index, row in enumerate(judge.rows)]
     AcceleratorState._reset_state(reset_partial_state=True)  # a process may train in fp32 and then in bf16
     metrics: list[dict[str, float]] = []
@@ -268,9 +265,7 @@ def train(
         train_trl(arm, recipe, seed, model, judge, rows)
     if judge.indices != list(range(number)):
         raise RuntimeError(f"{arm} must take the {number} problems in their order; it took {judge.indices[:20]}, ...")
-    return Trained(
-        model, judge.rewards, judge.lengths, judge.lengths_right, judge.lengths_wrong, judge.completion_ids, metrics
-    )
+    return replace(judge.seen, metrics=metrics)
 
 
 def adapted(model: PreTrainedModel, recipe: Recipe, seed: int) -> PreTrainedModel:
