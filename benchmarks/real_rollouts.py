@@ -64,22 +64,22 @@ def collect(trainer: GRPOTrainer, steps: int) -> Recorded:
 @torch.no_grad()
 def report(recorded: Recorded) -> dict[str, Any]:
     """Errors in nats, shares, and sizes in tokens."""
-    columns: dict[str, list[Tensor]] = {name: [] for name in ("exact", "head", "entropy", "max_logit")}
-    sizes: dict[str, list[Tensor]] = {f"top_p {p}": [] for p in TOP_P}
-    masses: dict[str, list[Tensor]] = {f"top_k {k}": [] for k in TOP_K}
+    columns: dict[str, list[Tensor]] = {}
     double = recorded.weight.double()
     for states, ids in zip(recorded.hidden_states.split(ROWS), recorded.ids.split(ROWS), strict=True):
         logits = states.double() @ double.T  # [R, V]
         logps = logits.log_softmax(-1)
-        columns["exact"].append(logps.gather(-1, ids[:, None])[:, 0])
-        columns["head"].append(eager_logps(states[None], recorded.weight, ids[None])[0].double())
-        columns["entropy"].append(-(logps.exp() * logps).sum(-1))
-        columns["max_logit"].append(logits.abs().amax(-1))
         mass = logps.exp().sort(-1, descending=True).values.cumsum(-1)
-        for p in TOP_P:
-            sizes[f"top_p {p}"].append((mass < p).sum(-1) + 1)
-        for k in TOP_K:
-            masses[f"top_k {k}"].append(mass[:, k - 1])
+        found = {
+            "exact": logps.gather(-1, ids[:, None])[:, 0],
+            "head": eager_logps(states[None], recorded.weight, ids[None])[0].double(),
+            "entropy": -(logps.exp() * logps).sum(-1),
+            "max_logit": logits.abs().amax(-1),
+            **{f"top_p {p}": (mass < p).sum(-1).double() + 1 for p in TOP_P},
+            **{f"top_k {k}": mass[:, k - 1] for k in TOP_K},
+        }
+        for name, values in found.items():
+            columns.setdefault(name, []).append(values)
     tokens = {name: torch.cat(values) for name, values in columns.items()}
     ours = fused_linear_logprobs(recorded.hidden_states, recorded.weight, token_ids=recorded.ids).logps.double()
     heads = {"ours": ours, "head": tokens["head"]}
@@ -96,8 +96,8 @@ def report(recorded: Recorded) -> dict[str, Any]:
             }
             for name, x in heads.items()
         },
-        "set_sizes": {name: quantiles(torch.cat(values).double()) for name, values in sizes.items()},
-        "mass": {name: quantiles(torch.cat(values)) for name, values in masses.items()},
+        "set_sizes": {name: quantiles(values) for name, values in tokens.items() if name.startswith("top_p")},
+        "mass": {name: quantiles(values) for name, values in tokens.items() if name.startswith("top_k")},
     }  # fmt: skip
 
 
