@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.equivalence import describe, paired, values_of
 from benchmarks.learning import BOUND
-from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run, warmed_up
 from benchmarks.small_policy import Recipe, accuracy, data_of, train
 from benchmarks.study import Section, main
 from grpo_fused import objectives
@@ -119,7 +119,7 @@ def trained(arm: Arm, seed: int, model: Any) -> Line:
 def run(seeds: Seeds = 5, work: Work = Path("runs/centering")) -> Iterator[Section]:
     """The section `centering`, after each run."""
     arms = [({"sampler": sampler, "objective": name}, seeds) for sampler in SAMPLERS for name in OBJECTIVES]
-    yield from each_run(work, RECIPE, arms, trained, section_of)
+    yield from each_run(work, warmed_up(RECIPE), arms, trained, section_of)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from benchmarks.equivalence import statistics_of
-from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run, warmed_up
 from benchmarks.small_policy import ARMS, Recipe, accuracy, data_of, train, weights
 from benchmarks.study import Section, main
 
@@ -43,7 +43,7 @@ def measure(recipe: Recipe, seeds: dict[str, int], work: Path) -> Iterator[Secti
 
     numbers = seeds | {"replay": min(REPLAYED_SEEDS, max(seeds.values()))}
     arms = [({"arm": arm}, number) for arm, number in numbers.items()]
-    yield from each_run(work, recipe, arms, trained, partial(section_of, recipe))
+    yield from each_run(work, warmed_up(recipe), arms, trained, partial(section_of, recipe))
 
 
 def replay(recipe: Recipe, seed: int, model: Any) -> float:

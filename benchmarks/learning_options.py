@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.equivalence import describe, paired, values_of
 from benchmarks.learning import BOUND
-from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run, warmed_up
 from benchmarks.small_policy import Recipe, accuracy, data_of, train
 from benchmarks.study import Section, main
 
@@ -70,7 +70,7 @@ def trained(arm: Arm, seed: int, model: Any) -> Line:
 def run(seeds: Seeds = 10, work: Work = Path("runs/options")) -> Iterator[Section]:
     """The section `learning_options`, after each run."""
     arms = [({"option": option}, seeds) for option in OPTIONS]
-    yield from each_run(work, Recipe(), arms, trained, section_of)
+    yield from each_run(work, warmed_up(Recipe()), arms, trained, section_of)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.equivalence import compare, describe
-from benchmarks.seeds import Arm, Line, Seeds, Work, each_run
+from benchmarks.seeds import Arm, Line, Seeds, Work, each_run, warmed_up
 from benchmarks.small_policy import Recipe, train
 from benchmarks.study import Section, main
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss
@@ -93,7 +93,7 @@ def trained(arm: Arm, seed: int, model: Any) -> Line:
 
 def run(seeds: Seeds = 10, work: Work = Path("runs/length")) -> Iterator[Section]:
     """The section `length_bias`, after each run."""
-    yield from each_run(work, RECIPE, [({"loss": loss}, seeds) for loss in LOSSES], trained, section_of)
+    yield from each_run(work, warmed_up(RECIPE), [({"loss": loss}, seeds) for loss in LOSSES], trained, section_of)
 
 
 if __name__ == "__main__":

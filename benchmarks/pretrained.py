@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -40,7 +40,7 @@ from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
 from benchmarks.memory import peak_of_process
 from benchmarks.results import load, machine, processor
-from benchmarks.seeds import Seeds, add_run, read_runs
+from benchmarks.seeds import Arm, Line, Seeds, each_run
 from benchmarks.study import Section, main
 from benchmarks.study_page import PARTS
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
@@ -350,17 +350,18 @@ def measure(
     recipe |= {"steps": STEPS, "prompts_per_step": PROMPTS, "num_generations": GENERATIONS, "num_iterations": 1}
     recipe |= {"max_completion_length": LENGTH, "learning_rate": RATE, "starting_examples": STARTING_EXAMPLES}
     about = {"recipe": recipe, "held_out": HELD_OUT, "replay": [], **about}
-    done = {(run["seed"], run["arm"]) for run in read_runs(file)}
-    todo = [one for one in product(range(seeds), arms) if one not in done]
     folder = str(model.resolve())  # a child runs in the repository
-    before = in_child("benchmarks.pretrained:accuracy", folder) if todo else 0.0
-    for seed, arm in todo:
-        result, here = in_child(arms[arm], arm, folder, seed), machine()
-        where = {"seed": seed, "arm": arm, "commit": here["commit"], "machine": processor(here)}
-        add_run(file, {**where, "before": before, **result})
-        print(f"seed {seed}, {arm}: {before:.1%} -> {result['after']:.1%}", flush=True)
-        yield {**about, **statistics_of(read_runs(file), BOUND, baseline)}
-    yield {**about, **statistics_of(read_runs(file), BOUND, baseline)}
+    before = cache(lambda: in_child("benchmarks.pretrained:accuracy", folder))
+
+    def trained(arm: Arm, seed: int, begin: str) -> Line:
+        return {"machine": processor(machine()), **in_child(arms[arm["arm"]], arm["arm"], begin, seed)}
+
+    def section_of(runs: list[Line]) -> Section:
+        return {**about, **statistics_of(runs, BOUND, baseline)}
+
+    yield from each_run(
+        work, lambda _: (folder, before()), [({"arm": arm}, seeds) for arm in arms], trained, section_of
+    )
 
 
 def started(model: Path, work: Path) -> Path:

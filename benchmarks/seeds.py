@@ -23,7 +23,7 @@ Arm = dict[str, str]
 
 def each_run(
     work: Path,
-    recipe: Recipe,
+    begin: Callable[[int], tuple[Any, float]],
     arms: list[tuple[Arm, int]],
     trained: Callable[[Arm, int, Any], Line],
     section_of: Callable[[list[Line]], Section],
@@ -32,7 +32,7 @@ def each_run(
 
     Args:
         work: Folder of `runs.jsonl`.
-        recipe: What all arms of a seed begin with: its task and its warm-up.
+        begin: A seed to the model with which all its arms begin, and the accuracy of that.
         arms: Each with its number of seeds, which begin at 0.
         trained: An arm, a seed and the model where it begins to the results of a run.
         section_of: Lines to a section.
@@ -44,20 +44,24 @@ def each_run(
         todo = [a for a, number in arms if seed < number and not any(a.items() <= run.items() for run in done)]
         if not todo:
             continue
-        model = start(recipe.task, seed, recipe.warmup)
-        before = accuracy(model, recipe)
+        model, before = begin(seed)
         for arm in todo:
             line = {"seed": seed, **arm, "commit": machine()["commit"], "before": before, **trained(arm, seed, model)}
-            add_run(file, line)
+            with file.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
             print({name: value for name, value in line.items() if not isinstance(value, list)}, flush=True)
             yield section_of(read_runs(file))
     yield section_of(read_runs(file))
 
 
-def add_run(file: Path, run: Line) -> None:
-    """Append a line to the runs of a file."""
-    with file.open("a") as lines:
-        lines.write(json.dumps(run) + "\n")
+def warmed_up(recipe: Recipe) -> Callable[[int], tuple[Any, float]]:
+    """A seed to the policy after the recipe's warm-up, and its accuracy."""
+
+    def begin(seed: int) -> tuple[Any, float]:
+        model = start(recipe.task, seed, recipe.warmup)
+        return model, accuracy(model, recipe)
+
+    return begin
 
 
 def read_runs(file: Path) -> list[Line]:

@@ -193,11 +193,13 @@ def test_runs_that_a_file_lacks_are_made_seed_by_seed(tmp_path, monkeypatch):
     started: list[int] = []
     monkeypatch.setattr(seeds, "start", lambda task, seed, warmup: started.append(seed))
     monkeypatch.setattr(seeds, "accuracy", lambda model, recipe: 0.25)
-    seeds.add_run(tmp_path / "runs.jsonl", {"seed": 0, "arm": "a", "after": 0.5, "rewards": [1.0]})
+    (tmp_path / "runs.jsonl").write_text('{"seed": 0, "arm": "a", "after": 0.5, "rewards": [1.0]}\n')
     arms = [({"arm": "a"}, 2), ({"arm": "b"}, 3)]
 
     def each(work):
-        return list(seeds.each_run(work, TINY, arms, lambda arm, seed, model: {"after": float(seed)}, len))
+        return list(
+            seeds.each_run(work, seeds.warmed_up(TINY), arms, lambda arm, seed, model: {"after": float(seed)}, len)
+        )
 
     assert each(tmp_path) == [2, 3, 4, 5, 5]
     assert [(run["seed"], run["arm"]) for run in seeds.read_runs(tmp_path / "runs.jsonl")] == [
