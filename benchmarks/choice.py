@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from benchmarks.command import call
-from benchmarks.results import RESULTS, Run, newest_first
+from benchmarks.results import RESULTS, Run, all_runs, newest_first
 from grpo_fused.engines.choice import MEASURED_FILE
 
 ENGINES = ("chunked", "triton")
@@ -28,7 +28,7 @@ def run(
 ) -> None:
     """Write the file, and print a line for each architecture."""
     found: dict[str, dict[str, Any]] = {}
-    for measured in newest_first("cuda", "loss", results):
+    for measured in newest_first("cuda", "loss", all_runs(results)):
         architecture, widest = measured.machine.get("architecture"), widest_triton(measured)
         if architecture is not None and widest is not None and architecture not in found:
             found[architecture] = {"widest": widest, "source": f"{measured.path.parent.name}/{measured.path.name}"}

@@ -1,9 +1,8 @@
-"""The text between the markers of each name on a page, from a folder of results."""
+"""The text between the markers of each name on a page, from the runs of a folder of results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks import cost, learning_page, releases, speed_tables, study_page, tables
 from benchmarks.results import Run, latest, newest_first
@@ -11,14 +10,14 @@ from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
 from benchmarks.study import Section, Study
 
-Table = Callable[[Path], str]
+Table = Callable[[list[Run]], str]
 
 
 def of(study: Study, text: Callable[[Section, Run], str]) -> Table:
     """A text about a study, from the newest run that has its section."""
 
-    def table(folder: Path) -> str:
-        run = latest(study.section, folder)
+    def table(runs: list[Run]) -> str:
+        run = latest(study.section, runs)
         words = study.section.replace("_", " ").capitalize()
         if run is None:
             return f"{words}: {NOT_YET} (`python -m benchmarks.{study.program}`)."
@@ -27,31 +26,31 @@ def of(study: Study, text: Callable[[Section, Run], str]) -> Table:
     return table
 
 
-def training_step(folder: Path) -> str:
+def training_step(runs: list[Run]) -> str:
     """From the newest run of the trainers, and the newest that knows the heads' shares."""
-    steps, shares = latest("trl_steps", folder), latest("end_to_end", folder)
+    steps, shares = latest("trl_steps", runs), latest("end_to_end", runs)
     if steps is None or shares is None:
         return f"Time of a training step: {NOT_YET} (`{speed_tables.COMMANDS['cpu']}`)."
     return tables.training_step(steps, shares)
 
 
-def learning_sentence(folder: Path) -> str:
+def learning_sentence(runs: list[Run]) -> str:
     """The accuracy over seeds, and the time of a step of a pretrained model if that was measured."""
-    words = of(STUDIES["learning"], learning_page.sentence)(folder)
-    if latest("pretrained", folder) is None:
+    words = of(STUDIES["learning"], learning_page.sentence)(runs)
+    if latest("pretrained", runs) is None:
         return words
-    return f"{words} {of(STUDIES['pretrained'], study_page.step_sentence)(folder)}"
+    return f"{words} {of(STUDIES['pretrained'], study_page.step_sentence)(runs)}"
 
 
-def integration_steps(folder: Path) -> str:
+def integration_steps(runs: list[Run]) -> str:
     """Each project from the newest run that has it."""
-    runs = {project: latest(f"integration_steps.{project}", folder) for project in tables.STEP_ROWS}
-    return tables.integration_steps({project: run for project, run in runs.items() if run is not None})
+    found = {project: latest(f"integration_steps.{project}", runs) for project in tables.STEP_ROWS}
+    return tables.integration_steps({project: run for project, run in found.items() if run is not None})
 
 
 def of_releases(table: Callable[..., str]) -> Table:
     """From all runs: a release may have been tested alone."""
-    return lambda folder: table(*newest_first("cpu", "releases", folder))
+    return lambda runs: table(*newest_first("cpu", "releases", runs))
 
 
 TABLES: dict[str, Table] = {
@@ -59,11 +58,11 @@ TABLES: dict[str, Table] = {
     "summary": speed_tables.summary,
     "training-step": training_step,
     "integration-steps": integration_steps,
-    "cpu-speed": lambda folder: speed_tables.speed_of("cpu", folder),
-    "cpu-sparsity": lambda folder: speed_tables.sparsity("cpu", folder),
-    "gpu-speed": lambda folder: speed_tables.speed_of("cuda", folder),
-    "gpu-sparsity": lambda folder: speed_tables.sparsity("cuda", folder),
-    "gpu-modelled": lambda folder: cost.modelled(),
+    "cpu-speed": lambda runs: speed_tables.speed_of("cpu", runs),
+    "cpu-sparsity": lambda runs: speed_tables.sparsity("cpu", runs),
+    "gpu-speed": lambda runs: speed_tables.speed_of("cuda", runs),
+    "gpu-sparsity": lambda runs: speed_tables.sparsity("cuda", runs),
+    "gpu-modelled": lambda runs: cost.modelled(),
     "providers": speed_tables.providers,
     "releases": of_releases(releases.table),
     "all-releases": of_releases(releases.all_packages),

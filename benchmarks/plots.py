@@ -58,22 +58,22 @@ class Bars(NamedTuple):
     """of the axis of each panel, if they differ"""
 
 
-def plots(folder: Path) -> dict[str, Picture]:
+def plots(runs: list[Run]) -> dict[str, Picture]:
     """File name to picture, for all sections that were measured."""
     pictures: dict[str, Picture] = {}
     for study in STUDIES.values():
-        if study.plot is not None and (run := latest(study.section, folder)) is not None:
+        if study.plot is not None and (run := latest(study.section, runs)) is not None:
             name = f"{study.section.replace('_', '-')}.svg"
             pictures[name] = Picture(run.sections[study.section], study.plot, where(run))
     for device, name in (("cpu", "cpu"), ("cuda", "gpu")):
-        run = newest(device, "loss", folder)
+        run = newest(device, "loss", runs)
         bars = {} if run is None else _bars(run)
         pictures |= {
             f"{name}-{what}.svg": Picture(data, draw_bars, where(run))
             for what, data in bars.items()
             if run is not None and data.panels
         }
-    if (found := summary_case(folder)) is not None:
+    if (found := summary_case(runs)) is not None:
         pictures["summary.svg"] = Picture(_summary(found[1]), draw_bars, where(found[0]))
     return pictures
 

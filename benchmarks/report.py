@@ -17,13 +17,13 @@ from typing import Annotated
 from benchmarks import plots
 from benchmarks.command import call
 from benchmarks.pages import TABLES
-from benchmarks.results import RESULTS, ROOT
+from benchmarks.results import RESULTS, ROOT, Run, all_runs
 
 PLOTS = Path("docs/plots")
 
 
-def rewritten(text: str, results: Path) -> str:
-    """A page with its tables, made from the results."""
+def rewritten(text: str, runs: list[Run]) -> str:
+    """A page with its tables, made from the runs."""
     names = re.findall(r"<!-- (?:begin|end):([\w-]+) -->", text)
     for name in dict.fromkeys(names):
         begin, end = f"<!-- begin:{name} -->", f"<!-- end:{name} -->"
@@ -33,26 +33,27 @@ def rewritten(text: str, results: Path) -> str:
             raise ValueError(f"no table is named {name}; there are {', '.join(TABLES)}")
         before, rest = text.split(begin)
         after = rest.split(end)[1]
-        text = f"{before}{begin}\n\n{TABLES[name](results)}\n\n{end}{after}"
+        text = f"{before}{begin}\n\n{TABLES[name](runs)}\n\n{end}{after}"
     return text
 
 
-def pages(root: Path, results: Path) -> dict[Path, tuple[str, str]]:
+def pages(root: Path, runs: list[Run]) -> dict[Path, tuple[str, str]]:
     """Each page: its text, and what it should be."""
     texts = {page: page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted(root.glob("docs/*.md")))}
-    return {page: (text, rewritten(text, results)) for page, text in texts.items()}
+    return {page: (text, rewritten(text, runs)) for page, text in texts.items()}
 
 
 def outdated(root: Path, results: Path) -> str:
     """Differences from the results: a diff of the pages, and names of plots; empty if there are none."""
     lines: list[str] = []
-    for page, (old, new) in pages(root, results).items():
+    runs = all_runs(results)
+    for page, (old, new) in pages(root, runs).items():
         lines += difflib.unified_diff(
             old.splitlines(keepends=True), new.splitlines(keepends=True), str(page.relative_to(root)), "as measured"
         )
     lines += [
         f"{PLOTS / name} does not show the newest results\n"
-        for name, picture in plots.plots(results).items()
+        for name, picture in plots.plots(runs).items()
         if not plots.is_current(root / PLOTS / name, picture)
     ]
     return "".join(lines)
@@ -60,9 +61,10 @@ def outdated(root: Path, results: Path) -> str:
 
 def write(root: Path, results: Path) -> None:
     """Update pages and plots; nothing is written if one of the pages has wrong markers."""
-    for page, (_, new) in pages(root, results).items():
+    runs = all_runs(results)
+    for page, (_, new) in pages(root, runs).items():
         page.write_text(new, encoding="utf-8")
-    for name, picture in plots.plots(results).items():
+    for name, picture in plots.plots(runs).items():
         try:
             plots.save(root / PLOTS / name, picture)
         except ImportError:

@@ -130,7 +130,10 @@ def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu"
 
 def load(path: Path) -> Run:
     """A run's file; one of another schema is refused."""
-    found = _content(path)
+    return _checked(path, _content(path))
+
+
+def _checked(path: Path, found: dict[str, Any]) -> Run:
     schema = found.get("schema")
     if schema != SCHEMA:
         older = isinstance(schema, int) and schema < SCHEMA
@@ -143,24 +146,26 @@ def load(path: Path) -> Run:
     return Run(path, found["machine"], found["sections"])
 
 
-def newest(device: str, section: str, folder: Path = RESULTS) -> Run | None:
-    """The latest run on any machine of this device ("cpu" or "cuda") that has the section, or None."""
-    return next(iter(newest_first(device, section, folder)), None)
+def all_runs(folder: Path = RESULTS) -> list[Run]:
+    """All runs, the newest first. Files of older schemas are left out; one of a newer schema is an error."""
+    found = {path: _content(path) for path in sorted(folder.glob("*/*.json"))}
+    runs = [_checked(path, content) for path, content in found.items() if content.get("schema") not in range(SCHEMA)]
+    return sorted(runs, key=lambda run: (run.machine["date"], run.path.name), reverse=True)
 
 
-def latest(section: str, folder: Path = RESULTS) -> Run | None:
+def newest_first(device: str, section: str, runs: list[Run]) -> list[Run]:
+    """Those on this device ("cpu" or "cuda") that have the section."""
+    return [run for run in runs if run.machine["device"] == device and section in run.sections]
+
+
+def newest(device: str, section: str, runs: list[Run]) -> Run | None:
+    """The latest run on any machine of this device that has the section, or None."""
+    return next(iter(newest_first(device, section, runs)), None)
+
+
+def latest(section: str, runs: list[Run]) -> Run | None:
     """The latest run that has the section, on a GPU if there is one."""
-    return newest("cuda", section, folder) or newest("cpu", section, folder)
-
-
-def newest_first(device: str, section: str, folder: Path = RESULTS) -> list[Run]:
-    """All runs on this device ("cpu" or "cuda") that have the section, by date.
-
-    Files of older schemas are left out; one of a newer schema is an error.
-    """
-    runs = [load(path) for path in sorted(folder.glob("*/*.json")) if _content(path).get("schema") not in range(SCHEMA)]
-    found = [run for run in runs if run.machine["device"] == device and section in run.sections]
-    return sorted(found, key=lambda run: (run.machine["date"], run.path.name), reverse=True)
+    return newest("cuda", section, runs) or newest("cpu", section, runs)
 
 
 def processor(about: dict[str, Any]) -> str:
@@ -177,14 +182,7 @@ def where(run: Run) -> str:
     return f"{processor(about)}, commit {commit}, {about['date'][:10]}{load}"
 
 
-def _content(path: Path) -> Any:
-    about = path.stat()
-    return _parsed(path, about.st_ino, about.st_size, about.st_mtime_ns)
-
-
-@functools.cache
-def _parsed(path: Path, *version: int) -> Any:
-    """Once for each version of a file: a report asks a hundred times for the newest run of something."""
+def _content(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

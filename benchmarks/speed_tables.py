@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Run, newest, newest_first, where
@@ -19,9 +18,9 @@ SUMMARY_PEERS = {"torch.compile": "torch.compile", "liger": "Liger", "trl": "TRL
 COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
 
 
-def summary(folder: Path) -> str:
+def summary(runs: list[Run]) -> str:
     """One row: time and memory of our loss and of its peers, from the newest CPU run that timed all of them."""
-    found = summary_case(folder)
+    found = summary_case(runs)
     if found is None:
         return f"Time and memory: {NOT_YET} (`{COMMANDS['cpu']}`)."
     run, case = found
@@ -32,7 +31,7 @@ def summary(folder: Path) -> str:
         mib = peak_mib(row)
         cells.append(ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
     shape = case["shape"]
-    rows, source = _candidate_rows(run, shape, len(names), folder)
+    rows, source = _candidate_rows(run, shape, len(names), runs)
     words = f"{shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']}"
     return paragraphs(
         grid(f"| {words} | {' | '.join(names.values())} |", [cells, *rows]),
@@ -40,9 +39,9 @@ def summary(folder: Path) -> str:
     )
 
 
-def _candidate_rows(dense: Run, shape: dict[str, Any], columns: int, folder: Path) -> tuple[list[list[str]], str]:
+def _candidate_rows(dense: Run, shape: dict[str, Any], columns: int, runs: list[Run]) -> tuple[list[list[str]], str]:
     """The same with candidate sets of published sizes, and its source; empty if it was measured on another machine."""
-    run = newest("cpu", "candidates", folder)
+    run = newest("cpu", "candidates", runs)
     if run is None or run.machine["name"] != dense.machine["name"]:
         return [], ""
     published = run.sections["candidates"]["published"]
@@ -56,9 +55,9 @@ def _candidate_rows(dense: Run, shape: dict[str, Any], columns: int, folder: Pat
     return [[text, time, *[""] * (columns - 1)]], source
 
 
-def summary_case(folder: Path) -> tuple[Run, dict[str, Any]] | None:
+def summary_case(runs: list[Run]) -> tuple[Run, dict[str, Any]] | None:
     """The newest CPU run that timed ours and all of `SUMMARY_PEERS`, and the first dense case in which it did."""
-    for run in newest_first("cpu", "loss", folder):
+    for run in newest_first("cpu", "loss", runs):
         for case in _dense(run.sections["loss"]).values():
             rows = case["providers"]
             if all(name in rows and "not_timed" not in rows[name] for name in ("native", *SUMMARY_PEERS)):
@@ -66,9 +65,9 @@ def summary_case(folder: Path) -> tuple[Run, dict[str, Any]] | None:
     return None
 
 
-def speed_of(device: str, folder: Path) -> str:
+def speed_of(device: str, runs: list[Run]) -> str:
     """The tables of the newest run on the device, and which of the GPU's problems were not measured."""
-    run = newest(device, "loss", folder)
+    run = newest(device, "loss", runs)
     if run is not None:
         return speed(run.sections["loss"], run)
     note = f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."
@@ -94,19 +93,19 @@ def speed(section: Section, run: Run) -> str:
     return paragraphs(*blocks)
 
 
-def sparsity(device: str, folder: Path) -> str:
+def sparsity(device: str, runs: list[Run]) -> str:
     """Savings by inactive tokens: × bare of each pattern relative to × bare of the dense case."""
-    run = newest(device, "loss", folder)
+    run = newest(device, "loss", runs)
     rows = [] if run is None else list(_sparse_rows(run.sections["loss"]["cases"]))
     if not rows:
         return f"Padding and zero advantages: {NOT_YET} (`{COMMANDS[device]}`)."
     return grid("| problem | tokens with a gradient | | time | × bare | × bare, relative to dense |", rows)
 
 
-def providers(folder: Path) -> str:
+def providers(runs: list[Run]) -> str:
     """What is timed under each name, and why it was not run on a machine."""
-    runs = {device: newest(device, "loss", folder) for device in ("cpu", "cuda")}
-    known = {device: run.sections["loss"]["providers"] for device, run in runs.items() if run is not None}
+    found = {device: newest(device, "loss", runs) for device in ("cpu", "cuda")}
+    known = {device: run.sections["loss"]["providers"] for device, run in found.items() if run is not None}
     if not known:
         return "`benchmarks/providers.py` says what is timed under each name."
     rows = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from benchmarks.results import SCHEMA, load, machine, new_path, newest, record
+from benchmarks.results import SCHEMA, all_runs, load, machine, new_path, newest, record
 
 COMMITTED = sorted(results.RESULTS.glob("*/*.json"))
 
@@ -54,13 +54,13 @@ def test_never_overwritten(tmp_path):
 
 
 def test_newest(tmp_path):
-    assert newest("cpu", "loss", tmp_path) is None
+    assert newest("cpu", "loss", all_runs(tmp_path)) is None
     write(tmp_path, "z", date="2026-01-01T10:00:00", loss={"n": 1})
     write(tmp_path, "a", date="2026-01-01T11:00:00", loss={"n": 2})
     write(tmp_path, "b", date="2026-01-02", accuracy={})
     write(tmp_path, "c", date="2026-01-03", device="cuda", loss={"n": 3})
     write(tmp_path, "d", schema=1, date="2026-01-09", loss={"n": 4})
-    found = {device: newest(device, "loss", tmp_path) for device in ("cpu", "cuda")}
+    found = {device: newest(device, "loss", all_runs(tmp_path)) for device in ("cpu", "cuda")}
     assert found["cpu"] is not None
     assert found["cpu"].sections == {"loss": {"n": 2}}
     assert found["cuda"] is not None
@@ -75,7 +75,7 @@ def test_a_broken_file_is_named(tmp_path, text, message):
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path} {message}"):
-        newest("cpu", "loss", tmp_path)
+        newest("cpu", "loss", all_runs(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_other_schemas_are_refused(tmp_path, schema, message):
         load(path)
     if schema != 1:
         with pytest.raises(ValueError, match="schema"):
-            newest("cpu", "loss", tmp_path)
+            newest("cpu", "loss", all_runs(tmp_path))
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
