@@ -10,15 +10,15 @@ and a count is no time. The gate compares them with the newest file: none may gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
 from benchmarks.results import Run
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, paragraphs
+from grpo_fused.heads.patches import Patches
 
 ARCHITECTURES = ("sm_80", "sm_90")
 TOKENS, HIDDEN, VOCAB = 128, 256, 1024
@@ -36,16 +36,13 @@ def launched_as(architecture: str) -> Iterator[None]:
     from grpo_fused.kernels import configs, head_configs, head_launch
 
     finish, in_place, cuda = head_configs.finish_config, head_configs.pass_config, torch.device("cuda")
-    changes = [
+    with Patches(
         (configs, "architecture", lambda device: architecture),
         (head_configs, "architecture", lambda device: architecture),
         (head_launch, "finish_config", lambda device, dtype: finish(cuda, dtype)),
         (head_launch, "pass_config", lambda device, block_v: in_place(cuda, block_v)),
         (head_launch, "_interprets", lambda x: False),
-    ]
-    with ExitStack() as stack:
-        for module, name, value in changes:
-            stack.enter_context(mock.patch.object(module, name, value))
+    ):
         yield
 
 
