@@ -173,17 +173,18 @@ def _first(problem: Callable[[int], Any], number: int, row: Callable[[Any], Row]
     return [row(problem(index)) for index in range(number)]
 
 
-TASKS: dict[str, Callable[[], Data]] = {"sums": sums, "countdown": countdown, "answer_first": answer_first}
-MODELS: dict[str, tuple[type, type]] = {
-    "sums": (Qwen2Config, Qwen2ForCausalLM), "countdown": (LlamaConfig, LlamaForCausalLM),
-    "answer_first": (Qwen2Config, Qwen2ForCausalLM),
-}  # fmt: skip
+TASKS: dict[str, tuple[Callable[[], Data], type, type]] = {
+    "sums": (sums, Qwen2Config, Qwen2ForCausalLM),
+    "countdown": (countdown, LlamaConfig, LlamaForCausalLM),
+    "answer_first": (answer_first, Qwen2Config, Qwen2ForCausalLM),
+}
+"""Name to its rows, and to the policy that learns it."""
 
 
 @lru_cache
 def data_of(task: str) -> Data:
     """The rows of a task, made once."""
-    return TASKS[task]()
+    return TASKS[task][0]()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -194,7 +195,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def start(task: str, seed: int, warmup: int) -> PreTrainedModel:
     """The policy of a seed after its supervised warm-up: all arms begin here. It has more tokens than the tokenizer."""
     torch.manual_seed(seed)
-    config_type, model_type = MODELS[task]
+    _, config_type, model_type = TASKS[task]
     words = tokenizer()
     model = model_type(
         config_type(
