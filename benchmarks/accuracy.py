@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from benchmarks.problem import EPSILON
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Device
+from benchmarks.side_by_side import engines_of
 from benchmarks.study import Section, main
-from grpo_fused import engines
 from grpo_fused.testing import LOGP_BOUND, Problem, largest, make_problem
 
 MAX_LOGITS = (4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -81,8 +81,7 @@ def providers(device: str, dtype: torch.dtype) -> dict[str, Callable[[Problem], 
     """The log-probs [B, T] of those that can run here."""
     runnable: dict[str, Callable[[Problem], Tensor]] = {
         impl: lambda p, impl=impl: p.score(impl)  # type: ignore[misc]
-        for impl in ("native", "triton", "chunked")
-        if engines.unavailable(impl, torch.device(device), dtype) is None
+        for impl in engines_of(device, dtype)
     }
     for name, shown in (("eager", "eager"), ("trl", "TRL")):
         logps = PROVIDERS[name].logps

@@ -21,9 +21,9 @@ from benchmarks.memory import blocks_given_back, peak_bytes, release
 from benchmarks.problem import clear, loss_problem
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Device
+from benchmarks.side_by_side import engines_of
 from benchmarks.study import Section, main
 from benchmarks.timing import Calls, bare_gemms, summary, times_by_round
-from grpo_fused import engines
 from grpo_fused.testing import Problem
 
 MOST_BARE_BYTES = 32 * 2**30
@@ -63,7 +63,6 @@ GRIDS = {
         },
     ),
 }
-ENGINES = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
 
 
 def problem_of(shape: Shape, dtype: torch.dtype, device: str) -> Problem:
@@ -92,8 +91,7 @@ def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, f
         except torch.OutOfMemoryError:
             return None
 
-    runnable = (e for e in ENGINES[device] if engines.unavailable(e, torch.device(device), dtype) is None)
-    return {engine: peak(engine) for engine in runnable}
+    return {engine: peak(engine) for engine in engines_of(device, dtype)}
 
 
 def measure_time(
