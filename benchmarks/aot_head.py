@@ -11,6 +11,8 @@ from benchmarks.compiled import compile_kernel, machine_code, resources
 from grpo_fused.engines.cpu_library import BASE_COLUMNS
 
 MODES = {"score": 0, "exponentials": 1, "dlogits": 2}
+AROUND = ("finish", "pass")
+"""The kernels around them."""
 EXTRAS = {"int8-adapter": ("i8", 64), "fp8": ("u8", 0), "adapter": ("", 64)}
 """Kinds of frozen weights: the type of their bytes, and columns of an adapter, of which rank 16 takes 48 in bf16. With
 192, rank 64, nothing spills either, but products of Hopper wait for each other."""
@@ -42,14 +44,14 @@ class Variant:
     @property
     def hardest(self) -> bool:
         """Whether no other variant of its configuration and mode has more to do."""
-        return self.mode in ("finish", "pass") or self.even == self.always_even
+        return self.even == self.always_even
 
     @property
     def always_even(self) -> bool:
         """Whether there is no variant for other H."""
         config = self.config
         whole = self.table == "extras" and config.block_k == BASE_COLUMNS  # frozen columns are a multiple of it
-        return config.tma or self.dtype == "fp32" or whole
+        return self.mode in AROUND or config.tma or self.dtype == "fp32" or whole
 
     @property
     def is_full(self) -> bool:
@@ -101,14 +103,11 @@ def variants() -> list[Variant]:
     made = []
     for name, table in _tables().items():
         all_options = tuple(EXTRAS) if name == "extras" else ("plain", "full")
-        for arch, mode, options, even in itertools.product(table, MODES, all_options, (True, False)):
+        modes = [mode for mode in (*MODES, *AROUND) if (name, mode) != ("extras", "pass")]
+        for arch, mode, options, even in itertools.product(table, modes, all_options, (True, False)):
             variant = Variant(arch, name, mode, options, even)
             if arch != "interpreter" and (even or not variant.always_even):
                 made.append(variant)
-        for arch, options in itertools.product(table, all_options):
-            if arch != "interpreter":
-                small = ("finish",) if name == "extras" else ("finish", "pass")
-                made.extend(Variant(arch, name, mode, options, even=True) for mode in small)
     for arch, candidates in head_configs.CANDIDATES.items():
         for number, mode in itertools.product(range(len(candidates)), ("score", "exponentials")):
             made.append(Variant(arch, f"candidate-{number}", mode, "plain", even=True))
@@ -125,7 +124,7 @@ def _tables() -> dict[str, Any]:
 
 def compile_variant(variant: Variant) -> Any:
     """Triton's compiled kernel, with the alignment that its tensors have at run time."""
-    if variant.mode in ("finish", "pass"):
+    if variant.mode in AROUND:
         return _compile_small(variant)
     from grpo_fused.kernels.head import head_fwd_kernel as kernel
 
