@@ -17,11 +17,6 @@ from typing import Any
 from benchmarks.results import ROOT
 
 
-def command(function: str, *arguments: Any) -> list[str]:
-    """The command that calls `module:function` with arguments that are JSON."""
-    return [sys.executable, "-m", "benchmarks.child", function, json.dumps(arguments)]
-
-
 class ChildError(RuntimeError):
     """Why a process failed, and its exit status."""
 
@@ -38,8 +33,8 @@ def in_child(function: str, *arguments: Any, timeout_s: float | None = None, **e
         ChildError: It failed.
     """
     done = subprocess.run(
-        command(function, *arguments), cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-        check=False, timeout=timeout_s,
+        [sys.executable, "-m", "benchmarks.child", function, json.dumps(arguments)], cwd=ROOT,
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=timeout_s,
     )  # fmt: skip
     if done.returncode:
         raise ChildError(f"{function}{arguments} failed: {done.stderr[-2000:]}", done.returncode)

@@ -178,12 +178,8 @@ def compare(sets: CandidateSets, logits: Tensor, sampling: Sampling) -> dict[str
     """Positions whose mask is not the set of the logits by transformers' filters, and tokens that differ."""
     vocab = logits.shape[1]
     warpers = {"top_p": sampling.top_p, "top_k": sampling.top_k or None, "min_p": sampling.min_p}
-    positions = tokens = 0
-    for index, row in enumerate(logits):
-        expected = CandidateSets.from_logits(row[None], **warpers).to_mask(vocab)  # type: ignore[arg-type]
-        apart = int((sets.select(torch.tensor([index])).to_mask(vocab) != expected).sum())
-        positions, tokens = positions + bool(apart), tokens + apart
-    return {"positions": positions, "tokens": tokens}
+    apart = (sets.to_mask(vocab) != CandidateSets.from_logits(logits, **warpers).to_mask(vocab)).sum(1)
+    return {"positions": int(apart.count_nonzero()), "tokens": int(apart.sum())}
 
 
 def case(engine: VLLMEngine, prompt: list[int], sampling: Sampling) -> dict[str, Any]:

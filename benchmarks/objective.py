@@ -10,6 +10,7 @@ exact KL does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str
         value.backward()
         return float(value.detach())
 
-    losses = {name: step(form) for name, form in forms.items()}
-    return {name: lambda form=form: step(form) for name, form in forms.items()}, losses
+    calls = {name: partial(step, form) for name, form in forms.items()}
+    return calls, {name: call() for name, call in calls.items()}
 
 
 def run(rounds: int = 9, impl: str = "auto", quick: bool = False) -> Iterator[Section]:

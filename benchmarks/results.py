@@ -27,6 +27,7 @@ import torch
 from grpo_fused.kernels.configs import architecture
 
 from benchmarks.command import call
+from grpo_fused.engines import libraries
 
 Device = Literal["cpu", "cuda"]
 SCHEMA = 2
@@ -64,7 +65,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     commit while it runs."""
     about: dict[str, Any] = {"device": device, "kind": machine_kind(device), "name": device_name(device)}
     if device == "cpu":
-        about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": _native_kernel()}
+        native = libraries.cpu_available() or libraries.instruction_set()  # of bf16 products, or why there are none
+        about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": native}
         about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark needs an idle machine
     else:
         about["architecture"] = architecture(torch.device(device))
@@ -198,13 +200,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _native_kernel() -> str:
-    """The instructions of the native engine's bf16 products, or why it cannot run."""
-    from grpo_fused.engines import libraries
-
-    return libraries.cpu_available() or libraries.instruction_set()
 
 
 def _version(name: str) -> str | None:
