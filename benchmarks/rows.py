@@ -140,11 +140,7 @@ def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: in
     return {"error": errors, "modes": modes}
 
 
-def run(
-    rounds: int = 9,
-    small: Small = False,
-    device: Device = "cuda",
-) -> Iterator[Section]:
+def run(rounds: int = 9, small: Small = False, device: Device = "cuda") -> Iterator[Section]:
     """The section `rows`, after each vocabulary."""
     works = candidates()
     vocabularies, slab_bytes = (SMALL_VOCABULARIES, 2**16) if small else (VOCABULARIES, SLAB_BYTES)
