@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from grpo_fused import engines
 from grpo_fused.api.head import HeadOptions, early, head_of, needs_of
@@ -82,9 +83,11 @@ class FusedLogProbFunction:
             cap and temperature, and whether the target is the first maximum, which take one more head product if asked
             for. None for what is not.
         """
+        bias, adapters = with_adapters(bias)
         call = cls.call(
-            hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-        )
+            hidden, weight, targets, "entropy" in outputs, lm_head_bias=bias, lm_head_adapter=adapters,
+            temperature=float(temperature), logit_scale=float(logit_scale), softcap=final_logit_softcapping,
+        )  # fmt: skip
         prediction, packed = current_prediction(), None
         if prediction is not None and needs_of(*tensors_of(call)).any():
             if _may_add_rows(call):
@@ -110,26 +113,17 @@ class FusedLogProbFunction:
     @classmethod
     def call(
         cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None,
-        logit_scale: float,
-        outputs: tuple[str, ...],
+        hidden_states: Tensor,
+        lm_head_weight: Tensor,
+        token_ids: Tensor,
+        with_entropy: bool,
+        **options: Unpack[HeadOptions],
     ) -> LogprobsCall:
-        """What `apply` computes, for its arguments: with the head's adapters and the announced candidate sets."""
-        bias, adapters = with_adapters(bias)
-        candidates, mask = announced_candidates(targets, weight.shape[0])
-        options: HeadOptions = {
-            "lm_head_bias": bias, "lm_head_adapter": adapters, "temperature": float(temperature),
-            "logit_scale": float(logit_scale), "softcap": softcap, "impl": cls.impl,
-            "max_scratch_bytes": cls.max_scratch_bytes,
-        }  # fmt: skip
-        hidden, head, _, run = head_of(hidden, weight, targets, mask, Layout.of(targets), options)
-        return LogprobsCall(hidden, head, targets, mask, candidates, "entropy" in outputs, run)
+        """The scores of tokens as a call of this class: over the announced candidate sets, with its own options."""
+        candidates, mask = announced_candidates(token_ids, lm_head_weight.shape[0])
+        options |= {"impl": cls.impl, "max_scratch_bytes": cls.max_scratch_bytes}
+        hidden, head, _, run = head_of(hidden_states, lm_head_weight, token_ids, mask, Layout.of(token_ids), options)
+        return LogprobsCall(hidden, head, token_ids, mask, candidates, with_entropy, run)
 
 
 def _may_add_rows(call: LogprobsCall) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fused.call.head_parts import QuantizedWeight
-from grpo_fused.heads import CapturedHeadInput, HeadForm, capture_head_input, check_head
+from grpo_fused.heads import HeadForm, capture_head_input, check_head
 from grpo_fused.heads.check import LMHeadInputs, inputs_of
 from grpo_fused.heads.modules import head_parts, output_head, unwrap
 from grpo_fused.heads.patches import Patches
@@ -141,8 +141,12 @@ class HeadLogits:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies (if asked for) of tokens, `[...]` fp32 each, 0 at positions that do not count."""
         counts = self._counts() if row_mask is None else self._counts() & (row_mask != 0)
-        outputs = ("entropy",) if with_entropy else ()
-        logps, entropies = self._on_head(self.head.apply, token_ids, counts, outputs)[:2]
+        head, outputs = self.lm_head, ("entropy",) if with_entropy else ()
+        with self._autocast(), scored_with(head["lm_head_adapter"]):
+            logps, entropies, *_ = self.head.apply(
+                self._states(counts), head["lm_head_weight"], head["lm_head_bias"], token_ids[counts],
+                self.temperature, 0, head["softcap"], head["logit_scale"], outputs,
+            )  # fmt: skip
         return _spread(logps, counts), None if entropies is None else _spread(entropies, counts)
 
     def _counts(self) -> Tensor:
@@ -154,21 +158,16 @@ class HeadLogits:
             raise TypeError(f"logits that were not computed have {name} over their last dimension only; got dim={dim}")
         counts = self._counts()
         token_ids = torch.zeros_like(counts, dtype=torch.int64)
-        call = self._on_head(self.head.call, token_ids, counts, (name,))
+        options: Any = {**self.lm_head, "token_ids": token_ids[counts], "temperature": self.temperature}
+        with self._autocast():
+            call = self.head.call(self._states(counts), with_entropy=False, **options)
         return _spread(extra_statistics(call, (name,))[name], counts)
 
-    def _on_head(
-        self, function: Callable[..., Any], token_ids: Tensor, counts: Tensor, outputs: tuple[str, ...]
-    ) -> Any:
-        """What a function of `FusedLogProbFunction` makes of the positions that count, `[...]` bool."""
-        head = self.lm_head
-        autocast = torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
-        with autocast, scored_with(head["lm_head_adapter"]):
-            return function(
-                self.hidden_states.index_select(0, self.rows.squeeze(-1)[counts]),
-                head["lm_head_weight"], head["lm_head_bias"], token_ids[counts], self.temperature, 0,
-                head["softcap"], head["logit_scale"], outputs,
-            )  # fmt: skip
+    def _states(self, counts: Tensor) -> Tensor:
+        return self.hidden_states.index_select(0, self.rows.squeeze(-1)[counts])
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
 
 def _first(dim: int) -> int:
@@ -315,10 +314,16 @@ def _head_logits(model: nn.Module, head: type_of_head, with_entropy: bool, every
     with capture_head_input(inner) as captured:
 
         def put(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            mask, lm_head = kwargs.get("attention_mask"), _of_this_pass(form, inner)
-            output["logits"] = _of_pass(captured, mask, lm_head, head, with_entropy, everywhere)
+            mask, (hidden_states, autocast) = kwargs.get("attention_mask"), captured.take()
+            batch, length, width = hidden_states.shape
+            rows = torch.arange(batch * length, device=hidden_states.device).view(batch, length, 1)
+            scored = torch.ones_like(rows, dtype=torch.bool)
             if mask is not None:
-                _check_length(output["logits"].rows.shape[1], mask.shape[1], kwargs.get("logits_to_keep"))
+                _check_length(length, mask.shape[1], kwargs.get("logits_to_keep"))
+                if not everywhere:  # a position scores the next token
+                    scored = nn.functional.pad(mask[:, 1:], (0, 1))[:, -length:] != 0
+            states, lm_head = hidden_states.reshape(-1, width), _of_this_pass(form, inner)
+            output["logits"] = HeadLogits(states, lm_head, scored.reshape(-1), rows, head, autocast, with_entropy)
             return output
 
         hook = inner.register_forward_hook(put, with_kwargs=True)
@@ -353,20 +358,3 @@ def _check_length(length: int, width: int, kept: Any) -> None:
             f"{f' or the last {kept}' if isinstance(kept, int) and kept else ''}; it saw {length} (virtual tokens of "
             "prompt tuning, or a sequence that is divided over devices?)"
         )
-
-
-def _of_pass(
-    captured: CapturedHeadInput,
-    attention_mask: Tensor | None,
-    lm_head: LMHeadInputs,
-    head: type_of_head,
-    with_entropy: bool,
-    everywhere: bool,
-) -> HeadLogits:
-    hidden_states, autocast = captured.take()
-    batch, length, width = hidden_states.shape
-    rows = torch.arange(batch * length, device=hidden_states.device).view(batch, length, 1)
-    scored = torch.ones_like(rows, dtype=torch.bool)
-    if attention_mask is not None and not everywhere:  # a position scores the next token
-        scored = nn.functional.pad(attention_mask[:, 1:], (0, 1))[:, -length:] != 0
-    return HeadLogits(hidden_states.reshape(-1, width), lm_head, scored.reshape(-1), rows, head, autocast, with_entropy)
