@@ -12,7 +12,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_fused import HeadAdapter, fused_linear_logprobs
 from grpo_fused.heads import HeadForm, check_head, head_hidden_states, lm_head_inputs
-from grpo_fused.heads.check import undisturbed
+from grpo_fused.heads.check import inputs_of, undisturbed
 from grpo_fused.heads.form import candidate_forms
-from grpo_fused.heads.modules import adapters_beside, needs_a_gpu, output_head
+from grpo_fused.heads.modules import HeadParts, adapters_beside, needs_a_gpu, output_head
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.releases import check_release
@@ -115,21 +114,11 @@ def _scores(
     adapters: tuple[HeadAdapter, ...] = (),
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    form = form or HeadForm(1.0, None, weight.shape[0])
-    if form.vocab_size < weight.shape[0]:
-        weight = weight[: form.vocab_size]
-        adapters = tuple(replace(adapter, b=adapter.b[: form.vocab_size]) for adapter in adapters)
+    head = inputs_of(form or HeadForm(1.0, None, weight.shape[0]), HeadParts(weight, None, adapters))
     out = fused_linear_logprobs(
-        hidden_states,
-        weight,
-        input_ids,
-        temperature=temperature,
-        logit_scale=form.logit_scale,
-        softcap=form.softcap,
-        with_entropy=True,
-        lm_head_adapter=adapters,
-        process_group=process_group,
-    )
+        hidden_states, token_ids=input_ids, temperature=temperature, with_entropy=True, process_group=process_group,
+        **head,
+    )  # fmt: skip
     assert out.entropies is not None
     return out.logps, out.entropies
 
