@@ -446,4 +446,4 @@ def test_losses_that_take_the_ratio_of_a_rollout_engine(trainer_class, loss_type
     batch |= {"advantages": torch.ones(8), "num_items_in_batch": torch.tensor(40)}
     trainer.current_gradient_accumulation_steps = 1
     predicted = trainer.predict_loss(batch)
-    assert (predicted.tensors["importance_sampling_ratio"] is not None) == kept
+    assert (predicted.inputs.importance_sampling_ratio is not None) == kept

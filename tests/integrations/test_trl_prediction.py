@@ -14,6 +14,7 @@ from integrations import trl_runs
 from trl import GRPOConfig
 
 from grpo_fused import GRPOLossConfig
+from grpo_fused.call.calls import LossInputs
 from grpo_fused.integrations.trl import FusedGRPOTrainer, FusedLogProbFunction
 from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, predict
 from grpo_fused.integrations.trl.release import RELEASE
@@ -26,12 +27,8 @@ def problem(compact: bool):
     prompt = torch.randn(4, 3, 12, generator=torch.Generator().manual_seed(0))
     hidden = torch.cat([prompt, case.hidden_states], 1)
     targets = torch.cat([torch.zeros(4, 3, dtype=torch.int64), torch.where(mask, ids, 0)], 1)
-    tensors = {
-        "advantages": case.advantages.float(), "old_per_token_logps": case.options["old_per_token_logps"].float(),
-        "ref_per_token_logps": None, "sampling_per_token_logps": None, "importance_sampling_ratio": None,
-        "num_items_in_batch": None,
-    }  # fmt: skip
-    prediction = Prediction(GRPOLossConfig(loss_type="grpo"), ids, mask, mask, tensors)
+    inputs = LossInputs(case.advantages.float(), mask, case.options["old_per_token_logps"].float())
+    prediction = Prediction(GRPOLossConfig(loss_type="grpo"), ids, mask, inputs)
     grid = torch.cat([torch.zeros(4, 3, dtype=torch.bool), mask], 1)
     if compact:
         return hidden[grid], case.lm_head_weight, targets[grid], prediction, torch.arange(int(grid.sum()))
@@ -42,8 +39,8 @@ def host_loss(logps, prediction, rows, factor=1.0):
     """TRL's own formula, on padded tensors."""
     mask = prediction.completion_mask
     padded = logps.new_zeros(mask.shape).masked_scatter(mask, logps[rows])
-    ratio = (padded - prediction.tensors["old_per_token_logps"]).exp()
-    advantages = prediction.tensors["advantages"].unsqueeze(1)
+    ratio = (padded - prediction.inputs.old_per_token_logps).exp()
+    advantages = prediction.inputs.advantages.unsqueeze(1)
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return factor * ((loss * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
@@ -123,7 +120,8 @@ def test_a_target_outside_of_the_completions_is_no_loss_s():
 def test_tokens_beside_the_loss_have_their_scores():
     """What a tool wrote may be as unlikely as it likes: TRL exponentiates before it masks."""
     hidden, weight, targets, prediction, _ = problem(True)
-    prediction.loss_mask = prediction.completion_mask & (torch.arange(7) % 2 == 0)
+    in_loss = prediction.completion_mask & (torch.arange(7) % 2 == 0)
+    prediction.inputs = prediction.inputs._replace(completion_mask=in_loss)
     hidden.requires_grad_()
     with predict(prediction):
         got = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]

@@ -334,22 +334,17 @@ def check_trl_reads_the_head(model: Any) -> None:
     if head["lm_head_bias"] is None and same(scaled, head["logit_scale"] * hidden):
         # MiniCPM3 divides its states where TRL scales the logits: without a bias these are the same
         theirs |= {"hidden": hidden, "logit_scale": head["logit_scale"]}
-    for field in ("logit_scale", "softcap"):
-        if theirs[field] != head[field]:  # type: ignore[literal-required]
-            raise RuntimeError(
-                f"TRL's fused head takes {field}={theirs[field]} for {name}, whose own head has {head[field]}: "  # type: ignore[literal-required]
-                "its log-probs would be wrong"
-            )
+    misread = [
+        f"{field}={theirs[field]} for {name}, whose own head has {head[field]}"  # type: ignore[literal-required]
+        for field in ("logit_scale", "softcap")
+        if theirs[field] != head[field]  # type: ignore[literal-required]
+    ]
     if rows != logits:
-        raise RuntimeError(
-            f"TRL's fused head takes all {rows} rows of the head of {name}, which has {logits} logits: its log-probs "
-            "would be wrong"
-        )
+        misread.append(f"all {rows} rows of the head of {name}, which has {logits} logits")
     if not same(theirs["hidden"], hidden):
-        raise RuntimeError(
-            f"TRL's fused head takes the backbone's last hidden states, and {name} does something to them before its "
-            "head: its log-probs would be wrong"
-        )
+        misread.append(f"the backbone's last hidden states, and {name} does something to them before its head")
+    if misread:
+        raise RuntimeError(f"TRL's fused head takes {'; and '.join(misread)}: its log-probs would be wrong")
 
 
 def _what_trl_takes(model: Any, ids: Tensor) -> dict[str, Any]:

@@ -64,10 +64,8 @@ class Prediction:
     """[B, T]"""
     completion_mask: Tensor
     """[B, T]: the positions that are scored"""
-    loss_mask: Tensor
-    """[B, T]: those that count in the loss"""
-    tensors: dict[str, Tensor | None]
-    """keyword arguments of the loss operators: advantages, old_per_token_logps and so on, [B], [B, 1] or [B, T]"""
+    inputs: LossInputs
+    """of the loss, [B], [B, 1] or [B, T]; its mask has the positions that count in it"""
     counts: Counts = field(default_factory=Counts)
     used: bool = False
     """whether the scores that it is about have been made: any further ones are about something else"""
@@ -95,9 +93,9 @@ class Prediction:
         if count == 0 or (count == batch and bool((lengths != 1).any())):
             return None  # little to gain; and one value for each token would look like one for each sequence
         offsets = offsets_of(lengths)
-        tensors = {name: None if x is None else self._pack(x.to(device), mask) for name, x in self.tensors.items()}
-        loss_mask = self.loss_mask.to(device)[mask] != 0
-        return _Packed(rows, LossInputs(completion_mask=loss_mask, **tensors), offsets)  # type: ignore[arg-type]
+        inputs = LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
+        assert inputs.completion_mask is not None
+        return _Packed(rows, inputs._replace(completion_mask=inputs.completion_mask != 0), offsets)
 
     @staticmethod
     def _pack(x: Tensor, mask: Tensor) -> Tensor:
@@ -162,19 +160,17 @@ class PredictedLogprobs(torch.autograd.Function):
             return (None,) * 6
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
         scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
-        if scale is not None:
+        if scale is None:
+            ctx.counts.recomputed += 1
+            with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
+                dhidden, dweight, dbias = operators.linear_logprobs_gradient(
+                    *flat(LogprobsGradientCall(call, *(None,) * 5, dlogps, dentropies, None, needs))
+                )
+        else:
             ctx.counts.fused += 1
-            return (
-                _spread(dhidden * scale, rows, hidden) if needs.need_hidden else None,
-                scaled(dweight, scale, weight.dtype) if needs.need_weight else None,
-                (dbias * scale).to(bias.dtype) if needs.need_bias and bias is not None else None,
-                *(None,) * 3,
-            )
-        ctx.counts.recomputed += 1
-        with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
-            dhidden, dweight, dbias = operators.linear_logprobs_gradient(
-                *flat(LogprobsGradientCall(call, *(None,) * 5, dlogps, dentropies, None, needs))
-            )
+            dhidden = _spread(dhidden * scale, rows, hidden) if needs.need_hidden else dhidden
+            dweight = scaled(dweight, scale, weight.dtype) if needs.need_weight else dweight
+            dbias = dbias * scale
         return (
             dhidden.to(hidden.dtype) if needs.need_hidden else None,
             dweight.to(weight.dtype) if needs.need_weight else None,

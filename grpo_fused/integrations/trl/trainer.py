@@ -17,6 +17,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_fused import engines
+from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_integer
@@ -136,15 +137,15 @@ class FusedLoss(ExactTruncation):
             config,
             inputs["completion_ids"],
             mask,
-            loss_mask,
-            {
-                "advantages": inputs["advantages"],
-                "old_per_token_logps": inputs.get("old_per_token_logps"),
-                "ref_per_token_logps": inputs["ref_per_token_logps"] if kl else None,
-                "sampling_per_token_logps": inputs.get("sampling_per_token_logps") if off_policy else None,
-                "importance_sampling_ratio": ratio,
-                "num_items_in_batch": items,
-            },
+            LossInputs(
+                advantages=inputs["advantages"],
+                completion_mask=loss_mask,
+                old_per_token_logps=inputs.get("old_per_token_logps"),
+                ref_per_token_logps=inputs["ref_per_token_logps"] if kl else None,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps") if off_policy else None,
+                importance_sampling_ratio=ratio,
+                num_items_in_batch=items,
+            ),
             self.loss_counts,
         )
 
