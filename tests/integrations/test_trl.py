@@ -180,7 +180,7 @@ def test_equal_rewards_with_an_entropy_bonus(folder, tmp_path, monkeypatch):
 
 def test_a_quantile_of_all_processes_is_not_known(folder, tmp_path, monkeypatch):
     trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, top_entropy_quantile=0.5)
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: prediction.current_prediction())
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: prediction.announced.get())
     batch = {name: torch.ones(8, 5) for name in ("completion_ids", "completion_mask")}
     batch |= {"advantages": torch.ones(8), "num_items_in_batch": torch.tensor(40)}
     trainer.current_gradient_accumulation_steps = 1
@@ -240,7 +240,7 @@ class OwnHead(ours.FusedLogProbFunction):
 
     @classmethod
     def apply(cls, hidden, weight, bias, targets, temperature, *_):
-        log_p = (adapters._scored.get()(hidden).float() / temperature).log_softmax(-1)
+        log_p = (adapters.adapted.get()(hidden).float() / temperature).log_softmax(-1)
         entropy, found = -(log_p.exp() * log_p).sum(-1), log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         return found, entropy, None, None, None
 

@@ -125,7 +125,7 @@ def test_lora_on_the_head(tmp_path, monkeypatch):
 
     def folded(student, other, weight, *args, max_scratch_bytes, **kwargs):
         seen.append(max_scratch_bytes)
-        return own(student, other, weight + adapters._scored.get().get_delta_weight("default"), *args, **kwargs)
+        return own(student, other, weight + adapters.adapted.get().get_delta_weight("default"), *args, **kwargs)
 
     class Head(FusedLogProbFunction):
         max_scratch_bytes = 2**20

@@ -22,6 +22,7 @@ from trl.trainer import utils
 
 from grpo_fused import engines
 from grpo_fused.api import operators
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import (
     FusedGRPOTrainer,
     FusedLogProbFunction,
@@ -30,7 +31,7 @@ from grpo_fused.integrations.trl import (
     unpatch_trl,
     use_fused_head,
 )
-from grpo_fused.integrations.trl.adapters import scored_with, with_adapters
+from grpo_fused.integrations.trl.adapters import adapted, with_adapters
 from grpo_fused.integrations.trl.head import check_trl_reads_the_head
 
 
@@ -285,7 +286,7 @@ def test_an_adapter_on_the_head_is_trained(tmp_path):
     hidden, targets = torch.randn(7, head.weight.shape[1], requires_grad=True), torch.arange(7)
     want = head(hidden).log_softmax(-1)
     entropy = -(want.exp() * want).sum(-1)
-    with scored_with(head):
+    with holding(adapted, head):
         got = score(hidden, head.weight, None, targets, 1.0, 16)
     torch.testing.assert_close(got[0], want.gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4)
     torch.testing.assert_close(got[1], entropy, rtol=0, atol=1e-4)
@@ -294,7 +295,7 @@ def test_an_adapter_on_the_head_is_trained(tmp_path):
     wanted = want.gather(1, targets.unsqueeze(1)).sum()
     for x, y in zip(torch.autograd.grad(got[0].sum(), leaves), torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-    with model.disable_adapter(), scored_with(head):
+    with model.disable_adapter(), holding(adapted, head):
         base = score(hidden, head.weight, None, targets, 1.0, 16)[0]
         torch.testing.assert_close(
             base, head(hidden).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1), rtol=0, atol=1e-4
@@ -327,7 +328,10 @@ def test_adapters_are_those_of_the_head_in_use(tmp_path):
         torch.testing.assert_close(score(plain), score(copied), rtol=0, atol=1e-5)
     assert with_adapters(None) == (None, ())
     weight.requires_grad_(True)
-    with scored_with(head), pytest.raises(ValueError, match="lm_head_weight must be frozen beside lm_head_adapter"):
+    with (
+        holding(adapted, head),
+        pytest.raises(ValueError, match="lm_head_weight must be frozen beside lm_head_adapter"),
+    ):
         FusedLogProbFunction.apply(torch.randn(3, weight.shape[1]), weight, None, torch.arange(3), 1.0, 16)
 
 

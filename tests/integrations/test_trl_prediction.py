@@ -15,8 +15,9 @@ from trl import GRPOConfig
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.call.calls import LossInputs
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import FusedGRPOTrainer, FusedLogProbFunction
-from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, predict
+from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, announced
 from grpo_fused.integrations.trl.release import RELEASE
 
 
@@ -48,7 +49,7 @@ def host_loss(logps, prediction, rows, factor=1.0):
 def gradients(compact, loss_of, announce=True):
     hidden, weight, targets, prediction, rows = problem(compact)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    with predict(prediction if announce else None):
+    with holding(announced, prediction if announce else None):
         logps = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("entropy",))[0]
     loss_of(logps, prediction, rows).backward()
     return hidden.grad, weight.grad, prediction.counts
@@ -82,7 +83,7 @@ def test_scores_of_anything_else_are_what_they_are():
     hidden, weight, targets, prediction, _ = problem(False)
     other = torch.randint(0, 29, targets.shape, generator=torch.Generator().manual_seed(4))
     hidden.requires_grad_()
-    with predict(prediction):
+    with holding(announced, prediction):
         wrong_targets = FusedLogProbFunction.apply(hidden, weight, None, other, 1.0, 16, None, 1.0, ())[0]
         FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())
         second = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]
@@ -96,7 +97,7 @@ def test_as_many_tokens_as_sequences_are_scored_without_a_prediction():
     hidden, weight, _, prediction, _ = problem(True)
     prediction.completion_mask = torch.arange(7) < torch.tensor([[2], [0], [1], [1]])
     ids = prediction.completion_ids[prediction.completion_mask]
-    with predict(prediction):
+    with holding(announced, prediction):
         logps = FusedLogProbFunction.apply(
             hidden[:4].clone().requires_grad_(), weight, None, ids, 1.0, 16, None, 1.0, ()
         )[0]
@@ -110,7 +111,7 @@ def test_a_target_outside_of_the_completions_is_no_loss_s():
     hidden, weight, targets, prediction, _ = problem(False)
     targets[0] = 7
     hidden.requires_grad_()
-    with predict(prediction):
+    with holding(announced, prediction):
         got = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]
     assert not prediction.used
     want = (hidden.detach() @ weight.T).log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -123,7 +124,7 @@ def test_tokens_beside_the_loss_have_their_scores():
     in_loss = prediction.completion_mask & (torch.arange(7) % 2 == 0)
     prediction.inputs = prediction.inputs._replace(completion_mask=in_loss)
     hidden.requires_grad_()
-    with predict(prediction):
+    with holding(announced, prediction):
         got = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]
     assert prediction.used
     want = (hidden.detach() @ weight.T).log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,20 +15,15 @@ from torch import Tensor, nn
 
 from grpo_fused.call.head_parts import HeadAdapter
 from grpo_fused.heads.modules import adapters_beside
-from grpo_fused.integrations.context import holding
 
-_scored: ContextVar[nn.Module | tuple[HeadAdapter, ...]] = ContextVar("grpo_fused_trl_adapters", default=())
-
-
-def scored_with(adapted: nn.Module | tuple[HeadAdapter, ...]) -> AbstractContextManager[None]:
-    """Tokens are scored with these adapters in the block, or with those that a head has then."""
-    return holding(_scored, adapted)
+adapted: ContextVar[nn.Module | tuple[HeadAdapter, ...]] = ContextVar("grpo_fused_trl_adapters", default=())
+"""The adapters that tokens are scored with in a block, or a head: then those that it has at a score."""
 
 
 def with_adapters(bias: Tensor | None) -> tuple[Tensor | None, tuple[HeadAdapter, ...]]:
     """The bias, with that of the adapters in force, and these."""
-    adapted = _scored.get()
-    return (bias, adapted) if isinstance(adapted, tuple) else adapters_beside(adapted, bias)
+    adapters = adapted.get()
+    return (bias, adapters) if isinstance(adapters, tuple) else adapters_beside(adapters, bias)
 
 
 def accepting(tuner_layer: type, scores: Callable[[], bool]) -> type:

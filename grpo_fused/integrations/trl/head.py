@@ -33,9 +33,9 @@ from grpo_fused.heads.modules import base_model, needs_a_gpu, output_head
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import logits
-from grpo_fused.integrations.trl.adapters import accepting, scored_with, with_adapters
+from grpo_fused.integrations.trl.adapters import accepting, adapted, with_adapters
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
-from grpo_fused.integrations.trl.prediction import PredictedLogprobs, current_prediction
+from grpo_fused.integrations.trl.prediction import PredictedLogprobs, announced
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
 from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.truncation import announced_candidates
@@ -88,8 +88,8 @@ class FusedLogProbFunction:
             hidden, weight, targets, "entropy" in outputs, lm_head_bias=bias, lm_head_adapter=adapters,
             temperature=float(temperature), logit_scale=float(logit_scale), softcap=final_logit_softcapping,
         )  # fmt: skip
-        prediction, packed = current_prediction(), None
-        if prediction is not None and needs_of(*tensors_of(call)).any():
+        prediction, packed = announced.get(), None
+        if prediction is not None and not prediction.used and needs_of(*tensors_of(call)).any():
             if _may_add_rows(call):
                 # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
                 prediction.used, prediction.counts.fused = True, prediction.counts.fused + 1
@@ -97,10 +97,10 @@ class FusedLogProbFunction:
                 call = call._replace(candidates=candidates, run=run)
             else:
                 packed = prediction.take(call.token_ids)
-        if prediction is None or packed is None:
+        if packed is None:
             logps, entropies = logprobs_of(early(call))
         else:
-            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), call, prediction, packed)
+            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), call, packed)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         return (
             logps,
@@ -289,7 +289,7 @@ def _with_adapters_of_the_head(function: Callable[..., Any], place: int) -> Call
 
     @functools.wraps(function)
     def scoring(*args: Any, **kwargs: Any) -> Any:
-        with scored_with(args[place].get_output_embeddings()):
+        with holding(adapted, args[place].get_output_embeddings()):
             return function(*args, **kwargs)
 
     return scoring

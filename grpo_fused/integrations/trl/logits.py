@@ -24,7 +24,8 @@ from grpo_fused.heads import HeadForm, capture_head_input, check_head
 from grpo_fused.heads.check import LMHeadInputs, inputs_of
 from grpo_fused.heads.modules import head_parts, output_head, unwrap
 from grpo_fused.heads.patches import Patches
-from grpo_fused.integrations.trl.adapters import scored_with
+from grpo_fused.integrations.context import holding
+from grpo_fused.integrations.trl.adapters import adapted
 from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
 from grpo_fused.integrations.trl.statistics import extra_statistics
 
@@ -142,7 +143,7 @@ class HeadLogits:
         """Log-probs and entropies (if asked for) of tokens, `[...]` fp32 each, 0 at positions that do not count."""
         counts = self._counts() if row_mask is None else self._counts() & (row_mask != 0)
         head, outputs = self.lm_head, ("entropy",) if with_entropy else ()
-        with self._autocast(), scored_with(head["lm_head_adapter"]):
+        with self._autocast(), holding(adapted, head["lm_head_adapter"]):
             logps, entropies, *_ = self.head.apply(
                 self._states(counts), head["lm_head_weight"], head["lm_head_bias"], token_ids[counts],
                 self.temperature, 0, head["softcap"], head["logit_scale"], outputs,

@@ -10,7 +10,6 @@ the price of three products more. The host's formula stays in force, with its me
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +35,6 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import offsets_of
-from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.zero import whole
 
 TOLERANCE = 5e-6
@@ -95,7 +93,8 @@ class Prediction:
         offsets = offsets_of(lengths)
         inputs = LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
         assert inputs.completion_mask is not None
-        return _Packed(rows, inputs._replace(completion_mask=inputs.completion_mask != 0), offsets)
+        inputs = inputs._replace(completion_mask=inputs.completion_mask != 0)
+        return _Packed(self.config, self.counts, rows, inputs, offsets)
 
     @staticmethod
     def _pack(x: Tensor, mask: Tensor) -> Tensor:
@@ -107,23 +106,15 @@ class Prediction:
 
 
 class _Packed(NamedTuple):
+    config: GRPOLossConfig
+    counts: Counts
     rows: Tensor
     inputs: LossInputs
     offsets: Tensor
 
 
-_prediction: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction", default=None)
-
-
-def current_prediction() -> Prediction | None:
-    """What the loss that is being computed is going to do, if it was announced and its scores are still to be made."""
-    prediction = _prediction.get()
-    return None if prediction is None or prediction.used else prediction
-
-
-def predict(prediction: Prediction | None) -> AbstractContextManager[None]:
-    """Announce the loss that will be computed from the log-probs asked for in this block."""
-    return holding(_prediction, prediction)
+announced: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction", default=None)
+"""The loss that will be computed from the log-probs asked for in a block."""
 
 
 class PredictedLogprobs(torch.autograd.Function):
@@ -136,12 +127,11 @@ class PredictedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: LogprobsCall,
-        prediction: Prediction,
         packed: _Packed,
     ) -> Any:
         call = with_tensors(call, hidden, weight, bias)
-        logps, entropies, *predicted = _predicted(call, Needs(*ctx.needs_input_grad[:3]), prediction, packed)
-        ctx.counts = prediction.counts
+        logps, entropies, *predicted = _predicted(call, Needs(*ctx.needs_input_grad[:3]), packed)
+        ctx.counts = packed.counts
         ctx.call, tensors = detach(call)
         ctx.save_for_backward(packed.rows, *predicted, *tensors)
         ctx.set_materialize_grads(False)
@@ -157,7 +147,7 @@ class PredictedLogprobs(torch.autograd.Function):
         if not call.with_entropy:
             dentropies = None
         if dlogps is None and dentropies is None:
-            return (None,) * 6
+            return (None,) * 5
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
         scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
         if scale is None:
@@ -175,16 +165,16 @@ class PredictedLogprobs(torch.autograd.Function):
             dhidden.to(hidden.dtype) if needs.need_hidden else None,
             dweight.to(weight.dtype) if needs.need_weight else None,
             dbias.to(bias.dtype) if needs.need_bias and bias is not None else None,
-            *(None,) * 3,
+            None,
+            None,
         )
 
 
-def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed: _Packed) -> tuple[Tensor, ...]:
+def _predicted(call: LogprobsCall, needs: Needs, packed: _Packed) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
-    config, hidden = prediction.config.encoded, call.hidden_states
-    rows, inputs, offsets = packed
-    some = _at(call, rows)
+    rows, inputs, offsets = packed.rows, packed.inputs, packed.offsets
+    config, some = packed.config.encoded, _at(call, rows)
     whole_loss = LossCall(
         some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
         call.run,
@@ -198,7 +188,7 @@ def _predicted(call: LogprobsCall, needs: Needs, prediction: Prediction, packed:
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
         one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
-    out = loss.logps.new_zeros(hidden.shape[0]).index_copy_(0, rows, loss.logps)
+    out = loss.logps.new_zeros(call.hidden_states.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
     assert inputs.completion_mask is not None
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote

@@ -23,7 +23,7 @@ from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_integer
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
-from grpo_fused.integrations.trl.prediction import Counts, Prediction, predict
+from grpo_fused.integrations.trl.prediction import Counts, Prediction, announced
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
 from grpo_fused.integrations.trl.truncation import ExactTruncation
 
@@ -83,7 +83,7 @@ class FusedLoss(ExactTruncation):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._unknown = self.why_unknown() if torch.is_grad_enabled() else ""
         prediction = self.predict_loss(inputs) if torch.is_grad_enabled() and not self._unknown else None
-        with predict(prediction):
+        with holding(announced, prediction):
             loss: Tensor = super()._compute_loss(model, inputs)
         self._announced = prediction is not None and prediction.used
         return loss
