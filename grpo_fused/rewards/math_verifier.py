@@ -77,11 +77,6 @@ class _Worker:
                 with contextlib.suppress(OSError):  # the buffer may hold data that nothing reads any more
                     self.process.communicate()
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether it is alive, and was started by this process."""
-        return self.pid == os.getpid() and self.process.poll() is None
-
 
 _lock = threading.Lock()
 _current: _Worker | None = None
@@ -89,6 +84,6 @@ _current: _Worker | None = None
 
 def _worker() -> _Worker:
     global _current
-    if _current is None or not _current.is_usable:
+    if _current is None or _current.pid != os.getpid() or _current.process.poll() is not None:
         _current = _Worker()
     return _current

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.options import check_integer
+from grpo_fused.heads.patches import Patches
 from grpo_fused.rewards.text import Message, Text, check_column, text_of
 
 if TYPE_CHECKING:
@@ -114,12 +114,16 @@ class RewardModel:
 
     def _score(self, rows: Sequence[list[int]]) -> Tensor:
         """[B] fp32 logits of B lists of token ids, padded on the right."""
-        width = max(map(len, rows))
+        width, config, device = max(map(len, rows)), self.model.config.get_text_config(), self.model.device
+        pad = config.pad_token_id
+        if pad is None:
+            # A decoder's head reads the last token that is not the pad. With EOS, which is usual, a text that ends with
+            # EOS would be read one token too early, and the result would depend on the batch.
+            pad = min(set(range(len(rows) + 1)) - {row[-1] for row in rows})
+        input_ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])  # [B, W]
         lengths = torch.tensor([len(row) for row in rows])
-        with _padding(self.model.config.get_text_config(), {row[-1] for row in rows}) as pad:
-            input_ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])  # [B, W]
-            attention_mask = (torch.arange(width) < lengths[:, None]).long()  # by length: texts may contain the pad
-            device = self.model.device
+        attention_mask = (torch.arange(width) < lengths[:, None]).long()  # by length: texts may contain the pad
+        with Patches((config, "pad_token_id", pad)):
             output = self.model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
         logits: Tensor = output.logits
         if logits.shape != (len(rows), 1):
@@ -132,23 +136,6 @@ class RewardModel:
 
 def _as_messages(text: Text, role: str) -> list[Message]:
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
-
-
-@contextmanager
-def _padding(config: Any, last_ids: set[int]) -> Iterator[int]:
-    """The id to pad with, set in the model's config while it scores.
-
-    A decoder's head reads the last token that is not `config.pad_token_id`. A configured id is that of the training.
-    Without one, any id works that is not the last token of a text: with EOS, which is usual, a text that ends with EOS
-    would be read one token too early, and the result would depend on the batch.
-    """
-    configured = config.pad_token_id
-    if configured is None:
-        config.pad_token_id = min(set(range(len(last_ids) + 1)) - last_ids)
-    try:
-        yield config.pad_token_id
-    finally:
-        config.pad_token_id = configured
 
 
 def _load(path: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
