@@ -8,6 +8,7 @@ from torch import Tensor
 from grpo_fused.api import fused_linear_logprobs
 from grpo_fused.call import validation as check
 from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.options import check_integer
 
 
 class FusedLinearScaledCrossEntropyFunction:
@@ -48,10 +49,7 @@ class FusedLinearScaledCrossEntropyFunction:
 
         Source: liger-kernel 0.8.5, `liger_kernel/ops/fused_linear_scaled_cross_entropy.py`, for the interface.
         """
-        if isinstance(m_tiles_per_cluster, bool) or not isinstance(m_tiles_per_cluster, int):
-            raise TypeError(f"m_tiles_per_cluster must be an int; got {type(m_tiles_per_cluster).__name__}")
-        if m_tiles_per_cluster < 1:
-            raise ValueError(f"m_tiles_per_cluster must be >= 1; got {m_tiles_per_cluster}")
+        check_integer(m_tiles_per_cluster, "m_tiles_per_cluster", least=1)
         if not isinstance(return_entropy, bool):
             raise TypeError(f"return_entropy must be a bool; got {type(return_entropy).__name__}")
         check.check_token_ids(target, "target")
