@@ -57,30 +57,11 @@ def sampling_of_vllm(parameters: Any, temperature: float) -> Sampling:
         ValueError: As `sampling_of`.
     """
     plain = type(parameters)()
-    names = [name for name in parameters.__struct_fields__ if not name.startswith("_")]
-    changed = {name: x for name in names if (x := getattr(parameters, name)) != getattr(plain, name)}
-    if unknown := [f"{name}={x}" for name, x in changed.items() if name not in _KNOWN_VLLM]:
-        raise ValueError(
-            "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; vLLM also has "
-            + ", ".join(unknown)
-        )
-    _check_temperature(parameters.temperature, temperature)
-    return Sampling(
-        num_generations=1,
-        max_completion_length=parameters.max_tokens,
-        temperature=parameters.temperature,
-        top_p=parameters.top_p,
-        top_k=max(parameters.top_k, 0),
-        min_p=parameters.min_p,
-    )
-
-
-def _check_temperature(sampled: float, scored: float) -> None:
-    if sampled != scored:
-        raise ValueError(
-            f"exact_truncation scores at the temperature of GRPOConfig, {scored}; generate samples at {sampled}, from "
-            "generation_kwargs"
-        )
+    options = {name: getattr(parameters, name) for name in parameters.__struct_fields__ if not name.startswith("_")}
+    changed = [name for name, x in options.items() if x != getattr(plain, name)]
+    unknown = [f"{name}={options[name]}" for name in changed if name not in _KNOWN_VLLM]
+    options["top_k"] = max(options["top_k"], 0)
+    return _sampling("vLLM", options, unknown, options["max_tokens"], temperature)
 
 
 def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temperature: float) -> Sampling:
@@ -94,15 +75,27 @@ def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temper
     options |= {name: x for name, x in config.to_dict().items() if x is not None}
     changed = GenerationConfig(**options).to_diff_dict().items()
     unknown = sorted(f"{name}={x}" for name, x in changed if name not in _KNOWN and x != _OFF.get(name))
-    if unknown or not options.get("do_sample"):
+    if not unknown and not options.get("do_sample"):
+        unknown = ["do_sample=False"]
+    return _sampling("generate", options, unknown, options["max_new_tokens"], temperature)
+
+
+def _sampling(
+    sampler: str, options: dict[str, Any], unknown: list[str], max_completion_length: int, temperature: float
+) -> Sampling:
+    if unknown:
         raise ValueError(
-            "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; generate also "
-            f"has {', '.join(unknown) or 'do_sample=False'}"
+            "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; "
+            f"{sampler} also has {', '.join(unknown)}"
         )
-    _check_temperature(options["temperature"], temperature)
+    if options["temperature"] != temperature:
+        raise ValueError(
+            f"exact_truncation scores at the temperature of GRPOConfig, {temperature}; generate samples at "
+            f"{options['temperature']}, from generation_kwargs"
+        )
     names = ("temperature", "top_k", "top_p", "min_p")
     truncation = {name: options[name] for name in names if name in options}
-    return Sampling(num_generations=1, max_completion_length=options["max_new_tokens"], **truncation)
+    return Sampling(num_generations=1, max_completion_length=max_completion_length, **truncation)
 
 
 @dataclass
