@@ -18,6 +18,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_fused.ranks.parallel import whole
 from grpo_fused.rollouts.engine import Generation, Sampling
 from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.vllm_logprobs import ExactLogprobs
@@ -354,7 +355,7 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             layer, own = name.split(".base_layer")[0], name.rpartition(".base_layer.")[2]
             yield plain, _merged(model.get_submodule(layer), own)
         else:
-            yield plain, _whole(tensor)
+            yield plain, whole(tensor, None).detach()
 
 
 def _check_adapters(model: PreTrainedModel) -> None:
@@ -373,11 +374,6 @@ def _check_adapters(model: PreTrainedModel) -> None:
         )
 
 
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()
-
-
 def _merged(layer: Any, name: str) -> Tensor:
     """A parameter of the base of an adapted layer, with the adapters in it; peft merges into its data."""
     own = [(module, key, x) for module in layer.modules() for key, x in module._parameters.items() if x is not None]
@@ -386,7 +382,7 @@ def _merged(layer: Any, name: str) -> Tensor:
     try:
         for module, key, x in own:
             if hasattr(x, "full_tensor"):  # merging into its data would not reach the shard
-                module._parameters[key] = nn.Parameter(_whole(x), requires_grad=False)
+                module._parameters[key] = nn.Parameter(whole(x, None), requires_grad=False)
         for wrapper in reversed(wrappers):
             wrapper.merge(safe_merge=True)
         merged: Tensor = layer.get_base_layer().get_parameter(name).detach()
