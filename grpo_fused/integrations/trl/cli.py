@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     try:
         import grpo_fused.integrations.trl  # noqa: F401  # knows which releases are supported
-        from grpo_fused.integrations.trl.release import RELEASE, SCRIPTS
+        from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, SCRIPTS
     except ImportError as error:
         raise SystemExit(f"grpo-fused trl: {error}") from error
     if RELEASE < SCRIPTS:
@@ -33,7 +33,6 @@ def main(argv: list[str] | None = None) -> None:
     from trl.cli.main import main as trl_main
 
     from grpo_fused.integrations.trl.arguments import FusedGRPOConfig
-    from grpo_fused.integrations.trl.release import FUSED_HEAD
 
     argv = sys.argv[1:] if argv is None else argv
     if RELEASE < FUSED_HEAD and argv[:1] not in (["grpo"], ["rloo"], ["dpo"], ["kto"]):

@@ -102,13 +102,8 @@ class FusedLogProbFunction:
         else:
             logps, entropies = PredictedLogprobs.apply(*tensors_of(call), call, packed)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
-        return (
-            logps,
-            entropies if "entropy" in outputs else None,
-            extras.get("log_sum_sq_probs"),
-            extras.get("mean_logits"),
-            extras.get("is_top1"),
-        )
+        log_sum_sq_probs, mean_logits, is_top1 = map(extras.get, OPTIONAL_OUTPUTS[1:])
+        return logps, entropies if call.with_entropy else None, log_sum_sq_probs, mean_logits, is_top1
 
     @classmethod
     def call(

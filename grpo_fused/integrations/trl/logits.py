@@ -186,8 +186,7 @@ def selective_log_softmax(
     logits: HeadLogits, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
     """TRL's, of logits that were not computed."""
-    scores = (logits / temperature).scores(index, row_mask, with_entropy=logits.with_entropy)
-    logps, logits.entropies = scores
+    logps, logits.entropies = (logits / temperature).scores(index, row_mask, with_entropy=logits.with_entropy)
     return logps
 
 

@@ -122,12 +122,7 @@ class PredictedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: LogprobsCall,
-        packed: _Packed,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall, packed: _Packed
     ) -> Any:
         call = with_tensors(call, hidden, weight, bias)
         logps, entropies, *predicted = _predicted(call, Needs(*ctx.needs_input_grad[:3]), packed)

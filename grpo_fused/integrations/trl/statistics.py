@@ -12,7 +12,6 @@ from grpo_fused.engines import products
 from grpo_fused.engines.rows import z_
 from grpo_fused.engines.scratch import scratch_budget
 
-_DTYPES = {"is_top1": torch.bool, "argmax": torch.int64}
 _TEMPORARIES = 3  # z, its exponentials, and what is made of them
 
 
@@ -32,7 +31,7 @@ def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tens
     rows = max(budget // (4 * _TEMPORARIES * max(weight.shape[0], 1)), 1)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     with torch.autocast(hidden.device.type, enabled=False), products.ieee_products():
-        for start in range(0, hidden.shape[0], rows):
+        for start in range(0, max(hidden.shape[0], 1), rows):
             part = slice(start, start + rows)
             block = head.operand(hidden[part])
             z = torch.empty((block.shape[0], weight.shape[0]), dtype=head.statistics_dtype, device=hidden.device)
@@ -47,7 +46,4 @@ def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tens
             if "log_sum_sq_probs" in parts:
                 e = z.sub_(z.amax(1, keepdim=True)).exp_()
                 parts["log_sum_sq_probs"].append(e.square().sum(1).log() - 2 * e.sum(1).log())
-    return {
-        name: torch.cat(values) if values else hidden.new_zeros(0, dtype=_DTYPES.get(name, torch.float32))
-        for name, values in parts.items()
-    }
+    return {name: torch.cat(values) for name, values in parts.items()}
