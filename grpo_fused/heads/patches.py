@@ -7,6 +7,16 @@ from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
+Replacement = tuple[Any, str, Any]
+"""An attribute's owner (a module of a package, a class, an instance), its name and its new value."""
+
+
+def everywhere(module: ModuleType, name: str, value: Any) -> list[Replacement]:
+    """A function or class of a module, also in the modules of its package that have imported it so far."""
+    original, package = getattr(module, name), module.__name__.split(".")[0] + "."
+    # thousands, and FusedGRPOTrainer does it for each batch
+    modules = [loaded for key, loaded in list(sys.modules.items()) if f"{key}.".startswith(package)]
+    return [(loaded, name, value) for loaded in modules if vars(loaded).get(name) is original]
 
 
 class Patches:
@@ -16,12 +26,11 @@ class Patches:
             model(input_ids)
 
     Args:
-        replacements: Of each attribute its owner (a module of a package, a class, an instance), name and new value. An
-            instance's hides that of its class.
+        replacements: All are known before the first is made. An instance's attribute hides that of its class.
     """
 
-    def __init__(self, *replacements: tuple[Any, str, Any]) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
+    def __init__(self, *replacements: Replacement) -> None:
+        self._originals: list[Replacement] = []
         for owner, name, value in replacements:
             self.replace(owner, name, value)
 
@@ -37,13 +46,6 @@ class Patches:
             original = getattr(owner, name)  # of a compiled module `training` is one; it can be set, not deleted
         self._originals.append((owner, name, original))
         setattr(owner, name, value)
-
-    def replace_everywhere(self, module: ModuleType, name: str, value: Any) -> None:
-        """A function or class of a module, also in the modules of its package that have imported it so far."""
-        original, package = getattr(module, name), module.__name__.split(".")[0] + "."
-        for key, loaded in list(sys.modules.items()):  # thousands, and FusedGRPOTrainer does it for each batch
-            if f"{key}.".startswith(package) and vars(loaded).get(name) is original:
-                self.replace(loaded, name, value)
 
     def undo(self) -> None:
         """Put back what stood there before, the latest first."""

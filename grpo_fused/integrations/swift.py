@@ -35,18 +35,15 @@ def patch_swift(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None
         ImportError: ms-swift is not installed, or is no release of `SUPPORTED`.
         ValueError: Under sequence parallelism, when tokens are scored: it divides the positions in its own way.
     """
+    global _patches
     check_release("ms-swift", SUPPORTED)
     from swift.rlhf_trainers import grpo_trainer
 
+    trainer = grpo_trainer.GRPOTrainer
+    replaced = (*stop_at_the_head(grpo_trainer, trainer, active_head), (trainer, "_get_logps_via_sp", _refuse))
     patch_trl(head)
-    if _patches.names:
-        return
-    try:
-        stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, active_head)
-        _patches.replace(grpo_trainer.GRPOTrainer, "_get_logps_via_sp", _refuse)
-    except BaseException:
-        unpatch_swift()  # all of it or nothing
-        raise
+    if not _patches.names:
+        _patches = Patches(*replaced)
 
 
 def _refuse(trainer: Any, *_: Any, **__: Any) -> None:

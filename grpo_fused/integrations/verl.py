@@ -23,7 +23,7 @@ from grpo_fused.heads import HeadForm, check_head, head_hidden_states, lm_head_i
 from grpo_fused.heads.check import inputs_of, undisturbed
 from grpo_fused.heads.form import candidate_forms
 from grpo_fused.heads.modules import HeadParts, adapters_beside, needs_a_gpu, output_head
-from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.patches import Patches, everywhere
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.releases import check_release
 
@@ -54,18 +54,18 @@ def patch_verl() -> None:
             does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on it that is
             no LoRA).
     """
+    global _patches
     check_release("verl", SUPPORTED)
     if _patches.names:
         return
     products = importlib.import_module("verl.utils.experimental.torch_functional")
     kernels = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
     models = importlib.import_module("verl.models.transformers.monkey_patch")
-    for module, name, value in (
-        (products, "FusedLinearForPPO", FusedLinearForPPO),
-        (kernels, "linear_cross_entropy", linear_cross_entropy),
-        (models, "patch_forward_with_backends", _checking(models.patch_forward_with_backends)),
-    ):
-        _patches.replace_everywhere(module, name, value)
+    _patches = Patches(
+        *everywhere(products, "FusedLinearForPPO", FusedLinearForPPO),
+        *everywhere(kernels, "linear_cross_entropy", linear_cross_entropy),
+        *everywhere(models, "patch_forward_with_backends", _checking(models.patch_forward_with_backends)),
+    )
 
 
 def unpatch_verl() -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.patches import Patches, everywhere
 
 
 def module(name: str, **functions: object) -> ModuleType:
@@ -37,8 +37,7 @@ def test_all_modules_of_a_package_that_import_a_function(monkeypatch):
     modules = [module("toy", f=len), module("toy.sub", f=len), module("toy.other", f=max), module("toyish", f=len)]
     for toy in modules:
         monkeypatch.setitem(sys.modules, toy.__name__, toy)
-    patches = Patches()
-    patches.replace_everywhere(modules[1], "f", sum)
+    patches = Patches(*everywhere(modules[1], "f", sum))
     assert [m.f for m in modules] == [sum, sum, max, len]
     assert sorted(patches.names) == ["toy.f", "toy.sub.f"]
     patches.undo()

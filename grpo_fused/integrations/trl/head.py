@@ -30,7 +30,7 @@ from grpo_fused.call.validation import is_alone_with
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
 from grpo_fused.heads.modules import base_model, needs_a_gpu, output_head
-from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.patches import Patches, Replacement, everywhere
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import logits
 from grpo_fused.integrations.trl.adapters import accepting, adapted, with_adapters
@@ -206,40 +206,36 @@ def use_fused_head(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> I
 
 
 def _install() -> None:
-    if _patches.names:
+    global _patches
+    if not _patches.names:
+        _patches = Patches(*_replacements())
+
+
+def _replacements() -> Iterator[Replacement]:
+    if RELEASE < FUSED_HEAD:
+        from trl import DPOTrainer, KTOTrainer
+        from trl.trainer import grpo_trainer, rloo_trainer
+
+        yield from logits.stop_at_the_head(grpo_trainer, grpo_trainer.GRPOTrainer, active_head)
+        yield from logits.stop_at_the_head(rloo_trainer, rloo_trainer.RLOOTrainer, active_head)
+        for trainer in (DPOTrainer, KTOTrainer):
+            yield from logits.stop_the_loss_at_the_head(trainer, active_head)
         return
-    try:
-        _replace()
-    except BaseException:
-        _patches.undo()  # all of it or nothing
-        raise
+    from trl.trainer import distillation_trainer, utils
 
-
-def _replace() -> None:
-    if RELEASE >= FUSED_HEAD:
-        from trl.trainer import distillation_trainer, utils
-
-        distillation = distillation_trainer.DistillationTrainer
-        _patches.replace(distillation, "_compute_loss", _with_adapters_of_the_head(distillation._compute_loss, 1))
-        for module, name, replaces in (
-            (utils, "_ChunkedLogProbFunction", _head_in_place_of),
-            (utils, "add_fused_lm_head", _checking),  # trainers that are imported later take it from `utils`
-            (distillation_trainer, "_chunked_divergence_loss", _divergence_in_place_of),
-        ):
-            _patches.replace_everywhere(module, name, replaces(getattr(module, name)))
-        if hasattr(distillation_trainer, "BaseTunerLayer"):  # where peft is installed
-            layers = accepting(distillation_trainer.BaseTunerLayer, lambda: _patched is not None or trains_here.get())
-            for name in TRAINERS:  # now: a later import would take peft's class
-                importlib.import_module(f"trl.trainer.{name}_trainer")
-            _patches.replace_everywhere(distillation_trainer, "BaseTunerLayer", layers)
-        return
-    from trl import DPOTrainer, KTOTrainer
-    from trl.trainer import grpo_trainer, rloo_trainer
-
-    logits.stop_at_the_head(_patches, grpo_trainer, grpo_trainer.GRPOTrainer, active_head)
-    logits.stop_at_the_head(_patches, rloo_trainer, rloo_trainer.RLOOTrainer, active_head)
-    for trainer in (DPOTrainer, KTOTrainer):
-        logits.stop_the_loss_at_the_head(_patches, trainer, active_head)
+    if hasattr(distillation_trainer, "BaseTunerLayer"):  # where peft is installed
+        layers = accepting(distillation_trainer.BaseTunerLayer, lambda: _patched is not None or trains_here.get())
+        for name in TRAINERS:  # now: a later import would take peft's class
+            importlib.import_module(f"trl.trainer.{name}_trainer")
+        yield from everywhere(distillation_trainer, "BaseTunerLayer", layers)
+    distillation = distillation_trainer.DistillationTrainer
+    yield distillation, "_compute_loss", _with_adapters_of_the_head(distillation._compute_loss, 1)
+    for module, name, replaces in (
+        (utils, "_ChunkedLogProbFunction", _head_in_place_of),
+        (utils, "add_fused_lm_head", _checking),  # trainers that are imported later take it from `utils`
+        (distillation_trainer, "_chunked_divergence_loss", _divergence_in_place_of),
+    ):
+        yield from everywhere(module, name, replaces(getattr(module, name)))
 
 
 def _restore() -> None:

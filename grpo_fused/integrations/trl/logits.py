@@ -23,7 +23,7 @@ from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.heads import HeadForm, capture_head_input, check_head
 from grpo_fused.heads.check import LMHeadInputs, inputs_of
 from grpo_fused.heads.modules import head_parts, output_head, unwrap
-from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.patches import Replacement
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.adapters import adapted
 from grpo_fused.integrations.trl.release import RELEASE, WINDOWS
@@ -232,30 +232,30 @@ READERS = ("forward", "get_batch_logps", "_compute_kl_logps")
 """Further methods of KTO trainers that read logits. ms-swift has its own, which do more with them."""
 
 
-def stop_at_the_head(patches: Patches, module: ModuleType, trainer: type, active_head: ActiveHead) -> None:
-    """The GRPO or RLOO trainer of a module scores by our head where one is active."""
-    _take_head_logits(patches, module)
+def stop_at_the_head(module: ModuleType, trainer: type, active_head: ActiveHead) -> Iterator[Replacement]:
+    """What makes the GRPO or RLOO trainer of a module score by our head where one is active."""
+    yield from _take_head_logits(module)
     name = "_get_per_token_logps_and_entropies"
-    patches.replace(trainer, name, stopping_at_the_head(getattr(trainer, name), active_head))
+    yield trainer, name, stopping_at_the_head(getattr(trainer, name), active_head)
 
 
-def stop_the_loss_at_the_head(patches: Patches, trainer: type, active_head: ActiveHead) -> None:
+def stop_the_loss_at_the_head(trainer: type, active_head: ActiveHead) -> Iterator[Replacement]:
     """The same for a DPO or KTO trainer. Up to 1.7, `trl.KTOTrainer` only derives from the one that is meant."""
     (owner,) = (kind for kind in trainer.__mro__ if LOSSES[0] in vars(kind) or LOSSES[1] in vars(kind))
-    _take_head_logits(patches, sys.modules[owner.__module__])
+    yield from _take_head_logits(sys.modules[owner.__module__])
     for name in LOSSES:
         if method := vars(owner).get(name):
-            patches.replace(owner, name, stopping_the_loss(method, owner, active_head))
+            yield owner, name, stopping_the_loss(method, owner, active_head)
 
 
-def _take_head_logits(patches: Patches, module: ModuleType) -> None:
+def _take_head_logits(module: ModuleType) -> Iterator[Replacement]:
     """The functions are replaced as a trainer's module has them.
 
     axolotl puts others into `trl.trainer.utils`, before or after the module is imported.
     """
     for function in FUNCTIONS:
         if original := vars(module).get(function.__name__):
-            patches.replace(module, function.__name__, taking_head_logits(original, function))
+            yield module, function.__name__, taking_head_logits(original, function)
 
 
 def taking_head_logits(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
