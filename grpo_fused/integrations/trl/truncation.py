@@ -12,7 +12,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,35 +97,26 @@ def _sampling(
     return Sampling(num_generations=1, max_completion_length=max_completion_length, **truncation)
 
 
-@dataclass
-class _Scored:
-    """The sets of the completions [B, T] that are being scored, `batch_size` rows at a time."""
-
-    rows: list[CandidateSets]
-    mask: Tensor
-    batch_size: int
-
-    def take(self, targets: Tensor) -> tuple[CandidateSets, Tensor | None]:
-        """(sets, mask) of the next rows, at the positions that have these targets."""
-        mask, rows = self.mask[: self.batch_size] != 0, self.rows[: self.batch_size]
-        self.mask, self.rows = self.mask[self.batch_size :], self.rows[self.batch_size :]
-        sets = padded_sets(rows, mask.shape[1]).to(targets.device)
-        if len(targets) == int(mask.sum()):  # TRL's compact form: scored positions only
-            return sets.select(mask.reshape(-1).nonzero().squeeze(1)), None
-        before = len(targets) // len(mask) - mask.shape[1]  # every position, completions last
-        sizes = torch.nn.functional.pad(sets.sizes.view(mask.shape), (before, 0)).view(-1)
-        return CandidateSets(sets.ids, offsets_of(sizes)), torch.nn.functional.pad(mask, (before, 0)).view(-1)
-
-
-_scored: ContextVar[_Scored | None] = ContextVar("grpo_fused_candidates", default=None)
+_scored: ContextVar[Iterator[tuple[list[CandidateSets], Tensor]] | None]
+_scored = ContextVar("grpo_fused_candidates", default=None)
+"""Of the completions that a trainer has scored in a block, for each of its passes: their sets, and mask [B, T]."""
 
 
 def announced_candidates(targets: Tensor, vocab_size: int) -> tuple[Candidates, Tensor | None]:
-    """The sets of the tokens, and the mask of those that count, where a trainer has announced them."""
-    scored = _scored.get()
-    if scored is None:
+    """The sets of the tokens of the next pass, and the mask of those that count, where a trainer has announced them."""
+    passes = _scored.get()
+    if passes is None:
         return Candidates(), None
-    sets, mask = scored.take(targets)
+    rows, completions = next(passes)
+    active, mask = completions != 0, None
+    sets = padded_sets(rows, active.shape[1]).to(targets.device)
+    if len(targets) == int(active.sum()):  # TRL's compact form: scored positions only
+        sets = sets.select(active.reshape(-1).nonzero().squeeze(1))
+    else:  # every position, completions last
+        before = len(targets) // len(active) - active.shape[1]
+        sizes = torch.nn.functional.pad(sets.sizes.view(active.shape), (before, 0)).view(-1)
+        sets = CandidateSets(sets.ids, offsets_of(sizes))
+        mask = torch.nn.functional.pad(active, (before, 0)).view(-1)
     check_values(sets, targets, mask, vocab_size, {})
     return Candidates(sets.ids, sets.offsets), mask
 
@@ -189,17 +179,17 @@ class ExactTruncation(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._sets = inputs.get("candidates")
-        loss: Tensor = super()._compute_loss(model, inputs)
-        return loss
+        return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        scored = None
+        passes = None
         if self._sets is not None:
-            size = args[0] if args else kwargs.get("batch_size")
-            scored = _Scored(self._sets, attention_mask[:, -logits_to_keep:], size or len(input_ids))
-        with holding(_scored, scored):
+            size = (args[0] if args else kwargs.get("batch_size")) or len(input_ids)
+            parts = [self._sets[start : start + size] for start in range(0, len(self._sets), size)]
+            passes = zip(parts, attention_mask[:, -logits_to_keep:].split(size), strict=True)
+        with holding(_scored, passes):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
