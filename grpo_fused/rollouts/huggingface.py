@@ -23,7 +23,7 @@ from transformers import (
 
 from grpo_fused.heads.hidden import accepts, forward_parameters
 from grpo_fused.rollouts.engine import Generation, Sampling, first_of_prompts, pad_prompts
-from grpo_fused.rollouts.records import Draw
+from grpo_fused.rollouts.records import Draw, of_rows
 
 
 class HuggingFaceEngine:
@@ -96,8 +96,8 @@ class HuggingFaceEngine:
         kept = [row[:length] for row, length in zip(completions.tolist(), lengths, strict=True)]
         none = [None] * len(lengths)
         logps = none if sampling.records is None else draw.logps_of_rows(lengths)
-        sets = recorder.of_rows(lengths) if sampling.truncates else none
-        others = draw.others_of_rows(lengths) if sampling.records in ("mask", "top_k") else none
+        sets = of_rows(recorder.steps, lengths) if sampling.truncates else none
+        others = of_rows(draw.steps, lengths) if sampling.records in ("mask", "top_k") else none
         return list(zip(kept, logps, sets, others, strict=True))
 
     def _prompt_cache(self, ids: Tensor, mask: Tensor) -> dict[str, Cache]:

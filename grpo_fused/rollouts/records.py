@@ -69,10 +69,6 @@ class RecordedSets(LogitsProcessor):
         self.steps.append(CandidateSets.from_mask(kept).to("cpu"))
         return scores
 
-    def of_rows(self, lengths: Sequence[int]) -> list[CandidateSets]:
-        """The sets of each row, as many as it has tokens."""
-        return of_rows(CandidateSets.cat(self.steps), lengths)
-
 
 class Draw(LogitsProcessor):
     """Draws a token of each row by its probability, and leaves a score to no other: `generate` takes the largest.
@@ -109,17 +105,13 @@ class Draw(LogitsProcessor):
         rows = torch.cat(self.sampled, dim=1).tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def others_of_rows(self, lengths: Sequence[int]) -> list[ScoredSets]:
-        """The other tokens of each row, at as many positions as it has tokens."""
-        return of_rows(ScoredSets.cat(self.steps), lengths)
-
 
 S = TypeVar("S", CandidateSets, ScoredSets)
 
 
-def of_rows(every: S, lengths: Sequence[int]) -> list[S]:
-    """The sets of each row, as many as it has tokens, of sets ordered by step and then by row."""
-    rows = len(lengths)
+def of_rows(steps: Sequence[S], lengths: Sequence[int]) -> list[S]:
+    """The sets of each row, as many as it has tokens, of those that the rows had in each step."""
+    every, rows = type(steps[0]).cat(steps), len(lengths)
     return [every.select(torch.arange(length) * rows + row) for row, length in enumerate(lengths)]
 
 

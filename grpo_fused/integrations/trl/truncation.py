@@ -27,6 +27,7 @@ from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.release import CONTINUOUS_BATCHING
 from grpo_fused.rollouts.engine import Sampling, padded_sets
+from grpo_fused.rollouts.records import of_rows
 from grpo_fused.rollouts.vllm import NO_MASKS, record_masks
 from grpo_fused.rollouts.vllm_outputs import candidates_of
 
@@ -168,7 +169,7 @@ class ExactTruncation(GRPOTrainer):
             return turn
         with _recording(self._sampler(), self.temperature) as recorders:
             turn = super()._generate_single_turn(*args, **kwargs)
-        self._sets = recorders[0].of_rows([len(ids) for ids in turn[0]]) if recorders else None
+        self._sets = of_rows(recorders[0].steps, [len(ids) for ids in turn[0]]) if recorders else None
         return turn
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
