@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -63,14 +64,10 @@ def as_config(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> GRPOLo
     return GRPOLossConfig(**read)
 
 
+@functools.cache
 def warn_ignored(name: str, why: str) -> None:
     """Warn once in a process that an argument has no effect; Liger ignores it without a warning."""
-    if (name, why) not in _said:
-        _said.add((name, why))
-        warnings.warn(f"{name} is ignored, as in Liger: {why}", stacklevel=2)
-
-
-_said: set[tuple[str, str]] = set()
+    warnings.warn(f"{name} is ignored, as in Liger: {why}", stacklevel=2)
 
 
 def num_items(value: float | Tensor | None, mask: Tensor, config: GRPOLossConfig) -> float | Tensor | None:
