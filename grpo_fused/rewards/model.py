@@ -83,8 +83,7 @@ class RewardModel:
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             rewards[batch] = self._score([rows[p] for p in batch]).cpu()
-        values: list[float] = rewards.tolist()
-        return values
+        return rewards.tolist()
 
     def _encode(self, prompt: Text, completion: Text) -> list[int]:
         """The token ids of a prompt with its completion, at least one and at most `max_length`."""
@@ -109,8 +108,7 @@ class RewardModel:
             # The completion continues a message that the prompt had begun.
             begun = text_of([before.pop()])
             after[0] = {**after[0], "content": begun + text_of([after[0]])}
-        rendered: Any = self.tokenizer.apply_chat_template(before + after, tokenize=False)  # type: ignore[arg-type]
-        return str(rendered)
+        return str(self.tokenizer.apply_chat_template(before + after, tokenize=False))  # type: ignore[arg-type]
 
     def _score(self, rows: Sequence[list[int]]) -> Tensor:
         """[B] fp32 logits of B lists of token ids, padded on the right."""

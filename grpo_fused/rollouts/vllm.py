@@ -385,8 +385,7 @@ def _merged(layer: Any, name: str) -> Tensor:
                 module._parameters[key] = nn.Parameter(whole(x, None), requires_grad=False)
         for wrapper in reversed(wrappers):
             wrapper.merge(safe_merge=True)
-        merged: Tensor = layer.get_base_layer().get_parameter(name).detach()
-        return merged
+        return layer.get_base_layer().get_parameter(name).detach()
     finally:
         for (module, key, x), before in zip(own, data, strict=True):
             module._parameters[key] = x

@@ -63,7 +63,7 @@ class Prediction:
     completion_mask: Tensor
     """[B, T]: the positions that are scored"""
     inputs: LossInputs
-    """of the loss, [B], [B, 1] or [B, T]; its mask has the positions that count in it"""
+    """of the loss, [B], [B, 1] or [B, T]; its mask (bool) has the positions that count in it"""
     counts: Counts = field(default_factory=Counts)
     used: bool = False
     """whether the scores that it is about have been made: any further ones are about something else"""
@@ -92,8 +92,6 @@ class Prediction:
             return None  # little to gain; and one value for each token would look like one for each sequence
         offsets = offsets_of(lengths)
         inputs = LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
-        assert inputs.completion_mask is not None
-        inputs = inputs._replace(completion_mask=inputs.completion_mask != 0)
         return _Packed(self.config, self.counts, rows, inputs, offsets)
 
     @staticmethod

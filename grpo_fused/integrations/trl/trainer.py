@@ -139,7 +139,7 @@ class FusedLoss(ExactTruncation):
             mask,
             LossInputs(
                 advantages=inputs["advantages"],
-                completion_mask=loss_mask,
+                completion_mask=loss_mask != 0,
                 old_per_token_logps=inputs.get("old_per_token_logps"),
                 ref_per_token_logps=inputs["ref_per_token_logps"] if kl else None,
                 sampling_per_token_logps=inputs.get("sampling_per_token_logps") if off_policy else None,
