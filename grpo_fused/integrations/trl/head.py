@@ -8,7 +8,6 @@ Before, GRPO, RLOO, DPO and KTO score by functions of logits; `logits` brings th
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,8 +40,6 @@ from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.truncation import announced_candidates
 from grpo_fused.integrations.trl.zero import gathered, logprobs_of
 
-TRAINERS = ("dpo", "grpo", "kto", "rloo", "sft")
-"""with TRL's fused head and a check for adapters on it, besides distillation's"""
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -224,9 +221,10 @@ def _replacements() -> Iterator[Replacement]:
     from trl.trainer import distillation_trainer, utils
 
     if hasattr(distillation_trainer, "BaseTunerLayer"):  # where peft is installed
+        # the other trainers with TRL's fused head, now: a later import would take peft's class
+        from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer, rloo_trainer, sft_trainer  # noqa: F401
+
         layers = accepting(distillation_trainer.BaseTunerLayer, lambda: _patched is not None or trains_here.get())
-        for name in TRAINERS:  # now: a later import would take peft's class
-            importlib.import_module(f"trl.trainer.{name}_trainer")
         yield from everywhere(distillation_trainer, "BaseTunerLayer", layers)
     distillation = distillation_trainer.DistillationTrainer
     yield distillation, "_compute_loss", _with_adapters_of_the_head(distillation._compute_loss, 1)
