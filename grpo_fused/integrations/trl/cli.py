@@ -16,7 +16,7 @@ from typing import Any
 from grpo_fused.heads.patches import Patches
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """TRL's command line with `patch_trl()` in every process.
 
     `grpo` takes `FusedGRPOTrainer`, and the arguments of its own as options (see `arguments`).
@@ -34,7 +34,6 @@ def main(argv: list[str] | None = None) -> None:
 
     from grpo_fused.integrations.trl.arguments import FusedGRPOConfig
 
-    argv = sys.argv[1:] if argv is None else argv
     if RELEASE < FUSED_HEAD and argv[:1] not in (["grpo"], ["rloo"], ["dpo"], ["kto"]):
         print("grpo-fused trl: before trl 1.15 only grpo, rloo, dpo and kto run on our head", file=sys.stderr)
     config = argv[argv.index("--config") + 1 :][:1] if "--config" in argv else []
