@@ -122,14 +122,10 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         if self.lm_head is None:
             raise ValueError("set_lm_head must be called before the loss; no head is set")
         if type(self.loss_fn).__qualname__ == "CrossEntropyLoss":
-            return self._cross_entropy(pred, labels, global_valid_tokens), {}
+            divisor = 1 if global_valid_tokens is None else global_valid_tokens
+            out = self._through_head(pred, labels, lambda logps, entropies: -logps / divisor, labels != IGNORE_INDEX)
+            return out.loss, {}
         return self._policy_loss(pred, labels, global_valid_tokens, **loss_inputs)
-
-    def _cross_entropy(self, hidden: Tensor, labels: Tensor, valid_tokens: Tensor | float | None) -> Tensor:
-        divisor = 1 if valid_tokens is None else valid_tokens
-        return self._through_head(
-            hidden, labels, lambda logps, entropies: -logps / divisor, labels != IGNORE_INDEX
-        ).loss
 
     def _policy_loss(
         self,
