@@ -1,7 +1,7 @@
 """The functions of the CPU library (csrc/cpu/api.cpp) on torch tensors.
 
 The library is plain C and knows nothing of torch: one build serves every version. It checks all arguments before it
-uses a pointer; a call that it refuses raises RuntimeError with the reason. Results are allocated here.
+uses a pointer; a call that it refuses raises RuntimeError with the reason. Callers allocate its results.
 """
 
 from __future__ import annotations
@@ -50,6 +50,20 @@ def instruction_set() -> str:
 def use_isa(name: str) -> None:
     """For tests: take another instruction set (`avx2`, `avx512`, `amx`), or the best (empty)."""
     _library.grpo_use_isa(name.encode())
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of csrc/cpu/api.cpp: tensors, numbers and None, in its order; it writes to its results.
+
+    Raises:
+        RuntimeError: It refuses an argument, or is not loaded.
+    """
+    if _library is None:
+        raise RuntimeError("the CPU library is not loaded")
+    _library.grpo_use_threads(torch.get_num_threads())
+    refusal = getattr(_library, f"grpo_{name}")(*map(_argument, arguments))
+    if refusal is not None:
+        raise RuntimeError(refusal.decode())
 
 
 class HeadLayout(NamedTuple):
@@ -102,7 +116,7 @@ def head_products(
     group_scale: Tensor | None = None, codes: Tensor | None = None, rounded: int = 0, row_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [N, V] fp32: the products of the first eight of `HeadInputs`."""
-    _call("head_products", hidden, weight, terms, base, group_scale, codes, rounded, row_scale, out)
+    call("head_products", hidden, weight, terms, base, group_scale, codes, rounded, row_scale, out)
 
 
 class HeadInputs(NamedTuple):
@@ -161,7 +175,7 @@ def head_scores(
     statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
     offsets = statistics.new_empty((layout.blocks, layout.kept_panels * layout.panel_tokens))
     sums = None if sum_offset is None else HeadSums(sum_offset, statistics.new_empty(hidden.shape))
-    _call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)), superblock)
+    call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)), superblock)
     return statistics, offsets, sums
 
 
@@ -177,57 +191,11 @@ def head_gradient(
     """
     dhidden = statistics.new_empty((len(rows), inputs.hidden.shape[1])) if need_hidden else None
     dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None
-    _call(
+    call(
         "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, *(entries or (None, None, None)), dweight,
         spill, superblock, *(sums or (None, None)), dhidden, dbias,
     )  # fmt: skip
     return dhidden, dbias
-
-
-def logit_statistics(logits: Tensor, targets: Tensor, with_entropy: bool) -> Tensor:
-    """[4, R] of logits [R, V]."""
-    statistics = logits.new_zeros((4, len(logits)))
-    _call("logit_statistics", logits, targets, with_entropy, statistics)
-    return statistics
-
-
-def logit_divergence(
-    logits: Tensor, other: Tensor, statistics: Tensor, other_statistics: Tensor, targets: Tensor, forward: bool,
-    factor: Tensor | None, dlogp: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """[R]: the KL divergence of rows of logits [R, V]; `other` becomes the gradient if there is a factor."""
-    value = logits.new_empty(len(logits))
-    _call("logit_divergence", logits, other, statistics, other_statistics, targets, forward, factor, dlogp, value)
-    return value
-
-
-def set_scores(
-    hidden: Tensor, weight: Tensor, index: Tensor, ids: Tensor, offsets: Tensor, targets: Tensor, bias: Tensor | None,
-    temperature: Tensor, scale: float, softcap: float, with_entropy: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(z [K], statistics [4, R]) of candidate sets."""
-    z = temperature.new_empty(len(ids))
-    statistics = temperature.new_empty((4, max(len(offsets) - 1, 0)))
-    _call(
-        "set_scores", hidden, weight, index, ids, offsets, targets, bias, temperature, scale, softcap, with_entropy, z,
-        statistics,
-    )  # fmt: skip
-    return z, statistics
-
-
-def set_derivatives(
-    z: Tensor, statistics: Tensor, ids: Tensor, offsets: Tensor, targets: Tensor, temperature: Tensor, scale: float,
-    softcap: float, dlogp: Tensor, dentropy: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """[K]: dL/d(product) of each candidate."""
-    out = torch.empty_like(z)
-    _call("set_derivatives", z, statistics, ids, offsets, targets, temperature, scale, softcap, dlogp, dentropy, out)
-    return out
-
-
-def add_segment_sums(out: Tensor, rows: Tensor, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> None:
-    """out[rows[s]] += the sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1]."""
-    _call("add_segment_sums", out, rows, x, index, factor, offsets)
 
 
 class _View(ctypes.Structure):
@@ -253,18 +221,9 @@ def _argument(x: Any) -> Any:
     return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x)
 
 
-def _call(name: str, *arguments: Any) -> None:
-    if _library is None:
-        raise RuntimeError("the CPU library is not loaded")
-    _library.grpo_use_threads(torch.get_num_threads())
-    refusal = getattr(_library, f"grpo_{name}")(*map(_argument, arguments))
-    if refusal is not None:
-        raise RuntimeError(refusal.decode())
-
-
 def _numbers(name: str, count: int, *arguments: int) -> list[int]:
     out = (count * ctypes.c_int64)()
-    _call(name, *arguments, out)
+    call(name, *arguments, out)
     return list(out)
 
 

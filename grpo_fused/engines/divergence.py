@@ -133,10 +133,10 @@ class DivergenceEngine(ChunkedEngine):
         """(D [R], dL/dz [R, V]); the latter is in the memory of the other head's logits."""
         tables = [x.table for x in statistics]
         slopes = [None if x is None else x.to(torch.float32).contiguous() for x in (factor, dlogp)]
-        value = cpu_library.logit_divergence(
-            rows[0].raw, rows[1].raw, tables[0], tables[1], rows[0].targets, self.kind == "forward_kl", *slopes
-        )
-        return value, rows[1].raw
+        z, w = rows[0].raw, rows[1].raw
+        value = z.new_empty(len(z))
+        cpu_library.call("logit_divergence", z, w, *tables, rows[0].targets, self.kind == "forward_kl", *slopes, value)
+        return value, w
 
     def _derivative(
         self,
@@ -206,7 +206,9 @@ def _statistics(rows: Rows, with_entropy: bool, compiled: bool) -> Statistics:
     if not compiled:
         return TorchRows().statistics(rows, with_entropy=with_entropy)
     z_(rows.raw, rows.transform)
-    return Statistics.of(cpu_library.logit_statistics(rows.raw, rows.targets, with_entropy), with_entropy)
+    table = rows.raw.new_zeros((4, len(rows.raw)))
+    cpu_library.call("logit_statistics", rows.raw, rows.targets, with_entropy, table)
+    return Statistics.of(table, with_entropy)
 
 
 def check_finite(divergence: Tensor, kind: str) -> None:

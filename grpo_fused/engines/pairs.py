@@ -142,21 +142,26 @@ class NativePairs(Pairs):
 
     def add_sums(self, out: Tensor, rows: Tensor, x: Tensor, index: Tensor, factor: Tensor, offsets: Tensor) -> None:
         """See `Pairs.add_sums`."""
-        cpu_library.add_segment_sums(out, rows, x, index, factor, offsets)
+        cpu_library.call("add_segment_sums", out, rows, x, index, factor, offsets)
 
     def scores(self, hidden: Tensor, weight: Tensor, index: Tensor, sets: Sets, with_entropy: bool) -> Scores:
         """See `Pairs.scores`."""
-        bias = sets.transform.bias
-        z, stats = cpu_library.set_scores(
-            hidden, weight, index, sets.ids, sets.offsets, sets.targets, bias, *_numbers(sets), with_entropy
-        )
-        return Scores(Statistics.of(stats, with_entropy), z)
+        z = hidden.new_empty(len(sets.ids), dtype=torch.float32)
+        table = z.new_empty((4, len(sets.rows)))
+        cpu_library.call(
+            "set_scores", hidden, weight, index, sets.ids, sets.offsets, sets.targets, sets.transform.bias,
+            *_numbers(sets), with_entropy, z, table,
+        )  # fmt: skip
+        return Scores(Statistics.of(table, with_entropy), z)
 
     def derivatives(self, sets: Sets, z: Tensor, stats: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
         """See `Pairs.derivatives`."""
-        return cpu_library.set_derivatives(
-            z, stats.table, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy
-        )
+        out = torch.empty_like(z)
+        cpu_library.call(
+            "set_derivatives", z, stats.table, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy,
+            out,
+        )  # fmt: skip
+        return out
 
 
 class TritonPairs(Pairs):

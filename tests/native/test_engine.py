@@ -283,10 +283,11 @@ def test_products_and_sums_of_single_rows(dtype):
         j, factor = torch.randint(0, 7, (50,)), torch.randn(50)
         sizes, offsets = torch.tensor([20, 0, 30, 0, 0, 0, 0]), torch.tensor([0, 20, 20, 50, 50, 50, 50, 50])
         targets, ones = torch.zeros(7, dtype=torch.int64), torch.ones(7)
-        z, _ = cpu_library.set_scores(a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True)
+        z, found = torch.empty(50), torch.empty(4, 7)
+        cpu_library.call("set_scores", a, b, j, j, offsets, targets, None, ones, 1.0, 0.0, True, z, found)
         assert (z - (a.repeat_interleave(sizes, 0).double() * b[j].double()).sum(1)).abs().max() < 1e-4
         sums = torch.zeros(7, columns)
-        cpu_library.add_segment_sums(sums, torch.arange(7), b, j, factor, offsets)
+        cpu_library.call("add_segment_sums", sums, torch.arange(7), b, j, factor, offsets)
         want = [(b[j[part]].double() * factor[part, None]).sum(0) for part in map(slice, (0, 20, 20), (20, 20, 50))]
         assert (sums[:3] - torch.stack(want)).abs().max() < 1e-4
 

@@ -174,7 +174,8 @@ def set_scores(**changes):
     arguments = {
         "hidden": torch.randn(3, H), "weight": torch.randn(V, H), "index": torch.tensor([7, 9, 0, 299, 5]),
         "ids": torch.tensor([7, 9, 0, 299, 5]), "offsets": offsets(*SIZES), "targets": torch.tensor([9, -1, 0]),
-        "bias": None, "temperature": torch.ones(3), "scale": 1.0, "softcap": 0.0, "with_entropy": True, **changes,
+        "bias": None, "temperature": torch.ones(3), "scale": 1.0, "softcap": 0.0, "with_entropy": True,
+        "z": torch.empty(5), "statistics": torch.empty(4, 3), **changes,
     }  # fmt: skip
     return tuple(arguments.values())
 
@@ -201,7 +202,7 @@ def set_scores(**changes):
 )
 def test_wrong_candidate_sets_are_refused(changes, message):
     with pytest.raises(RuntimeError, match=message):
-        cpu_library.set_scores(*set_scores(**changes))
+        cpu_library.call("set_scores", *set_scores(**changes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -211,7 +212,7 @@ def test_sums_are_added_to_rows(dtype):
     want = out.double()
     for row, part in zip((4, 5, 19), (slice(0, 2), slice(2, 2), slice(2, 5)), strict=True):
         want[row] += (factor[part].double().unsqueeze(1) * x[index[part]].double()).sum(0)
-    cpu_library.add_segment_sums(out, torch.tensor([4, 5, 19]), x, index, factor, offsets(*SIZES))
+    cpu_library.call("add_segment_sums", out, torch.tensor([4, 5, 19]), x, index, factor, offsets(*SIZES))
     assert torch.equal(out[torch.arange(20) % 4 == 1], want.to(dtype)[torch.arange(20) % 4 == 1])  # others untouched
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
@@ -223,7 +224,8 @@ def test_a_sum_that_is_nan_stays_nan(dtype):
         x = torch.ones(9, H)
         x[3, ::7] = torch.frombuffer(bytearray(bits.to_bytes(4, "little")), dtype=torch.float32)
         out = torch.ones(20, H).to(dtype)
-        cpu_library.add_segment_sums(out, torch.tensor([4, 5]), x, torch.tensor([3, 8]), torch.ones(2), offsets(1, 1))
+        rows, index = torch.tensor([4, 5]), torch.tensor([3, 8])
+        cpu_library.call("add_segment_sums", out, rows, x, index, torch.ones(2), offsets(1, 1))
         assert torch.equal(out[4].isnan(), x[3].isnan())
         assert (out[5] == 2).all()
 
@@ -245,7 +247,7 @@ def test_wrong_sums_are_refused(changes, message):
         "index": torch.tensor([8, 0, 8, 3, 3]), "factor": torch.randn(5), "offsets": offsets(*SIZES), **changes,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
-        cpu_library.add_segment_sums(*arguments.values())
+        cpu_library.call("add_segment_sums", *arguments.values())
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", ""])
