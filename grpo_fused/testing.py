@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.outputs import GRPOLossOutput
 from grpo_fused.engines import Impl
@@ -37,7 +38,7 @@ BATCH_BOUND = 1e-5
 BITWISE = ("native", "triton")
 """Engines whose scores are bitwise independent of the other tokens, and all results bitwise the same in each run."""
 
-_HEAD_OPTIONS = ("lm_head_bias", "logit_scale", "softcap", "temperature")
+_HEAD_OPTIONS = ("lm_head_bias", "logit_scale", "softcap", "temperature", "candidates")
 
 
 class Result(NamedTuple):
@@ -71,10 +72,14 @@ class Problem:
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Problem:
         """With `change(name, tensor)` in place of every tensor."""
 
-        def changed(named: dict[str, Any]) -> dict[str, Any]:
-            return {name: change(name, x) if isinstance(x, Tensor) else x for name, x in named.items()}
+        def changed(name: str, x: Any) -> Any:
+            if isinstance(x, CandidateSets):
+                return CandidateSets(change(name, x.ids), change(name, x.offsets))
+            if isinstance(x, dict):
+                return {name: changed(name, value) for name, value in x.items()}
+            return change(name, x) if isinstance(x, Tensor) else x
 
-        return Problem(**changed(vars(self) | {"options": changed(self.options)}))
+        return Problem(**changed("", vars(self)))
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Problem:
         """With hidden states, weight and bias in `dtype`, all tensors on `device`."""
@@ -170,11 +175,13 @@ class Problem:
         hidden, ids, mask = self.hidden_states, self.completion_ids, self.completion_mask
         hidden = hidden if mask is None else hidden.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
         given = self.inputs(config)
-        bias, softcap = given.pop("lm_head_bias", None), given.pop("softcap", None)
+        bias, softcap, sets = (given.pop(name, None) for name in ("lm_head_bias", "softcap", "candidates"))
         scale, temperature = given.pop("logit_scale", 1.0), given.pop("temperature", 1.0)
         products = (hidden @ self.lm_head_weight.T).requires_grad_()
         z = (products if bias is None else products + bias) * scale
         z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        if sets is not None:
+            z = z.masked_fill(~sets.to_mask(z.shape[-1]).view(z.shape), -torch.inf)
         scores = selective_logprobs(z, ids, mask, temperature=temperature, with_entropy=True, impl="reference")
         loss = grpo_loss(
             scores.logps, self.advantages, mask, entropies=scores.entropies, config=config, impl="reference", **given
@@ -195,8 +202,8 @@ class Problem:
 def make_problem(
     seed: int = 0, *, B: int = 4, T: int = 7, H: int = 12, V: int = 29, dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu", logit_std: float = 1.5, drift: float = 0.25, grid: float = 0.0,
-    masked: float = 0.3, per_token_advantages: bool = False, extras: bool = True, scored_by: Impl = "reference",
-    **options: Any,
+    masked: float = 0.3, kept: float = 1.0, per_token_advantages: bool = False, extras: bool = True,
+    scored_by: Impl = "reference", **options: Any,
 ) -> Problem:  # fmt: skip
     """A padded problem, with an empty sequence where B >= 3.
 
@@ -209,6 +216,7 @@ def make_problem(
         drift: standard deviation of log(policy / old policy), nats.
         grid: with 0.02, log-ratios are 0.02 apart and at none of the usual clip bounds: rounding moves none across.
         masked: share of masked tokens.
+        kept: below 1: the share of the vocabulary that is in the candidate set of each token, beside the token itself.
         per_token_advantages: advantages of `[B, T]`, not `[B]`.
         extras: with reference and sampling log-probs.
         scored_by: what scores the old policy: `reference` in float64; or an engine, in the problem's dtype, if all
@@ -228,6 +236,9 @@ def make_problem(
         mask[1] = False
     if mask.numel() and masked < 1.0:
         mask[0, 0] = True
+    if kept < 1.0:
+        is_kept = torch.rand(B, T, V, generator=g, device=device) < kept
+        options["candidates"] = CandidateSets.from_mask(is_kept.scatter(2, ids.unsqueeze(2), True))
     problem = Problem(hidden, weight, ids, ids, None, options).to(dtype, device)
     logp = (problem.to(torch.float64) if scored_by == "reference" else problem).score(scored_by).double()
     noise = drift * randn(B, T)

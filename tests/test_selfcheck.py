@@ -64,7 +64,7 @@ def test_an_engine_that_raises_does_not_hide_the_next(monkeypatch, capsys):
     monkeypatch.setattr(check, "_engines_here", lambda: [("cuda", cpu), ("chunked", cpu)])
     monkeypatch.setattr(check, "INPUTS", {"": check.Inputs({}, ("dapo",))})
     monkeypatch.setattr(engines, "unavailable", lambda *_: None)
-    with pytest.raises(SystemExit, match="1 of 8 checks failed: cuda on cpu$"):
+    with pytest.raises(SystemExit, match="1 of 5 checks failed: cuda on cpu$"):
         check.main(["--quick"])
     printed = capsys.readouterr()
     assert "FAIL  cuda on cpu" in printed.out
@@ -88,15 +88,19 @@ def test_no_log_ratio_is_near_a_clip_bound(dtype):
 def test_detects_defects_of_candidate_sets(name, monkeypatch):
     """Those within them are checked in every dtype of an engine; here in torch operations, as on a GPU."""
     monkeypatch.setattr(engines, "pairs", lambda *_: Pairs())
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    arguments = [("chunked", torch.device("cpu"), dtype) for dtype in dtypes]
-    assert all(check.candidate_sets(*each).passed for each in arguments)
+    monkeypatch.setattr(check, "INPUTS", {"": check.INPUTS["candidate sets"]})
+
+    def found():
+        checks = list(check.checks_of("chunked", torch.device("cpu"), quick=False))
+        return [each for each in checks if not each.name.endswith("batch")]
+
+    assert len(found()) == 4 * 3
+    assert all(each.passed for each in found())
     whole = getattr(Pairs, name)
     monkeypatch.setattr(Pairs, name, lambda *args, **kwargs: whole(*args, **kwargs) * 1.05)
     spoiled = "logp" if name == "products" else "dweight"
-    for each in arguments:
-        errors = check.candidate_sets(*each).errors
-        assert errors[spoiled][0] > errors[spoiled][1]
+    for each in found():
+        assert each.errors[spoiled][0] > each.errors[spoiled][1]
 
 
 @pytest.mark.parametrize("engine", ["chunked", "native"])

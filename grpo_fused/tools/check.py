@@ -21,16 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused import CandidateSets, GRPOLossConfig, __version__, engines, fused_linear_logprobs
+from grpo_fused import GRPOLossConfig, __version__, engines
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.testing import (
     BATCH_BOUND,
     BITWISE,
-    GRADIENT_BOUND,
-    LOGP_BOUND,
-    ROUNDINGS,
     Problem,
-    frobenius_error,
     largest,
     make_problem,
 )
@@ -72,6 +68,7 @@ INPUTS = {
     "scale, softcap": Inputs({"logit_scale": 1.3, "softcap": 8.0}, _FEW),
     "temperatures": Inputs({"temperature": torch.linspace(0.6, 1.5, 4)}, _FEW),
     "packed": Inputs({"packed": True}, _FEW),
+    "candidate sets": Inputs({"kept": 0.02}, _FEW),
     "nothing active": Inputs({"masked": 1.0}, ("dapo",)),
     "V = 32003": Inputs({"T": 16, "H": 256, "V": 32003, "logit_std": 4.8}, ("dapo",), ()),
 }
@@ -142,7 +139,6 @@ def checks_of(engine: Any, device: torch.device, *, quick: bool) -> Iterator[Che
                 problem, config = problem_of(dtype, **inputs.options), GRPOLossConfig(**OBJECTIVES[objective])
                 errors = problem.compare(config, device=device, impl=engine)
                 yield Check(" ".join(filter(None, words)), errors)
-        yield candidate_sets(engine, device, dtype)
     for dtype in dtypes if engine in BITWISE else [torch.bfloat16]:
         yield batch_independence(engine, device, dtype)
 
@@ -161,29 +157,6 @@ def problem_of(dtype: torch.dtype, *, packed: bool = False, **options: Any) -> P
     sizes = {"T": 20, "H": 72, "V": 1003, "logit_std": 3.0, "drift": 0.3, "grid": 0.02, "masked": 0.25, **options}
     problem = make_problem(5, dtype=dtype, **sizes).poisoned()
     return problem.packed() if packed else problem
-
-
-def candidate_sets(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
-    """Log-probs and gradients within random sets, against autograd through a masked softmax in float64."""
-    g, (N, H, V) = torch.Generator().manual_seed(0), (60, 72, 1003)
-    head = torch.randn(N, H, generator=g).to(dtype), (torch.randn(V, H, generator=g) * 3 / H**0.5).to(dtype)
-    ids, dlogp = torch.randint(V, (N,), generator=g), torch.randn(N, generator=g)
-    kept = (torch.rand(N, V, generator=g) < 0.02).scatter(1, ids.unsqueeze(1), True)
-    exact, given = ([x.to(to).requires_grad_() for x in head] for to in (torch.float64, device))
-    z = (exact[0] @ exact[1].T).masked_fill(~kept, -torch.inf)
-    want = z.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
-    sets = CandidateSets.from_mask(kept.to(device))
-    got = fused_linear_logprobs(given[0], given[1], ids.to(device), candidates=sets, impl=engine).logps
-    pairs = zip(
-        torch.autograd.grad((got * dlogp.to(device)).sum(), given),
-        torch.autograd.grad((want * dlogp).sum(), exact),
-        strict=True,
-    )
-    logp = GRADIENT_BOUND[dtype] if dtype == torch.float64 else LOGP_BOUND
-    bound = GRADIENT_BOUND.get(dtype, ROUNDINGS * torch.finfo(dtype).eps)
-    errors = {"logp": (largest(got.detach().cpu().double() - want.detach()), logp)}
-    errors |= {n: (frobenius_error(a.cpu(), b), bound) for n, (a, b) in zip(("dhidden", "dweight"), pairs, strict=True)}
-    return Check(f"{engine} on {device.type} {str(dtype).removeprefix('torch.')} candidate sets", errors)
 
 
 def batch_independence(engine: Any, device: torch.device, dtype: torch.dtype) -> Check:
