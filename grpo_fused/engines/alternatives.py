@@ -55,7 +55,8 @@ class Alternatives:
         ids = sets.ids.to(torch.int64)  # those of masked positions may be anything
         ids = ids if tokens.only_active else torch.where(tokens.mask[sets.positions], ids, 0)
         self.sets = CandidateSets(ids, sets.offsets)
-        self._first, self._total = (0, head.vocab_size) if tokens.vocab is None else tokens.vocab.range
+        vocab = tokens.vocab
+        self._first, self._total = (0, head.vocab_size) if vocab is None else (vocab.first, vocab.total)
         self.candidate_z: Tensor | None = None
         """[K] z of each candidate, for an engine to write; then nothing is multiplied here"""
         if tokens.candidates is not None:

@@ -231,7 +231,7 @@ def _top_k(
     log_q = torch.where(mask.unsqueeze(1), log_q.to(z.dtype), -math.inf)
     q = log_q.exp()
     total = q.sum(1, keepdim=True)
-    first, size = (0, z.shape[1]) if vocab is None else vocab.range
+    first, size = (0, z.shape[1]) if vocab is None else (vocab.first, vocab.total)
     ids = torch.where(q > 0, ids.to(torch.int64), 0)
     if values_are_checked(z.device) and not (((ids >= 0) & (ids < size)).all() and (total <= 1.001).all()):
         raise ValueError(

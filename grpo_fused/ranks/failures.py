@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_fused.ranks.handshake import reason_of
-from grpo_fused.ranks.parallel import PeerError
+from grpo_fused.ranks.parallel import PeerError, reason_of
 
 _KEY = "grpo_fused/failure/"
 _LATE = ("Timed out", "Application timeout")

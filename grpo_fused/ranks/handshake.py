@@ -28,6 +28,7 @@ from grpo_fused.ranks.parallel import (
     all_gather,
     device_of,
     gather_objects,
+    reason_of,
 )
 
 _NUMBERS = 3
@@ -185,11 +186,6 @@ def _attempt(check: Callable[..., None], *arguments: object) -> Exception | None
     except Exception as failure:
         return failure
     return None
-
-
-def reason_of(failure: BaseException | None) -> str | None:
-    """Its type and text, for other processes."""
-    return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 def checksum(x: Tensor | None, mask: Tensor | None) -> int:

@@ -17,6 +17,7 @@ metrics are those of one process.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,8 +71,6 @@ class ParallelGroups:
     @staticmethod
     def encode(given: dist.ProcessGroup | ParallelGroups | None) -> str:
         """The names of the groups, the form in which an operator takes them; empty for a call of one process."""
-        if given is None:
-            return ""
         groups = ParallelGroups.of(given)
         names = [group.group_name if group is not None else "" for group in (groups.vocab, groups.tokens)]
         return "|".join([*names, "split" if groups.split_sequences else ""]) if any(names) else ""
@@ -99,13 +98,8 @@ def _resolve(name: str) -> dist.ProcessGroup | None:
 class Traffic:
     """Collectives of this process in a `counting` block: calls of each kind, and numbers that it sent."""
 
-    calls: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def add(self, kind: str, numbers: int) -> None:
-        """Count one collective."""
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-        self.numbers[kind] = self.numbers.get(kind, 0) + numbers
+    calls: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[str] = field(default_factory=Counter)
 
 
 _counters: list[Traffic] = []
@@ -127,7 +121,8 @@ def counting() -> Iterator[Traffic]:
 
 def _count(kind: str, x: Tensor) -> None:
     for traffic in _counters:
-        traffic.add(kind, x.numel())
+        traffic.calls[kind] += 1
+        traffic.numbers[kind] += x.numel()
 
 
 def all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -165,11 +160,16 @@ class PeerError(RuntimeError):
         return error
 
 
+def reason_of(failure: BaseException | None) -> str | None:
+    """Its type and text, for other processes."""
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
 class _Ranks:
     """Ranks that share a call."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group, self.rank = group, dist.get_rank(group)
         # on a GPU the check would synchronise
         self._meets = values_are_checked(device_of(group))
 
@@ -183,9 +183,14 @@ class _Ranks:
         failed = torch.tensor([int(failure is not None)], device=device_of(self.group))
         if not all_gather("status", failed, self.group).any():
             return
-        reasons = gather_objects(self.group, None if failure is None else f"{type(failure).__name__}: {failure}")
+        reasons = gather_objects(self.group, reason_of(failure))
         if failure is None:
             raise PeerError.of({rank: why for rank, why in enumerate(reasons) if why is not None}, self.group)
+
+    def all_gather(self, kind: str, x: Tensor) -> Tensor:
+        """[P, ...]: `x` of every rank, unless one has failed."""
+        self.meet()
+        return all_gather(kind, x, self.group)
 
 
 class VocabParallel(_Ranks):
@@ -193,16 +198,12 @@ class VocabParallel(_Ranks):
 
     def __init__(self, group: dist.ProcessGroup, sizes: list[int], ids: Tensor) -> None:
         super().__init__(group)
-        rank = dist.get_rank(group)
-        self.first = sum(sizes[:rank])
+        self.first = sum(sizes[: self.rank])
+        """the first id of this rank"""
         self.total = sum(sizes)
-        self.owned = (ids >= self.first) & (ids < self.first + sizes[rank])
+        """V of all ranks"""
+        self.owned = (ids >= self.first) & (ids < self.first + sizes[self.rank])
         """[N] bool: tokens whose target is among this rank's rows."""
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """(the first id of this rank, V of all ranks)"""
-        return self.first, self.total
 
     def merged(self, rows: Tensor, local: Statistics) -> Statistics:
         """Statistics over the whole vocabulary of the tokens at `rows`, merged from all ranks; one collective."""
@@ -212,8 +213,7 @@ class VocabParallel(_Ranks):
         parts = [local.max.masked_fill(empty, -math.inf), local.log_sum.masked_fill(empty, 0.0), logp]
         if local.entropy is not None:  # sum of p (z - max), p and max of this rank
             parts.append((local.log_sum - local.entropy).masked_fill(empty, 0.0))
-        self.meet()
-        every = all_gather("statistics", torch.stack(parts), self.group)
+        every = self.all_gather("statistics", torch.stack(parts))
         m, owner = every[:, 0].max(0, keepdim=True)
         shift = (every[:, 0] - m).clamp(min=LOWEST_LOG_P)
         # as within a row: the term of the maximum, 1, is left out of the sum
@@ -228,15 +228,12 @@ class VocabParallel(_Ranks):
 
     def first_of(self, x: Tensor) -> Tensor:
         """`x` (bool) where no rank before this one has True."""
-        self.meet()
-        every = all_gather("statistics", x.to(torch.uint8), self.group)
-        return x & ~every[: dist.get_rank(self.group)].any(0)
+        return x & ~self.all_gather("statistics", x.to(torch.uint8))[: self.rank].any(0)
 
     def smallest(self, count: int) -> int:
         """The minimum of `count` over the ranks: larger slices have room for fewer tokens; chunks must be equal."""
         count = min(count, 2**62)
-        self.meet()
-        return int(all_gather("sizes", torch.tensor([count], device=self.owned.device), self.group).min())
+        return int(self.all_gather("sizes", torch.tensor([count], device=self.owned.device)).min())
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """Start the sum of `x` over the ranks, in fp32 at least; the returned function waits for it and returns it.
@@ -269,13 +266,12 @@ class TokenParallel(_Ranks):
         self.advantage_per_token = kinds == {1}
         self.token_counts = [row[0] for row in sizes]
         counts = [row[1] for row in sizes]
-        rank = dist.get_rank(group)
         if split and any(count != counts[0] for count in counts):
             listed = ", ".join(f"rank {r}: {count}" for r, count in enumerate(counts))
             raise ValueError(f"ranks that split sequences must have the same number of them; got {listed}")
-        self.first_sequence = 0 if split else sum(counts[:rank])
+        self.first_sequence = 0 if split else sum(counts[: self.rank])
         self.num_sequences = counts[0] if split else sum(counts)
-        self.first_token = sum(self.token_counts[:rank])
+        self.first_token = sum(self.token_counts[: self.rank])
         self.order: Tensor | None = None
         """[N] int64: the tokens of all ranks in the order of their sequences; None if already in this order."""
 
@@ -284,8 +280,7 @@ class TokenParallel(_Ranks):
         longest = max(self.token_counts)
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: x.shape[0]] = x
-        self.meet()
-        every = all_gather("objective", padded, self.group)
+        every = self.all_gather("objective", padded)
         joined = torch.cat([part[:count] for part, count in zip(every, self.token_counts, strict=True)])
         return joined if self.order is None else joined[self.order]
 
@@ -297,18 +292,15 @@ class TokenParallel(_Ranks):
             inverse = torch.empty_like(self.order)
             inverse[self.order] = mine
             mine = inverse
-        rank = dist.get_rank(self.group)
-        return mine[self.first_token : self.first_token + self.token_counts[rank]]
+        return mine[self.first_token : self.first_token + self.token_counts[self.rank]]
 
     def add(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks, in their order."""
-        self.meet()
-        return all_gather("objective", x, self.group).sum(0)
+        return self.all_gather("objective", x).sum(0)
 
     def sum(self, count: int, device: torch.device) -> int:
         """`count` summed over the ranks."""
-        self.meet()
-        return int(all_gather("sizes", torch.tensor([count], device=device), self.group).sum())
+        return int(self.all_gather("sizes", torch.tensor([count], device=device)).sum())
 
 
 def whole(x: Tensor, process_group: dist.ProcessGroup | ParallelGroups | None) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 
-from grpo_fused.ranks.handshake import reason_of
-from grpo_fused.ranks.parallel import PeerError
+from grpo_fused.ranks.parallel import PeerError, reason_of
 from grpo_fused.rollouts.errors import DivergedError
 
 Error = TypeVar("Error", bound=Exception)
