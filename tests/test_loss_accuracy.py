@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from helpers import (
 )
 
 from grpo_fused import GRPOLossConfig, fused_linear_divergence
+from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.gradients import GradientSums
-from grpo_fused.engines.products import _has_fp32_output, ieee_products
+from grpo_fused.engines.products import has_fp32_output, ieee_products
 from grpo_fused.testing import BITWISE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -194,19 +196,22 @@ def test_bf16_is_widened_on_processors_without_bf16_products():
 
 
 def test_products_with_fp32_results_are_used_if_available(monkeypatch):
-    cuda = torch.device("cuda")
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    of_bf16, of_fp16, of_fp32 = (
+        LMHead(weight, compute_dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
     for capability, bf16 in {(7, 5): False, (8, 0): True, (9, 0): True}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert _has_fp32_output(torch.bfloat16, cuda) == bf16
-        assert _has_fp32_output(torch.float16, cuda)
-        assert not _has_fp32_output(torch.float32, cuda)
+        assert has_fp32_output(of_bf16) == bf16
+        assert has_fp32_output(of_fp16)
+        assert not has_fp32_output(of_fp32)
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        assert not _has_fp32_output(torch.float16, cuda)
+        assert not has_fp32_output(of_fp16)
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not _has_fp32_output(torch.bfloat16, cuda)
+    assert not has_fp32_output(of_bf16)
 
 
 @pytest.mark.parametrize("impl", ENGINES)

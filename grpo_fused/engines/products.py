@@ -16,7 +16,7 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -39,8 +39,8 @@ _FP32_PRECISION_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.b
 
 _precision_lock = threading.Lock()
 _precision_users = 0
-_precision_before: list[tuple[Any, str]] = []
-_legacy_precision_before = "highest"
+_precision_before = ExitStack()
+"""puts back the settings of before"""
 
 
 @contextmanager
@@ -53,40 +53,37 @@ def ieee_products() -> Iterator[None]:
     """
     global _precision_users
     with _precision_lock:
-        _precision_users += 1
-        if _precision_users == 1:
+        if _precision_users == 0:
             _set_ieee()
+        _precision_users += 1
     try:
         yield
     finally:
         with _precision_lock:
             _precision_users -= 1
             if _precision_users == 0:
-                _restore_precision()
+                _precision_before.close()
 
 
 def _set_ieee() -> None:
-    global _legacy_precision_before
-    _precision_before[:] = [(backend, backend.fp32_precision) for backend in _FP32_PRECISION_BACKENDS]
-    try:
-        _legacy_precision_before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the caller uses the new interface, so the legacy one cannot be read anyway
-        _legacy_precision_before = "highest"
-    if _legacy_precision_before != "highest":
-        torch.set_float32_matmul_precision("highest")
+    for backend in _FP32_PRECISION_BACKENDS:
+        _precision_before.callback(_restore_precision, backend, backend.fp32_precision)
+    # the caller may use the new interface: then the legacy one cannot be read anyway
+    with suppress(RuntimeError):
+        legacy = torch.get_float32_matmul_precision()
+        if legacy != "highest":
+            _precision_before.callback(torch.set_float32_matmul_precision, legacy)  # before those of the backends
+            torch.set_float32_matmul_precision("highest")
     for backend in _FP32_PRECISION_BACKENDS:
         if backend.fp32_precision not in ("ieee", "none"):
             backend.fp32_precision = "ieee"
 
 
-def _restore_precision() -> None:
-    if _legacy_precision_before != "highest":
-        torch.set_float32_matmul_precision(_legacy_precision_before)
-    for backend, precision in _precision_before:
-        if backend.fp32_precision != precision:
-            # a setting equal to the global one is assumed to follow it, and still follows it afterwards
-            follows = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
-            backend.fp32_precision = "none" if follows else precision
+def _restore_precision(backend: Any, precision: str) -> None:
+    if backend.fp32_precision != precision:
+        # a setting equal to the global one is assumed to follow it, and still follows it afterwards
+        follows = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
+        backend.fp32_precision = "none" if follows else precision
 
 
 def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
@@ -113,15 +110,11 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 def has_fp32_output(head: LMHead) -> bool:
-    """Whether products with the head's operands have fp32 results."""
-    return _has_fp32_output(head.compute_dtype, head.weight.device)
-
-
-def _has_fp32_output(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `mm(out_dtype=float32)` takes operands of `dtype` on `device`, by the same rules as its own checks.
+    """Whether `mm(out_dtype=float32)` takes the head's operands, by the same rules as its own checks.
 
     Only CUDA has it; bf16 needs compute capability 8.0, and fp16 is refused if fp16 accumulation is allowed.
     """
+    dtype, device = head.compute_dtype, head.weight.device
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     if dtype == torch.bfloat16:
@@ -182,7 +175,7 @@ def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
     dtype = head.compute_dtype if fp32_output else head.statistics_dtype
     hidden = hidden.to(dtype)
     for block in _blocks(head, dtype):
-        torch.mm(hidden, _block(head, block, dtype).T, out=out[:, block], **fp32_output)
+        torch.mm(hidden, head.rows(block).to(dtype).T, out=out[:, block], **fp32_output)
     if head.row_scale is not None:
         out *= head.row_scale
 
@@ -192,10 +185,10 @@ def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
     dtype, fp32_output = gradient_dtype(head), _fp32_output(head)
     blocks = list(_blocks(head, dtype))
     if len(blocks) == 1:
-        return torch.mm(dlogits, _block(head, blocks[0], dtype), **fp32_output)
+        return torch.mm(dlogits, head.rows(blocks[0]).to(dtype), **fp32_output)
     total = dlogits.new_zeros((dlogits.shape[0], head.width), dtype=head.statistics_dtype)
     for block in blocks:
-        torch.addmm(total, dlogits[:, block], _block(head, block, dtype), out=total, **fp32_output)
+        torch.addmm(total, dlogits[:, block], head.rows(block).to(dtype), out=total, **fp32_output)
     return total
 
 
@@ -252,7 +245,3 @@ def _blocks(head: LMHead, dtype: torch.dtype) -> Iterator[slice]:
 def _block_rows(head: LMHead) -> int:
     size = VOCAB_BLOCK_BYTES_CUDA if head.weight.is_cuda else VOCAB_BLOCK_BYTES
     return max(size // (4 * max(head.width, 1)), 256)
-
-
-def _block(head: LMHead, block: slice, dtype: torch.dtype) -> Tensor:
-    return head.rows(block).to(dtype)
