@@ -12,7 +12,6 @@ from torch import Tensor
 from .configs import RowConfig, padded, row_config
 from .row_types import (
     KL_ESTIMATORS,
-    POLICIES,
     Coefficients,
     ObjectiveNumbers,
     RowLoss,
@@ -30,9 +29,7 @@ class TritonRows:
     It is the Triton implementation of `grpo_fused.engines.rows.RowWork`.
     """
 
-    only_reads = True
-    policies = POLICIES
-    temporaries = 0
+    is_kernel = True
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """Statistics of [R, V] logits (fp32, bf16 or fp16; rows as `padded_width` says)."""

@@ -7,9 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-POLICIES = frozenset(range(3))
-"""Numbers of the policy terms that depend on their token only, `POLICY` of kernels/objective.py: clip, cispo, sapo."""
-
 KL_ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3}
 LOWEST_LOG_P = -1e4
 """Used for log 0 where it is multiplied by 0: finite, and its exponential is 0 in fp64 too."""

@@ -67,11 +67,11 @@ class _Logits(NamedTuple):
     def blocks(self, positions: Tensor) -> Iterator[tuple[Tensor, Rows]]:
         """The logits at `positions`: the caller's memory if all rows are read, none written; else copied blocks."""
         logits, count = self.logits, positions.shape[0]
-        if self.work.only_reads and count == self.ids.shape[0] and logits.dim() == 2 and logits.stride(1) == 1:
+        if self.work.is_kernel and count == self.ids.shape[0] and logits.dim() == 2 and logits.stride(1) == 1:
             if count:
                 yield positions, self._rows(positions, logits)
             return
-        wide = logits.dtype if self.work.only_reads else self.dtype
+        wide = logits.dtype if self.work.is_kernel else self.dtype
         size = max(row_block_bytes(positions.device.type) // (4 * logits.shape[-1]), 1)
         for start in range(0, count, size):
             block = positions[start : start + size]

@@ -18,7 +18,7 @@ from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.base import Cost, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows
 from grpo_fused.engines.products import gradient_dtype, logits_into, rounded_weight, widened_bytes
-from grpo_fused.engines.rows import RowWork, TorchRows
+from grpo_fused.engines.rows import TEMPORARIES, RowWork, TorchRows
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded
@@ -65,31 +65,6 @@ class _Plan(NamedTuple):
     """blocks that row work allocates"""
     widened_bytes: int
     """bytes of weight blocks converted to fp32"""
-
-    @classmethod
-    def of(cls, head: LMHead, num_tokens: int, max_scratch_bytes: int | None, rows: RowWorkOf, heads: int) -> _Plan:
-        """The plan of the scratch budget, or of `one_chunk_budget` if a chunk of it holds all tokens."""
-        within = cls._within(head, scratch_budget(head.weight.device, max_scratch_bytes), rows, heads)
-        if within.chunk_rows < num_tokens and max_scratch_bytes is None:
-            larger = cls._within(head, one_chunk_budget(head), rows, heads)
-            if num_tokens <= larger.chunk_rows:
-                return larger
-        token_bytes = heads * ((1 + within.temporaries) * within.row_bytes + within.widened_bytes)
-        check_fits_a_token(max_scratch_bytes, within.chunk_rows, token_bytes, head.vocab_size)
-        return within._replace(chunk_rows=max(within.chunk_rows, 1))
-
-    @classmethod
-    def _within(cls, head: LMHead, budget: int, rows: RowWorkOf, heads: int) -> _Plan:
-        """chunk_rows = (budget of a head - row temporaries - widened weight blocks) / bytes of a row of logits."""
-        device, budget = head.weight.device.type, budget // heads
-        dtype = head.statistics_dtype
-        temporaries, row_bytes = rows(head.weight.device, dtype).temporaries, dtype.itemsize * padded(head.vocab_size)
-        widened = widened_bytes(head)
-        block_rows = max(min(row_block_bytes(device), (budget - widened) // 8) // row_bytes, 1)
-        chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
-        if chunk_rows > _ROW_MULTIPLE:
-            chunk_rows -= chunk_rows % _ROW_MULTIPLE
-        return cls(chunk_rows, block_rows, row_bytes, temporaries, widened)
 
 
 class ChunkedEngine:
@@ -140,12 +115,12 @@ class ChunkedEngine:
                 parts.append(rows_of.loss(logits, inputs, options, out, with_entropy=work.with_entropy).statistics)
                 sums.add(taken, hidden, out, None)
                 continue
-            if work.known is None or not rows_of.only_reads:
+            if work.known is None or not rows_of.is_kernel:
                 stats = rows_of.statistics(logits, with_entropy=work.with_entropy)
             stats = work.known.select(part) if work.known is not None else tokens.merged(taken, stats)
             parts.append(stats)
             coefficients = work.coefficients(part, stats)
-            kept = _nonzero_rows(coefficients) if work.skip_zeros and not rows_of.only_reads else None
+            kept = _nonzero_rows(coefficients) if work.skip_zeros and not rows_of.is_kernel else None
             if kept is not None:
                 taken, hidden, coefficients = taken[kept], hidden[kept], coefficients.select(kept)
                 out = slab.dlogits(taken.shape[0])
@@ -163,7 +138,26 @@ class ChunkedEngine:
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
     def _plan(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> _Plan:
-        return _Plan.of(head, num_tokens, max_scratch_bytes, self._rows, self._heads)
+        """The plan of the scratch budget, or of `one_chunk_budget` if a chunk of it holds all tokens."""
+        plan = self._within(head, scratch_budget(head.weight.device, max_scratch_bytes))
+        if plan.chunk_rows < num_tokens and max_scratch_bytes is None:
+            larger = self._within(head, one_chunk_budget(head))
+            if num_tokens <= larger.chunk_rows:
+                return larger
+        token_bytes = self._heads * ((1 + plan.temporaries) * plan.row_bytes + plan.widened_bytes)
+        check_fits_a_token(max_scratch_bytes, plan.chunk_rows, token_bytes, head.vocab_size)
+        return plan._replace(chunk_rows=max(plan.chunk_rows, 1))
+
+    def _within(self, head: LMHead, budget: int) -> _Plan:
+        """chunk_rows = (budget of a head - row temporaries - widened weight blocks) / bytes of a row of logits."""
+        device, dtype, budget = head.weight.device, head.statistics_dtype, budget // self._heads
+        temporaries = 0 if self._rows(device, dtype).is_kernel else TEMPORARIES
+        row_bytes, widened = dtype.itemsize * padded(head.vocab_size), widened_bytes(head)
+        block_rows = max(min(row_block_bytes(device.type), (budget - widened) // 8) // row_bytes, 1)
+        chunk_rows = (budget - widened) // row_bytes - temporaries * block_rows
+        if chunk_rows > _ROW_MULTIPLE:
+            chunk_rows -= chunk_rows % _ROW_MULTIPLE
+        return _Plan(chunk_rows, block_rows, row_bytes, temporaries, widened)
 
     def _slab(self, head: LMHead, work: Work, plan: _Plan) -> Slab:
         rows = slab_rows(work, plan.chunk_rows)
@@ -204,8 +198,8 @@ def _in_one_launch(work: Work, rows: RowWork) -> TokenObjective | None:
     objective = work.coefficients
     if not isinstance(objective, TokenObjective) or work.tokens.vocab is not None:
         return None
-    supported = objective.config.token_alone and objective.config.kind.kernel in rows.policies
-    return objective if supported and gradient_dtype(work.head) != torch.float16 else None
+    supported = rows.is_kernel and objective.config.token_alone and gradient_dtype(work.head) != torch.float16
+    return objective if supported else None
 
 
 def _nonzero_rows(coefficients: Coefficients) -> Tensor | None:

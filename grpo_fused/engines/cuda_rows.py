@@ -8,7 +8,6 @@ from torch import Tensor
 from grpo_fused.engines import libraries
 from grpo_fused.kernels.row_types import (
     KL_ESTIMATORS,
-    POLICIES,
     Coefficients,
     ObjectiveNumbers,
     RowLoss,
@@ -31,9 +30,7 @@ def unavailable(device: torch.device | None = None, dtype: torch.dtype = torch.f
 class CudaRows:
     """See `rows.RowWork`; logits stay raw until the gradient is written."""
 
-    only_reads = True
-    policies = POLICIES
-    temporaries = 0
+    is_kernel = True
 
     def __init__(self, blocks: int = 0, threads: int = 0) -> None:
         """Launch clusters of `blocks` blocks of `threads`; 0 lets the kernel choose, `blocks=-1` streams rows.

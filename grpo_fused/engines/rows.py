@@ -22,16 +22,16 @@ from grpo_fused.kernels.row_types import (
     Transform,
 )
 
+TEMPORARIES = 3
+"""Blocks of rows that torch operations allocate at most."""
+
 
 class RowWork(Protocol):
     """The work on a chunk of logits [R, V] between the products of an engine."""
 
-    only_reads: bool
-    """Whether logits of any float dtype can be given, and are not changed; if not, `gradient` can pick rows."""
-    policies: frozenset[int]
-    """Loss types whose objective `loss` evaluates itself."""
-    temporaries: int
-    """Blocks of rows that it allocates."""
+    is_kernel: bool
+    """Whether it is a kernel: logits of any float dtype can be given, and are not changed; `loss` evaluates objectives;
+    and nothing is allocated. If not, `gradient` can pick rows, and up to `TEMPORARIES` blocks of rows are allocated."""
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """Statistics of the rows; their logits may be changed to the input of `gradient`."""
@@ -49,7 +49,7 @@ class RowWork(Protocol):
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
     ) -> RowLoss:
-        """Statistics, objective and gradient in one call, for `policies`; `out` as in `gradient`."""
+        """Statistics, objective and gradient in one call, by a kernel; `out` as in `gradient`."""
         ...
 
 
@@ -89,11 +89,9 @@ def _column(transform: Transform, like: Tensor) -> Tensor | float:
 
 
 class TorchRows:
-    """Row work in torch operations, in blocks of `block_rows` rows with up to three temporaries of that size."""
+    """Row work in torch operations, in blocks of `block_rows` rows with `TEMPORARIES` of that size."""
 
-    only_reads = False
-    policies: frozenset[int] = frozenset()
-    temporaries = 3
+    is_kernel = False
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """See `RowWork.statistics`; turns the logits into z."""
@@ -116,7 +114,7 @@ class TorchRows:
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
     ) -> RowLoss:
-        """Not supported: `policies` is empty."""
+        """Not supported: it is no kernel."""
         raise NotImplementedError("torch row work has no one-pass loss; use statistics and gradient")
 
 
