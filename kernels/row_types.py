@@ -94,13 +94,20 @@ class Transform(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Tensor | None, float, float, float]:
-        """What kernels take: (fp32 temperature of each row or None, one temperature, logit scale, softcap or 1).
+        """What kernels take: (fp32 temperature of each row or None, one temperature, logit scale, softcap or 0).
 
         An int would be compiled in.
         """
         given = self.temperature
         each, number = (given.to(torch.float32), 1.0) if isinstance(given, Tensor) else (None, float(given))
-        return each, number, float(self.logit_scale), 1.0 if self.softcap is None else float(self.softcap)
+        return each, number, float(self.logit_scale), float(self.softcap or 0.0)
+
+    def numbers_of(self, rows: Tensor) -> tuple[Tensor, float, float]:
+        """What the CPU library takes: (fp32 temperature of each of `rows`, logit scale, softcap or 0)."""
+        each, number, scale, softcap = self.numbers
+        if each is None:
+            each = rows.new_full(rows.shape, number, dtype=torch.float32)
+        return each.contiguous(), scale, softcap
 
 
 BYTES = (torch.int8, torch.float8_e4m3fn)

@@ -77,10 +77,7 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, for
 
 def fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
     """What `choose` returns for `auto`, without its warning."""
-    if device.type == "cuda":
-        name = choice.on_gpu(architecture(device), dtype, width)
-    else:
-        name = "native"
+    name = choice.on_gpu(architecture(device), dtype, width) if device.type == "cuda" else "native"
     return name if unavailable(name, device, dtype) is None else "chunked"
 
 

@@ -46,7 +46,9 @@ class CudaRows:
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """See `rows.RowWork.statistics`."""
         stats = Statistics.empty(rows.raw.shape[0], rows.raw.device, with_entropy)
-        torch.ops.grpo_fused_C.row_statistics(rows.raw, rows.targets, *_numbers(rows), *stats, *self._layout)
+        torch.ops.grpo_fused_C.row_statistics(
+            rows.raw, rows.targets, rows.transform.bias, *rows.transform.numbers, *stats, *self._layout
+        )
         return stats
 
     def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
@@ -55,8 +57,9 @@ class CudaRows:
             raise ValueError("CUDA row work takes all rows of a chunk; choose rows before they are scored")
         stats, dlogp, dentropy, _ = coefficients
         torch.ops.grpo_fused_C.row_gradient(
-            rows.raw, out, rows.targets, *_numbers(rows), *stats, dlogp, dentropy, *self._layout
-        )
+            rows.raw, out, rows.targets, rows.transform.bias, *rows.transform.numbers, *stats, dlogp, dentropy,
+            *self._layout,
+        )  # fmt: skip
 
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
@@ -67,13 +70,8 @@ class CudaRows:
         loss, dlogp = torch.empty_like(stats.logp), torch.empty_like(stats.logp)
         policy, estimator, *numbers = options
         torch.ops.grpo_fused_C.row_loss(
-            rows.raw, out, rows.targets, *_numbers(rows), *tensors, None if bonus is None else bonus.reshape(1),
-            policy, KL_ESTIMATORS[estimator], *numbers, *stats, loss, dlogp, *self._layout,
+            rows.raw, out, rows.targets, rows.transform.bias, *rows.transform.numbers, *tensors,
+            None if bonus is None else bonus.reshape(1), policy, KL_ESTIMATORS[estimator], *numbers, *stats, loss,
+            dlogp, *self._layout,
         )  # fmt: skip
         return RowLoss(stats if with_entropy else stats._replace(entropy=None), loss, dlogp)
-
-
-def _numbers(rows: Rows) -> tuple[Tensor | None, Tensor | None, float, float, float]:
-    """(bias, temperatures, temperature, logit_scale, softcap or 0) as the operators take them."""
-    temperatures, temperature, scale, softcap = rows.transform.numbers
-    return rows.transform.bias, temperatures, temperature, scale, 0.0 if rows.transform.softcap is None else softcap

@@ -150,7 +150,7 @@ class NativePairs(Pairs):
         table = z.new_empty((4, len(sets.rows)))
         cpu_library.call(
             "set_scores", hidden, weight, index, sets.ids, sets.offsets, sets.targets, sets.transform.bias,
-            *_numbers(sets), with_entropy, z, table,
+            *sets.transform.numbers_of(sets.rows), with_entropy, z, table,
         )  # fmt: skip
         return Scores(Statistics.of(table, with_entropy), z)
 
@@ -158,8 +158,8 @@ class NativePairs(Pairs):
         """See `Pairs.derivatives`."""
         out = torch.empty_like(z)
         cpu_library.call(
-            "set_derivatives", z, stats.table, sets.ids, sets.offsets, sets.targets, *_numbers(sets), dlogp, dentropy,
-            out,
+            "set_derivatives", z, stats.table, sets.ids, sets.offsets, sets.targets,
+            *sets.transform.numbers_of(sets.rows), dlogp, dentropy, out,
         )  # fmt: skip
         return out
 
@@ -178,12 +178,3 @@ class TritonPairs(Pairs):
         from grpo_fused.kernels.candidates import segment_sums
 
         return segment_sums(x, index, factor, offsets)
-
-
-def _numbers(sets: Sets) -> tuple[Tensor, float, float]:
-    """(temperature of each token [R], logit scale, softcap or 0)."""
-    temperatures, number, scale, _ = sets.transform.numbers
-    if temperatures is None:
-        temperatures = sets.rows.new_full((len(sets.rows),), number, dtype=torch.float32)
-    temperature = temperatures.contiguous()
-    return temperature, scale, sets.transform.softcap or 0.0
