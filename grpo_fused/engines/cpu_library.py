@@ -82,8 +82,7 @@ def head_layout(
     head_shape: tuple[int, int], compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
 ) -> HeadLayout:
     """For a head [V, H] in a compute dtype; `kept` is dW's storage or empty."""
-    values = _numbers("head_layout", 4, *_of_head(head_shape, compute, tokens, kept), spill_bytes)
-    return HeadLayout(*values)
+    return HeadLayout(*_of_head("head_layout", head_shape, compute, tokens, kept, spill_bytes))
 
 
 class ScratchPlan(NamedTuple):
@@ -103,7 +102,7 @@ def scratch_plan(
     head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor, budget: int
 ) -> ScratchPlan:
     """For scores and gradient of so many tokens, with torch's number of threads."""
-    return ScratchPlan(*_numbers("scratch_plan", 4, *_of_head(head_shape, compute, tokens, kept), budget))
+    return ScratchPlan(*_of_head("scratch_plan", head_shape, compute, tokens, kept, budget))
 
 
 def scalar(dtype: torch.dtype) -> int:
@@ -221,12 +220,11 @@ def _argument(x: Any) -> Any:
     return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x)
 
 
-def _numbers(name: str, count: int, *arguments: int) -> list[int]:
-    out = (count * ctypes.c_int64)()
-    call(name, *arguments, out)
-    return list(out)
-
-
-def _of_head(head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor | None) -> tuple[int, ...]:
+def _of_head(
+    name: str, head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor | None, memory: int
+) -> list[int]:
+    """The four numbers that a function has for a head."""
     row_bytes = 0 if kept is None or kept.numel() == 0 else kept.shape[1] * kept.element_size()
-    return (*head_shape, compute == torch.bfloat16, tokens, row_bytes)
+    out = (4 * ctypes.c_int64)()
+    call(name, *head_shape, compute == torch.bfloat16, tokens, row_bytes, memory, out)
+    return list(out)

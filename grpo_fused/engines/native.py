@@ -66,7 +66,7 @@ class NativeEngine:
         nothing = head.weight.new_empty(0)
         budget = _budget(max_scratch_bytes, nothing)
         of_token = head.vocab_size * (2 if _product_dtype(head) == torch.bfloat16 else 4)
-        panel = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).panel_tokens
+        panel = _layout(head).panel_tokens
         stored = STORED * (SCRATCH_BYTES if max_scratch_bytes is None else max_scratch_bytes)
 
         def too_many(panels: int) -> bool:
@@ -92,7 +92,8 @@ class NativeEngine:
         """See `Engine.score`."""
         weight = work.head.weight
         nothing_kept = weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8)
-        table, _, _ = cpu_library.head_scores(_inputs(work, work.rows), work.with_entropy, *nothing_kept)
+        inputs = _inputs(work.head, work.tokens, work.rows)
+        table, _, _ = cpu_library.head_scores(inputs, work.with_entropy, *nothing_kept)
         return Statistics.of(table, work.with_entropy)
 
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
@@ -115,10 +116,10 @@ class NativeEngine:
         sum_offset = _sum_offset(work) if by_sums else None
         for part, rows in work.parts():
             plan = _plan(head, len(rows), storage, budget)
-            layout = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), len(rows), storage)
+            layout = _layout(head, len(rows), storage)
             scored, sums = work.known is None or layout.kept_panels > 0, None
             stores = scored and (not by_sums or needs.need_weight or needs.need_bias)
-            inputs = _inputs(work, rows)
+            inputs = _inputs(head, tokens, rows)
             bytes_stored = plan.spill_bytes if stores else 0
             if len(memory) < bytes_stored:  # pages of a chunk's memory serve the next one, too
                 memory = head.weight.new_empty(bytes_stored, dtype=torch.uint8)
@@ -169,25 +170,23 @@ class NativeEngine:
         )
 
 
-def _inputs(work: Work, rows: Tensor) -> cpu_library.HeadInputs:
-    """The arguments that scoring and gradient share."""
-    head, tokens = work.head, work.tokens
+def _inputs(head: LMHead, tokens: Tokens, rows: Tensor, hidden: Tensor | None = None) -> cpu_library.HeadInputs:
+    """The arguments that scoring and gradient share; `hidden`: those of `rows`, if they are known."""
     transform = tokens.transform(head, rows)
-    temperatures, temperature, scale, _ = transform.numbers
+    if hidden is None:
+        hidden = head.operand(_hidden(tokens, rows)).to(_product_dtype(head)).contiguous()
     return cpu_library.HeadInputs(
-        head.operand(_hidden(tokens, rows)).to(_product_dtype(head)).contiguous(),
+        hidden,
         _with_adjacent_columns(head.weight),
         head.terms,
         None if head.base is None else _with_adjacent_columns(head.base),
-        head.group_scale,
+        None if head.group_scale is None else head.group_scale.contiguous(),
         head.codes,
         cpu_library.scalar(head.compute_dtype),
-        head.row_scale,
+        None if head.row_scale is None else head.row_scale.contiguous(),
         transform.bias,
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
-        rows.new_full(rows.shape, temperature, dtype=torch.float32) if temperatures is None else temperatures,
-        scale,
-        head.softcap or 0.0,
+        *transform.numbers_of(rows),
         *_sets(tokens, head, rows),
     )
 
@@ -206,18 +205,13 @@ def _by_sums(work: Work, all_kept: bool) -> bool:
 
 def _sum_offset(work: Work) -> Tensor:
     """[R]: above the largest z of the sampled rows of the head, and above the target's own."""
-    inputs = _inputs(work, work.rows)
-    sample, ids = work.head.every(SAMPLE), inputs.targets
+    head, tokens, rows = work.head, work.tokens, work.rows
+    inputs = _inputs(head, tokens, rows)
+    ids = inputs.targets
     sampled = (ids >= 0) & (ids % SAMPLE == 0)
-    of_sample = inputs._replace(
-        weight=_with_adjacent_columns(sample.weight),
-        base=None if sample.base is None else _with_adjacent_columns(sample.base),
-        group_scale=None if sample.group_scale is None else sample.group_scale.contiguous(),
-        row_scale=None if sample.row_scale is None else sample.row_scale.contiguous(),
-        bias=None if inputs.bias is None else inputs.bias[::SAMPLE].contiguous(),
-        targets=torch.where(sampled, ids // SAMPLE, -1),
-    )
-    nothing = work.head.weight.new_empty(0), work.head.weight.new_empty(0, dtype=torch.uint8)
+    of_sample = _inputs(head.every(SAMPLE), tokens, rows, inputs.hidden)
+    of_sample = of_sample._replace(targets=torch.where(sampled, ids // SAMPLE, -1))
+    nothing = head.weight.new_empty(0), head.weight.new_empty(0, dtype=torch.uint8)
     (maxima, log_sums, logps, _), _, _ = cpu_library.head_scores(of_sample, False, *nothing)
     others = torch.where(sampled, maxima + log_sums + (-logps.expm1()).log(), maxima)
     return torch.maximum(others + HEADROOM, _target_z(work, inputs) + 1.0)
@@ -247,6 +241,10 @@ def _hidden(tokens: Tokens, rows: Tensor) -> Tensor:
     states = tokens.hidden_states
     whole = tokens.only_active and states.dim() == 2 and len(rows) == len(states) and bool((rows.diff() == 1).all())
     return states if whole else tokens.hidden_rows(rows)
+
+
+def _layout(head: LMHead, count: int = 0, kept: Tensor | None = None) -> cpu_library.HeadLayout:
+    return cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), count, kept)
 
 
 def _plan(head: LMHead, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
@@ -288,7 +286,7 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
     """[K] int64: rows with a gradient; all rows if leaving some out would not save a panel."""
     has = coefficients.any_of_row()
     rows = has.nonzero().squeeze(1)
-    tokens = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).panel_tokens
+    tokens = _layout(head).panel_tokens
     return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
 
 
@@ -298,8 +296,7 @@ def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
 
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:
     """As the library takes them: int32 and fp32, by the block of the vocabulary that holds them, then by row."""
-    block_rows = cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head)).block_rows
-    order = (entries.ids.to(torch.int32) // block_rows).sort(stable=True).indices
+    order = (entries.ids.to(torch.int32) // _layout(head).block_rows).sort(stable=True).indices
     dtypes = torch.int32, torch.int32, torch.float32
     return Entries(*(x[order].to(dtype) for x, dtype in zip(entries, dtypes, strict=True)))
 
