@@ -66,10 +66,8 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, for
         if reason is not None and reason == libraries.missing() and not torch.compiler.is_compiling():
             _warn_once(reason)
         name = fastest(device, dtype, width)
-        return name if form is None or _refuses(name, dtype, width, form) is None else "chunked"
-    reason = unavailable(impl, device, dtype)
-    if reason is None and form is not None:
-        reason = _refuses(impl, dtype, width, form)
+        return name if _refuses(name, dtype, width, form) is None else "chunked"
+    reason = unavailable(impl, device, dtype) or _refuses(impl, dtype, width, form)
     if reason is not None:
         raise RuntimeError(f"impl={impl!r} cannot run on {device}: {reason}; use impl='auto'")
     return impl
@@ -114,9 +112,11 @@ def largest_sparse_set(name: str, vocab_size: int) -> int:
     return min(vocab_size // 8, max(vocab_size // 96, 64)) if name == "native" else vocab_size
 
 
-def _refuses(name: str, dtype: torch.dtype, width: int, form: WeightForm) -> str | None:
+def _refuses(name: str, dtype: torch.dtype, width: int, form: WeightForm | None) -> str | None:
     """Why an engine cannot run a head with a weight of that form, for products in `dtype` on H = `width`, or None."""
     most = cpu_library.BASE_COLUMNS
+    if form is None:
+        return None
     if name in ("native", "triton") and width % most != 0:
         return f"{name} takes an adapter or a quantised weight where H is a multiple of {most}; it is {width}"
     if name == "native" and form.group % most != 0:

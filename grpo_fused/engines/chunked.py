@@ -123,12 +123,11 @@ class ChunkedEngine:
             kept = _nonzero_rows(coefficients) if work.skip_zeros and not rows_of.is_kernel else None
             if kept is not None:
                 taken, hidden, coefficients = taken[kept], hidden[kept], coefficients.select(kept)
+                logits = logits._replace(targets=logits.targets[kept], transform=logits.transform.select(kept))
                 out = slab.dlogits(taken.shape[0])
             if taken.shape[0] == 0:
                 continue
             coefficients, scale = lifted(work, taken, coefficients)
-            if kept is not None:
-                logits = logits._replace(targets=logits.targets[kept], transform=logits.transform.select(kept))
             wanted = logits._replace(targets=tokens.gradient_targets(taken, logits.targets))
             rows_of.gradient(wanted, coefficients, out, picked=kept)
             if coefficients.entries is not None:
