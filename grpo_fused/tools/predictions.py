@@ -6,6 +6,7 @@ and the time is multiplied by what the whole call has more of: rows, and head pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -13,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from grpo_fused import engines
-from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.call.calls import LMHead
+from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines.base import Cost
+from grpo_fused.testing import make_problem
 
 ENGINES: tuple[engines.Impl, ...] = ("native", "chunked", "triton")
 ROUNDS = 3
@@ -54,25 +56,17 @@ def costs(shape: Shape, device: torch.device) -> dict[engines.Impl, Cost]:
 def seconds(shape: Shape, device: torch.device, engine: engines.Impl) -> tuple[float, float]:
     """(loss and both gradients, log-probs alone) of the whole call, from measurements of `shape.part`."""
     part = shape.part
-    hidden = torch.randn(part.tokens, part.hidden, device=device).to(part.dtype).requires_grad_()
-    weight = (torch.randn(part.vocab, part.hidden, device=device) / part.hidden**0.5).to(part.dtype).requires_grad_()
-    ids = torch.randint(part.vocab, (part.tokens,), device=device)
-    cu_seqlens = torch.tensor([0, part.tokens], device=device)
-    advantages = torch.ones(1, device=device)
-
-    def train() -> None:
-        fused_linear_grpo_loss(
-            hidden, weight, ids, advantages, cu_seqlens=cu_seqlens, impl=engine, with_metrics=False
-        ).loss.backward()
-        hidden.grad = weight.grad = None
-
-    def score() -> None:
-        with torch.no_grad():
-            fused_linear_logprobs(hidden, weight, ids, impl=engine)
-
+    problem = make_problem(
+        B=1, T=part.tokens, H=part.hidden, V=part.vocab, dtype=part.dtype, device=device, drift=0.0, masked=0.0,
+        extras=False, scored_by=engine,
+    )  # fmt: skip
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: problem.run(GRPOLossConfig(), impl=engine, with_metrics=False),
+        lambda: problem.score(engine),
+    )
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(1 + ROUNDS):
-        for call, kept in zip((train, score), times, strict=True):
+        for call, kept in zip(calls, times, strict=True):
             start = perf_counter()
             call()
             if device.type == "cuda":
