@@ -154,8 +154,7 @@ def refusing_together(
             groups = ParallelGroups.of(process_group)
             for group in (groups.vocab, groups.tokens if with_tokens else None):
                 if group is not None and dist.get_world_size(group) > 1:
-                    _exchange(group, [0, 1])
-                    gather_objects(group, ({}, reason_of(failure)))
+                    agree(group, {}, [], failure)
         raise
 
 
