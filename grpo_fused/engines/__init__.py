@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
+from grpo_fused.call.options import check_choice
 from grpo_fused.engines import choice, cpu_library, cuda_rows, libraries, native, triton
 from grpo_fused.engines.base import Engine
 from grpo_fused.engines.chunked import ChunkedEngine
@@ -58,8 +59,7 @@ def choose(impl: Impl, device: torch.device, dtype: torch.dtype, width: int, for
         ValueError: `impl` is not the name of an implementation.
         RuntimeError: The named implementation cannot run here; it is never replaced silently.
     """
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}; got {impl!r}")
+    check_choice(impl, "impl", Impl)
     if impl == "auto":
         reason = unavailable("native", device, dtype)
         # a traced warning would break the graph of torch.compile
