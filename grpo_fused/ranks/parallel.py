@@ -89,8 +89,7 @@ def _resolve(name: str) -> dist.ProcessGroup | None:
         return None
     from torch.distributed import distributed_c10d
 
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = resolve(name)
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
     return group if dist.get_world_size(group) > 1 else None
 
 
