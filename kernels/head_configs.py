@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .configs import architecture
-from .row_types import NOTHING, Extras, Transform
+from .row_types import Transform
 
 MAX_SPLITS = 128
 """Work items of a token panel: a single panel fills 128 of an H200's 132 multiprocessors. The partial statistics of a
@@ -169,10 +169,10 @@ CANDIDATES: dict[str, tuple[HeadConfig, ...]] = {
 
 
 def head_config(
-    operand: Tensor, transform: Transform, extras: Extras = NOTHING, *, gradient: bool = False
+    operand: Tensor, transform: Transform, *, has_extras: bool = False, gradient: bool = False
 ) -> HeadConfig:
     """The configuration for products in the dtype of an operand: scores, or dlogits (`gradient`)."""
-    narrow = EXTRAS_CONFIGS if extras.any() else HEAD_CONFIGS
+    narrow = EXTRAS_CONFIGS if has_extras else HEAD_CONFIGS
     table = (FP32_CONFIGS if operand.dtype == torch.float32 else narrow)[architecture(operand.device)]
     if gradient:
         return table.gradient

@@ -90,7 +90,7 @@ def head_scores(
     stats = Statistics.empty(hidden.shape[0], hidden.device, with_entropy)
     if hidden.shape[0] == 0:
         return stats
-    config = config or head_config(hidden, transform, extras)
+    config = config or head_config(hidden, transform, has_extras=extras.any())
     splits, _ = config.splits(*weight.shape)
     # separate tensors: parts of one would be aligned for some N only, and compile again
     part_max, part_rest, part_moment = (
@@ -133,7 +133,7 @@ def head_dlogits(
     """Write dL/d(product) of N rows to `out` [N, V] (rows of `padded` elements) from known statistics."""
     if hidden.shape[0] == 0:
         return
-    config = config or head_config(hidden, transform, extras, gradient=True)
+    config = config or head_config(hidden, transform, has_extras=extras.any(), gradient=True)
     with device_of(hidden):
         _launch(
             config, hidden, weight, extras, out, transform, MODE=DLOGITS.value, targets_ptr=targets,

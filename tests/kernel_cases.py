@@ -142,7 +142,7 @@ def _ways_to_dlogits(exact, hidden, weight, extras, targets, transform, dlogp, d
     stats = head_launch.head_scores(hidden, weight, targets, transform, **options)
     exact.assert_close(stats)
 
-    config = head_configs.head_config(hidden, transform, extras)
+    config = head_configs.head_config(hidden, transform, has_extras=extras.any())
     room = head_launch.Exponentials.empty(N, weight, dtype, config)
     again = head_launch.head_scores(hidden, weight, targets, transform, exponentials=room, **options)
     for mine, other in zip(again, stats, strict=True):

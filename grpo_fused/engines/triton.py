@@ -146,19 +146,11 @@ def _weight(head: LMHead) -> tuple[Tensor, Extras]:
     )
 
 
-def _extras(head: LMHead) -> Extras:
-    """What has the shapes of those that `_weight` makes."""
-    if head.base is None:
-        return NOTHING
-    columns = head.width - head.base_width
-    more = head.weight.new_empty(1, dtype=head.compute_dtype).expand(head.vocab_size, columns)
-    return Extras(more if columns else None, head.row_scale)
-
-
 def _config(head: LMHead) -> HeadConfig:
     """How the kernels score it."""
     operand = head.weight.new_empty(0, dtype=head.compute_dtype)
-    return head_config(operand, products.transform(head), _extras(head))
+    has_extras = head.base is not None and (head.width > head.base_width or head.row_scale is not None)
+    return head_config(operand, products.transform(head), has_extras=has_extras)
 
 
 def _statistics_bytes(head: LMHead) -> tuple[int, int]:

@@ -30,9 +30,9 @@ def test_a_frozen_weight_takes_smaller_tiles(arch, monkeypatch):
     narrow, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
     table, plain = head_configs.EXTRAS_CONFIGS[arch], head_configs.HEAD_CONFIGS[arch].plain
     for extras in (Extras(narrow), Extras(row_scale=wide)):
-        assert head_configs.head_config(narrow, Transform(), extras) == table.plain != plain
-        assert head_configs.head_config(narrow, Transform(), extras, gradient=True) == table.gradient
-        assert head_configs.head_config(wide, Transform(), extras) == head_configs.FP32_CONFIGS[arch].plain
+        assert head_configs.head_config(narrow, Transform(), has_extras=extras.any()) == table.plain != plain
+        assert head_configs.head_config(narrow, Transform(), has_extras=True, gradient=True) == table.gradient
+        assert head_configs.head_config(wide, Transform(), has_extras=True) == head_configs.FP32_CONFIGS[arch].plain
     weight, base = torch.empty(4096, 16), torch.empty(4096, 896, dtype=torch.bfloat16)
     head = LMHead(weight, compute_dtype=torch.bfloat16, base=base, terms=3)
     assert triton._config(head) == table.plain
