@@ -73,7 +73,8 @@ def run_loss(
 ) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
     head, run, needs = _head(call), call.run, call.needs
-    batch, mine = TokenBatch.of_all_ranks(call.inputs, layout, config, head.statistics_dtype, ranks)
+    batch = TokenBatch.build(call.inputs, layout, config, head.statistics_dtype, ranks)
+    mine = None if ranks is None else ranks.mine
     matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
     local_batch = batch  # the positions of this rank among those of all
     if mine is not None:

@@ -47,20 +47,15 @@ class TokenBatch:
     """[R] the exact KL, once it is known"""
 
     @classmethod
-    def build(cls, inputs: LossInputs, layout: Layout, config: GRPOLossConfig, dtype: torch.dtype) -> TokenBatch:
-        """Flatten the inputs of a call; values at masked positions are replaced by neutral ones."""
-        return cls.of_all_ranks(inputs, layout, config, dtype, None)[0]
-
-    @classmethod
-    def of_all_ranks(
+    def build(
         cls,
         inputs: LossInputs,
         layout: Layout,
         config: GRPOLossConfig,
         dtype: torch.dtype,
-        ranks: TokenParallel | None,
-    ) -> tuple[TokenBatch, Tensor | None]:
-        """The tokens of all ranks, and the positions of this rank's tokens ([n] int64), or None if it has all."""
+        ranks: TokenParallel | None = None,
+    ) -> TokenBatch:
+        """Flatten the inputs of a call, of all ranks if there are several; masked positions get neutral values."""
         device = inputs.advantages.device
         sequence = layout.sequence_ids(device)
         mask = active_tokens(inputs.completion_mask, sequence).reshape(-1)
@@ -74,23 +69,21 @@ class TokenBatch:
             x = active(x)
             return None if x is None else x.clamp(min=LOWEST_LOGP)
 
-        advantages = active(layout.per_token(inputs.advantages, sequence))
-        assert advantages is not None
         is_ratio = inputs.importance_sampling_ratio
         is_ratio = None if is_ratio is None else layout.per_token(is_ratio, sequence)
 
         flat: dict[str, Any] = {
             "mask": mask,
             "sequence": sequence,
-            "advantages": advantages,
+            "advantages": active(layout.per_token(inputs.advantages, sequence)),
             "old": logps(inputs.old_per_token_logps),
             "ref": logps(inputs.ref_per_token_logps),
             "sampling": logps(inputs.sampling_per_token_logps),
             "is_ratio": active(is_ratio, 1.0),
         }
-        num_sequences, mine = layout.num_sequences, None
+        num_sequences = layout.num_sequences
         if ranks is not None:
-            flat, mine = _of_all_ranks(flat, ranks)
+            flat = _of_all_ranks(flat, ranks)
             num_sequences, mask, sequence = ranks.num_sequences, flat["mask"], flat["sequence"]
         width = 0 if layout.cu_seqlens is not None or ranks is not None else layout.num_tokens // max(num_sequences, 1)
         if width > 0:
@@ -101,7 +94,7 @@ class TokenBatch:
             lengths = segments(mask.to(torch.float64), "sum", offsets)
         total = lengths.sum()
         weight = _aggregation_weight(mask, sequence, lengths, total, inputs.num_items_in_batch, config)
-        batch = cls(
+        return cls(
             **flat,
             weight=weight.to(dtype),
             lengths=lengths.to(dtype),
@@ -109,7 +102,6 @@ class TokenBatch:
             offsets_of_call=offsets,
             advantage_per_token=layout.is_per_token(inputs.advantages) if ranks is None else ranks.advantage_per_token,
         )
-        return batch, mine
 
     def select(self, rows: Tensor | slice) -> TokenBatch:
         """The tokens at `rows` ([K] int64, ascending); lengths and weights stay those of the whole call."""
@@ -153,17 +145,17 @@ class TokenBatch:
         return matters
 
 
-def _of_all_ranks(flat: dict[str, Any], ranks: TokenParallel) -> tuple[dict[str, Any], Tensor]:
-    """The tensors of all ranks in the order of their sequences, in one collective; and this rank's positions."""
+def _of_all_ranks(flat: dict[str, Any], ranks: TokenParallel) -> dict[str, Any]:
+    """The tensors of all ranks in the order of their sequences, in one collective."""
     tensors = {name: x for name, x in flat.items() if x is not None}
     tensors["sequence"] = flat["sequence"] + ranks.first_sequence
     # fp64 represents sequence numbers and fp32 values exactly
     table = ranks.gather(torch.stack([x.to(torch.float64) for x in tensors.values()], dim=1))
-    mine = ranks.arrange(table[:, list(tensors).index("sequence")].to(torch.int64))
+    ranks.arrange(table[:, list(tensors).index("sequence")].to(torch.int64))
     if ranks.order is not None:
         table = table[ranks.order]
     every = {name: table[:, k].to(x.dtype) for k, (name, x) in enumerate(tensors.items())}
-    return {name: every.get(name) for name in flat}, mine
+    return {name: every.get(name) for name in flat}
 
 
 def _offsets(sequence: Tensor, num_sequences: int) -> Tensor:

@@ -273,6 +273,8 @@ class TokenParallel(_Ranks):
         self.first_token = sum(self.token_counts[: self.rank])
         self.order: Tensor | None = None
         """[N] int64: the tokens of all ranks in the order of their sequences; None if already in this order."""
+        self.mine: Tensor | None = None
+        """[n] int64: where this rank's tokens are in that order."""
 
     def gather(self, x: Tensor) -> Tensor:
         """[N, ...] in the order of the batch: `x` [n, ...] of every rank."""
@@ -283,15 +285,15 @@ class TokenParallel(_Ranks):
         joined = torch.cat([part[:count] for part, count in zip(every, self.token_counts, strict=True)])
         return joined if self.order is None else joined[self.order]
 
-    def arrange(self, sequence: Tensor) -> Tensor:
-        """Set the order from each token's sequence, given in the order of the ranks; return this rank's positions."""
+    def arrange(self, sequence: Tensor) -> None:
+        """Set the order, and this rank's positions, from each token's sequence, given in the order of the ranks."""
         mine = torch.arange(len(sequence), device=sequence.device)
         if self.split:
             self.order = sequence.sort(stable=True).indices
             inverse = torch.empty_like(self.order)
             inverse[self.order] = mine
             mine = inverse
-        return mine[self.first_token : self.first_token + self.token_counts[self.rank]]
+        self.mine = mine[self.first_token : self.first_token + self.token_counts[self.rank]]
 
     def add(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks, in their order."""
