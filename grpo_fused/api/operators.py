@@ -8,7 +8,7 @@ A result that is not required is an empty tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -136,19 +136,19 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     with _shared(call, layout) as (tokens, ranks):
         parts = run_loss(_engine(call, tokens), tokens, layout, config, call, ranks)
-    return _loss_result(call, layout, parts, _loss_metrics(call))
+    return _loss_result(call, layout, parts)
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
 def _(call: LossCall) -> LossResult:
     logps = call.hidden_states.new_empty(call.completion_ids.shape, dtype=call.lm_head.statistics_dtype)
-    with_entropy = call.with_metrics or GRPOLossConfig.decode(call.config).needs_entropy
-    ids = call.candidates.candidate_ids
+    config, ids = GRPOLossConfig.decode(call.config), call.candidates.candidate_ids
+    names = loss_metric_names(config, with_kl=call.with_kl, complete=call.with_metrics)
     return LossResult(
         logps.new_empty(()),
         logps,
-        torch.empty_like(logps) if with_entropy else _nothing(logps),
-        logps.new_empty(len(_loss_metrics(call)), dtype=torch.float32),
+        torch.empty_like(logps) if call.with_metrics or config.needs_entropy else _nothing(logps),
+        logps.new_empty(len(names), dtype=torch.float32),
         *_fake_gradients(call, call.needs, in_forward=True, heads=2 * call.exact),
         logps.new_empty(len(ids) if ids is not None and call.needs.any() else 0),
     )
@@ -277,7 +277,7 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
         result.loss,
         logp.view(layout.shape),
         _shaped(entropy, layout.shape, logp),
-        torch.stack([metrics[name].to(torch.float32) for name in _objective_metrics(call)]),
+        torch.stack([x.to(torch.float32) for x in metrics.values()]),
         dlogp.view(layout.shape),
         _shaped(dentropy, layout.shape, logp),
     )
@@ -287,14 +287,15 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
 def _(call: ObjectiveCall) -> ObjectiveResult:
     logps = call.per_token_logps
     logp = logps.new_empty(logps.shape, dtype=torch.promote_types(logps.dtype, torch.float32))
-    bonus = call.entropies is not None and GRPOLossConfig.decode(call.config).entropy_coef != 0.0
+    config, has_entropy = GRPOLossConfig.decode(call.config), call.entropies is not None
+    names = metric_names(config, with_kl=call.inputs.ref_per_token_logps is not None, with_entropy=has_entropy)
     return ObjectiveResult(
         logp.new_empty(()),
         logp,
-        _nothing(logp) if call.entropies is None else torch.empty_like(logp),
-        logp.new_empty(len(_objective_metrics(call)), dtype=torch.float32),
+        torch.empty_like(logp) if has_entropy else _nothing(logp),
+        logp.new_empty(len(names), dtype=torch.float32),
         torch.empty_like(logp),
-        torch.empty_like(logp) if bonus else _nothing(logp),
+        torch.empty_like(logp) if has_entropy and config.entropy_coef != 0.0 else _nothing(logp),
     )
 
 
@@ -340,21 +341,12 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-def _loss_metrics(call: LossCall) -> tuple[str, ...]:
-    return loss_metric_names(GRPOLossConfig.decode(call.config), with_kl=call.with_kl, complete=call.with_metrics)
-
-
-def _objective_metrics(call: ObjectiveCall) -> tuple[str, ...]:
-    with_kl = call.inputs.ref_per_token_logps is not None
-    return metric_names(GRPOLossConfig.decode(call.config), with_kl=with_kl, with_entropy=call.entropies is not None)
-
-
 def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(call: LinearCall, layout: Layout, parts: LossParts, metrics: Sequence[str] = ()) -> LossResult:
-    values = [parts.metrics[name].to(torch.float32) for name in metrics]
+def _loss_result(call: LinearCall, layout: Layout, parts: LossParts) -> LossResult:
+    values = [x.to(torch.float32) for x in parts.metrics.values()]
     return LossResult(
         parts.loss,
         parts.logps.view(layout.shape),
