@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,8 +58,8 @@ class Term(NamedTuple):
     """[R]"""
     slope: Callable[[], Slope]
     """Computed only where a gradient is asked for."""
-    phi: Tensor | None = None
-    """[R] VESPO's weight."""
+    seen: Callable[[], list[Tensor]] = list
+    """What the metrics of `LossType.metrics` are means of ([R] each): those clipped below and above, or one value."""
 
 
 class Derivatives(NamedTuple):
@@ -81,12 +82,8 @@ class Objective(NamedTuple):
     """Computed only where a gradient is asked for."""
     per_token: Callable[[], Tensor]
     """[R] the loss of each token before it is weighted and summed, without the entropy bonus; 0 where masked."""
-    log_ratio: Tensor
-    """[R]"""
-    ratio: Tensor
-    """[R] c after delta."""
-    phi: Tensor | None
-    """[R] VESPO's weight."""
+    seen: Callable[[], list[Tensor]]
+    """That of its policy term."""
     kl: Tensor | None
     """[R] KL estimate with its bias correction; None without reference log-probs."""
 
@@ -135,9 +132,7 @@ def evaluate(logp: Tensor, entropy: Tensor | None, batch: TokenBatch, config: GR
         policy_loss=policy_loss,
         derivatives=derivatives,
         per_token=per_token,
-        log_ratio=ratio.log_ratio,
-        ratio=ratio.value if config.delta is None else ratio.value.clamp(max=config.delta),
-        phi=policy.phi,
+        seen=policy.seen,
         kl=None if penalty is None else penalty.value,
     )
 
@@ -172,12 +167,23 @@ class _Inputs(NamedTuple):
 
 
 def _cispo(x: _Inputs) -> Term:
-    return _weighted_logp(x.ratio.value.clamp(max=x.config.epsilon_upper) * x.batch.advantages, x.logp)
+    c, advantages, high = x.ratio.value, x.batch.advantages, x.config.epsilon_upper
+    return _weighted_logp(c.clamp(max=high) * advantages, x.logp, lambda: [(c > high) & (advantages > 0)])
 
 
 def _vespo(x: _Inputs) -> Term:
-    phi = _vespo_phi(x.ratio.log_ratio, x.batch, x.config)
-    return _weighted_logp(phi * x.batch.advantages, x.logp)._replace(phi=phi)
+    batch, config = x.batch, x.config
+    log_w = x.ratio.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if batch.is_ratio is not None:
+        log_w = log_w + batch.is_ratio.log().clamp(LOG_TINY_RATIO, MAX_LOG_RATIO)
+    log_w = batch.of_sequence(batch.sequence_sum(torch.where(batch.mask, log_w, 0.0)))
+    log_w = log_w.clamp(LOG_TINY_RATIO, MAX_LOG_RATIO)
+    good = batch.advantages >= 0
+    k = _choose(good, config.vespo_k_pos, config.vespo_k_neg, log_w.dtype)
+    rate = _choose(good, max(config.vespo_lambda_pos, 1e-4), max(config.vespo_lambda_neg, 1e-4), log_w.dtype)
+    phi = (rate + k * log_w - rate * log_w.exp()).exp()
+    phi = torch.where(phi.isfinite(), phi, 0.0)
+    return _weighted_logp(phi * batch.advantages, x.logp, lambda: [phi])
 
 
 def _sapo(x: _Inputs) -> Term:
@@ -205,25 +211,17 @@ def _clipped(x: _Inputs) -> Term:
         live = torch.where(advantages > 0, c <= cap_good, live)
         return Slope(None, torch.where(live, -advantages, 0.0))
 
-    return Term(loss, slope)
+    return Term(loss, slope, partial(_outside, capped, low, high, advantages))
 
 
-def _weighted_logp(weight: Tensor, logp: Tensor) -> Term:
+def _outside(x: Tensor, low: float, high: float, advantages: Tensor) -> list[Tensor]:
+    """[R] bool each: tokens that are clipped below and above."""
+    return [(x < low) & (advantages < 0), (x > high) & (advantages > 0)]
+
+
+def _weighted_logp(weight: Tensor, logp: Tensor, seen: Callable[[], list[Tensor]]) -> Term:
     """-stopgrad(weight) * logp"""
-    return Term(-weight * logp, lambda: Slope(-weight, None))
-
-
-def _vespo_phi(log_ratio: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> Tensor:
-    log_w = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if batch.is_ratio is not None:
-        log_w = log_w + batch.is_ratio.log().clamp(LOG_TINY_RATIO, MAX_LOG_RATIO)
-    log_w = batch.of_sequence(batch.sequence_sum(torch.where(batch.mask, log_w, 0.0)))
-    log_w = log_w.clamp(LOG_TINY_RATIO, MAX_LOG_RATIO)
-    good = batch.advantages >= 0
-    k = _choose(good, config.vespo_k_pos, config.vespo_k_neg, log_w.dtype)
-    rate = _choose(good, max(config.vespo_lambda_pos, 1e-4), max(config.vespo_lambda_neg, 1e-4), log_w.dtype)
-    phi = (rate + k * log_w - rate * log_w.exp()).exp()
-    return torch.where(phi.isfinite(), phi, 0.0)
+    return Term(-weight * logp, lambda: Slope(-weight, None), seen)
 
 
 def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
@@ -249,7 +247,8 @@ def _gmpo(x: _Inputs) -> Term:
         share = batch.of_sequence(batch.lengths.clamp(min=1.0) / count)
         return Slope(torch.where(live, -share * value * batch.advantages, 0.0), None)
 
-    return Term(-value * batch.advantages, slope)
+    outside = partial(_outside, log_ratio, -config.epsilon, config.epsilon_upper, batch.advantages)
+    return Term(-value * batch.advantages, slope, outside)
 
 
 _POLICY: dict[Rule, Callable[[_Inputs], Term]] = {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import segments
-from grpo_fused.call.loss_types import Rule
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import Objective
 
@@ -48,11 +46,12 @@ def compute_metrics(
     if not complete:
         return metrics
     columns = {name: x for name, x in (("kl", objective.kl), ("entropy", entropy)) if x is not None}
-    own = VALUES[config.kind.rule](objective, batch, config)
+    own = objective.seen()
     if not columns and not own:
         return metrics
     # all in one reduction: a call of few tokens takes as long as its kernels take to launch
-    sums = _sums([*columns.values(), *own], batch)
+    table = torch.where(batch.mask.unsqueeze(1), torch.stack([*columns.values(), *own], dim=1), 0.0)
+    sums = segments(table.to(torch.float64), "sum", batch.offsets)  # [B, K]
     mean = sums.sum(0) / batch.total  # NaN without a token
     means = torch.where(batch.total == 0, 0.0, mean).to(batch.total.dtype)
     metrics |= dict(zip(columns, means.unbind(), strict=False))
@@ -63,38 +62,10 @@ def compute_metrics(
     return metrics
 
 
-def _clip_decisions(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
-    return _outside(objective.ratio, 1.0 - config.epsilon, 1.0 + config.epsilon_upper, batch)
-
-
-def _log_clip_decisions(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
-    return _outside(objective.log_ratio, -config.epsilon, config.epsilon_upper, batch)
-
-
-def _outside(value: Tensor, low: float, high: float, batch: TokenBatch) -> list[Tensor]:
-    return [(value < low) & (batch.advantages < 0), (value > high) & (batch.advantages > 0)]
-
-
-def _cispo_decision(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
-    return [(objective.ratio > config.epsilon_upper) & (batch.advantages > 0)]
-
-
-def _phi(objective: Objective, batch: TokenBatch, config: GRPOLossConfig) -> list[Tensor]:
-    assert objective.phi is not None
-    return [objective.phi]
-
-
-VALUES: dict[Rule, Callable[[Objective, TokenBatch, GRPOLossConfig], list[Tensor]]] = {
-    "clip": _clip_decisions, "cispo": _cispo_decision, "sapo": lambda *_: [], "vespo": _phi,
-    "gmpo": _log_clip_decisions,
-}  # fmt: skip
-"""What the metrics of `LossType.metrics` are means of ([R] each): those clipped below and above, or one value."""
-
-
 def _own_metrics(
     sums: Tensor, mean: Tensor, means: Tensor, batch: TokenBatch, config: GRPOLossConfig
 ) -> tuple[Tensor, ...]:
-    """The metrics of `LossType.metrics`, from `VALUES`: sums over sequences ([B, 1 or 2]), means over tokens.
+    """The metrics of `LossType.metrics`, from `Term.seen`: sums over sequences ([B, 1 or 2]), means over tokens.
 
     Without a token, `mean` (fp64) is NaN and `means` 0.
     """
@@ -113,9 +84,3 @@ def _own_metrics(
         # an empty sequence counts as the mean over all tokens, which is neither below the others nor above
         lowest, highest = torch.where(is_empty, mean, by_sequence).to(dtype).aminmax(dim=0)
     return low, high, low + high, lowest[0], highest[1]
-
-
-def _sums(columns: Iterable[Tensor], batch: TokenBatch) -> Tensor:
-    """[B, K] fp64: over the active tokens of each sequence."""
-    table = torch.where(batch.mask.unsqueeze(1), torch.stack(list(columns), dim=1), 0.0)
-    return segments(table.to(torch.float64), "sum", batch.offsets)

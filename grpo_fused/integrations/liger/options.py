@@ -18,7 +18,6 @@ from grpo_fused.call.layout import Layout
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import evaluate
-from grpo_fused.objective.metrics import VALUES
 
 SUPPORTED = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """The loss types of Liger."""
@@ -124,6 +123,6 @@ def kl_and_clipped(logps: Tensor, batch: TokenBatch, config: GRPOLossConfig) -> 
     found = evaluate(logps.reshape(-1), None, batch, config)
     clipped = torch.zeros_like(batch.mask)
     if config.kind.rule in ("clip", "cispo"):
-        for decision in VALUES[config.kind.rule](found, batch, config):
+        for decision in found.seen():
             clipped |= decision
     return None if found.kl is None else found.kl.view_as(logps), clipped.view_as(logps)
