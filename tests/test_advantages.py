@@ -240,7 +240,7 @@ def test_at_last_token():
 
 @pytest.mark.parametrize(("error", "message", "call"), [
     (ValueError, "num_generations must be at least 2", lambda: estimators.rloo(R, 1)),
-    (ValueError, "6 samples cannot be divided into groups of num_generations=4", lambda: estimators.rloo(R, 4)),
+    (ValueError, "6 rewards cannot be divided into groups of num_generations=4", lambda: estimators.rloo(R, 4)),
     (ValueError, "rewards must be finite", lambda: estimators.rloo([math.inf, 0.0], 2)),
     (TypeError, "rewards must be a tensor or .*'good'", lambda: estimators.rloo(["good", 0.0], 2)),
     (ValueError, r"lengths must be \[6\], tokens >= 0; got shape \(3,\)", lambda: estimators.opo(R, 3, torch.ones(3))),

@@ -56,22 +56,19 @@ def group_advantages(
 
     Source: DeepSeekMath (arXiv 2402.03300); missing rewards and the two aggregations follow TRL 1.16.
     """
-    check_integer(num_generations, "num_generations", least=2)
     scale = ("group" if scale_rewards else "none") if isinstance(scale_rewards, bool) else scale_rewards
     check_choice(scale, "scale_rewards", ScaleRewards)
     check_choice(aggregation, "aggregation", Aggregation)
     table = as_table(rewards)
-    if len(table) % num_generations:
-        raise ValueError(f"{len(table)} rewards cannot be divided into groups of num_generations={num_generations}")
-    weight = as_weights(weights, table)
+    check_groups(len(table), num_generations)
 
-    summed = weighted_sum(table, weight)
+    summed = weighted_sum(table, weights)
     groups = summed.view(-1, num_generations)
     std = nan_std(groups, dim=1)
     several = (~groups.isnan()).sum(dim=1) >= 2
     if aggregation == "normalize_then_sum":
-        scores = _z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
-        advantages = _z_score(weighted_sum(scores, weight), dim=0)
+        scores = z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
+        advantages = z_score(weighted_sum(scores, weights), dim=0)
     else:
         centred = groups - groups.nanmean(dim=1, keepdim=True)
         if scale == "group":
@@ -90,8 +87,21 @@ def group_advantages(
     )
 
 
-def weighted_sum(table: Tensor, weight: Tensor) -> Tensor:
-    """[N] of [N, F]; NaN where no function judged."""
+def check_groups(count: int, num_generations: int) -> None:
+    """Raise unless so many samples are groups of two or more."""
+    check_integer(num_generations, "num_generations", least=2)
+    if count % num_generations:
+        raise ValueError(f"{count} rewards cannot be divided into groups of num_generations={num_generations}")
+
+
+def weighted_sum(table: Tensor, weights: Tensor | Sequence[float] | None) -> Tensor:
+    """[N] of [N, F], with weights [F], 1 by default; NaN where no function judged."""
+    given = [1.0] * table.shape[1] if weights is None else weights
+    weight = torch.as_tensor(given, dtype=torch.float64, device=table.device)
+    if weight.shape != table.shape[1:] or not weight.isfinite().all():
+        raise ValueError(
+            f"weights must be [{table.shape[1]}], a finite one for each reward function; got {weight.tolist()}"
+        )
     return torch.where(table.isnan().all(dim=1), torch.nan, (table * weight).nansum(dim=1))
 
 
@@ -102,8 +112,9 @@ def nan_std(x: Tensor, dim: int) -> Tensor:
     return torch.where(count > 1, squares / (count - 1), torch.nan).sqrt()
 
 
-def _z_score(x: Tensor, dim: int) -> Tensor:
-    return (x - x.nanmean(dim=dim, keepdim=True)) / (nan_std(x, dim) + _EPS)
+def z_score(x: Tensor, dim: int, eps: float = _EPS) -> Tensor:
+    """(x - mean) / (std + eps) over judged samples, NaN for others."""
+    return (x - x.nanmean(dim=dim, keepdim=True)) / (nan_std(x, dim) + eps)
 
 
 def as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
@@ -133,15 +144,3 @@ def _number(reward: Any) -> float:
     if isinstance(reward, str):
         raise TypeError(f"got the string {reward!r}")
     return torch.nan if reward is None else float(reward)
-
-
-def as_weights(weights: Tensor | Sequence[float] | None, table: Tensor) -> Tensor:
-    """[F] fp64, 1 by default."""
-    if weights is None:
-        return table.new_ones(table.shape[1])
-    weight = torch.as_tensor(weights, dtype=torch.float64, device=table.device)
-    if weight.shape != table.shape[1:] or not weight.isfinite().all():
-        raise ValueError(
-            f"weights must be [{table.shape[1]}], a finite one for each reward function; got {weight.tolist()}"
-        )
-    return weight

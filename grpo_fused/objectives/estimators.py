@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fused.call.options import check_integer, check_number
 from grpo_fused.call.validation import check_mask
-from grpo_fused.objectives.advantages import as_table, as_weights, nan_std, weighted_sum
+from grpo_fused.objectives.advantages import as_table, check_groups, nan_std, weighted_sum, z_score
 
 Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
 Weights = Tensor | Sequence[float] | None
@@ -67,7 +67,7 @@ def opo(rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: Wei
     Source: arXiv 2505.23585; checked against verl 0.9.1 `opo`.
     """
     groups = _groups(rewards, num_generations, weights)
-    tokens = torch.where(groups.isnan(), 0.0, _lengths(lengths, groups).view_as(groups))
+    tokens = _lengths(lengths, groups)
     baseline = (groups * tokens).nansum(dim=1, keepdim=True) / tokens.sum(dim=1, keepdim=True)
     return _judged(groups - baseline.nan_to_num(nan=0.0))
 
@@ -216,11 +216,10 @@ def gdpo(rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: We
     Source: arXiv 2601.05242; checked against verl 0.9.1 `gdpo`.
     """
     table = as_table(rewards)
-    _check_groups(len(table), num_generations)
-    groups = table.view(-1, num_generations, table.shape[1])
-    scores = (groups - groups.nanmean(dim=1, keepdim=True)) / (nan_std(groups, dim=1) + 1e-6)
-    summed = weighted_sum(scores.view_as(table), as_weights(weights, table))
-    return _judged(_whitened(summed, torch.where(summed.isnan(), 0.0, _lengths(lengths, summed))))
+    check_groups(len(table), num_generations)
+    scores = z_score(table.view(-1, num_generations, table.shape[1]), dim=1, eps=1e-6)
+    summed = weighted_sum(scores.view_as(table), weights)
+    return _judged(_whitened(summed, _lengths(lengths, summed)))
 
 
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -274,8 +273,8 @@ def reinforce_plus_plus_baseline(
     Source: arXiv 2501.03262; checked against verl 0.9.1 `reinforce_plus_plus_baseline`.
     """
     groups = _groups(rewards, num_generations, weights)
-    centred = (groups - groups.nanmean(dim=1, keepdim=True)).flatten()
-    return _judged(_whitened(centred, torch.where(centred.isnan(), 0.0, _lengths(lengths, centred))))
+    centred = groups - groups.nanmean(dim=1, keepdim=True)
+    return _judged(_whitened(centred, _lengths(lengths, centred)))
 
 
 def optimal_token_baseline(
@@ -312,7 +311,7 @@ def optimal_token_baseline(
     Source: checked against verl 0.9.1 `optimal_token_baseline`.
     """
     rewards, active = _tokens(token_rewards, mask)
-    _check_groups(len(rewards), num_generations)
+    check_groups(len(rewards), num_generations)
     logps = _like(old_per_token_logps, "old_per_token_logps", rewards, active)
     energy = 1.0 - 2.0 * logps.exp() + _like(sum_squared_probs, "sum_squared_probs", rewards, active)
     if importance_sampling_ratio is not None:
@@ -358,21 +357,14 @@ def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) ->
 
 def _summed(rewards: Rewards, weights: Weights) -> Tensor:
     """[N] fp64, NaN where not judged."""
-    table = as_table(rewards)
-    return weighted_sum(table, as_weights(weights, table))
+    return weighted_sum(as_table(rewards), weights)
 
 
 def _groups(rewards: Rewards, num_generations: int, weights: Weights) -> Tensor:
     """[groups, num_generations] fp64, NaN where not judged."""
     summed = _summed(rewards, weights)
-    _check_groups(len(summed), num_generations)
+    check_groups(len(summed), num_generations)
     return summed.view(-1, num_generations)
-
-
-def _check_groups(count: int, num_generations: int) -> None:
-    check_integer(num_generations, "num_generations", least=2)
-    if count % num_generations:
-        raise ValueError(f"{count} samples cannot be divided into groups of num_generations={num_generations}")
 
 
 def _judged(advantages: Tensor, active: Tensor | None = None) -> Tensor:
@@ -383,9 +375,10 @@ def _judged(advantages: Tensor, active: Tensor | None = None) -> Tensor:
 
 
 def _lengths(lengths: Tensor, like: Tensor) -> Tensor:
+    """Checked and shaped `like` what they belong to, 0 where that is NaN (not judged)."""
     if lengths.shape != (like.numel(),) or (lengths < 0).any():
         raise ValueError(f"lengths must be [{like.numel()}], tokens >= 0; got shape {tuple(lengths.shape)}")
-    return lengths.to(like)
+    return torch.where(like.isnan(), 0.0, lengths.to(like).view_as(like))
 
 
 def _whitened(x: Tensor, count: Tensor) -> Tensor:
