@@ -42,7 +42,7 @@ X = torch.zeros(3)
         (ValueError, "epsilon must be > 0; got 0", lambda: objectives.vanilla(0.0)),
         (ValueError, "dual_clip must be > 1; got 1", lambda: objectives.vanilla(dual_clip=1.0)),
         (TypeError, "threshold must be a number; got '0.1'", lambda: objectives.dppo_tv("0.1")),
-        (ValueError, "kl_coef must be >= 0; got -1", lambda: objectives.ipo(kl_coef=-1.0)),
+        (ValueError, "kl_coef must be at least 0; got -1", lambda: objectives.ipo(kl_coef=-1.0)),
         (ValueError, "low must be at most high; got low=2.0 and high=1.0", lambda: objectives.icepop(2.0, 1.0)),
         (ValueError, r"share must be in \(0, 1\]; got 2", lambda: objectives.kl_cov(2.0)),
         (ValueError, "level must be one of token, sequence; got 'batch'", lambda: objectives.topr("batch")),

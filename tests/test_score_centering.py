@@ -334,7 +334,7 @@ def test_errors():
         objectives.gpg()(logps, None, advantages=logps, **others)
     with pytest.raises(ValueError, match="support must be"):
         objectives.score_centered_tis("top_p")
-    with pytest.raises(ValueError, match="threshold must be >= 0; got -0.1"):
+    with pytest.raises(ValueError, match="threshold must be at least 0; got -0.1"):
         objectives.score_centered_ipo(-0.1)
     with pytest.raises(ValueError, match="tail must be"):
         objectives.topk_forward_kl("rest")

@@ -8,7 +8,7 @@ from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-_NAMES = {int: "an integer", float: "a number", bool: "true or false"}
+_NAMES = {int: "an integer", bool: "true or false"}
 _of_class: dict[type, list[_Option]] = {}  # read once: torch.compile cannot trace annotations
 
 
@@ -22,8 +22,8 @@ def check_number(
     if not abs(number) < math.inf:  # NaN neither; torch.compile can trace this, but not math.isfinite
         raise ValueError(f"{name} must be finite; got {x}")
     if not above < number or not least <= number <= most:
-        sign, bracket, lower = (">=", "[", least) if above == -math.inf else (">", "(", above)
-        must = f"{sign} {lower:g}" if most == math.inf else f"in {bracket}{lower:g}, {most:g}]"
+        sign, bracket, lower = ("at least", "[", least) if above == -math.inf else (">", "(", above)
+        must = f"{sign} {lower:.10g}" if most == math.inf else f"in {bracket}{lower:.10g}, {most:.10g}]"
         raise ValueError(f"{name} must be {must}; got {x}")
     return number
 
@@ -32,8 +32,7 @@ def check_integer(x: object, name: str, *, least: int) -> None:
     """An int of at least `least`, no bool."""
     if isinstance(x, bool) or not isinstance(x, int):
         raise TypeError(f"{name} must be an int; got {x!r}")
-    if x < least:
-        raise ValueError(f"{name} must be at least {least}; got {x}")
+    check_number(x, name, least=least)
 
 
 def check_choice(x: object, name: str, literal: Any) -> None:
@@ -44,7 +43,7 @@ def check_choice(x: object, name: str, literal: Any) -> None:
 
 def option(default: float | None, *, least: float = 0, positive: bool = False, most: float = math.inf) -> Any:
     """A finite number with its range, checked by `check_options`: from `least`, or above 0 if it is `positive`."""
-    return field(default=default, metadata={"least": least, "positive": positive, "most": most})
+    return field(default=default, metadata={"above": 0, "most": most} if positive else {"least": least, "most": most})
 
 
 def check_options(options: Any) -> None:
@@ -55,7 +54,7 @@ def check_options(options: Any) -> None:
     cls = type(options)
     if cls not in _of_class:
         hints = get_type_hints(cls)
-        _of_class[cls] = [_Option(f.name, hints[f.name], **f.metadata) for f in fields(cls)]
+        _of_class[cls] = [_Option(f.name, hints[f.name], dict(f.metadata)) for f in fields(cls)]
     for field_option in _of_class[cls]:
         object.__setattr__(options, field_option.name, field_option.checked(getattr(options, field_option.name)))
 
@@ -64,9 +63,8 @@ def check_options(options: Any) -> None:
 class _Option:
     name: str
     hint: Any
-    least: float = -math.inf
-    positive: bool = False
-    most: float = math.inf
+    range: dict[str, float]
+    """arguments of `check_number`"""
 
     def __post_init__(self) -> None:
         is_union = isinstance(self.hint, UnionType) or NoneType in get_args(self.hint)
@@ -85,16 +83,10 @@ class _Option:
             return choices[choices.index(value)]
         if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
             raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
-        is_number = kind in (int, float)
-        accepted: Any = Real if kind is float else kind if kind in (int, bool) or is_dataclass(kind) else object
-        if not isinstance(value, accepted) or (is_number and isinstance(value, bool)):
+        accepted: Any = kind if kind in (int, bool) or is_dataclass(kind) else object
+        if not isinstance(value, accepted) or (kind is int and isinstance(value, bool)):
             raise TypeError(f"{name} must be {_NAMES.get(kind, f'a {kind.__name__}')}; got {value!r}")
-        if not is_number:
+        if kind not in (int, float):
             return value
-        if not (self.least <= value <= self.most and abs(value) < math.inf and (value or not self.positive)):
-            lower = (
-                "positive and " if self.positive else f"at least {self.least} and " if self.least > -math.inf else ""
-            )
-            upper = "finite" if self.most == math.inf else f"at most {self.most}"
-            raise ValueError(f"{name} must be {lower}{upper}; got {value}")
+        check_number(value, name, **self.range)
         return kind(value)  # 2 for 2.0 is not what transformers takes
