@@ -23,8 +23,6 @@ from grpo_fused import (
 )
 from grpo_fused.api import autograd, operators
 from grpo_fused.call.calls import (
-    Alternatives,
-    Candidates,
     LMHead,
     LogitsCall,
     LogitsGradientCall,
@@ -35,6 +33,7 @@ from grpo_fused.call.calls import (
     Needs,
     ObjectiveCall,
     Run,
+    TokenSets,
     attach,
     detach,
     fields_of,
@@ -367,7 +366,7 @@ def _operator_calls():
     h, w, ids, mask = case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask
     old, ref = case.options["old_per_token_logps"].float(), case.options["ref_per_token_logps"].float()
     config = GRPOLossConfig(beta=0.1, entropy_coef=0.1).encoded
-    head, run, sets = LMHead(w, temperature=0.9), Run("chunked"), Candidates()
+    head, run, sets = LMHead(w, temperature=0.9), Run("chunked"), TokenSets()
     inputs, needs = LossInputs(case.advantages.float(), mask, old, ref), Needs(True, True, False)
     scored, logits = LogprobsCall(h, head, ids, mask, sets, True, run), LogitsCall(h @ w.T, ids, mask, None, 0.9, True)
     flat_old = old.flatten()
@@ -376,7 +375,7 @@ def _operator_calls():
     other = h + 0.1, LMHead(w)
     no_ref = inputs._replace(ref_per_token_logps=None)
     yield operators.linear_grpo_loss, LossCall(h, head, ids, no_ref, None, sets, exact, True, needs, run, *other)
-    with_others = scored._replace(alternatives=Alternatives(ids.reshape(-1), torch.arange(ids.numel() + 1)))
+    with_others = scored._replace(alternatives=TokenSets(ids.reshape(-1), torch.arange(ids.numel() + 1)))
     narrow = LMHead(w.bfloat16(), compute_dtype=torch.bfloat16)
     yield operators.linear_logprobs, scored._replace(hidden_states=h.bfloat16(), lm_head=narrow, with_dhidden=True)
     for score, others in ((scored, None), (with_others, flat_old)):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fused import engines
 from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
-from grpo_fused.call.calls import HIDDEN_ALONE, Candidates, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run
+from grpo_fused.call.calls import HIDDEN_ALONE, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run, TokenSets
 from grpo_fused.call.layout import Layout
 from grpo_fused.engines import chunked, cpu_library, native
 from grpo_fused.engines.base import MANY, Tokens, even_chunks
@@ -47,7 +47,7 @@ def prepared(case, scratch=None, compact=True):
     dtype = torch.promote_types(case.hidden_states.dtype, weight.dtype)
     head, run = LMHead(weight, compute_dtype=dtype), Run("", scratch, compact)
     ids, mask = case.completion_ids, case.completion_mask
-    call = LogprobsCall(case.hidden_states, head, ids, mask, Candidates(), False, run)
+    call = LogprobsCall(case.hidden_states, head, ids, mask, TokenSets(), False, run)
     return head, run, Tokens.of(call, Layout.of(ids))
 
 
@@ -62,7 +62,7 @@ def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_met
     inputs = LossInputs(case.advantages, case.completion_mask, **options)
     layout = Layout.of(case.completion_ids, None)
     call = LossCall(
-        case.hidden_states, head, case.completion_ids, inputs, None, Candidates(), config.encoded, with_metrics, needs,
+        case.hidden_states, head, case.completion_ids, inputs, None, TokenSets(), config.encoded, with_metrics, needs,
         run,
     )  # fmt: skip
     with torch.no_grad(), CostRecorder() as recorded:
@@ -148,7 +148,7 @@ def test_scoring_is_one_product(impl):
     """One more makes dlogp/dh, in the same pass."""
     case = dense()
     head, run, tokens = prepared(case)
-    call = LogprobsCall(case.hidden_states, head, case.completion_ids, None, Candidates(), True, run)
+    call = LogprobsCall(case.hidden_states, head, case.completion_ids, None, TokenSets(), True, run)
     sampled = -(-V // native.SAMPLE) / V if impl == "native" else 0
     for with_dhidden, products in ((False, 1), (True, 2 + sampled)):
         with torch.no_grad(), CostRecorder() as recorded:

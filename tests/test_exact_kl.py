@@ -12,7 +12,7 @@ from recording import CostRecorder
 
 from grpo_fused import CandidateSets, fused_linear_grpo_loss, grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
-from grpo_fused.call.calls import Candidates, LMHead, LossCall, LossInputs, Needs, Run, flat
+from grpo_fused.call.calls import LMHead, LossCall, LossInputs, Needs, Run, TokenSets, flat
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 BETA = 0.3
@@ -251,7 +251,7 @@ def test_products(need, products, options, extra):
     case = make_case(7, dtype=torch.float32, B=B, T=T, H=H, V=V)
     hidden, weight, ids, config = case.hidden_states, case.lm_head_weight, case.completion_ids, config_of(options)
     call = LossCall(
-        hidden, LMHead(weight), ids, LossInputs(case.advantages), None, Candidates(), config.encoded, True,
+        hidden, LMHead(weight), ids, LossInputs(case.advantages), None, TokenSets(), config.encoded, True,
         Needs(*need, False), Run("chunked"), hidden + 0.1, LMHead(weight),
     )  # fmt: skip
     with torch.no_grad(), CostRecorder() as recorded:

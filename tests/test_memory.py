@@ -9,7 +9,7 @@ from recording import AllocationRecorder
 
 from grpo_fused import engines, fused_linear_grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
-from grpo_fused.call.calls import Candidates, LMHead, LossCall, LossInputs, Needs, Run, flat
+from grpo_fused.call.calls import LMHead, LossCall, LossInputs, Needs, Run, TokenSets, flat
 from grpo_fused.engines import libraries, native, scratch
 from grpo_fused.engines.base import Tokens
 from grpo_fused.tools.predictions import Shape
@@ -21,7 +21,7 @@ def call_of(case, config, scratch):
     inputs = LossInputs(case.advantages, case.completion_mask, case.options["old_per_token_logps"])
     return flat(
         LossCall(
-            case.hidden_states, head, case.completion_ids, inputs, None, Candidates(), config.encoded, True,
+            case.hidden_states, head, case.completion_ids, inputs, None, TokenSets(), config.encoded, True,
             Needs(True, True, False), Run("chunked", scratch),
         )
     )  # fmt: skip

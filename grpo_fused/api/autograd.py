@@ -86,7 +86,7 @@ class LinearLoss(torch.autograd.Function):
             result = operators.LossResult(*operators.linear_divergence(*flat(call)))
         else:
             result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
-        ctx.later = not call.candidates.any_whole
+        ctx.later = not call.run.any_whole
         ctx.leaf = weight if call.run.adds_to_grad and weight.is_leaf else None
         tensors: list[Tensor] = []
         if ctx.later:
@@ -140,7 +140,7 @@ class LinearLogprobs(torch.autograd.Function):
         call = with_tensors(call, hidden_states, weight, bias)
         scores = Scores(*operators.linear_logprobs(*flat(call)))
         ctx.call, tensors = detach(call)
-        ctx.leaf = weight if call.run.adds_to_grad and not call.candidates.any_whole and weight.is_leaf else None
+        ctx.leaf = weight if call.run.adds_to_grad and not call.run.any_whole and weight.is_leaf else None
         ctx.save_for_backward(*scores, *tensors)
         ctx.set_materialize_grads(False)
         has_alternatives = call.alternatives.sets is not None

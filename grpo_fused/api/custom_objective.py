@@ -16,7 +16,7 @@ from grpo_fused.api.autograd import LinearLoss
 from grpo_fused.api.head import HeadOptions, check_names, head_of, needs_of
 from grpo_fused.api.pipeline import evaluation_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import Alternatives, CustomCall, tensors_of
+from grpo_fused.call.calls import CustomCall, TokenSets, tensors_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout, active_tokens
@@ -129,7 +129,7 @@ def fused_linear_objective(
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
             hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, token_inputs, scope, with_entropy, needs,
-            run, torch.is_grad_enabled(), Alternatives.of(alternatives), dict(alternative_inputs or {}),
+            run, torch.is_grad_enabled(), TokenSets.of(alternatives), dict(alternative_inputs or {}),
         )  # fmt: skip
         check.check_devices(call)
 

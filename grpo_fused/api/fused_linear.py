@@ -12,7 +12,7 @@ from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLogprobs, LinearLoss
 from grpo_fused.api.head import HeadOptions, beside, check_names, early, head_of, needs_of
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import Alternatives, LogprobsCall, LossCall, LossInputs, tensors_of
+from grpo_fused.call.calls import LogprobsCall, LossCall, LossInputs, TokenSets, tensors_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.head_parts import QuantizedWeight
@@ -208,7 +208,7 @@ def fused_linear_logprobs(
         layout = Layout.of(token_ids)
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_alternatives(alternatives, None, token_ids, ())
-        others = Alternatives.of(alternatives)
+        others = TokenSets.of(alternatives)
         call = early(LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others))
         check.check_devices(call)
 

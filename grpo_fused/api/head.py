@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_fused import engines
 from grpo_fused.api.composed import composed
 from grpo_fused.call import validation as check
-from grpo_fused.call.calls import HIDDEN_ALONE, Candidates, LMHead, LogprobsCall, Needs, Run, tensors_of
+from grpo_fused.call.calls import HIDDEN_ALONE, LMHead, LogprobsCall, Needs, Run, TokenSets, tensors_of
 from grpo_fused.call.candidates import CandidateSets, may_need_whole_head
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
@@ -102,7 +102,7 @@ def head_of(
     layout: Layout,
     options: HeadOptions,
     names: tuple[str, str] = ("token_ids", "mask"),
-) -> tuple[Tensor, LMHead, Candidates, Run]:
+) -> tuple[Tensor, LMHead, TokenSets, Run]:
     """What a call multiplies, its candidate sets and how it runs, checked, with the engine that `impl` chooses.
 
     Args:
@@ -135,11 +135,10 @@ def head_of(
     engine = engines.choose(impl, hidden_states.device, compute, width, form)
     if engine == "reference" and group is not None:
         raise ValueError("impl='reference' supports one process only; got a process_group")
-    sets, candidates = options.get("candidates"), Candidates()
+    sets, any_whole = options.get("candidates"), True
     if sets is not None:
         most = engines.largest_sparse_set(engine, lm_head_weight.shape[0])
         any_whole = may_need_whole_head(sets, token_ids, mask, most) or group is not None
-        candidates = Candidates(sets.ids, sets.offsets, any_whole)
     weight = lm_head_weight if isinstance(lm_head_weight, Tensor) else lm_head_weight.values
     softcap = None if softcap is None else float(softcap)
     head = LMHead(weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute)
@@ -147,8 +146,8 @@ def head_of(
     return (
         hidden_states,
         head,
-        candidates,
-        Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group), adds),
+        TokenSets.of(sets),
+        Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group), adds, any_whole),
     )
 
 

@@ -142,7 +142,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
 def _(call: LossCall) -> LossResult:
     logps = call.hidden_states.new_empty(call.completion_ids.shape, dtype=call.lm_head.statistics_dtype)
-    config, ids = GRPOLossConfig.decode(call.config), call.candidates.candidate_ids
+    config, ids = GRPOLossConfig.decode(call.config), call.candidates.ids
     names = loss_metric_names(config, with_kl=call.with_kl, complete=call.with_metrics)
     return LossResult(
         logps.new_empty(()),
@@ -178,7 +178,7 @@ def linear_logprobs(*values: Any) -> Scores:
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
 def _(call: LogprobsCall) -> Scores:
     like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
-    row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.alternative_ids
+    row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.ids
     others = _nothing(like) if ids is None else like.new_empty(ids.shape)
     dhidden = _fake_gradients(call, HIDDEN_ALONE if call.with_dhidden else NO_GRADIENT).dhidden
     scores = _fake_scores(like, call.token_ids, call.with_entropy)
@@ -200,7 +200,7 @@ def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) 
     with _shared(call, Layout.of(scored.token_ids)) as (tokens, _):
         alternatives = _alternatives(scored, tokens)
         gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
-        if gradients.candidates is not None and not scored.candidates.any_whole:
+        if gradients.candidates is not None and not scored.run.any_whole:
             return _candidate_gradients(scored, tokens, gradients, call.needs, add_to)
     return _head_gradients(scored, gradients)
 
@@ -377,7 +377,7 @@ def _engine(call: TokensCall, tokens: Tokens) -> Engine:
         return engine
     vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
     most = engines.largest_sparse_set(call.run.engine, vocab_size)
-    return CandidateEngine(engine, tokens.candidates, _pairs(call), call.candidates.any_whole, most)
+    return CandidateEngine(engine, tokens.candidates, _pairs(call), call.run.any_whole, most)
 
 
 def _pairs(call: TokensCall) -> Pairs:
@@ -410,13 +410,12 @@ def _candidate_gradients(
 def _fake_gradients(call: LinearCall, needs: Needs, *, in_forward: bool = False, heads: int = 0) -> HeadGradients:
     """`heads`: those that the engine of divergences compares."""
     head, hidden, weight, run = call.lm_head, call.hidden_states, call.lm_head.weight, call.run
-    any_whole = call.candidates.any_whole
-    if not any_whole:
+    if not run.any_whole:
         needs = needs._replace(need_weight=False, need_bias=False) if in_forward else needs
     count = hidden[..., 0].numel()  # not from the shape, which would be compiled in
     most = count if ParallelGroups.decode(run.groups).vocab is None else MANY  # `Tokens.most_chunks_of`
     engine = engines.engine(run.engine) if heads == 0 else ChunkedEngine(torch_rows, heads)
-    dtype = GradientSums.weight_dtype(engine, head, most, run.max_scratch_bytes) if any_whole else weight.dtype
+    dtype = GradientSums.weight_dtype(engine, head, most, run.max_scratch_bytes) if run.any_whole else weight.dtype
     return HeadGradients(
         hidden.new_empty(hidden.shape, dtype=product_dtype(head)) if needs.need_hidden else _nothing(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else _nothing(weight),

@@ -150,31 +150,14 @@ class LMHead(NamedTuple):
         return widened(self.base[where], scale, self.codes, self.compute_dtype)
 
 
-class Candidates(NamedTuple):
-    """The candidate sets of a call, if it has any."""
+class TokenSets(NamedTuple):
+    """Sets of tokens of the positions of a call, if it has any: a `CandidateSets` as two tensors."""
 
-    candidate_ids: Tensor | None = None
-    """`CandidateSets.ids`"""
-    candidate_offsets: Tensor | None = None
-    any_whole: bool = True
-    """whether an active token may need the whole head: it has no set, or one that is too large"""
-
-    @property
-    def sets(self) -> CandidateSets | None:
-        """The tensors as the caller gave them."""
-        ids, offsets = self.candidate_ids, self.candidate_offsets
-        return None if ids is None or offsets is None else CandidateSets(ids, offsets)
-
-
-class Alternatives(NamedTuple):
-    """Other tokens of the positions of a call, whose log-probs are wanted too."""
-
-    alternative_ids: Tensor | None = None
-    """`CandidateSets.ids`, in which a token may be several times"""
-    alternative_offsets: Tensor | None = None
+    ids: Tensor | None = None
+    offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, sets: CandidateSets | None) -> Alternatives:
+    def of(cls, sets: CandidateSets | None) -> TokenSets:
         """Those that the caller gave, if any."""
         return cls() if sets is None else cls(sets.ids, sets.offsets)
 
@@ -196,6 +179,8 @@ class Run(NamedTuple):
     """`ParallelGroups.encode`"""
     adds_to_grad: bool = False
     """whether rows of dW may be added to the weight's gradient, see `HeadOptions`"""
+    any_whole: bool = True
+    """whether an active token may need the whole head: it has no candidate set, or one that is too large"""
 
 
 class LossCall(NamedTuple):
@@ -207,7 +192,7 @@ class LossCall(NamedTuple):
     completion_ids: Tensor
     inputs: LossInputs
     cu_seqlens: Tensor | None
-    candidates: Candidates
+    candidates: TokenSets
     config: str
     """`GRPOLossConfig.encoded`"""
     with_metrics: bool
@@ -245,10 +230,10 @@ class LogprobsCall(NamedTuple):
     lm_head: LMHead
     token_ids: Tensor
     mask: Tensor | None
-    candidates: Candidates
+    candidates: TokenSets
     with_entropy: bool
     run: Run
-    alternatives: Alternatives = Alternatives()
+    alternatives: TokenSets = TokenSets()
     with_dhidden: bool = False
     """whether derivatives of the log-probs are made with them: only hidden states have a gradient"""
 
@@ -261,7 +246,7 @@ class CustomCall(NamedTuple):
     token_ids: Tensor
     mask: Tensor | None
     cu_seqlens: Tensor | None
-    candidates: Candidates
+    candidates: TokenSets
     inputs: Mapping[str, Tensor]
     """the objective's inputs"""
     scope: str
@@ -270,7 +255,8 @@ class CustomCall(NamedTuple):
     run: Run
     records: bool
     """whether the caller records gradients: then a tensor of the objective's own must not require one"""
-    alternatives: Alternatives
+    alternatives: TokenSets
+    """other tokens of the positions, whose log-probs are wanted too; one may be several times"""
     alternative_inputs: Mapping[str, Tensor]
     """the objective's inputs for each alternative"""
 
@@ -299,9 +285,9 @@ class DivergenceCall(NamedTuple):
         return torch.zeros_like(self.mask, dtype=torch.int64)
 
     @property
-    def candidates(self) -> Candidates:
+    def candidates(self) -> TokenSets:
         """None: it is over the whole vocabulary."""
-        return Candidates()
+        return TokenSets()
 
 
 class Scores(NamedTuple):
@@ -415,10 +401,10 @@ def flat(call: Any) -> list[Any]:
 
 
 def _argument(outer: str, inner: str) -> str:
-    """The public name of a field of an inner tuple, such as `lm_head_weight` and `other_softcap`."""
+    """The public name of a field of an inner tuple, such as `lm_head_weight`, `other_softcap` and `candidate_ids`."""
     if outer.endswith("lm_head"):
         return f"{outer}_{inner}" if inner in ("weight", "bias") else f"{outer.removesuffix('lm_head')}{inner}"
-    return inner
+    return f"{outer.removesuffix('s')}_{inner}" if inner in TokenSets._fields else inner
 
 
 def fields_of(kind: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_fused.call.calls import Candidates, LMHead, LogprobsCall, LogprobsGradientCall, Needs, Run
+from grpo_fused.call.calls import LMHead, LogprobsCall, LogprobsGradientCall, Needs, Run, TokenSets
 from grpo_fused.ranks.handshake import checksum, contents_of, form_of
 
 IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -13,7 +13,7 @@ IDS, MASK = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([[1, 1, 0], [1, 1
 def call(ids=IDS, mask=MASK, compact=True, **coefficients):
     hidden, weight = torch.zeros(2, 3, 8), torch.zeros(10, 8)
     given = {"dlogps": None, "dentropies": None, "dalternative_logps": None, **coefficients}
-    forward = LogprobsCall(hidden, LMHead(weight), ids, mask, Candidates(), False, Run("chunked", None, compact))
+    forward = LogprobsCall(hidden, LMHead(weight), ids, mask, TokenSets(), False, Run("chunked", None, compact))
     return LogprobsGradientCall(forward, *[None] * 5, **given, needs=Needs(True, True, False))
 
 

@@ -90,8 +90,7 @@ class FusedLogProbFunction:
             if _may_add_rows(call):
                 # sets cost little to score again, and a dense dW much: rows are added to the gradient that is there
                 prediction.used, prediction.counts.fused = True, prediction.counts.fused + 1
-                candidates, run = call.candidates._replace(any_whole=False), call.run._replace(adds_to_grad=True)
-                call = call._replace(candidates=candidates, run=run)
+                call = call._replace(run=call.run._replace(adds_to_grad=True, any_whole=False))
             else:
                 packed = prediction.take(call.token_ids)
         if packed is None:

@@ -27,6 +27,7 @@ from grpo_fused.call.calls import (
     Needs,
     ObjectiveCall,
     Scores,
+    TokenSets,
     attach,
     detach,
     flat,
@@ -195,10 +196,8 @@ def _predicted(call: LogprobsCall, needs: Needs, packed: _Packed) -> tuple[Tenso
 
 def _at(call: LogprobsCall, rows: Tensor) -> LogprobsCall:
     """The call for some of its rows."""
-    sets, candidates = call.candidates.sets, call.candidates
-    if sets is not None:
-        some = sets.select(rows)
-        candidates = candidates._replace(candidate_ids=some.ids, candidate_offsets=some.offsets)
+    sets = call.candidates.sets
+    candidates = TokenSets.of(None if sets is None else sets.select(rows))
     return call._replace(hidden_states=call.hidden_states[rows], token_ids=call.token_ids[rows], candidates=candidates)
 
 

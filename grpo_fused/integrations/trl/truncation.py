@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, ProcessorMixin
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
-from grpo_fused.call.calls import Candidates
+from grpo_fused.call.calls import TokenSets
 from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.call.layout import offsets_of
 from grpo_fused.heads.patches import Patches
@@ -103,11 +103,11 @@ _scored = ContextVar("grpo_fused_candidates", default=None)
 """Of the completions that a trainer has scored in a block, for each of its passes: their sets, and mask [B, T]."""
 
 
-def announced_candidates(targets: Tensor, vocab_size: int) -> tuple[Candidates, Tensor | None]:
+def announced_candidates(targets: Tensor, vocab_size: int) -> tuple[TokenSets, Tensor | None]:
     """The sets of the tokens of the next pass, and the mask of those that count, where a trainer has announced them."""
     passes = _scored.get()
     if passes is None:
-        return Candidates(), None
+        return TokenSets(), None
     rows, completions = next(passes)
     active, mask = completions != 0, None
     sets = padded_sets(rows, active.shape[1]).to(targets.device)
@@ -119,7 +119,7 @@ def announced_candidates(targets: Tensor, vocab_size: int) -> tuple[Candidates, 
         sets = CandidateSets(sets.ids, offsets_of(sizes))
         mask = torch.nn.functional.pad(active, (before, 0)).view(-1)
     check_values(sets, targets, mask, vocab_size, {})
-    return Candidates(sets.ids, sets.offsets), mask
+    return TokenSets.of(sets), mask
 
 
 class ExactTruncation(GRPOTrainer):
