@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import (
     HIDDEN_ALONE,
+    NO_GRADIENT,
     CustomCall,
     DivergenceCall,
     LinearCall,
@@ -94,22 +95,24 @@ def run_loss(
 
     _score(engine, replace(work, rows=rows.scored_only), scores)
     chunk_rows = _chunk_rows(engine, work)
-    whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
-    chunks = _one_pass_chunks(rows, config, chunk_rows, whole_sequences=whole_sequences)
-    gradients, result = Gradients(None, None, None, 0), None
-    # of a quantile's tokens few have a coefficient: to compute these again is less
-    early = _may_be_early(work) and not config.needs_batch and divergence is None
+    has_whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
+    chunks = None  # within which every coefficient can be computed; else all rows are scored first
+    if config.token_alone:
+        chunks = even_chunks(len(rows.gradient), chunk_rows)
+    elif not config.needs_batch and has_whole_sequences and rows.sequence_lengths is not None:
+        chunks = sequence_chunks(rows.sequence_lengths, chunk_rows)
+    gradients, made, result = Gradients(None, None, None, 0), None, None
     if needs.any() and chunks is not None:
         # the only chunk's coefficients are those of the call: then the objective is evaluated once
         once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
         objective = TokenObjective(local_batch, rows.gradient, config, scores if once else None)
         statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective))
-        _place(statistics, rows.gradient, tokens, scores)
+        _place(statistics, work, scores)
         result = objective.result
-    elif early:
-        gradients = _score_early(engine, work, scores)
     else:
-        _score(engine, work, scores)
+        # of a quantile's tokens few have a coefficient: to compute these again is less
+        may_be_early = not config.needs_batch and divergence is None
+        made = _score_first(engine, replace(work, only_logps=work.only_logps and may_be_early), scores)
 
     logp, entropy = _of_all_ranks(scores, ranks)
     if divergence is not None:
@@ -120,12 +123,9 @@ def run_loss(
         dlogp, dentropy = result.derivatives()
         if mine is not None:
             dlogp, dentropy = dlogp[mine], None if dentropy is None else dentropy[mine]
-        if early:
-            gradients = gradients._replace(hidden=times_dlogp(gradients.hidden, dlogp))
-        else:
-            compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
-            found = Coefficients(scores, dlogp, dentropy).select(work.rows)
-            gradients = engine.fused(_known_gradient(engine, work, scores, found, compact))[1]
+        found = Coefficients(scores, dlogp, dentropy).select(work.rows)
+        compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
+        gradients = _gradient_of_scored(engine, work, scores, made, found, compact)
 
     worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
     metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
@@ -177,13 +177,10 @@ def run_objective(
         counts = torch.bincount(layout.sequence_ids(rows.device)[rows], minlength=layout.num_sequences)
         chunks = sequence_chunks(counts.tolist(), chunk_rows)
     if needs.any() and chunks is not None:
-        work = replace(work, chunks=chunks, coefficients=coefficients)
-        statistics, gradients = engine.fused(work)
-        _place(statistics, rows, tokens, scores)
+        statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=coefficients))
+        _place(statistics, work, scores)
         return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
-    made = _score_early(engine, work, scores) if _may_be_early(work) else None
-    if made is None:
-        _score(engine, work, scores)
+    made = _score_first(engine, work, scores)
     known, everything = scores.select(rows), slice(0, len(rows))
     if not needs.any():
         others = None if alternatives is None else alternatives.logps(rows, known).clamp(min=LOWEST_LOGP)
@@ -193,11 +190,7 @@ def run_objective(
         nothing = Gradients(None, None, None, 0)
         return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, nothing, {})
     found = coefficients(everything, known)
-    if made is None:
-        gradients = engine.fused(_known_gradient(engine, work, scores, found, run.compact))[1]
-    else:
-        dlogp = torch.zeros_like(scores.logp).index_copy_(0, rows, found.dlogp)
-        gradients = made._replace(hidden=times_dlogp(made.hidden, dlogp))
+    gradients = _gradient_of_scored(engine, work, scores, made, found, run.compact)
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
@@ -221,9 +214,9 @@ def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
     engine = DivergenceEngine(*other, divergence, weights, kind=call.kind, beta=call.beta, top_k=top_k)
     rows = tokens.mask.nonzero().squeeze(1) if run.compact else _everything(tokens)
     work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs)
-    statistics, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
-    _place(statistics, rows, tokens, scores)
+    statistics, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
+    _place(statistics, work, scores)
     divergence = torch.where(tokens.mask, divergence, 0.0)
     check_finite(divergence, call.kind)
     loss = (weights * divergence).sum(dtype=torch.float64).to(weights.dtype)
@@ -238,13 +231,13 @@ def run_logprobs(
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     rows = tokens.undecided.nonzero().squeeze(1) if run.compact else _everything(tokens)
     candidate_z = None if alternatives is None else alternatives.candidate_z
-    work = Work(head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z)
-    if call.with_dhidden:
-        gradients = _score_early(engine, replace(work, needs=HIDDEN_ALONE, only_logps=True), scores)
-        return scores, scores.logp.new_empty(0), gradients.hidden
-    _score(engine, work, scores)
+    work = Work(
+        head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z,
+        needs=HIDDEN_ALONE if call.with_dhidden else NO_GRADIENT, only_logps=call.with_dhidden,
+    )  # fmt: skip
+    made = _score_first(engine, work, scores)
     if alternatives is None:
-        return scores, scores.logp.new_empty(0), None
+        return scores, scores.logp.new_empty(0), None if made is None else made.hidden
     logps = scores.logp.new_zeros(len(alternatives.sets.ids))
     logps.index_copy_(0, alternatives.sets.places(rows), alternatives.logps(rows, scores.select(rows)))
     return scores, logps, None
@@ -274,7 +267,7 @@ def run_logprobs_gradient(
         active = tokens.undecided[alternatives.sets.positions]
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
         found = alternatives.coefficients(rows, scores, cut(logps, dlogp, dentropy, dlogps))
-    return engine.fused(_known_gradient(engine, work, scores, found, run.compact))[1]
+    return _gradient_of_scored(engine, work, scores, None, found, run.compact)
 
 
 def _head(call: LinearCall) -> LMHead:
@@ -293,21 +286,19 @@ def clean_coefficients(
 def _score(engine: Engine, work: Work, scores: Statistics) -> None:
     """Score the rows of `work`, one product, into `scores` of all N positions."""
     if work.rows.shape[0]:
-        _place(work.tokens.merged(work.rows, engine.score(work)), work.rows, work.tokens, scores)
+        _place(work.tokens.merged(work.rows, engine.score(work)), work, scores)
 
 
-def _may_be_early(work: Work) -> bool:
-    """Whether the gradients of `work` are dlogp/dh, times coefficients that are known later."""
-    return work.needs == HIDDEN_ALONE and work.only_logps
-
-
-def _score_early(engine: Engine, work: Work, scores: Statistics) -> Gradients:
-    """Score the rows of `work` into `scores`, and make dlogp/dh [N, H] in the same pass, two products in all."""
+def _score_first(engine: Engine, work: Work, scores: Statistics) -> Gradients | None:
+    """Score the rows of `work` into `scores`; if only dlogp/dh [N, H] will be needed, make that in the same pass."""
+    if work.needs != HIDDEN_ALONE or not work.only_logps:
+        _score(engine, work, scores)
+        return None
     statistics, gradients = engine.fused(replace(
         work, chunks=even_chunks(len(work.rows), _chunk_rows(engine, work)),
         coefficients=lambda part, stats: Coefficients(stats, torch.ones_like(stats.logp), None),
     ))  # fmt: skip
-    _place(statistics, work.rows, work.tokens, scores)
+    _place(statistics, work, scores)
     return gradients
 
 
@@ -317,9 +308,17 @@ def times_dlogp(dhidden: Tensor | None, dlogp: Tensor) -> Tensor:
     return (dhidden * dlogp.unsqueeze(-1)).masked_fill_((dlogp == 0).unsqueeze(-1), 0.0)
 
 
-def _known_gradient(engine: Engine, work: Work, scores: Statistics | None, found: Coefficients, compact: bool) -> Work:
-    """The work of a gradient with known coefficients of its rows: three products, for rows with a nonzero one."""
+def _gradient_of_scored(
+    engine: Engine, work: Work, scores: Statistics | None, made: Gradients | None, found: Coefficients, compact: bool
+) -> Gradients:
+    """Gradients with known coefficients of the rows of `work`: these times dlogp/dh, if that was `made`.
+
+    Else in three products, if `compact` for rows with a nonzero one.
+    """
     rows = work.rows
+    if made is not None:
+        dlogp = found.dlogp.new_zeros(work.tokens.ids.shape).index_copy_(0, rows, found.dlogp)
+        return made._replace(hidden=times_dlogp(made.hidden, dlogp))
     if compact:
         kept = found.any_of_row().nonzero().squeeze(1)
         rows, found = rows[kept], found.select(kept)
@@ -327,7 +326,7 @@ def _known_gradient(engine: Engine, work: Work, scores: Statistics | None, found
     def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
         return found.select(part)._replace(statistics=stats)
 
-    return replace(
+    known_work = replace(
         work,
         rows=rows,
         with_entropy=found.dentropy is not None,
@@ -335,6 +334,7 @@ def _known_gradient(engine: Engine, work: Work, scores: Statistics | None, found
         coefficients=coefficients,
         known=None if scores is None else scores.select(rows),
     )
+    return engine.fused(known_work)[1]
 
 
 def _of_all_ranks(scores: Statistics, ranks: TokenParallel | None) -> tuple[Tensor, Tensor | None]:
@@ -362,17 +362,6 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
             start = stop
         stop += length
     return (*chunks, slice(start, stop)) if stop > start else tuple(chunks)
-
-
-def _one_pass_chunks(
-    rows: _Rows, config: GRPOLossConfig, chunk_rows: int, *, whole_sequences: bool
-) -> tuple[slice, ...] | None:
-    """Chunks within which every coefficient can be computed, or None if all rows must be scored first."""
-    if config.needs_batch or (config.needs_sequence and not whole_sequences):
-        return None
-    if not config.needs_sequence:
-        return even_chunks(rows.gradient.shape[0], chunk_rows)
-    return None if rows.sequence_lengths is None else sequence_chunks(rows.sequence_lengths, chunk_rows)
 
 
 def _choose_rows(
@@ -405,9 +394,9 @@ def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statis
     return Statistics.empty(tokens.ids.shape[0], tokens.ids.device, with_entropy, dtype).zero_()
 
 
-def _place(scores: Statistics, rows: Tensor, tokens: Tokens, out: Statistics) -> None:
-    """Write the scores of `rows` into those of all N positions, 0 where masked."""
-    if not tokens.only_active:
-        active = tokens.mask[rows]
+def _place(scores: Statistics, work: Work, out: Statistics) -> None:
+    """Write the scores of the rows of `work` into those of all N positions, 0 where masked."""
+    if not work.tokens.only_active:
+        active = work.tokens.mask[work.rows]
         scores = Statistics(*(None if x is None else torch.where(active, x, 0.0) for x in scores))  # type: ignore[arg-type]
-    out.place_(rows, scores)
+    out.place_(work.rows, scores)
