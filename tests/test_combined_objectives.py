@@ -148,7 +148,7 @@ class TestTokenWeights:
         (ValueError, r"mask must be \[B, T\], or packed \[N\].*got \(3,\)", {"aggregation": "dapo", "mask": torch.ones(3)}),
         (ValueError, "cu_seqlens must rise from 0",
          {"aggregation": "dapo", "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 2])}),
-        (TypeError, "mask must be a tensor .*got list", {"aggregation": "dapo", "mask": [1, 1]}),
+        (TypeError, "mask must be a torch.Tensor; got list", {"aggregation": "dapo", "mask": [1, 1]}),
     ])  # fmt: skip
     def test_refuses(self, error, message, call):
         with pytest.raises(error, match=message):

@@ -328,7 +328,7 @@ def test_errors():
     with pytest.raises(TypeError, match="needs alternatives; got no alternative_logps"):
         objective(logps, None, **given)
     others = {"alternative_logps": torch.zeros(4), "alternative_offsets": torch.tensor([0, 2, 4])}
-    with pytest.raises(ValueError, match=r"sampling_alternative_logps must be \(4,\); got \(3,\)"):
+    with pytest.raises(ValueError, match=r"sampling_alternative_logps must have shape \(4,\); got \(3,\)"):
         objective(logps, None, **given, **others)
     with pytest.raises(TypeError, match=r"gpg\(\) reads no alternatives"):
         objectives.gpg()(logps, None, advantages=logps, **others)

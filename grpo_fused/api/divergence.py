@@ -110,9 +110,7 @@ def fused_linear_divergence(
             raise ValueError(
                 f"beta must be in (0, 1) for kind='jsd', left out for other kinds; got {beta} for {kind!r}"
             )
-        if not isinstance(hidden_states, Tensor) or hidden_states.dim() not in (2, 3):
-            got = getattr(hidden_states, "shape", type(hidden_states).__name__)
-            raise ValueError(f"hidden_states must be a tensor [B, T, H], or packed [N, H]; got {got}")
+        check.check_tensor(hidden_states, "hidden_states", check.FLOAT, ("B", "T", "H"), ("N", "H"))
         tokens = hidden_states.new_zeros(hidden_states.shape[:-1], dtype=torch.int64)  # no ids are given
         layout = Layout.of(tokens)
         options = cast(HeadOptions, {**head, "impl": "chunked" if impl == "auto" else impl})

@@ -47,38 +47,38 @@ class _Kind(NamedTuple):
     allows: Callable[[torch.dtype], bool]
 
 
-_ANY = _Kind("", lambda dtype: True)
-_FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
-_INTEGER = _Kind(
+ANY = _Kind("", lambda dtype: True)
+FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
+INTEGER = _Kind(
     "have an integer dtype", lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 )
 _BYTE = _Kind("be int8 or float8_e4m3fn (uint8 needs codes)", lambda dtype: dtype in BYTES)
 _HALVES = _Kind("be uint8, two numbers a byte, where there are codes", lambda dtype: dtype == torch.uint8)
-_OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
-_ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
+OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
+ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
 
 
 def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
     """`token_ids` is [B, T], or [N] with `cu_seqlens` [S + 1]."""
-    _check(token_ids, name, _INTEGER)
+    check_tensor(token_ids, name, INTEGER)
     _check_packing(token_ids, cu_seqlens, name)
 
 
 def check_token_ids(token_ids: Tensor, name: str) -> None:
     """Integers, [B, T] or [N]."""
-    _check(token_ids, name, _INTEGER, ("B", "T"), ("N",))
+    check_tensor(token_ids, name, INTEGER, ("B", "T"), ("N",))
 
 
 def check_logps(per_token_logps: Tensor, cu_seqlens: Tensor | None, name: str = "per_token_logps") -> None:
     """[B, T], or [N] with `cu_seqlens`."""
-    _check(per_token_logps, name, _FLOAT)
+    check_tensor(per_token_logps, name, FLOAT)
     _check_packing(per_token_logps, cu_seqlens, name)
 
 
 def check_entropies(entropies: Tensor | None, layout: Layout, config: GRPOLossConfig) -> None:
     """Shaped like the log-probs, and given if the loss reads them."""
     if entropies is not None:
-        _check(entropies, "entropies", _FLOAT, tuple(layout.shape))
+        check_tensor(entropies, "entropies", FLOAT, tuple(layout.shape))
     elif config.needs_entropy:
         option = "entropy_coef" if config.entropy_coef != 0.0 else "top_entropy_quantile"
         raise ValueError(f"{option}={getattr(config, option)} needs entropies {tuple(layout.shape)}; got None")
@@ -86,7 +86,7 @@ def check_entropies(entropies: Tensor | None, layout: Layout, config: GRPOLossCo
 
 def check_logits(logits: Tensor, token_ids: Tensor) -> None:
     """[*ids, V], V >= 1."""
-    _check(logits, "logits", _FLOAT, (*token_ids.shape, "V"))
+    check_tensor(logits, "logits", FLOAT, (*token_ids.shape, "V"))
     if logits.shape[-1] == 0:
         raise ValueError(f"logits must have V >= 1; got shape {tuple(logits.shape)}")
 
@@ -103,23 +103,23 @@ def check_head(
         _check_quantized(lm_head_weight)
     else:
         _check_head_weight(lm_head_weight)
-    _check(hidden_states, "hidden_states", _FLOAT, (*token_ids.shape, "H"), beside=ids_name)
+    check_tensor(hidden_states, "hidden_states", FLOAT, (*token_ids.shape, "H"), beside=ids_name)
     _check_shape(lm_head_weight.shape, "lm_head_weight", ("V", hidden_states.shape[-1]), beside="hidden_states")
     if 0 in lm_head_weight.shape:
         raise ValueError(f"lm_head_weight must have V >= 1 and H >= 1; got {tuple(lm_head_weight.shape)}")
     if lm_head_bias is not None:
-        _check(lm_head_bias, "lm_head_bias", _FLOAT, tuple(lm_head_weight.shape[:1]))
+        check_tensor(lm_head_bias, "lm_head_bias", FLOAT, tuple(lm_head_weight.shape[:1]))
 
 
 def _check_quantized(weight: QuantizedWeight) -> None:
     """Values of a byte or half of one, and a finite scale for each row or group; nothing that wants a gradient."""
     if weight.codes is None:
-        _check(weight.values, "lm_head_weight.values", _BYTE, ("V", "H"))
+        check_tensor(weight.values, "lm_head_weight.values", _BYTE, ("V", "H"))
     else:
-        _check(weight.values, "lm_head_weight.values", _HALVES, ("V", "H / 2"))
-        _check(weight.codes, "lm_head_weight.codes", _FLOAT, (16,))
+        check_tensor(weight.values, "lm_head_weight.values", _HALVES, ("V", "H / 2"))
+        check_tensor(weight.codes, "lm_head_weight.codes", FLOAT, (16,))
     rows, width = weight.shape
-    _check(weight.scale, "lm_head_weight.scale", _FLOAT, (rows,), (rows, "G"), beside="lm_head_weight.values")
+    check_tensor(weight.scale, "lm_head_weight.scale", FLOAT, (rows,), (rows, "G"), beside="lm_head_weight.values")
     if weight.scale.dim() == 2 and (weight.scale.shape[1] == 0 or width % weight.scale.shape[1] != 0):
         raise ValueError(
             f"lm_head_weight.scale [V, G] must have one scale for each of G groups of H / G columns; got "
@@ -169,11 +169,11 @@ def check_adapters(
     for adapter in adapters:
         if not isinstance(adapter, HeadAdapter):
             raise TypeError(f"lm_head_adapter must be HeadAdapter or a sequence of them; got {type(adapter).__name__}")
-        _check(adapter.a, "lm_head_adapter.a", _FLOAT, ("r", hidden_states.shape[-1]), beside="hidden_states")
+        check_tensor(adapter.a, "lm_head_adapter.a", FLOAT, ("r", hidden_states.shape[-1]), beside="hidden_states")
         rank = adapter.a.shape[0]
         if rank == 0:
             raise ValueError("lm_head_adapter.a must be [r, H] with r >= 1; got a rank of 0: leave the adapter out")
-        _check(adapter.b, "lm_head_adapter.b", _FLOAT, (weight.shape[0], rank), beside="lm_head_weight and a")
+        check_tensor(adapter.b, "lm_head_adapter.b", FLOAT, (weight.shape[0], rank), beside="lm_head_weight and a")
         check_number(adapter.scale, "lm_head_adapter.scale")
         check_number(adapter.dropout, "lm_head_adapter.dropout")
         if not 0.0 <= adapter.dropout < 1.0:
@@ -210,7 +210,7 @@ def _check_head_weight(weight: Any) -> None:
             f"({type(weight).__name__}, {weight.dtype}): pass QuantizedWeight(values, scale) for int8 or fp8 with one "
             "scale a row, or groups of 4 bits with their codes, else dequantise it first"
         )
-    _check(weight, "lm_head_weight", _FLOAT)
+    check_tensor(weight, "lm_head_weight", FLOAT)
     if hasattr(weight, "ds_shape") and weight.numel() == 0:
         raise ValueError(
             f"lm_head_weight must be [V, H]; DeepSpeed ZeRO-3 has partitioned it ({tuple(weight.ds_shape)}): "
@@ -221,7 +221,7 @@ def _check_head_weight(weight: Any) -> None:
 def check_mask(mask: Tensor | None, token_ids: Tensor, name: str = "completion_mask") -> None:
     """`mask` is shaped like the ids; its values are checked by `check_token_values`."""
     if mask is not None:
-        _check(mask, name, _ZERO_OR_ONE, tuple(token_ids.shape))
+        check_tensor(mask, name, ZERO_OR_ONE, tuple(token_ids.shape))
 
 
 def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap: float | None, layout: Layout) -> None:
@@ -230,7 +230,7 @@ def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap:
     if softcap is not None:
         check_number(softcap, "softcap", above=0.0, most=1000.0)  # tanh is exact to 1e-7 of the cap
     if isinstance(temperature, Tensor):
-        _check(temperature, "temperature", _FLOAT, *([()] if temperature.dim() == 0 else _spreadable(layout)))
+        check_tensor(temperature, "temperature", FLOAT, *([()] if temperature.dim() == 0 else _spreadable(layout)))
     else:
         check_number(temperature, "temperature", above=0.0)
 
@@ -247,7 +247,7 @@ def check_objective_scope(objective: object, scope: str) -> None:
 def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None:
     """Tensors shaped like the ids, detached, with names that no other argument has."""
     for name, x in inputs.items():
-        _check(x, f"inputs[{name!r}]", _ANY, tuple(layout.shape))
+        check_tensor(x, f"inputs[{name!r}]", ANY, tuple(layout.shape))
         _check_input(f"inputs[{name!r}]", name, x)
 
 
@@ -269,7 +269,7 @@ def check_alternatives(
         raise ValueError(f"alternative_inputs need alternatives; got {', '.join(inputs)} and None")
     for name, x in (inputs or {}).items():
         assert alternatives is not None
-        _check(x, f"alternative_inputs[{name!r}]", _ANY, (len(alternatives.ids),), beside="alternatives.ids")
+        check_tensor(x, f"alternative_inputs[{name!r}]", ANY, (len(alternatives.ids),), beside="alternatives.ids")
         _check_input(f"alternative_inputs[{name!r}]", name, x)
         if name in names:
             raise ValueError(f"inputs and alternative_inputs must have different names; got {name!r} in both")
@@ -277,20 +277,20 @@ def check_alternatives(
 
 def check_likeliest(other_ids: Tensor, other_logprobs: Tensor, layout: Layout) -> None:
     """Tokens [..., K] of the other distribution, and their log-probs."""
-    _check(other_ids, "other_ids", _INTEGER, (*layout.shape, "K"))
-    _check(other_logprobs, "other_logprobs", _FLOAT, tuple(other_ids.shape), beside="other_ids")
+    check_tensor(other_ids, "other_ids", INTEGER, (*layout.shape, "K"))
+    check_tensor(other_logprobs, "other_logprobs", FLOAT, tuple(other_ids.shape), beside="other_ids")
 
 
 def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig, *, with_heads: bool = False) -> None:
     """Shapes and presence of everything the objective reads; the exact KL needs heads."""
     if not isinstance(config, GRPOLossConfig):
         raise TypeError(f"config must be a GRPOLossConfig; got {type(config).__name__}")
-    _check(inputs.advantages, "advantages", _FLOAT, *_spreadable(layout))
+    check_tensor(inputs.advantages, "advantages", FLOAT, *_spreadable(layout))
     per_token, per_sequence = tuple(layout.shape), (layout.num_sequences, 1)
     for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"):
         is_spread = name == "importance_sampling_ratio" and config.kind.takes_ratio != "token"
         if (value := getattr(inputs, name)) is not None:
-            _check(value, name, _FLOAT, *([per_token, per_sequence] if is_spread else [per_token]))
+            check_tensor(value, name, FLOAT, *([per_token, per_sequence] if is_spread else [per_token]))
 
     loss_type = f"loss_type={config.loss_type!r}"
     if config.kl_estimator == "exact" and not with_heads:
@@ -440,17 +440,6 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
         _refuse("importance_sampling_ratio", "be finite and >= 0", ~(ratio.isfinite() & (ratio >= 0)), active)
 
 
-def check_rollout_logps(
-    old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    """Two log-probs and a mask for each token, [B, T], or [N] with `cu_seqlens`."""
-    old, sampling = "old_per_token_logps", "sampling_per_token_logps"
-    check_logps(old_per_token_logps, cu_seqlens, old)
-    _check(sampling_per_token_logps, sampling, _FLOAT, tuple(old_per_token_logps.shape))
-    check_mask(mask, old_per_token_logps, "mask")
-    check_one_device(**{old: old_per_token_logps, sampling: sampling_per_token_logps}, mask=mask, cu_seqlens=cu_seqlens)
-
-
 def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layout: Layout) -> None:
     """Offsets that cover the tokens, masks of 0 and 1, and old log-probs that are numbers where a token is active."""
     if values_are_checked(old_per_token_logps.device):
@@ -460,8 +449,8 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
         _refuse_no_logps("old_per_token_logps", old_per_token_logps, active)
 
 
-def _check(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
-    """A tensor of a dtype of the kind and, if any are given, of one of the shapes."""
+def check_tensor(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
+    """A tensor of a dtype of the kind and, if any are given, of one of the shapes: numbers, or letters for any."""
     if not isinstance(x, Tensor):
         fields = getattr(x, "_fields", ())
         hint = f", whose fields are {', '.join(fields)}: pass one of them" if fields else ""
@@ -492,7 +481,7 @@ def _check_packing(x: Tensor, cu_seqlens: Tensor | None, name: str) -> None:
             f"{name} must be [B, T], or packed [N] together with cu_seqlens; got {tuple(x.shape)} {packing}"
         )
     if cu_seqlens is not None:
-        _check(cu_seqlens, "cu_seqlens", _OFFSET, ("S + 1",))
+        check_tensor(cu_seqlens, "cu_seqlens", OFFSET, ("S + 1",))
         if cu_seqlens.shape[0] < 1:
             raise ValueError("cu_seqlens must hold at least one offset, 0; got none")
 
@@ -523,11 +512,11 @@ def _refuse_no_logps(name: str, logps: Tensor | None, active: Tensor) -> None:
         _refuse(name, "not be NaN or +inf", logps.isnan() | (logps == math.inf), active)
 
 
-def check_offsets(layout: Layout) -> None:
+def check_offsets(layout: Layout, name: str = "cu_seqlens") -> None:
     """They rise from 0 to the number of tokens."""
     if layout.cu_seqlens is None:
         return
     offsets = layout.cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != layout.num_tokens or offsets != sorted(offsets):
+    if offsets[:1] != [0] or offsets[-1] != layout.num_tokens or offsets != sorted(offsets):
         got = str(offsets) if len(offsets) <= 8 else f"[{str(offsets[:4])[1:-1]}, ..., {offsets[-1]}]"
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {layout.num_tokens}; got {got}")
+        raise ValueError(f"{name} must rise from 0 to the number of tokens, {layout.num_tokens}; got {got}")

@@ -11,7 +11,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from grpo_fused.call.layout import offsets_of, segments, values_are_checked
+from grpo_fused.call import validation as check
+from grpo_fused.call.layout import Layout, offsets_of, segments, values_are_checked
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.objective.batch import LOWEST_LOGP
 from grpo_fused.objective.formulas import MAX_LOG_RATIO
@@ -256,9 +257,7 @@ class Objective:
         alternative_logps: Tensor | None,
         alternative_offsets: Tensor | None,
     ) -> None:
-        if not isinstance(logps, Tensor) or not logps.is_floating_point() or logps.dim() != 1:
-            got = f"{logps.dtype} {tuple(logps.shape)}" if isinstance(logps, Tensor) else type(logps).__name__
-            raise TypeError(f"{self.__name__}: logps must be a floating-point tensor [n]; got {got}")
+        check.check_tensor(logps, f"{self.__name__}: logps", check.FLOAT, ("n",))
         if missing := sorted((self.needs | self.of_alternatives) - inputs.keys()):
             said = ", ".join(f"{name} ({WHAT.get(name, 'one for each token')})" for name in missing)
             raise TypeError(f"{self.__name__} needs {said}; got {', '.join(sorted(inputs)) or 'no inputs'}")
@@ -269,18 +268,15 @@ class Objective:
         if self.reads is not None and (unread := sorted(inputs.keys() - self.reads)):
             raise TypeError(f"{self.__name__} reads {', '.join(sorted(self.reads))}; got {', '.join(unread)}, too")
         for name, x in {**inputs, **({} if entropies is None else {"entropies": entropies})}.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{self.__name__}: {name} must be a tensor; got {type(x).__name__}")
             of_each = alternative_logps if name in self.of_alternatives and alternative_logps is not None else logps
-            if x.shape != of_each.shape:
-                raise ValueError(f"{self.__name__}: {name} must be {tuple(of_each.shape)}; got {tuple(x.shape)}")
-        if self.scope == "sequence" and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
-            got = type(cu_seqlens).__name__ if not isinstance(cu_seqlens, Tensor) else str(tuple(cu_seqlens.shape))
-            raise TypeError(f"{self.__name__} has scope 'sequence' and needs cu_seqlens [S + 1] int64; got {got}")
-        if self.scope != "token" and cu_seqlens is not None and values_are_checked(cu_seqlens.device):
-            offsets = cu_seqlens.tolist()
-            if offsets[:1] != [0] or offsets[-1] != len(logps) or offsets != sorted(offsets):
-                raise ValueError(f"{self.__name__}: cu_seqlens must rise from 0 to {len(logps)}; got {offsets[:8]}")
+            check.check_tensor(x, f"{self.__name__}: {name}", check.ANY, tuple(of_each.shape))
+        if self.scope == "sequence" and cu_seqlens is None:
+            raise TypeError(f"{self.__name__} has scope 'sequence' and needs cu_seqlens [S + 1] int64; got None")
+        if self.scope != "token" and cu_seqlens is not None:
+            name = f"{self.__name__}: cu_seqlens"
+            check.check_tensor(cu_seqlens, name, check.OFFSET, ("S + 1",))
+            if values_are_checked(cu_seqlens.device):
+                check.check_offsets(Layout.of(logps, cu_seqlens), name)
 
 
 LossFunction = Objective | Callable[..., Tensor]

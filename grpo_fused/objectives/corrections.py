@@ -75,7 +75,12 @@ def importance_sampling_correction(
     Source: TRL 1.16's `vllm_importance_sampling_correction`, its names and defaults; truncation: Yao et al., "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training"; masking: IcePop.
     """
-    check.check_rollout_logps(old_per_token_logps, sampling_per_token_logps, mask, cu_seqlens)
+    old, sampling = "old_per_token_logps", "sampling_per_token_logps"
+    check.check_logps(old_per_token_logps, cu_seqlens, old)
+    check.check_tensor(sampling_per_token_logps, sampling, check.FLOAT, tuple(old_per_token_logps.shape))
+    check.check_mask(mask, old_per_token_logps, "mask")
+    given = {old: old_per_token_logps, sampling: sampling_per_token_logps, "mask": mask, "cu_seqlens": cu_seqlens}
+    check.check_one_device(**given)
     check_choice(mode, "mode", ImportanceSamplingMode)
     lowest, highest = _checked_bounds(clip_min, clip_max, mode)
     layout = Layout.of(old_per_token_logps, cu_seqlens)

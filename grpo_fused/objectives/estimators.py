@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_fused.call import validation as check
 from grpo_fused.call.options import check_integer, check_number
-from grpo_fused.call.validation import check_mask
 from grpo_fused.objectives.advantages import as_table, check_groups, nan_std, weighted_sum, z_score
 
 Rewards = Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]
@@ -347,9 +347,7 @@ def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) ->
         TypeError: rewards, weights or a mask that are not numbers.
     """
     summed = _summed(rewards, weights)
-    check_mask(mask, mask, "mask")
-    if mask.dim() != 2 or len(mask) != len(summed):
-        raise ValueError(f"mask must be [{len(summed)}, T]; got {tuple(mask.shape)}")
+    check.check_tensor(mask, "mask", check.ZERO_OR_ONE, (len(summed), "T"))
     active = mask != 0
     following = active.flip(1).cumsum(1).flip(1)
     return torch.where(active & (following == 1), summed.nan_to_num(nan=0.0).to(mask.device).unsqueeze(1), 0.0)
@@ -376,8 +374,9 @@ def _judged(advantages: Tensor, active: Tensor | None = None) -> Tensor:
 
 def _lengths(lengths: Tensor, like: Tensor) -> Tensor:
     """Checked and shaped `like` what they belong to, 0 where that is NaN (not judged)."""
-    if lengths.shape != (like.numel(),) or (lengths < 0).any():
-        raise ValueError(f"lengths must be [{like.numel()}], tokens >= 0; got shape {tuple(lengths.shape)}")
+    check.check_tensor(lengths, "lengths", check.ANY, (like.numel(),))
+    if (lengths < 0).any():
+        raise ValueError(f"lengths must be numbers of tokens, at least 0; got {lengths.min():g}")
     return torch.where(like.isnan(), 0.0, lengths.to(like).view_as(like))
 
 
@@ -392,10 +391,8 @@ def _whitened(x: Tensor, count: Tensor) -> Tensor:
 
 def _tokens(token_rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """[B, T] fp64 rewards and bool mask."""
-    if not isinstance(token_rewards, Tensor) or token_rewards.dim() != 2:
-        got = tuple(token_rewards.shape) if isinstance(token_rewards, Tensor) else type(token_rewards).__name__
-        raise TypeError(f"token_rewards must be a tensor [B, T]; got {got}")
-    check_mask(mask, token_rewards, "mask")
+    check.check_tensor(token_rewards, "token_rewards", check.ANY, ("B", "T"))
+    check.check_mask(mask, token_rewards, "mask")
     rewards = token_rewards.detach().double()
     if not rewards.isfinite().all():
         raise ValueError("token_rewards must be finite; got NaN or an infinite one")
@@ -404,8 +401,7 @@ def _tokens(token_rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _like(x: Tensor, name: str, rewards: Tensor, active: Tensor) -> Tensor:
     """[B, T] fp64, 0 where not active."""
-    if x.shape != rewards.shape:
-        raise ValueError(f"{name} must be {tuple(rewards.shape)}; got {tuple(x.shape)}")
+    check.check_tensor(x, name, check.ANY, tuple(rewards.shape))
     x = torch.where(active, x.detach().double(), 0.0)
     if not x.isfinite().all():
         raise ValueError(f"{name} must be finite on active tokens; got NaN or an infinite one")

@@ -57,9 +57,7 @@ def token_weights(
     """
     check_choice(aggregation, "aggregation", Aggregation)
     config = GRPOLossConfig(loss_type=aggregation, max_completion_length=max_completion_length)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a tensor [B, T] or [N]; got {type(mask).__name__}")
-    check.check_mask(mask, mask, "mask")
+    check.check_tensor(mask, "mask", check.ZERO_OR_ONE)
     check.check_ids(mask.to(torch.int64), cu_seqlens, "mask")
     check.check_one_device(mask=mask, cu_seqlens=cu_seqlens)
     layout = Layout.of(mask, cu_seqlens)
